@@ -26,6 +26,7 @@ import numpy as np
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
@@ -47,7 +48,7 @@ class TrainingLoop:
         self._batches = [next(batches) for _ in range(num_steps)]
         step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
         self.state = jvarlen.init_train_state(init_params(config.model, config.seed), course.optimizer)
-        specs = [jvarlen.token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
+        specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self.state, spec).compile() for spec in specs
         }

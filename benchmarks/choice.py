@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
 from jvarlen import Bucket, ModelFile, Plan, compile_buckets, make_buckets, make_plan, measure_buckets, measure_cluster
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import layout_mesh, split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
@@ -194,10 +195,7 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     compiled = compile_buckets(
         make_train_step(case.model, optimizer, mesh=mesh, layout=layout),
         state,
-        plan.buckets,
-        microbatches_per_step=NUM_MICROBATCHES,
-        mesh=mesh,
-        layout=layout,
+        BatchShapes(plan.buckets, microbatches_per_step=NUM_MICROBATCHES, layout=mesh),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )

@@ -19,6 +19,7 @@ import jax
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -54,8 +55,7 @@ class Training:
         self._step = jvarlen.compile_buckets(
             step,
             self._init(),
-            self._plan.buckets,
-            microbatches_per_step=self._plan.microbatches_per_step,
+            BatchShapes(self._plan.buckets, microbatches_per_step=self._plan.microbatches_per_step),
             progress=False,
         )
 

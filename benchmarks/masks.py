@@ -19,6 +19,7 @@ from flax import nnx
 from support.timing import REPEATS, digits, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.ledger import LedgerRow
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -59,8 +60,10 @@ def compile_step(
     compiled = jvarlen.compile_buckets(
         jvarlen.make_train_step(make_loss_fn(config), optimizer),
         state,
-        [bucket],
-        batch_spec=jvarlen.packed_batch_spec if "packed_attention" in form.setting else jvarlen.token_batch_spec,
+        BatchShapes(
+            [bucket],
+            batch_spec=packed_batch_spec if "packed_attention" in form.setting else token_batch_spec,
+        ),
         progress=False,
     )
     return compiled, state

@@ -17,6 +17,7 @@ import optax
 from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
 
 from jvarlen import Bucket, compile_buckets
+from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout, init_state, layout_mesh, make_train_step, memory_bill
@@ -108,7 +109,7 @@ def measure(case: Case) -> Held:
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
     train_step = make_train_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
-        train_step, state, [bucket], microbatches_per_step=num_microbatches, mesh=mesh, progress=False
+        train_step, state, BatchShapes([bucket], microbatches_per_step=num_microbatches, layout=mesh), progress=False
     )
     (row,) = step.ledger
     return Held(bill.total, row.argument_bytes, row.temp_bytes)

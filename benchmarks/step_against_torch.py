@@ -28,6 +28,7 @@ from jaxtyping import Int64
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.launch import keep_memory_of_steps
@@ -46,7 +47,7 @@ MakeStep: TypeAlias = Callable[[FitConfig, Lengths, Shape], tuple[Step, float]] 
 def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, float]:
     keep_memory_of_steps()  # as `jvarlen train` does
     optimizer = Course(config, lengths, {HELD_OUT: lengths}).optimizer
-    spec = jvarlen.token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
+    spec = token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
     batch = jax.device_put(jvarlen.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
     state = jvarlen.init_train_state(init_params(config.model, config.seed), optimizer)
     step = jvarlen.make_train_step(make_loss_fn(config.model), optimizer)

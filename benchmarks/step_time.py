@@ -17,6 +17,7 @@ import optax
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
@@ -72,8 +73,7 @@ def measured_seconds(planned: Planned, model: TransformerConfig, known: dict[Buc
         compiled = jvarlen.compile_buckets(
             jvarlen.make_train_step(make_loss_fn(model), optimizer),
             state,
-            missing,
-            batch_spec=jvarlen.packed_batch_spec if planned.plan.is_packed else jvarlen.token_batch_spec,
+            BatchShapes(missing, batch_spec=packed_batch_spec if planned.plan.is_packed else token_batch_spec),
             progress=False,
         )
         measured = jvarlen.measure_buckets(compiled, state, progress=False)

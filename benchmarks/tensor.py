@@ -30,6 +30,7 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 from support.zero_jax import medians_in_turn
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import split_cpu
@@ -110,8 +111,7 @@ def compile_passes(form: Form, text: str) -> Measured:
     step = jvarlen.compile_buckets(
         make_train_step(model, optimizer, mesh=mesh, layout=layout),
         state,
-        plan,
-        mesh=mesh,
+        BatchShapes.of_plan(plan, layout=mesh),
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
     )

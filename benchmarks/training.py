@@ -25,6 +25,7 @@ import optax
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -43,7 +44,7 @@ class BareLoop:
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(course.num_steps)]
         step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
-        specs = [jvarlen.token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
+        specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self._init(), spec).compile() for spec in specs
         }
@@ -70,7 +71,7 @@ def compiled_step(
 ) -> Callable[[], Any]:
     """One step of the model in a bucket, to be called again and again."""
     state = jvarlen.init_train_state(init_params(model, seed=0), optimizer)
-    spec = jvarlen.token_batch_spec(bucket, 1)
+    spec = token_batch_spec(bucket, 1)
     batch = jax.device_put(jvarlen.full_batch(spec))
     step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
     executable = jax.jit(step, donate_argnums=0).lower(state, spec).compile()

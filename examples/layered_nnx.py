@@ -111,12 +111,11 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 def train(train_step, state, mesh):
     """The state after the plan, and the loss of each step."""
-    step = jvarlen.compile_buckets(
-        train_step, state, plan, mesh=mesh, batch_spec=jvarlen.packed_batch_spec, progress=False
-    )
+    batches = jvarlen.load(plan, samples, mesh=mesh, collate=jvarlen.pack_to_bucket)
+    step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     losses = []
     with jvarlen.no_recompiles():
-        for batch in jvarlen.load(plan, samples, mesh=mesh, collate=jvarlen.pack_to_bucket):
+        for batch in batches:
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
     return state, losses

@@ -83,10 +83,11 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), jvarl
 
 def train(train_step, state, mesh):
     """The state after the plan, and the metrics of each step."""
-    step = jvarlen.compile_buckets(train_step, state, plan, mesh=mesh, progress=False)
+    batches = jvarlen.load(plan, samples, mesh=mesh)
+    step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     history = []
     with jvarlen.no_recompiles():
-        for batch in jvarlen.load(plan, samples, mesh=mesh):
+        for batch in batches:
             state, metrics = step(state, batch)
             history.append(metrics)
     return state, history

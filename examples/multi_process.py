@@ -47,8 +47,8 @@ def train():
     train_step = jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh)
     state = jvarlen.init_train_state(jnp.zeros((NUM_TOKENS, NUM_TOKENS)), optimizer)
     state = jvarlen.replicate(state, mesh)
-    step = jvarlen.compile_buckets(train_step, state, plan, mesh=mesh, progress=False)
     batches = jvarlen.load(plan, samples, mesh=mesh)
+    step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     all_metrics = []
     for batch in batches:
         state, metrics = step(state, batch)

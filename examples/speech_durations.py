@@ -76,9 +76,10 @@ print(f"mean duration: {mean_s[:10].mean():.1f} s in the first ten steps, {mean_
 optimizer = optax.chain(optax.adam(1e-2), jvarlen.scale_by_batch_size(16, rule="sqrt"))
 state = jvarlen.init_train_state(np.zeros((4, NUM_FEATURES, NUM_FEATURES), np.float32), optimizer)
 train_step = jvarlen.make_train_step(loss_fn, optimizer)
-step = jvarlen.compile_buckets(train_step, state, plan, batch_spec=speech_batch_spec, progress=False)
+batches = jvarlen.load(plan, recordings, collate=pad_recordings, lengths=num_frames)
+step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
 all_metrics = []
-for batch in jvarlen.load(plan, recordings, collate=pad_recordings, lengths=num_frames):
+for batch in batches:
     state, metrics = step(state, batch)
     all_metrics.append(metrics)
 print(f"loss: {float(all_metrics[0].loss):.3f} -> {float(all_metrics[-1].loss):.3f} in {len(all_metrics)} steps")

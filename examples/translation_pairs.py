@@ -65,9 +65,7 @@ print(f"padding: {plans[0].padding:.2%}; padded to the longest of each side, it 
 
 optimizer = optax.chain(optax.adamw(1e-2), jvarlen.scale_by_batch_size(64, rule="sqrt"))
 state = jvarlen.init_train_state(jax.jit(init_params)(jax.random.key(0)), optimizer)
-step = jvarlen.compile_buckets(
-    jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], batch_spec=jvarlen.pair_batch_spec, progress=False
-)
+step = jvarlen.compile_buckets(jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
     loss_sum = weight_sum = 0.0
     for batch in jvarlen.load(plan, pairs, collate=jvarlen.pad_pairs_to_bucket):

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from jvarlen.attention.attention import attend, attend_within_segments
     from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
     from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
-    from jvarlen.batches.batches import (
-        full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
-    )
+    from jvarlen.batches.batches import full_batch
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -73,7 +71,7 @@ _NAMES_OF = {
     "attention.masks": ("attention_mask", "padding_mask", "segment_mask",),
     "batches.batches": (
         "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
-        "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
+        "full_batch",
     ),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
@@ -134,11 +132,11 @@ __all__ = [
     "make_pair_buckets", "make_plan", "make_train_step",
     "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",
     "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
-    "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
-    "padding_mask", "pair_batch_spec", "planned_ids_digest", "planned_schedule",
+    "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
+    "padding_mask", "planned_ids_digest", "planned_schedule",
     "remembered_interrupts", "replicate", "root_pacing", "sample_order", "sample_sort",
     "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together",
-    "token_batch_spec", "use_compilation_cache", "with_float32_master", 
+    "use_compilation_cache", "with_float32_master",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen import Bucket, CompileOptions, compile_buckets, data_mesh, token_batch_spec
+from jvarlen import Bucket, CompileOptions, compile_buckets, data_mesh
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.distributed.processes import agree, initialize_processes
@@ -42,7 +43,11 @@ def main():
 
         options = CompileOptions(cache_dir=None, when="behind")
         return compile_buckets(
-            step, np.float32(0), BUCKETS, microbatches_per_step=2, mesh=mesh, progress=False, options=options
+            step,
+            np.float32(0),
+            BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh),
+            progress=False,
+            options=options,
         )
 
     def run(step, buckets):

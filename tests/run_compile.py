@@ -20,6 +20,7 @@ from jvarlen import (
     load_compiled,
     no_recompiles,
 )
+from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import batch_shardings
 from tests.processes import outcome
 
@@ -49,11 +50,10 @@ def main():
     mesh = data_mesh()
     options = CompileOptions(cache_dir=None, warm_up=True, max_live=1)
     state = np.float32(0)
+    shapes = BatchShapes(BUCKETS, microbatches_per_step=M, layout=mesh)
 
     def compiled_with(step):
-        return compile_buckets(
-            step, state, BUCKETS, microbatches_per_step=M, mesh=mesh, progress=False, options=options
-        )
+        return compile_buckets(step, state, shapes, progress=False, options=options)
 
     def differing(state, batch):
         return state + (rank + 1) * jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
@@ -65,7 +65,7 @@ def main():
 
     compiled = compiled_with(sums)
     compiled.save(folder / f"set-{rank}")
-    loaded = load_compiled(folder / f"set-{rank}", sums, state, mesh=mesh, progress=False)
+    loaded = load_compiled(folder / f"set-{rank}", sums, state, shapes, progress=False)
     totals = []
     for callable_set in (compiled, loaded):
         batches = [batch_of(callable_set, bucket, mesh) for bucket in BUCKETS]
@@ -74,7 +74,7 @@ def main():
             for batch in batches:
                 total, _ = callable_set(total, batch)
         totals.append([float(total), count.num_compilations])
-    other_file = outcome(lambda: load_compiled(folder / f"set-{1 - rank}", sums, state, mesh=mesh, progress=False))
+    other_file = outcome(lambda: load_compiled(folder / f"set-{1 - rank}", sums, state, shapes, progress=False))
     print(
         json.dumps(
             {

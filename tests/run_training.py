@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import replicate
 
 MICROBATCHES_PER_STEP = 8
@@ -69,8 +70,7 @@ def losses_of(dtype, mesh, dataset, num_steps=NUM_STEPS):
     step = jvarlen.compile_buckets(
         jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh),
         state,
-        plan_of_epoch(0),
-        mesh=mesh,
+        BatchShapes.of_plan(plan_of_epoch(0), layout=mesh),
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
     )

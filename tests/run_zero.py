@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
 
@@ -30,7 +31,7 @@ def train(text):
         params = jax.tree.map(np.asarray, stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0))))
         state = init_state(params, optimizer, mesh=mesh, layout=layout)
         step = make_train_step(layered(MODEL), optimizer, mesh=mesh, layout=layout)
-        compiled = jvarlen.compile_buckets(step, state, plan, mesh=mesh, progress=False)
+        compiled = jvarlen.compile_buckets(step, state, BatchShapes.of_plan(plan, layout=mesh), progress=False)
         losses = []
         for batch in jvarlen.load(plan, dataset, mesh=mesh):
             state, metrics = compiled(state, batch)

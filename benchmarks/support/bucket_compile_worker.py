@@ -22,6 +22,7 @@ import optax
 from tqdm import tqdm
 
 import jvarlen
+from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -57,15 +58,14 @@ def compile_all(trained: Trained, shapes: Iterable[Iterable[int]], is_packed: bo
     return jvarlen.compile_buckets(
         trained.step,
         trained.state,
-        sorted(map(tuple, shapes), key=lambda shape: shape[1]),
-        batch_spec=batch_spec(is_packed),
+        BatchShapes(sorted(map(tuple, shapes), key=lambda shape: shape[1]), batch_spec=batch_spec(is_packed)),
         progress=False,
         options=AS_JAX_IS_SET,
     )
 
 
 def batch_spec(is_packed: bool) -> Callable[[Any, int], Any]:
-    return jvarlen.packed_batch_spec if is_packed else jvarlen.token_batch_spec
+    return packed_batch_spec if is_packed else token_batch_spec
 
 
 def text_batch(shape: Iterable[int], dataset: TokenDataset, is_packed: bool = False) -> Any:
@@ -174,7 +174,7 @@ def start(
             load_from,
             trained.step,
             trained.state,
-            batch_spec=batch_spec(is_packed),
+            BatchShapes(buckets, batch_spec=batch_spec(is_packed)),
             progress=False,
             options=AS_JAX_IS_SET,
         )
@@ -268,7 +268,7 @@ def measure_dispatch(models: dict[str, dict[str, int]], repeats: int) -> dict[st
     answer = {}
     for name, model in models.items():
         trained, shape = build(model), (2, 16)
-        batch = jax.device_put(jvarlen.full_batch(jvarlen.token_batch_spec(jvarlen.Bucket(*shape), 1)))
+        batch = jax.device_put(jvarlen.full_batch(token_batch_spec(jvarlen.Bucket(*shape), 1)))
         steps = {
             "CompiledBuckets": compile_all(trained, [shape]),
             "jitted function": jax.jit(trained.step, donate_argnums=0),

@@ -37,6 +37,7 @@ from support.end_to_end_run import (
 )
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
 from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.compiling.lowering import make_recipe
@@ -180,8 +181,9 @@ class PlannedRun(JaxRun):
         optimizer = adamw(1e-3)
         step = jvarlen.make_train_step(self.loss_fn, optimizer)
         state = jax.eval_shape(lambda params: jvarlen.init_train_state(params, optimizer), self.params)
-        recipe = make_recipe(step, state, 1, None, jvarlen.token_batch_spec, jvarlen.CompileOptions(cache_dir=None))
-        costs = estimate_costs(recipe, jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2), "")
+        buckets = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
+        recipe = make_recipe(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
+        costs = estimate_costs(recipe, buckets, "")
         return choose_shapes(
             lengths,
             dataclasses.replace(budget, cost=costs.seconds),

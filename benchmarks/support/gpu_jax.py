@@ -24,6 +24,7 @@ from support.gpu_worker import Answer, Save, run_parts, said, say
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
 
 import jvarlen
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
@@ -60,7 +61,7 @@ class Trainer:
         return jvarlen.compile_buckets(
             self._step_fn,
             self.state,
-            sorted(map(tuple, shapes), key=lambda shape: shape[1]),
+            BatchShapes(sorted(map(tuple, shapes), key=lambda shape: shape[1])),
             progress=False,
             options=jvarlen.CompileOptions(cache_dir=None, **options),
         )
@@ -84,7 +85,7 @@ class Trainer:
 
 def full_batch(shape: Shape) -> jvarlen.Batch:
     """A batch on the device, of random bytes."""
-    batch = jvarlen.full_batch(jvarlen.token_batch_spec(jvarlen.Bucket(*shape), 1))
+    batch = jvarlen.full_batch(token_batch_spec(jvarlen.Bucket(*shape), 1))
     tokens = np.random.default_rng(SEED).integers(VOCAB_SIZE, size=batch.tokens.shape, dtype=np.int32)
     return jax.block_until_ready(jax.device_put(batch._replace(tokens=tokens)))
 

@@ -21,6 +21,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.parallel import (
@@ -99,10 +100,9 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     step = jvarlen.compile_buckets(
         make_train_step(MODEL, optimizer, mesh=mesh, layout=layout),
         state,
-        [bucket],
-        microbatches_per_step=num_shards * case.num_microbatches,
-        batch_spec=batch_spec,
-        mesh=mesh,
+        BatchShapes(
+            [bucket], microbatches_per_step=num_shards * case.num_microbatches, layout=mesh, batch_spec=batch_spec
+        ),
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
     )

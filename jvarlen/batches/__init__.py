@@ -1,6 +1,7 @@
 """Batch types: the arrays of a step, their shapes, and their token counts.
 
-- `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and the specs that `compile_buckets` needs.
+- `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and their specs for a bucket.
+- `shapes`: the shapes of all buckets and where they lie, which `compile_buckets` needs.
 """
 
 from jvarlen.batches.batches import (
@@ -15,9 +16,13 @@ from jvarlen.batches.batches import (
     pair_batch_spec,
     token_batch_spec,
 )
+from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 
 __all__ = [
     "Batch",
+    "BatchShapes",
+    "BatchSpec",
+    "HasShapes",
     "PackedBatch",
     "PackedPairBatch",
     "PairBatch",

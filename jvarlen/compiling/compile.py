@@ -11,20 +11,19 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.batches.batches import token_batch_spec
+from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -32,8 +31,7 @@ from jvarlen.compiling.ledger import row_of
 from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
-from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import devices_of, mesh_of
+from jvarlen.distributed.mesh import devices_of
 from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -44,17 +42,13 @@ _DEFAULT_OPTIONS = CompileOptions()
 
 
 def compile_buckets(
-    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
-    buckets: Sequence[tuple[int, ...]] | PlannedSteps,
+    batches: HasShapes | PlannedSteps | BatchShapes,
     *,
-    microbatches_per_step: int | None = None,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    options: CompileOptions = _DEFAULT_OPTIONS,
     progress: bool = True,
     donate: bool = True,
-    options: CompileOptions = _DEFAULT_OPTIONS,
     start_step: int = 0,
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
@@ -68,51 +62,41 @@ def compile_buckets(
     waits only for its own program, and a program that cannot be compiled stops the next step.
 
     Args:
-      step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
-      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
-      buckets: (rows, length) pairs of different lengths; or (rows, source length, target length); or a plan, whose
-        padding is then shown in the ledger.
-      microbatches_per_step: M; None for the plan's, or 1.
-      mesh: batches are sharded over its axis "data"; state that is not placed on a mesh is replicated. None: one
-        device. If its devices belong to several processes, these must be all processes, and all of them compile.
-      layout: a `jvarlen.parallel.Layout`, whose mesh is used if none is given; otherwise their sizes are compared.
-      batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
+      step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
+      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Where batches are spread over devices, what is not placed
+        on a mesh is replicated.
+      batches: the result of `load`. Or a plan, for what `load` makes of its samples of tokens, on the devices that the
+        step was made for. Or `BatchShapes`. With several processes, all of them compile, and devices are of all.
+      options: of the compiler, the cache, memory and warm-up. By default programs are kept in the user's cache
+        directory, which is a setting of JAX for the whole process.
       progress: whether to show a progress bar that names the bucket.
       donate: whether a step may overwrite its input state with the next state; the input cannot be used again then. A
         step that returns its input state unchanged, such as that of `make_eval_step`, never does.
-      options: of the compiler, the cache, memory and warm-up. By default programs are kept in the user's cache
-        directory, which is a setting of JAX for the whole process.
       start_step: with a plan, the step of the epoch that is taken first, as after a resume; it decides the order.
 
     Returns:
       `CompiledBuckets`.
 
     Raises:
-      ValueError: buckets or options that are not as described; shards of the mesh that do not divide M, or a mesh of
-        other sizes than the layout; a step that returns a state of another structure or shape, or was made without the
-        mesh; processes that compiled different programs.
+      ValueError: buckets or options that are not as described; data shards that do not divide M; a step that returns a
+        state of another structure or shape, or was made for one device while batches are on several; processes that
+        compiled different programs.
 
     Example:
       >>> import numpy as np
       >>> def count(state, batch):
       ...     return state + batch.num_sequences, {}
-      >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
+      >>> compiled = compile_buckets(count, np.float32(0), BatchShapes([(2, 4), (1, 8)]), progress=False)
       >>> [row.bucket.length for row in compiled.ledger]
       [4, 8]
     """
-    plan, shapes = (buckets, buckets.buckets) if isinstance(buckets, PlannedSteps) else (None, buckets)
-    if microbatches_per_step is None:
-        microbatches_per_step = 1 if plan is None else plan.microbatches_per_step
-    check_at_least_one(microbatches_per_step=microbatches_per_step)
-    if plan is not None and plan.microbatches_per_step != microbatches_per_step:
-        raise UserError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
-    ordered = _order(shapes, plan, start_step, options)
-    mesh = mesh_of(mesh, layout)
-    with _on_all_processes(mesh):
-        _check_fallback(options, mesh)
+    shapes = _shapes_of(batches, step, start_step)
+    ordered = _order(shapes, options)
+    with _on_all_processes(shapes):
+        _check_fallback(options, shapes)
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
-        recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options, donate=donate)
+        recipe = make_recipe(step, state, shapes, options, donate=donate)
         programs = Programs(Executables(recipe.devices, options.max_live))
         pending = PendingPrograms(
             recipe,
@@ -122,7 +106,7 @@ def compile_buckets(
             _bar("compile", recipe, len(ordered), progress),
             check=functools.partial(_check_timed, recipe, options=options),
             is_behind=options.is_behind,
-            with_others=options.is_behind and _has_processes(mesh),
+            with_others=options.is_behind and _has_processes(shapes),
         )
         if options.is_behind:
             pending.advance()
@@ -131,25 +115,33 @@ def compile_buckets(
             waits = options.max_live is not None and not recipe.can_serialize_what_was_read
             with without_compilation_cache() if waits else contextlib.nullcontext(), contextlib.closing(pending):
                 pending.wait()
-    compiled = CompiledBuckets(recipe, programs, ordered, options, plan, pending if options.is_behind else None)
-    return _ready(compiled, state, mesh, options, progress)
+    compiled = CompiledBuckets(recipe, programs, ordered, options, pending if options.is_behind else None)
+    return _ready(compiled, state, shapes, options, progress)
 
 
-def _order(
-    shapes: Sequence[tuple[int, ...]], plan: PlannedSteps | None, start_step: int, options: CompileOptions
-) -> list[AnyBucket]:
+def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
+    """The shapes that an argument `batches` tells, where the step runs if it tells no other place."""
+    shapes = batches
+    if isinstance(batches, PlannedSteps):
+        shapes = BatchShapes.of_plan(batches)
+    elif not isinstance(batches, BatchShapes):
+        shapes = getattr(batches, "shapes", None)
+    if not isinstance(shapes, BatchShapes):
+        raise UserError(f"batches are the result of load, a plan or BatchShapes, not a {type(batches).__name__}")
+    if shapes.layout is None and (placement := getattr(step, "placement", None)) is not None:
+        shapes = dataclasses.replace(shapes, layout=placement)
+    return dataclasses.replace(shapes, start_step=start_step) if start_step else shapes
+
+
+def _order(shapes: BatchShapes, options: CompileOptions) -> list[AnyBucket]:
     """Buckets in the order of compilation: the largest first, or, behind the steps, second."""
-    if plan is None and start_step:
-        raise UserError(f"start_step ({start_step}) is a step of a plan, and buckets were given instead of one")
-    ascending = check_buckets(sorted(shapes, key=lambda shape: tuple(shape)[1:]))
+    plan, start_step = shapes.plan, shapes.start_step
+    ascending = sorted(shapes.buckets, key=lambda bucket: bucket.lengths)
     if not options.is_behind:
         return largest_first(ascending)
     if plan is None:
-        by_shape = {tuple(bucket): bucket for bucket in ascending}
-        ordered = [by_shape[tuple(shape)] for shape in shapes]
+        ordered = list(shapes.buckets)
     else:
-        if not 0 <= start_step <= plan.num_steps:
-            raise UserError(f"start_step ({start_step}) must be in 0 … {plan.num_steps}, the steps of the plan")
         used, first_use = np.unique(plan.step_bucket[start_step:], return_index=True)
         used = used[np.argsort(first_use)]
         unused = np.setdiff1d(np.arange(len(ascending)), used)
@@ -160,16 +152,13 @@ def _order(
 
 def load_compiled(
     path: str | os.PathLike[str],
-    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
+    batches: HasShapes | PlannedSteps | BatchShapes,
     *,
-    plan: PlannedSteps | None = None,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    options: CompileOptions = _DEFAULT_OPTIONS,
     progress: bool = True,
     donate: bool = True,
-    options: CompileOptions = _DEFAULT_OPTIONS,
 ) -> CompiledBuckets:
     """Loads executables from a file that `CompiledBuckets.save` wrote; nothing is compiled.
 
@@ -178,18 +167,15 @@ def load_compiled(
     Args:
       path: the file. Its programs are run, so it must belong to this user, be writable by nobody else, and be signed
         with this user's key. Each of several processes has a file of its own.
-      step_fn: as for `compile_buckets`.
+      step: as for `compile_buckets`.
       state: as for `compile_buckets`.
-      plan: its padding is shown in the ledger.
-      mesh: as for `compile_buckets`.
-      layout: as for `compile_buckets`.
-      batch_spec: as for `compile_buckets`.
+      batches: as for `compile_buckets`; all of their buckets were compiled.
+      options: as for `compile_buckets`.
       progress: whether to show a progress bar.
       donate: as for `compile_buckets`.
-      options: as for `compile_buckets`.
 
     Returns:
-      `CompiledBuckets` of the buckets and microbatches that were saved.
+      `CompiledBuckets` of the buckets that were saved.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -197,30 +183,33 @@ def load_compiled(
       ValueError: it is damaged, not signed with this user's key, or made by other software, for other devices or
         options, or from another step, state or batch; the differences are listed.
     """
-    mesh = mesh_of(mesh, layout)
-    with _on_all_processes(mesh):
-        compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, donate, options, progress)
-    return _ready(compiled, state, mesh, options, progress)
+    shapes = _shapes_of(batches, step)
+    with _on_all_processes(shapes):
+        compiled = _load(Path(path), step, state, shapes, donate, options, progress)
+    return _ready(compiled, state, shapes, options, progress)
 
 
 def _load(
     path: Path,
     step_fn: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
-    plan: PlannedSteps | None,
-    mesh: Mesh | None,
-    batch_spec: Callable[[Any, int], Any],
+    shapes: BatchShapes,
     donate: bool,
     options: CompileOptions,
     progress: bool,
 ) -> CompiledBuckets:
-    _check_fallback(options, mesh)
+    _check_fallback(options, shapes)
     header, contents = read_compiled(path)
     if options.cache_dir is not None:
         use_compilation_cache(options.cache_dir)
-    recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options, donate=donate)
-    check_environment(path, header["environment"], recipe.environment)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
+    if (num := header["microbatches_per_step"]) != shapes.microbatches_per_step:
+        raise UserError(f"{path} holds programs of {num} microbatches a step, not {shapes.microbatches_per_step}")
+    if missing := [str(bucket) for bucket in shapes.buckets if bucket not in buckets]:
+        raise UserError(f"{path} holds no programs of the buckets {list_first(missing)}")
+    shapes = dataclasses.replace(shapes, buckets=buckets)
+    recipe = make_recipe(step_fn, state, shapes, options, donate=donate)
+    check_environment(path, header["environment"], recipe.environment)
     by_size = largest_first(buckets)
     told_apart_by = [recipe.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
     constants = {lowered.bucket: lowered.constants for lowered in told_apart_by}
@@ -253,14 +242,14 @@ def _load(
             programs.executables.add(bucket, executable, program)
             programs.rows[bucket] = row_of(bucket, executable, 0.0, seconds, cache_hit=True)
             bar.update()
-    return CompiledBuckets(recipe, programs, buckets, options, plan)
+    return CompiledBuckets(recipe, programs, buckets, options)
 
 
 def _ready(
-    compiled: CompiledBuckets, state: Any, mesh: Mesh | None, options: CompileOptions, progress: bool
+    compiled: CompiledBuckets, state: Any, shapes: BatchShapes, options: CompileOptions, progress: bool
 ) -> CompiledBuckets:
     """The last checks before the first step: all processes hold the same programs, and warm-up if it is wanted."""
-    if _has_processes(mesh):
+    if _has_processes(shapes):
         if compiled.is_complete:
             agree("the compiled buckets", compiled.fingerprint)
         agree("software and options of the compiler", compiled.common_environment)
@@ -269,24 +258,24 @@ def _ready(
     return compiled
 
 
-def _has_processes(mesh: Mesh | None) -> bool:
+def _has_processes(shapes: BatchShapes) -> bool:
     """Whether several processes compile; raises ValueError if some processes are not among them."""
-    if mesh is None or not mesh.is_multi_process:
+    if shapes.placement is None or not shapes.placement.mesh.is_multi_process:
         return False
-    missing = set(range(jax.process_count())) - {device.process_index for device in devices_of(mesh)}
+    missing = set(range(jax.process_count())) - {device.process_index for device in devices_of(shapes.placement.mesh)}
     if missing:
         raise UserError(f"a mesh over several processes must span all; it has no device of {sorted(missing)}")
     return True
 
 
-def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+def _on_all_processes(shapes: BatchShapes) -> contextlib.AbstractContextManager[None]:
     """A failure on one process fails on all processes of the mesh, so that none waits for it."""
-    return together("compile the buckets") if _has_processes(mesh) else contextlib.nullcontext()
+    return together("compile the buckets") if _has_processes(shapes) else contextlib.nullcontext()
 
 
-def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
+def _check_fallback(options: CompileOptions, shapes: BatchShapes) -> None:
     """Raises ValueError if a batch could not be brought to the host for padding."""
-    if options.fallback == "pad" and _has_processes(mesh):
+    if options.fallback == "pad" and _has_processes(shapes):
         raise UserError('fallback="pad" pads whole batches on the host, and several processes each have a part')
 
 

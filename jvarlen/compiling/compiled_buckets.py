@@ -41,7 +41,6 @@ from jvarlen.compiling.row_search import suggest_rows
 from jvarlen.compiling.step_clock import StepClock
 from jvarlen.compiling.warm_up import prepare_arithmetic, warm_up
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["CompiledBuckets"]
 
@@ -63,7 +62,6 @@ class CompiledBuckets:
         programs: Programs,
         buckets: Sequence[AnyBucket],
         options: CompileOptions,
-        plan: PlannedSteps | None = None,
         pending: PendingPrograms | None = None,
     ):
         """Made by `compile_buckets` or `load_compiled`."""
@@ -72,8 +70,7 @@ class CompiledBuckets:
         self._executables = programs.executables
         self._pending = pending
         self._options = options
-        self._plan = plan
-        self.specs = {bucket: recipe.spec(bucket) for bucket in buckets}
+        self.specs = {bucket: recipe.shapes.spec(bucket) for bucket in buckets}
         self.num_padded = 0
         self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
         self._times_used = dict.fromkeys(self.specs, 0)
@@ -91,7 +88,7 @@ class CompiledBuckets:
     @property
     def microbatches_per_step(self) -> int:
         """M."""
-        return self._recipe.microbatches_per_step
+        return self._recipe.shapes.microbatches_per_step
 
     @property
     def mesh(self) -> Mesh | None:
@@ -125,7 +122,8 @@ class CompiledBuckets:
             for bucket in self.specs
             if (row := self._programs.rows.get(bucket)) is not None
         )
-        return ledger if self._plan is None else ledger.with_plan(self._plan)
+        plan = self._recipe.shapes.plan
+        return ledger if plan is None else ledger.with_plan(plan)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none.

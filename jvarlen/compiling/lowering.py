@@ -13,13 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
 from jvarlen.compiling.ledger import LedgerRow, row_of
 from jvarlen.compiling.program_store import environment_of
 from jvarlen.compiling.recompiles import counting_in_thread
 from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.layout import BucketBytes
-from jvarlen.distributed.mesh import auto_axes, batch_shardings, compiling_for, devices_of, replicate, with_auto_axes
+from jvarlen.distributed.mesh import compiling_for, devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
@@ -67,9 +68,7 @@ class Recipe:
     Attributes:
       step_fn: `step_fn(state, batch) -> (state, metrics)`, not jitted.
       state_spec: pytree of `jax.ShapeDtypeStruct`.
-      batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
-      microbatches_per_step: M.
-      mesh: where a step runs; None: the default device.
+      shapes: of its batches, and where these lie.
       devices: those that a step runs on, those of other processes included.
       compiler_options: of XLA.
       donate: whether a step writes the next state over the one that it takes.
@@ -78,14 +77,17 @@ class Recipe:
 
     step_fn: Callable[[Any, Any], tuple[Any, Any]]
     state_spec: Any
-    batch_spec: Callable[[Any, int], Any]
-    microbatches_per_step: int
-    mesh: Mesh | None
+    shapes: BatchShapes
     devices: list[jax.Device]
     compiler_options: Mapping[str, Any]
     donate: bool = True
     grad_buckets: BucketBytes | None = None
     _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where a step runs; None: the default device."""
+        return None if self.shapes.placement is None else self.shapes.placement.mesh
 
     @property
     def name(self) -> str:
@@ -127,17 +129,6 @@ class Recipe:
         """What must be the same where programs are compiled and where they are run, by name."""
         return environment_of(self.devices) | {"compiler options": dict(self.compiler_options)}
 
-    def spec(self, bucket: AnyBucket) -> Any:
-        """The bucket's batch as a pytree of `jax.ShapeDtypeStruct`, spread over the mesh."""
-        spec = jax.tree.map(_canonical, self.batch_spec(bucket, self.microbatches_per_step))
-        if self.mesh is None:
-            return spec
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            spec,
-            batch_shardings(spec, self.mesh),
-        )
-
     def lower(self, bucket: AnyBucket) -> LoweredBucket:
         """Traces and lowers the step for a bucket.
 
@@ -159,12 +150,12 @@ class Recipe:
 
         start = time.perf_counter()
         with compiling_for(self.mesh), with_grad_buckets(self.grad_buckets):
-            traced = self._jitted(step).trace(self.state_spec, self.spec(bucket))
+            traced = self._jitted(step).trace(self.state_spec, self.shapes.spec(bucket))
         hoisted = self._hoisted(traced.jaxpr)
         constants = tuple(hoisted.values())
         if keeps_state or constants:
             again = self._jitted(_retraced(traced, tuple(hoisted), metrics_only=keeps_state), keeps_state=keeps_state)
-            traced = again.trace(self.state_spec, self.spec(bucket), *([constants] if constants else []))
+            traced = again.trace(self.state_spec, self.shapes.spec(bucket), *([constants] if constants else []))
         return LoweredBucket(bucket, traced.lower(), constants, keeps_state, time.perf_counter() - start)
 
     def _jitted(self, step: Callable[..., Any], *, keeps_state: bool = False) -> Any:
@@ -220,22 +211,18 @@ class Recipe:
 def make_recipe(
     step_fn: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
-    microbatches_per_step: int,
-    mesh: Mesh | None,
-    batch_spec: Callable[[Any, int], Any],
+    shapes: BatchShapes,
     options: CompileOptions,
     *,
     donate: bool = True,
 ) -> Recipe:
     """Takes arguments of `compile_buckets`; raises ValueError for options that the installed jaxlib does not take."""
-    mesh = None if mesh is None else auto_axes(mesh)
+    mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
     recipe = Recipe(
         step_fn=step_fn,
         state_spec=_spec_of_state(state, mesh),
-        batch_spec=batch_spec,
-        microbatches_per_step=microbatches_per_step,
-        mesh=mesh,
+        shapes=shapes,
         devices=devices,
         compiler_options=options.compiler_options(devices[0].platform, len(devices)),
         donate=donate,
@@ -258,12 +245,6 @@ def _retraced(traced: jax.stages.Traced, hoisted: tuple[int, ...], *, metrics_on
         return metrics if metrics_only else (state, metrics)
 
     return step
-
-
-def _canonical(leaf: Any) -> jax.ShapeDtypeStruct:
-    """With the dtype that such an array has on a device: float64 is float32 there, unless 64-bit types are enabled."""
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:

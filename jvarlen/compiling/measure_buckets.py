@@ -67,10 +67,11 @@ def measure_buckets(
       ValueError: buckets of pairs, or repeats below 1.
 
     Example:
+      >>> from jvarlen.batches import BatchShapes
       >>> from jvarlen.compiling.compile import compile_buckets
       >>> def count(state, batch):
       ...     return state + batch.num_sequences, {}
-      >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
+      >>> compiled = compile_buckets(count, np.float32(0), BatchShapes([(2, 4), (1, 8)]), progress=False)
       >>> measure_buckets(compiled, np.float32(0), progress=False).shapes
       ((2, 4), (1, 8))
     """

@@ -71,7 +71,9 @@ class Programs:
     def fingerprint(self, recipe: Recipe, buckets: Sequence[AnyBucket]) -> str:
         """SHA-256 of the buckets, and of the lowered programs of the largest and the smallest."""
         ordered = largest_first(buckets)
-        digest = hashlib.sha256(repr((recipe.microbatches_per_step, [tuple(bucket) for bucket in ordered])).encode())
+        digest = hashlib.sha256(
+            repr((recipe.shapes.microbatches_per_step, [tuple(bucket) for bucket in ordered])).encode()
+        )
         for bucket in dict.fromkeys((ordered[0], ordered[-1])):
             digest.update(hashlib.sha256(self.texts[bucket].encode()).digest())
         return digest.hexdigest()

@@ -51,7 +51,7 @@ def warm_up(
         raise_if_interrupted()
         bar.set_postfix_str(str(bucket))
         for _ in range(1 if recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
-            batch = jax.tree.map(zeros_of, recipe.spec(bucket))
+            batch = jax.tree.map(zeros_of, recipe.shapes.spec(bucket))
             executable = programs.executables.get(bucket)
             state, _ = jax.block_until_ready(programs.run(executable, bucket, state, batch))
 

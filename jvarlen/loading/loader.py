@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -18,20 +18,36 @@ from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings, mesh_of, own_microbatches
 from jvarlen.distributed.processes import agree
-from jvarlen.loading.collate import StepSamples, pad_to_bucket
+from jvarlen.loading.collate import (
+    StepSamples,
+    pack_pairs_to_bucket,
+    pack_to_bucket,
+    pad_pairs_to_bucket,
+    pad_to_bucket,
+)
 from jvarlen.loading.ids_digest import IdsDigest
-from jvarlen.loading.plan_source import CollateFn, OnMismatch, PlanSource, ReadStep, StepSource, read_sample
+from jvarlen.loading.plan_source import (
+    CollateFn,
+    OnMismatch,
+    PlanSource,
+    ReadStep,
+    StepSource,
+    read_sample,
+    spec_of_steps,
+)
 from jvarlen.loading.read_ahead import ReadAhead, end_with_parent
 from jvarlen.loading.shared_memory import check_room
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.steps import ReadPlan
+from jvarlen.planning.steps import PlannedSteps, ReadPlan
 from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = ["BatchIterator", "Delivered", "PlanSource", "load", "load_stream", "put"]
 
+_OWN = (pad_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pack_pairs_to_bucket)
 _HOST_BUFFER = 4  # collated steps that wait on the host
 
 
@@ -50,6 +66,7 @@ class BatchIterator(Iterator[Any]):
     Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
 
     Attributes:
+      shapes: of the batches of every bucket, for `compile_buckets`.
       num_samples: samples of this process delivered so far, over all epochs.
       num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
       ids_digest: 64 hex digits: the hash of the ids that were read for the batches delivered since the epoch began, or
@@ -57,8 +74,11 @@ class BatchIterator(Iterator[Any]):
         batch, and without `verify`.
     """
 
-    def __init__(self, first: ReadAhead, later: Iterator[ReadAhead], close_later: Callable[[], None]):
+    def __init__(
+        self, shapes: BatchShapes, first: ReadAhead, later: Iterator[ReadAhead], close_later: Callable[[], None]
+    ):
         """`later` starts reading an epoch when it is asked for it."""
+        self.shapes = shapes
         self._epoch = first
         self._later = later
         self._close_later = close_later
@@ -190,10 +210,12 @@ def load(
         verify=verify,
     )
     reading = read(first, start_step=start_step)
+    batch_spec = None if collate in _OWN else spec_of_steps({first: dataset}, collate)
+    shapes = BatchShapes.of_plan(cast(PlannedSteps, first), layout=mesh, batch_spec=batch_spec, start_step=start_step)
     if plan_of_epoch is None:
-        return BatchIterator(reading, iter(()), lambda: None)
+        return BatchIterator(shapes, reading, iter(()), lambda: None)
     planned = _PlanAhead(plan_of_epoch, epoch + 1, num_epochs)
-    return BatchIterator(reading, (read(plan, start_step=0) for plan in planned), planned.close)
+    return BatchIterator(shapes, reading, (read(plan, start_step=0) for plan in planned), planned.close)
 
 
 class _PlanAhead(Iterator[ReadPlan]):

@@ -6,20 +6,23 @@ microbatches of a process, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.worker_errors import portable_error
+from jvarlen.batches.shapes import BatchSpec
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.steps import ReadPlan
 
-__all__ = ["CollateFn", "OnMismatch", "PlanSource", "ReadStep", "StepSource", "read_sample"]
+__all__ = ["CollateFn", "OnMismatch", "PlanSource", "ReadStep", "StepSource", "read_sample", "spec_of_steps"]
 
 CollateFn = Callable[[StepSamples], Any]
 OnMismatch = Literal["error", "adjust"]
@@ -192,6 +195,30 @@ class StepSource:
 
     def __repr__(self) -> str:
         return repr(self._source)
+
+
+def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -> BatchSpec:
+    """The shapes of what a collate function makes: those of the first step of a bucket in these plans, which is read.
+
+    Args:
+      datasets: the samples of each plan.
+      collate: makes the arrays.
+    """
+
+    def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+        for plan, dataset in datasets.items():
+            index = plan.buckets.index(bucket) if bucket in plan.buckets else -1
+            for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
+                batch = PlanSource(plan, dataset, collate)[step]
+                return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), batch)
+        raise UserError(f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec")
+
+    return batch_spec
+
+
+def _dtype(leaf: Any) -> Any:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def read_sample(dataset: Any, sample_id: int) -> Any:

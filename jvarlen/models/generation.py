@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first
 from jvarlen._common.progress import progress_bar
 from jvarlen.attention.attention import attend, attend_by_mask
+from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import no_recompiles
@@ -127,10 +128,7 @@ def _compile(
     return compile_buckets(
         step,
         state,
-        buckets,
-        microbatches_per_step=num_shards,
-        mesh=mesh,
-        batch_spec=_prompt_batch_spec,
+        BatchShapes(buckets, microbatches_per_step=num_shards, layout=mesh, batch_spec=_prompt_batch_spec),
         progress=progress,
     )
 

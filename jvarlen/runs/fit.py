@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import remembered_interrupts
+from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.ledger import Ledger
@@ -44,7 +45,7 @@ from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
 from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_bills, when_compiled
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
-from jvarlen.runs.task import BatchSpec, Task
+from jvarlen.runs.task import Task
 from jvarlen.runs.trackers import Tracker, open_trackers
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.losses import LossFn
@@ -289,20 +290,23 @@ def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | N
     options = dataclasses.replace(config.compile, when=when_compiled(config), time_steps=time_steps)
     compile_for = functools.partial(
         compile_buckets,
-        microbatches_per_step=config.plan.microbatches_per_step,
-        mesh=mesh,
-        batch_spec=prepared.batch_spec(place.epoch),
         progress=config.progress and not options.is_behind,
         options=options,
+    )
+    shapes_of = functools.partial(
+        BatchShapes,
+        microbatches_per_step=config.plan.microbatches_per_step,
+        layout=mesh,
+        batch_spec=prepared.batch_spec(place.epoch),
     )
     start = time.perf_counter()
     steps_left = course.steps_left(place)
     buckets = course.buckets_left(place) or course.buckets
     if options.is_behind:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    train_step = compile_for(task.train_step(course.optimizer, mesh, config.layout), state, buckets)
+    train_step = compile_for(task.train_step(course.optimizer, mesh, config.layout), state, shapes_of(buckets))
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-    eval_step = compile_for(task.eval_step(mesh, config.layout), state, course.eval_buckets)
+    eval_step = compile_for(task.eval_step(mesh, config.layout), state, shapes_of(course.eval_buckets))
     return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)
 
 

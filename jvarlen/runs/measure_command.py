@@ -63,10 +63,12 @@ def measure_costs(
     import optax  # here: settings are read without JAX
 
     from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+    from jvarlen.batches.shapes import BatchShapes
     from jvarlen.compiling.compilation_cache import without_compilation_cache
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.measure_buckets import measure_buckets
     from jvarlen.models import init_params, make_loss_fn
+    from jvarlen.planning.buckets import Bucket
     from jvarlen.training.step import make_train_step
     from jvarlen.training.train_state import init_train_state
 
@@ -88,9 +90,11 @@ def measure_costs(
             compiled = compile_buckets(
                 make_train_step(make_loss_fn(model), optimizer),
                 state,
-                [(max_tokens // share // length, length) for length in lengths],
-                microbatches_per_step=microbatches_per_step,
-                batch_spec=packed_batch_spec if packed else token_batch_spec,
+                BatchShapes(
+                    [Bucket(max_tokens // share // length, length) for length in lengths],
+                    microbatches_per_step=microbatches_per_step,
+                    batch_spec=packed_batch_spec if packed else token_batch_spec,
+                ),
                 progress=progress,
                 options=CompileOptions(cache_dir=None, num_threads=1),
             )

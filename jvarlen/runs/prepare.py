@@ -13,6 +13,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compilation_cache import use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import When
@@ -32,7 +33,7 @@ from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.epochs import Course
 from jvarlen.runs.plan_config import ChosenShapes
 from jvarlen.runs.shape_choice import ShapeChooser
-from jvarlen.runs.task import BatchSpec, Task
+from jvarlen.runs.task import Task
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster
@@ -203,10 +204,12 @@ def show_bills(prepared: Prepared) -> None:
     compiled = compile_buckets(
         task.train_step(course.optimizer, mesh, config.layout),
         task.init_state(course.optimizer, config.seed, mesh, config.layout),
-        [bucket],
-        microbatches_per_step=config.plan.microbatches_per_step,
-        mesh=mesh,
-        batch_spec=batch_spec,
+        BatchShapes(
+            [bucket],
+            microbatches_per_step=config.plan.microbatches_per_step,
+            layout=mesh,
+            batch_spec=batch_spec,
+        ),
         progress=config.progress,
         options=dataclasses.replace(config.compile, when="ahead"),
     )

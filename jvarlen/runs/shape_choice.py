@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Int64
 
-from jvarlen.batches.batches import token_batch_spec
+from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.compiling.compile_options import When
 from jvarlen.compiling.ledger import Ledger
@@ -34,7 +34,7 @@ from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.data import TrainingData
 from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, SHAPES_FILE, ChosenShapes, epoch_plan, shapes_for
-from jvarlen.runs.task import BatchSpec, Task
+from jvarlen.runs.task import Task
 
 __all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
 
@@ -123,7 +123,7 @@ class ShapeChooser:
         probe = dataclasses.replace(plan, strategy="quantile", max_shapes=2)
         shapes = shapes_for(probe, lengths)
         buckets = tuple(Bucket(*bucket) for bucket in shapes.buckets)
-        batch_spec: BatchSpec = token_batch_spec
+        batch_spec: BatchSpec | None = None
         if task.batch_spec is not None or task.collate is not None:
             made = {"training": epoch_plan(probe, shapes, lengths, seed=0, epoch=0)}
             batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
@@ -131,7 +131,8 @@ class ShapeChooser:
         state = jax.eval_shape(functools.partial(task.init_state, optimizer, self._config.seed))
         step = task.train_step(optimizer)
         options = self._config.compile
-        return make_recipe(step, state, plan.microbatches_per_step, None, batch_spec, options), buckets
+        of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
+        return make_recipe(step, state, of_batches, options), buckets
 
     def _choose(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,15 +15,15 @@ from jax.sharding import Mesh
 from jvarlen import parallel
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
-from jvarlen.loading.plan_source import CollateFn, PlanSource
+from jvarlen.loading.plan_source import CollateFn, spec_of_steps
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import check_layout
-from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.summary import Evaluation
@@ -31,9 +31,7 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn, make_eval_step, make_train_step
 from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
-__all__ = ["BatchSpec", "Task"]
-
-BatchSpec = Callable[[Any, int], Any]
+__all__ = ["Task"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,19 +123,7 @@ class Task:
             return self.batch_spec
         if self.collate is None:
             return packed_batch_spec if packed else token_batch_spec
-        collate = self.collate
-
-        def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
-            for name, plan in plans.items():
-                steps = np.flatnonzero(plan.step_bucket == _index(plan.buckets, bucket))
-                if len(steps):
-                    batch = PlanSource(plan, datasets[name], collate)[int(steps[0])]
-                    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), batch)
-            raise UserError(
-                f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec"
-            )
-
-        return batch_spec
+        return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate)
 
     @property
     def whole_loss_fn(self) -> LossFn:
@@ -207,11 +193,6 @@ def _by_layers(model: TransformerConfig) -> LayeredModel:
 def _whole(loss_fn: LossFn | LayeredModel | None, *, takes_key: bool = True) -> LossFn:
     assert loss_fn is not None  # there is one after `with_model`
     return layered_loss_fn(loss_fn, takes_key=takes_key) if isinstance(loss_fn, LayeredModel) else loss_fn
-
-
-def _index(buckets: Sequence[AnyBucket], bucket: AnyBucket) -> int:
-    """The place of a bucket; -1 if it is not among them."""
-    return buckets.index(bucket) if bucket in buckets else -1
 
 
 def _dtype(leaf: Any) -> Any:

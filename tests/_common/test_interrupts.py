@@ -18,6 +18,7 @@ from jvarlen._common.interrupts import (
     remembered_interrupts,
     without_interrupts,
 )
+from jvarlen.batches import BatchShapes
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -97,7 +98,7 @@ def test_compiling_stops_between_buckets():
         next(presses)()
 
     with remembered_interrupts(), pytest.raises(KeyboardInterrupt):
-        compile_buckets(step, np.float32(0), [(1, 4), (1, 8)], progress=False)
+        compile_buckets(step, np.float32(0), BatchShapes([(1, 4), (1, 8)]), progress=False)
 
 
 def test_other_threads_are_left_alone():

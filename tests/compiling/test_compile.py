@@ -1,5 +1,6 @@
 """Compilation: everything before the first step, nothing afterwards; batches that were not planned are rejected."""
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -17,6 +18,7 @@ import pytest
 from jvarlen import (
     Bucket,
     CompileOptions,
+    PackedBatch,
     UnplannedShapeError,
     compile_buckets,
     data_mesh,
@@ -24,16 +26,19 @@ from jvarlen import (
     make_buckets,
     make_plan,
     no_recompiles,
+    pack_samples,
     replicate,
-    token_batch_spec,
 )
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import Recipe, make_recipe
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.testing import assert_no_recompiles
 from tests import processes
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
+SHAPES = BatchShapes(BUCKETS, microbatches_per_step=2)
 LARGEST_FIRST = [BUCKETS[2], BUCKETS[0], BUCKETS[1]]
 
 
@@ -51,9 +56,7 @@ def compile_count(buckets=BUCKETS, state=0.0, mesh=None, num_microbatches=2, **o
     return compile_buckets(
         count_step,
         state,
-        buckets,
-        microbatches_per_step=num_microbatches,
-        mesh=mesh,
+        BatchShapes(buckets, microbatches_per_step=num_microbatches, layout=mesh),
         progress=False,
         options=CompileOptions(cache_dir=None, **options),
     )
@@ -130,7 +133,7 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
 
 def test_the_bar_names_step_and_bucket(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    compile_buckets(count_step, jnp.float32(0), BUCKETS[:1], options=CompileOptions(cache_dir=None))
+    compile_buckets(count_step, jnp.float32(0), BatchShapes(BUCKETS[:1]), options=CompileOptions(cache_dir=None))
     assert "compile count_step: 100%" in (shown := capsys.readouterr().err)
     assert "4×8" in shown
 
@@ -167,7 +170,11 @@ def test_another_state_is_refused_at_the_first_call(state, said):
 
 def test_a_state_in_other_containers_is_refused():
     compiled = compile_buckets(
-        lambda state, batch: (state, None), [0.0], BUCKETS[:1], progress=False, options=CompileOptions(cache_dir=None)
+        lambda state, batch: (state, None),
+        [0.0],
+        BatchShapes(BUCKETS[:1]),
+        progress=False,
+        options=CompileOptions(cache_dir=None),
     )
     with pytest.raises(UnplannedShapeError, match=r"the state is not the one .*: the containers of the leaves differ"):
         compiled((0.0,), make_batch(4, 8, 1))
@@ -197,9 +204,7 @@ def test_a_state_that_was_donated_is_named(num_devices):
     compiled = compile_buckets(
         lambda state, batch: (jax.tree.map(jnp.negative, state), None),
         state,
-        BUCKETS[:1],
-        microbatches_per_step=2,
-        mesh=mesh,
+        BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh),
         progress=False,
     )
     compiled(state, make_batch(4, 8))
@@ -212,7 +217,7 @@ def test_a_state_that_is_not_donated_can_be_used_again(num_devices):
     mesh = None if num_devices is None else data_mesh(num_devices)
     state = jnp.float32(1)
     compiled = compile_buckets(
-        count_step, state, BUCKETS[:1], microbatches_per_step=2, mesh=mesh, progress=False, donate=False
+        count_step, state, BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh), progress=False, donate=False
     )
     totals = [float(compiled(state, make_batch(4, 8))[0]) for _ in range(3)]
     assert totals == [1 + 2 * 4 * 8] * 3
@@ -240,9 +245,12 @@ def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
     leaf = aliased(kind, mesh)
     expected = jax.device_get(jax.tree.map(as_numbers, step((leaf, leaf), None)[0]))
     compiled = compile_buckets(
-        step, (leaf, leaf), BUCKETS[:1], microbatches_per_step=8, mesh=mesh, progress=False,
+        step,
+        (leaf, leaf),
+        BatchShapes(BUCKETS[:1], microbatches_per_step=8, layout=mesh),
+        progress=False,
         options=CompileOptions(cache_dir=None),
-    )  # fmt: skip
+    )
     batch = make_batch(4, 8, 8)
     del leaf
 
@@ -278,15 +286,16 @@ def closing_over(table_NxD):
 def test_large_arrays_that_a_step_closes_over_are_arguments_that_all_buckets_share(as_array, num_devices, tmp_path):
     mesh = None if num_devices is None else data_mesh(num_devices)
     step = closing_over(as_array(np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)))
-    kwargs = {"mesh": mesh, "progress": False, "options": CompileOptions(cache_dir=None)}
-    compiled = compile_buckets(step, jnp.zeros(1024), BUCKETS, microbatches_per_step=2, **kwargs)
+    shapes = BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh)
+    kwargs = {"progress": False, "options": CompileOptions(cache_dir=None)}
+    compiled = compile_buckets(step, jnp.zeros(1024), shapes, **kwargs)
     assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.ledger)
     assert [len(arguments) for arguments in compiled._programs.constants.values()] == [1, 1, 1]
     assert len({id(argument) for (argument,) in compiled._programs.constants.values()}) == 1
-    recipe = make_recipe(step, jnp.zeros(1024), 2, mesh, token_batch_spec, CompileOptions(cache_dir=None))
+    recipe = make_recipe(step, jnp.zeros(1024), shapes, CompileOptions(cache_dir=None))
     assert len(recipe.lower(BUCKETS[0]).program.as_text()) < 2**16
     compiled.save(tmp_path / "set")
-    loaded = load_compiled(tmp_path / "set", step, jnp.zeros(1024), **kwargs)
+    loaded = load_compiled(tmp_path / "set", step, jnp.zeros(1024), shapes, **kwargs)
     state, other = jnp.zeros(1024), jnp.zeros(1024)
     for bucket in BUCKETS:
         (state, metrics), (other, others) = compiled(state, make_batch(*bucket)), loaded(other, make_batch(*bucket))
@@ -306,9 +315,12 @@ def test_what_a_step_closes_over_may_be_what_training_begins_with(num_devices):
         return state + 1, jnp.sum((state - reference)[0])
 
     compiled = compile_buckets(
-        step, reference, BUCKETS[:1], microbatches_per_step=2, mesh=mesh, progress=False,
+        step,
+        reference,
+        BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh),
+        progress=False,
         options=CompileOptions(cache_dir=None),
-    )  # fmt: skip
+    )
     for _ in range(2):  # trainings, each from the beginning
         state = reference
         distances = []
@@ -322,7 +334,7 @@ def test_the_state_can_be_numbers_or_of_another_precision():
     compiled = compile_buckets(
         lambda state, batch: ({"n": state["n"] + 1, "x": state["x"] * 2}, None),
         {"n": 0, "x": np.ones(3)},
-        BUCKETS[:1],
+        BatchShapes(BUCKETS[:1]),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )
@@ -346,13 +358,17 @@ def test_buckets_at_fault_are_listed():
 )
 def test_a_step_that_changes_the_kind_of_its_state_is_refused(step, said):
     with pytest.raises(ValueError, match=said):
-        compile_buckets(step, jnp.float32(0), BUCKETS, progress=False, options=CompileOptions(cache_dir=None))
+        compile_buckets(
+            step, jnp.float32(0), BatchShapes(BUCKETS), progress=False, options=CompileOptions(cache_dir=None)
+        )
 
 
 def test_steps_without_metrics_cannot_be_timed():
     options = CompileOptions(cache_dir=None, time_steps=True)
     with pytest.raises(ValueError, match="time_steps waits for the metrics of a step, and those of <lambda> hold no"):
-        compile_buckets(lambda state, batch: (state, {}), jnp.float32(0), BUCKETS, progress=False, options=options)
+        compile_buckets(
+            lambda state, batch: (state, {}), jnp.float32(0), BatchShapes(BUCKETS), progress=False, options=options
+        )
 
 
 def test_a_mesh_takes_spread_batches_and_fresh_state():
@@ -367,7 +383,9 @@ def test_a_mesh_takes_spread_batches_and_fresh_state():
     with pytest.raises(UnplannedShapeError, match=r"on device 1, planned was int32\[2,4,8\] on devices 0, 1 as"):
         compiled(state, jax.device_put(batch, jax.devices()[1]))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
-        compile_buckets(count_step, jnp.float32(0), BUCKETS, microbatches_per_step=3, mesh=mesh, progress=False)
+        compile_buckets(
+            count_step, jnp.float32(0), BatchShapes(BUCKETS, microbatches_per_step=3, layout=mesh), progress=False
+        )
 
 
 def test_steps_on_devices_of_one_cpu_do_not_pile_up():
@@ -387,7 +405,10 @@ def test_a_batch_of_ones_own_is_described_by_its_spec():
         return {"x": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), np.float32)}
 
     compiled = compile_buckets(
-        lambda state, batch: (state + batch["x"].sum(), None), jnp.float32(1), [(3, 5)], batch_spec=spec, progress=False
+        lambda state, batch: (state + batch["x"].sum(), None),
+        jnp.float32(1),
+        BatchShapes([(3, 5)], batch_spec=spec),
+        progress=False,
     )
     assert float(compiled(jnp.float32(1), {"x": np.ones((1, 3), np.float32)})[0]) == 4
 
@@ -405,15 +426,29 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
     ledger = compiled.ledger
     assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
     assert {row.bucket: row.planned_steps for row in ledger} == plan.steps_of_buckets()
-    with pytest.raises(ValueError, match="the plan has 2 microbatches a step, not 4"):
-        compile_buckets(count_step, jnp.float32(0), plan, microbatches_per_step=4, progress=False)
+    packed = make_plan(pack_samples(lengths, 32), [(4, 32)])
+    compiled = compile_buckets(lambda state, batch: (state, batch.positions.sum()), 0, packed, progress=False)
+    assert all(isinstance(spec, PackedBatch) for spec in compiled.specs.values())
+    with pytest.raises(ValueError, match="a plan or BatchShapes, not a list"):
+        compile_buckets(count_step, jnp.float32(0), BUCKETS)
+
+
+def test_a_step_tells_where_it_runs():
+    class Step:
+        placement = Layout(data=2).on()
+
+        def __call__(self, state, batch):
+            return count_step(state, batch)
+
+    compiled = compile_buckets(Step(), jnp.float32(0), SHAPES, progress=False)
+    assert compiled.mesh == Step.placement.mesh
 
 
 def test_the_ledger_tells_operations_bytes_and_use():
     compiled = compile_buckets(
         lambda state, batch: (state, batch.weights @ batch.weights.mT),
         jnp.ones(3),
-        [(4, 32), (2, 40)],
+        BatchShapes([(4, 32), (2, 40)]),
         progress=False,
         options=CompileOptions(cache_dir=None, time_steps=True),
     )
@@ -547,10 +582,7 @@ def test_typed_keys_in_a_batch_are_warmed_up_and_dispatched(num_devices):
     compiled = compile_buckets(
         step,
         jnp.float32(0),
-        [(3, 4)],
-        microbatches_per_step=2,
-        mesh=mesh,
-        batch_spec=batch_spec,
+        BatchShapes([(3, 4)], microbatches_per_step=2, layout=mesh, batch_spec=batch_spec),
         progress=False,
         options=CompileOptions(warm_up=True, cache_dir=None),
     )
@@ -613,10 +645,14 @@ def test_the_most_rows_that_fit_are_found_by_compiling():
         scores = batch.weights[..., None] * batch.weights[..., None, :]
         return state, (jnp.sort(scores) @ scores).sum()
 
-    compiled = compile_buckets(attention_like, jnp.float32(0), [(2, 16)], progress=False)
+    compiled = compile_buckets(attention_like, jnp.float32(0), BatchShapes([(2, 16)]), progress=False)
 
     def total_bytes(rows):
-        return compile_buckets(attention_like, jnp.float32(0), [(rows, 16)], progress=False).ledger[0].total_bytes
+        return (
+            compile_buckets(attention_like, jnp.float32(0), BatchShapes([(rows, 16)]), progress=False)
+            .ledger[0]
+            .total_bytes
+        )
 
     limit = 1_000_000
     rows = compiled.suggest_rows((2, 16), limit)
@@ -642,7 +678,8 @@ def test_a_set_is_saved_and_loaded_without_compiling(tmp_path, num_devices):
     batches = [make_batch(*bucket) for bucket in BUCKETS]
     state, other = jnp.float32(0), jnp.float32(0)
     with no_recompiles() as count:
-        loaded = load_compiled(tmp_path / "set", count_step, jnp.float32(0), mesh=mesh, progress=False)
+        shapes = BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh)
+        loaded = load_compiled(tmp_path / "set", count_step, jnp.float32(0), shapes, progress=False)
         for batch in batches:
             state, metrics = loaded(state, batch)
             other, others = saved(other, batch)
@@ -665,16 +702,18 @@ def test_a_set_of_something_else_is_refused(tmp_path):
         return state + 2 * jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
 
     with pytest.raises(ValueError, match=f"{path} was compiled from another step, state or batch than other_step"):
-        load_compiled(path, other_step, jnp.float32(0), progress=False)
+        load_compiled(path, other_step, jnp.float32(0), SHAPES, progress=False)
     with pytest.raises(ValueError, match="another step, state or batch"):
-        load_compiled(path, count_step, jnp.zeros(2), progress=False)
+        load_compiled(path, count_step, jnp.zeros(2), SHAPES, progress=False)
     with pytest.raises(ValueError, match=r"something else: device kinds: \['cpu'\] there, \['cpu', 'cpu'\] here"):
-        load_compiled(path, count_step, jnp.float32(0), mesh=data_mesh(2), progress=False)
+        load_compiled(
+            path, count_step, jnp.float32(0), dataclasses.replace(SHAPES, layout=data_mesh(2)), progress=False
+        )
     options = CompileOptions(cache_dir=None, xla_options=("xla_cpu_enable_fast_math=true",))
     with pytest.raises(ValueError, match=r"something else: compiler options: \{\} there, \{'xla_cpu"):
-        load_compiled(path, count_step, jnp.float32(0), progress=False, options=options)
+        load_compiled(path, count_step, jnp.float32(0), SHAPES, progress=False, options=options)
     with pytest.raises(FileNotFoundError):
-        load_compiled(tmp_path / "none", count_step, jnp.float32(0), progress=False)
+        load_compiled(tmp_path / "none", count_step, jnp.float32(0), SHAPES, progress=False)
 
 
 def test_a_set_with_released_executables_is_not_saved(tmp_path):
@@ -690,15 +729,18 @@ def test_a_set_with_released_executables_is_not_saved(tmp_path):
 def test_a_warm_start_takes_every_program_from_the_cache_or_the_file(tmp_path):
     program = f"""
 import numpy as np, pathlib, sys, jvarlen
+from jvarlen.batches import BatchShapes
 folder = pathlib.Path({str(tmp_path)!r})
 step = lambda state, batch: (state + batch.weights.sum(), batch.num_sequences)
 options = jvarlen.CompileOptions(cache_dir=folder / "cache")
+shapes = BatchShapes([(2, 4), (1, 8)])
 for how in sys.argv[1:]:
     with jvarlen.no_recompiles("count") as count:
         if how == "load":
-            compiled = jvarlen.load_compiled(folder / "set", step, np.float32(0), progress=False, options=options)
+            path = folder / "set"
+            compiled = jvarlen.load_compiled(path, step, np.float32(0), shapes, progress=False, options=options)
         else:
-            compiled = jvarlen.compile_buckets(step, np.float32(0), [(2, 4), (1, 8)], progress=False, options=options)
+            compiled = jvarlen.compile_buckets(step, np.float32(0), shapes, progress=False, options=options)
     if how != "load":
         compiled.save(folder / "set")
     print([row.cache_hit for row in compiled.ledger], count.num_compiled)
@@ -746,6 +788,7 @@ def test_what_a_curriculum_has_passed_gives_its_memory_back():
 import ctypes, gc
 import jax, jax.numpy as jnp, numpy as np
 import jvarlen
+from jvarlen.batches import BatchShapes
 
 def megabytes():
     gc.collect()
@@ -767,7 +810,7 @@ def train(compiled, plan, state):
 lengths = np.repeat(np.arange(16, 160, 16), 4)
 plan = jvarlen.make_plan(lengths, [(2, int(length)) for length in np.unique(lengths)], order="length")
 options = jvarlen.CompileOptions(cache_dir=None)
-jvarlen.compile_buckets(step, jnp.eye(8), [(1, 8)], progress=False, options=options)
+jvarlen.compile_buckets(step, jnp.eye(8), BatchShapes([(1, 8)]), progress=False, options=options)
 before = megabytes()
 compiled = jvarlen.compile_buckets(step, jnp.eye(8), plan, progress=False, options=options)
 print(*train(compiled, plan, jnp.eye(8)))

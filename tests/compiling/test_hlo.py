@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import Bucket, compile_buckets, data_mesh, init_train_state, make_train_step, scale_by_batch_size
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives, count_collectives, list_collectives
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
@@ -121,7 +122,7 @@ def test_a_step_reduces_its_gradient_once_whatever_it_accumulates():
         mesh = data_mesh(num_shards)
         step = make_train_step(make_loss_fn(MODEL), optimizer, mesh=mesh)
         compiled = compile_buckets(
-            step, state, [bucket], microbatches_per_step=microbatches_per_step, mesh=mesh, progress=False
+            step, state, BatchShapes([bucket], microbatches_per_step=microbatches_per_step, layout=mesh), progress=False
         )
         assert compiled.collectives(bucket) == {"all-reduce": Collectives(1, 0)}
 

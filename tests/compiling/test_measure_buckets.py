@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jvarlen import Bucket, UnplannedShapeError, full_batch, token_batch_spec, use_compilation_cache
+from jvarlen import Bucket, UnplannedShapeError, full_batch, use_compilation_cache
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.cli import main
 from jvarlen.compiling import compilation_cache
 from jvarlen.compiling.compile import compile_buckets
@@ -91,7 +92,9 @@ def test_costs_of_compiled_buckets_can_be_fitted():
 
     state = jnp.float32(1)
     shapes = [(8, 16), (4, 64), (2, 256), (4, 256)]
-    compiled = [compile_buckets(step, state, [shape], microbatches_per_step=2, progress=False) for shape in shapes]
+    compiled = [
+        compile_buckets(step, state, BatchShapes([shape], microbatches_per_step=2), progress=False) for shape in shapes
+    ]
     measured = [measure_buckets(one, state, progress=False) for one in compiled]
     assert float(state) == 1
     assert all(one.seconds[0] > 0 for one in measured)
@@ -106,7 +109,10 @@ def test_costs_of_compiled_buckets_can_be_fitted():
 def test_batches_of_the_callers_own_are_measured():
     """Where values decide how long a step takes, as a routed model's do."""
     compiled = compile_buckets(
-        lambda state, batch: (state + batch.tokens.sum(), {}), jnp.int32(0), [(2, 4), (1, 8)], progress=False
+        lambda state, batch: (state + batch.tokens.sum(), {}),
+        jnp.int32(0),
+        BatchShapes([(2, 4), (1, 8)]),
+        progress=False,
     )
     shapes = []
 

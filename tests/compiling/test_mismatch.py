@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import Batch, Bucket, data_mesh, token_batch_spec
+from jvarlen import Batch, Bucket, data_mesh
+from jvarlen.batches import token_batch_spec
 from jvarlen.compiling.mismatch import (
     explain_unplanned,
     explain_unplanned_state,

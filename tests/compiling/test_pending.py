@@ -15,6 +15,7 @@ import pytest
 from jvarlen import (
     Bucket,
     CompileOptions,
+    Plan,
     RecompileError,
     UnplannedShapeError,
     compile_buckets,
@@ -22,8 +23,8 @@ from jvarlen import (
     load_compiled,
     make_plan,
     no_recompiles,
-    token_batch_spec,
 )
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import Recipe
 from tests import processes
 
@@ -41,9 +42,8 @@ def make_batch(bucket):
 
 def compile_count(buckets=BUCKETS, *, step=count_step, when="behind", state=0.0, num_threads=1, mesh=None, **kwargs):
     options = CompileOptions(cache_dir=None, when=when, num_threads=num_threads)
-    return compile_buckets(
-        step, state, buckets, microbatches_per_step=2, mesh=mesh, progress=False, options=options, **kwargs
-    )
+    shapes = buckets if isinstance(buckets, Plan) else BatchShapes(buckets, microbatches_per_step=2, layout=mesh)
+    return compile_buckets(step, state, shapes, progress=False, options=options, **kwargs)
 
 
 @pytest.fixture
@@ -106,7 +106,8 @@ def test_steps_and_programs_are_those_of_compiling_ahead(num_devices, tmp_path):
     assert behind.ledger.times_used == 5
     behind.save(tmp_path / "compiled")
     options = CompileOptions(cache_dir=None, when="behind")
-    loaded = load_compiled(tmp_path / "compiled", count_step, 0.0, mesh=mesh, progress=False, options=options)
+    shapes = BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh)
+    loaded = load_compiled(tmp_path / "compiled", count_step, 0.0, shapes, progress=False, options=options)
     assert loaded.is_complete
     assert loaded(jnp.float32(0), make_batch(LAST))[0] == 64
 
@@ -327,8 +328,7 @@ def test_what_needs_all_programs_first_compiles_them_ahead(options):
     compiled = compile_buckets(
         count_step,
         jnp.float32(0),
-        BUCKETS,
-        microbatches_per_step=2,
+        BatchShapes(BUCKETS, microbatches_per_step=2),
         progress=False,
         options=CompileOptions(cache_dir=None, when="behind", **options),
     )
@@ -338,7 +338,9 @@ def test_what_needs_all_programs_first_compiles_them_ahead(options):
 def test_the_fallback_pads_to_a_bucket_that_is_pending(gates):
     gates.open(*BUCKETS)
     options = CompileOptions(cache_dir=None, when="behind", fallback="pad")
-    step = compile_buckets(count_step, 0.0, BUCKETS, microbatches_per_step=2, progress=False, options=options)
+    step = compile_buckets(
+        count_step, 0.0, BatchShapes(BUCKETS, microbatches_per_step=2), progress=False, options=options
+    )
     batch = make_batch(Bucket(2, 12))
     with pytest.warns(UserWarning, match="padded to 2×16"):
         state, _ = step(jnp.float32(0), batch)

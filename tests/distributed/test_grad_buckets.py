@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jvarlen
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling import compile_options
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.compiling.lowering import make_recipe
@@ -63,9 +64,12 @@ class Stepped:
         recipe = make_recipe(
             jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh),
             state,
-            num_microbatches,
-            mesh,
-            lambda *_: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
+            BatchShapes(
+                [(NUM_ROWS, WIDTH)],
+                microbatches_per_step=num_microbatches,
+                layout=mesh,
+                batch_spec=lambda *_: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
+            ),
             jvarlen.CompileOptions(cache_dir=None, **options),
         )
         program = recipe.compile(recipe.lower(jvarlen.Bucket(NUM_ROWS, WIDTH))).executable

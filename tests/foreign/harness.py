@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jvarlen import Bucket, CompileOptions, compile_buckets, data_mesh, init_train_state, make_train_step
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives
 from jvarlen.distributed.mesh import batch_shardings
 
@@ -155,10 +156,7 @@ def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> 
     step = compile_buckets(
         make_train_step(model.loss_fn, model.optimizer, mesh=mesh),
         state,
-        [BUCKET],
-        microbatches_per_step=M,
-        mesh=mesh,
-        batch_spec=lambda bucket, num_microbatches: spec,
+        BatchShapes([BUCKET], microbatches_per_step=M, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )

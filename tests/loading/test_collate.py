@@ -18,8 +18,8 @@ from jvarlen import (
     pad_pairs_to_bucket,
     pad_to_bucket,
     stream_batches,
-    token_batch_spec,
 )
+from jvarlen.batches import token_batch_spec
 from jvarlen.batches.batches import count_tokens
 from jvarlen.loading.plan_source import PlanSource
 

@@ -21,6 +21,7 @@ from jvarlen import (
     pack_to_bucket,
     pad_to_bucket,
 )
+from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 
@@ -101,7 +102,7 @@ def growth_of_temporaries(attention):
     compiled = compile_buckets(
         make_train_step(make_loss_fn(config), optimizer),
         init_train_state(init_params(config, seed=0), optimizer),
-        [(1, 1024), (1, 2048)],
+        BatchShapes([(1, 1024), (1, 2048)]),
         progress=False,
     )
     temporaries = {row.bucket.length: row.temp_bytes for row in compiled.ledger}

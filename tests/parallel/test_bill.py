@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jvarlen import CompileOptions, compile_buckets
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collective, list_collectives
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, communication_bill, init_state, layout_mesh
 from jvarlen.parallel.train import make_train_step
@@ -31,10 +32,12 @@ def bill_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
     compiled = compile_buckets(
         make_train_step(MODEL, optimizer, mesh=mesh, layout=layout, accumulate=accumulate),
         init_state(params, optimizer, mesh=mesh, layout=layout, model=MODEL),
-        [BUCKET],
-        microbatches_per_step=num_shards * num_microbatches,
-        batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *BUCKET), jnp.float32),
-        mesh=mesh,
+        BatchShapes(
+            [BUCKET],
+            microbatches_per_step=num_shards * num_microbatches,
+            layout=mesh,
+            batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *BUCKET), jnp.float32),
+        ),
         progress=False,
         options=CompileOptions(cache_dir=None, **options),
     )

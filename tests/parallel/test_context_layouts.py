@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jvarlen import Bucket, compile_buckets, init_train_state, load, make_plan, make_train_step, no_recompiles
+from jvarlen.batches import BatchShapes
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Layout,
@@ -63,9 +64,7 @@ def test_one_state_serves_buckets_on_either_side():
     step = compile_buckets(
         make_layout_step(model, optimizer, mesh=mesh, layout=layout, norms=True),
         state,
-        [SHORT, LONG],
-        microbatches_per_step=4,
-        layout=layout,
+        BatchShapes([SHORT, LONG], microbatches_per_step=4, layout=layout),
         progress=False,
     )
     batches = planned(mesh)
@@ -85,7 +84,9 @@ def traffic_of(text, bucket):
     on = {"mesh": layout_mesh(layout), "layout": layout}
     state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, model=model, **on)
     step = make_layout_step(model, optimizer, **on)
-    compiled = compile_buckets(step, state, [bucket], microbatches_per_step=4, progress=False, mesh=on["mesh"])
+    compiled = compile_buckets(
+        step, state, BatchShapes([bucket], microbatches_per_step=4, layout=on["mesh"]), progress=False
+    )
     return {(row.kind, row.axes): row for row in communication_bill(compiled, bucket)}
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jvarlen import Bucket, compile_buckets, init_train_state, make_train_step, with_float32_master
+from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import LayeredParams, Layout, init_state, memory_bill
@@ -60,7 +61,10 @@ def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches
     assert bill.params + bill.opt_state == on_first
     train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
-        train_step, state, [Bucket(*bucket)], microbatches_per_step=num_microbatches, mesh=mesh, progress=False
+        train_step,
+        state,
+        BatchShapes([Bucket(*bucket)], microbatches_per_step=num_microbatches, layout=mesh),
+        progress=False,
     )
     (row,) = step.ledger
     # Of a data shard's microbatches: tokens, weights, lengths. Rows that are spread are whole on every device.
@@ -132,7 +136,9 @@ def test_layers_that_are_run_again_hold_their_inputs():
         mesh = layout_mesh(layout)
         state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
         train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
-        (row,) = compile_buckets(train_step, state, [Bucket(8, 32)], microbatches_per_step=2, mesh=mesh).ledger
+        (row,) = compile_buckets(
+            train_step, state, BatchShapes([Bucket(8, 32)], microbatches_per_step=2, layout=mesh)
+        ).ledger
         temp_bytes[text] = row.temp_bytes
     bills = [
         memory_bill(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes

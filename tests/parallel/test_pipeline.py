@@ -22,6 +22,7 @@ from jvarlen import (
     pack_samples,
     scale_by_batch_size,
 )
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
@@ -213,7 +214,9 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer, on, model = clipped_adamw(), on_layout("data2.stage2"), layered(TRANSFORMER)
     state = init_state(initial_params(), optimizer, model=model, **on)
-    step = compile_buckets(make_layout_step(model, optimizer, **on), state, plan, progress=False, **on)
+    step = compile_buckets(
+        make_layout_step(model, optimizer, **on), state, BatchShapes.of_plan(plan, layout=on["mesh"]), progress=False
+    )
     losses = []
     for batch in load(plan, dataset, **on):
         with no_recompiles() if losses else no_recompiles("count"):

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, scale_by_batch_size
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
@@ -419,9 +420,9 @@ def trained(model, params, layout, **options):
     on = {"mesh": mesh, "layout": layout}
     state = init_state(params, ADAMW, model=model, **on)
     lies = [leaf.sharding.spec for leaf in jax.tree.leaves(state)]
-    compiling = {"mesh": mesh, "progress": False}
-    step = compile_buckets(make_train_step(model, ADAMW, norms=True, **on, **options), state, plan, **compiling)
-    eval_step = compile_buckets(make_eval_step(model, **on), state, plan, **compiling)
+    shapes = BatchShapes.of_plan(plan, layout=mesh)
+    step = compile_buckets(make_train_step(model, ADAMW, norms=True, **on, **options), state, shapes, progress=False)
+    eval_step = compile_buckets(make_eval_step(model, **on), state, shapes, progress=False)
     found = []
     for _ in range(3):
         for batch in load(plan, dataset, mesh=mesh):

@@ -27,6 +27,7 @@ from jvarlen import (
     pack_samples,
     scale_by_batch_size,
 )
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
@@ -400,7 +401,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     for zero in (2, 3):
         step, state, on = on_layout(TOKENS, params, optimizer, f"data4.zero{zero}")
         placed, losses = shardings_of(state), []
-        compiled = compile_buckets(step, state, plan, mesh=on["mesh"], progress=False)
+        compiled = compile_buckets(step, state, BatchShapes.of_plan(plan, layout=on["mesh"]), progress=False)
         for batch in load(plan, dataset, mesh=on["mesh"]):
             with no_recompiles() if losses else no_recompiles("count"):
                 given, (state, metrics) = state, compiled(state, batch)
@@ -429,10 +430,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         compiled = compile_buckets(
             step,
             state,
-            [bucket],
-            microbatches_per_step=8,
-            mesh=on["mesh"],
-            batch_spec=lambda *_: spec,
+            BatchShapes([bucket], microbatches_per_step=8, layout=on["mesh"], batch_spec=lambda *_: spec),
             progress=False,
             options=CompileOptions(grad_bucket_bytes=2**14, first_grad_bucket_bytes=2**10),
         )

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam
 
 import jvarlen
 import torch_ref
+from jvarlen.batches import token_batch_spec
 from torch_ref import graphs
 
 BUCKETS = [(4, 8), (2, 16), (2, 24)]
@@ -178,7 +179,7 @@ def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets]
 
 
 def both_batches(rows: int, length: int, num_microbatches: int = 2) -> tuple[torch_ref.Batch, jvarlen.Batch]:
-    spec = jvarlen.token_batch_spec(jvarlen.Bucket(rows, length), num_microbatches)
+    spec = token_batch_spec(jvarlen.Bucket(rows, length), num_microbatches)
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
     tensors = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "lengths", "weights")}
     tensors |= {name: tensors[name].to(torch.int64) for name in ("tokens", "lengths")}

@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import jvarlen
 import torch_ref
+from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.optimizers import planned_schedule
@@ -117,9 +118,9 @@ def jax_optimizer(setting: Setting, plans: list[Any]) -> optax.GradientTransform
 def train_in_jax(setting: Setting, plans: list[Any], initial: Any) -> Trained:
     """Train with every bucket compiled ahead of time."""
     mesh = Mesh(np.array(jax.devices(PLATFORMS[setting.device])[:1]), ("data",))
-    collate, batch_spec = jvarlen.pad_to_bucket, jvarlen.token_batch_spec
+    collate, batch_spec = jvarlen.pad_to_bucket, token_batch_spec
     if setting.packed:
-        collate, batch_spec = jvarlen.pack_to_bucket, jvarlen.packed_batch_spec
+        collate, batch_spec = jvarlen.pack_to_bucket, packed_batch_spec
     with jax.enable_x64(setting.dtype == "float64"), jax.default_matmul_precision("highest"):
         optimizer = jax_optimizer(setting, plans)
         state = jvarlen.init_train_state(jax.tree.map(lambda leaf: leaf.astype(setting.dtype), initial), optimizer)
@@ -127,10 +128,12 @@ def train_in_jax(setting: Setting, plans: list[Any], initial: Any) -> Trained:
         step = jvarlen.compile_buckets(
             jvarlen.make_train_step(make_loss_fn(setting.model), optimizer, mesh=mesh),
             state,
-            plans[0].buckets,
-            microbatches_per_step=plans[0].microbatches_per_step,
-            mesh=mesh,
-            batch_spec=batch_spec,
+            BatchShapes(
+                plans[0].buckets,
+                microbatches_per_step=plans[0].microbatches_per_step,
+                layout=mesh,
+                batch_spec=batch_spec,
+            ),
             progress=False,
         )
         batches = jvarlen.load(plans.__getitem__, DATASET, num_epochs=len(plans), mesh=mesh, collate=collate)

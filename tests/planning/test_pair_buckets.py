@@ -13,8 +13,8 @@ from jvarlen import (
     make_plan,
     no_recompiles,
     pad_pairs_to_bucket,
-    pair_batch_spec,
 )
+from jvarlen.batches import BatchShapes, pair_batch_spec
 from jvarlen.planning.plan import Plan
 
 
@@ -76,7 +76,10 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
         return state + batch.num_sequences, batch.target_lengths.sum() + batch.source_lengths.sum()
 
     step = compile_buckets(
-        count, np.float32(0), plan.buckets, microbatches_per_step=2, batch_spec=pair_batch_spec, progress=False
+        count,
+        np.float32(0),
+        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=pair_batch_spec),
+        progress=False,
     )
     state = jax.numpy.float32(0)
     num_tokens = []

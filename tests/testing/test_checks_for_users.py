@@ -21,8 +21,8 @@ from jvarlen import (
     make_plan,
     pack_samples,
     testing,
-    token_batch_spec,
 )
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.testing import (
     Partition,
@@ -488,9 +488,12 @@ def count_step(state, batch):
 def test_compiled_buckets_may_not_compile_at_all(num_devices, monkeypatch):
     mesh = None if num_devices is None else data_mesh(num_devices)
     compiled = compile_buckets(
-        count_step, jnp.float32(0), [(2, 4), (1, 8)], microbatches_per_step=2, mesh=mesh, progress=False,
+        count_step,
+        jnp.float32(0),
+        BatchShapes([(2, 4), (1, 8)], microbatches_per_step=2, layout=mesh),
+        progress=False,
         options=CompileOptions(cache_dir=None),
-    )  # fmt: skip
+    )
     calls = [(jnp.float32(0), spec) for spec in compiled.specs.values()]
     assert_no_recompiles(compiled, calls)
     assert compiled.ledger.times_used == 4
@@ -502,7 +505,7 @@ def test_compiled_buckets_may_not_compile_at_all(num_devices, monkeypatch):
 
 
 def test_a_batch_that_nothing_was_compiled_for_is_refused():
-    compiled = compile_buckets(count_step, jnp.float32(0), [(2, 4)], progress=False)
+    compiled = compile_buckets(count_step, jnp.float32(0), BatchShapes([(2, 4)]), progress=False)
     with pytest.raises(ValueError, match=r"\.tokens is int32\[1,2,5\], planned was"):
         assert_no_recompiles(compiled, [(jnp.float32(0), token_batch_spec(Bucket(2, 5), 1))])
 

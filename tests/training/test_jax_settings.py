@@ -21,6 +21,7 @@ from jvarlen import (
     replicate,
     scale_by_batch_size,
 )
+from jvarlen.batches import BatchShapes
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(24, 10)
@@ -60,7 +61,7 @@ def train(
     state = state if mesh is None else replicate(state, mesh)
     train_step = make_train_step(loss_fn, optimizer, mesh=mesh, norms=True)
     options = CompileOptions(cache_dir=None, warm_up=True)
-    step = compile_buckets(train_step, state, PLAN, mesh=mesh, progress=False, options=options)
+    step = compile_buckets(train_step, state, BatchShapes.of_plan(PLAN, layout=mesh), progress=False, options=options)
     losses = []
     for _ in range(epochs):
         for batch in load(PLAN, DATASET, mesh=mesh):

@@ -20,6 +20,7 @@ from jvarlen import (
     no_recompiles,
     scale_by_batch_size,
 )
+from jvarlen.batches import BatchShapes
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(40, 10)
@@ -133,8 +134,7 @@ def test_an_optimizer_takes_the_steps_that_it_takes_in_a_plain_loop(name, num_de
         step = compile_buckets(
             make_train_step(loss_fn, optimizer, mesh=mesh),
             state,
-            PLAN,
-            mesh=mesh,
+            BatchShapes.of_plan(PLAN, layout=mesh),
             progress=False,
             options=CompileOptions(cache_dir=None),
         )

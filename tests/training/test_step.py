@@ -21,6 +21,7 @@ from jvarlen import (
     make_train_step,
     scale_by_batch_size,
 )
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.testing import assert_partition_invariant
@@ -208,10 +209,9 @@ def compile_for(step, state, batch, mesh=None, **kwargs):
     return compile_buckets(
         step,
         state,
-        [(1, 1)],
-        microbatches_per_step=len(batch.x),
-        mesh=mesh,
-        batch_spec=lambda bucket, num_microbatches: spec,
+        BatchShapes(
+            [(1, 1)], microbatches_per_step=len(batch.x), layout=mesh, batch_spec=lambda bucket, num_microbatches: spec
+        ),
         progress=False,
         options=CompileOptions(cache_dir=None),
         **kwargs,
@@ -280,7 +280,7 @@ def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
     def losses_on(mesh):
         state = init_train_state({"w": jnp.linspace(-1, 1, 128)}, optimizer)
         train_step = make_train_step(loss_of_tokens, optimizer, mesh=mesh)
-        step = compile_buckets(train_step, state, plan, mesh=mesh, progress=False)
+        step = compile_buckets(train_step, state, BatchShapes.of_plan(plan, layout=mesh), progress=False)
         losses = []
         for batch in load(plan, dataset, mesh=mesh):
             state, metrics = step(state, batch)

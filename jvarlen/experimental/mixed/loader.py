@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
+from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, own_shards
 from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
@@ -92,7 +93,13 @@ def load_mixed(
     num_steps = plan.num_steps - start_step
     steps = (read(step) for step in range(start_step, plan.num_steps))
     reading = ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=0)
-    return BatchIterator(reading, iter(()), lambda: None)
+    shapes = BatchShapes(
+        plan.buckets[-1:],
+        microbatches_per_step=num_ranks,
+        layout=mesh,
+        batch_spec=lambda *_: spec,
+    )
+    return BatchIterator(shapes, reading, iter(()), lambda: None)
 
 
 def _read(

@@ -23,10 +23,10 @@ from jvarlen import (
     make_train_step,
     no_recompiles,
     pack_samples,
-    packed_batch_spec,
     replicate,
     scale_by_batch_size,
 )
+from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.batches.batches import Batch
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
@@ -277,10 +277,9 @@ def test_packed_rows_and_compiled_buckets():
     compiled = compile_buckets(
         step,
         state,
-        plan.buckets[-1:],
-        microbatches_per_step=2,
-        mesh=mesh,
-        batch_spec=lambda bucket, num_microbatches: spec,
+        BatchShapes(
+            plan.buckets[-1:], microbatches_per_step=2, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec
+        ),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )

@@ -15,11 +15,11 @@ from jvarlen import (
     make_plan,
     pack_pairs_to_bucket,
     pack_samples,
-    packed_pair_batch_spec,
     pad_pairs_to_bucket,
     pad_to_bucket,
     segment_mask,
 )
+from jvarlen.batches import BatchShapes, packed_pair_batch_spec
 from jvarlen.batches.batches import count_tokens
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.planning import _kernels as kernels
@@ -191,7 +191,10 @@ def test_packed_pairs_train_in_shapes_compiled_ahead():
         return state + count_tokens(batch), {"weight": batch.weights.sum()}
 
     step = compile_buckets(
-        count, np.float32(0), plan.buckets, microbatches_per_step=2, batch_spec=packed_pair_batch_spec, progress=False
+        count,
+        np.float32(0),
+        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=packed_pair_batch_spec),
+        progress=False,
     )
     state = np.float32(0)
     for batch in load(plan, PAIRS, collate=pack_pairs_to_bucket):

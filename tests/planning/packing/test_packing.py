@@ -24,10 +24,10 @@ from jvarlen import (
     no_recompiles,
     pack_samples,
     pack_to_bucket,
-    packed_batch_spec,
     pad_pairs_to_bucket,
     pad_to_bucket,
 )
+from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -214,7 +214,10 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
     train_step = make_train_step(make_loss_fn(config), optimizer)
     state = init_train_state(init_params(config, seed=0), optimizer)
     step = compile_buckets(
-        train_step, state, plan.buckets, microbatches_per_step=2, batch_spec=packed_batch_spec, progress=False
+        train_step,
+        state,
+        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=packed_batch_spec),
+        progress=False,
     )
     weights = []
     with no_recompiles():
@@ -243,10 +246,7 @@ def test_packed_steps_give_the_same_loss_on_any_number_of_devices():
         step = compile_buckets(
             make_eval_step(loss_fn, mesh=mesh),
             params,
-            plan.buckets,
-            microbatches_per_step=4,
-            mesh=mesh,
-            batch_spec=packed_batch_spec,
+            BatchShapes(plan.buckets, microbatches_per_step=4, layout=mesh, batch_spec=packed_batch_spec),
             progress=False,
         )
         batch = next(load(plan, DATASET, mesh=mesh, collate=pack_to_bucket))

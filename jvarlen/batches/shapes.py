@@ -1,0 +1,124 @@
+"""The shapes of the batches of every bucket, and where their arrays lie: what a step is compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen.batches.batches import packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec
+from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
+from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.planning.steps import PlannedSteps
+
+__all__ = ["BatchShapes", "BatchSpec", "HasShapes"]
+
+BatchSpec = Callable[[Any, int], Any]
+
+_SPECS: dict[tuple[int, bool], BatchSpec] = {
+    (1, False): token_batch_spec,
+    (1, True): packed_batch_spec,
+    (2, False): pair_batch_spec,
+    (2, True): packed_pair_batch_spec,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShapes:
+    """The shapes of the batches of every bucket.
+
+    `compile_buckets` takes them from a plan or a `Loader`; this says them where there is neither.
+
+    Raises:
+      ValueError: buckets or numbers that are not as described.
+
+    Example:
+      >>> [spec.tokens.shape for spec in BatchShapes([(2, 4), (1, 8)]).specs.values()]
+      [(1, 2, 4), (1, 1, 8)]
+    """
+
+    buckets: Sequence[Any]
+    """(rows, length) pairs of different lengths, or (rows, source length, target length)."""
+    _: dataclasses.KW_ONLY
+    microbatches_per_step: int = 1
+    """M."""
+    layout: LayoutLike = None
+    """Where batches lie: their microbatches are spread over data shards. None: where the step says, or one device."""
+    batch_spec: BatchSpec | None = None
+    """`batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`. None: samples or pairs, one a row."""
+    plan: PlannedSteps | None = None
+    """The plan whose buckets they are."""
+    start_step: int = 0
+    """The step of the plan that is taken first."""
+
+    def __post_init__(self):
+        check_at_least_one(microbatches_per_step=self.microbatches_per_step)
+        by_shape = {
+            tuple(bucket): bucket for bucket in check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:]))
+        }
+        object.__setattr__(self, "buckets", tuple(by_shape[tuple(shape)] for shape in self.buckets))
+        if self.start_step and self.plan is None:
+            raise UserError(f"start_step ({self.start_step}) is a step of a plan, and there is none")
+        if self.plan is not None and not 0 <= self.start_step <= self.plan.num_steps:
+            raise UserError(f"start_step ({self.start_step}) must be in 0 … {self.plan.num_steps}")
+
+    @classmethod
+    def of_plan(
+        cls, plan: PlannedSteps, *, layout: LayoutLike = None, batch_spec: BatchSpec | None = None, start_step: int = 0
+    ) -> BatchShapes:
+        """Those of a plan's batches.
+
+        Args:
+          plan: which samples are in a row, one or several, and of what, tells the arrays of a batch.
+          layout: as the field.
+          batch_spec: of arrays of one's own; None: those that `load` makes of samples of tokens.
+          start_step: as the field.
+        """
+        return cls(
+            plan.buckets,
+            microbatches_per_step=plan.microbatches_per_step,
+            layout=layout,
+            batch_spec=batch_spec or _SPECS[len(plan.buckets[0].lengths), plan.is_packed],
+            plan=plan,
+            start_step=start_step,
+        )
+
+    @functools.cached_property
+    def placement(self) -> Placement | None:
+        """Where batches lie; None for one device."""
+        return placement_of(self.layout)
+
+    @property
+    def specs(self) -> dict[AnyBucket, Any]:
+        """The batch of each bucket, as `spec` gives it."""
+        return {bucket: self.spec(bucket) for bucket in self.buckets}
+
+    def spec(self, bucket: AnyBucket) -> Any:
+        """The bucket's batch as a pytree of `jax.ShapeDtypeStruct`, with the dtypes and shardings that it has there."""
+        batch_spec = self.batch_spec or _SPECS[len(bucket.lengths), False]
+        spec = jax.tree.map(_canonical, batch_spec(bucket, self.microbatches_per_step))
+        if self.placement is None:
+            return spec
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            spec,
+            self.placement.batch_shardings(spec),
+        )
+
+
+class HasShapes(Protocol):
+    """Batches that tell their shapes, such as the result of `load`."""
+
+    @property
+    def shapes(self) -> BatchShapes:
+        """Those of all buckets."""
+
+
+def _canonical(leaf: Any) -> jax.ShapeDtypeStruct:
+    """With the dtype that such an array has on a device: float64 is float32 there, unless 64-bit types are enabled."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))
