@@ -79,18 +79,7 @@ class Kernel:
 def close_by_budget(
     lengths: Int64[np.ndarray, " n"], max_tokens: int, max_sequences: int, multiple: int, is_padded: bool
 ) -> Int64[np.ndarray, " b"]:
-    """Where the greedy batches of an order end.
-
-    Args:
-      lengths: int64[n], in order, each at most `max_tokens`.
-      max_tokens: the most that a batch costs: sequences × longest where `is_padded`, else the sum of lengths.
-      max_sequences: the most samples of a batch.
-      multiple: a batch has fewer samples, or a multiple of it.
-      is_padded: which cost.
-
-    Returns:
-      int64[b], the exclusive end of every batch, ascending.
-    """
+    """Where the greedy batches of an order end."""
     num_samples = len(lengths)
     ends = np.empty(num_samples, np.int64)
     num_batches = 0
@@ -135,14 +124,7 @@ def close_by_budget(
 
 @Kernel
 def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " b"]:
-    """Where greedy batches end that take samples while their count is at most the least capacity among them.
-
-    Args:
-      capacity: int64[n], each ≥ 1, in order: the most rows of a batch that holds this sample.
-
-    Returns:
-      int64[b], the exclusive end of every batch, ascending.
-    """
+    """Where greedy batches end that take samples while their count is at most the least capacity among them."""
     num_samples = len(capacity)
     ends = np.empty(num_samples, np.int64)
     num_batches = 0
@@ -166,17 +148,7 @@ def take_segments(
     taken: Int64[np.ndarray, " T"],
     taken_offsets: Int64[np.ndarray, " T_plus_1"],
 ) -> Int64[np.ndarray, " m"]:
-    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`.
-
-    Args:
-      values: int64[n].
-      offsets: int64[S+1], where segments begin and end.
-      taken: int64[T], which segments.
-      taken_offsets: int64[T+1], where they begin and end in the result.
-
-    Returns:
-      int64[m].
-    """
+    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`."""
     joined = np.empty(taken_offsets[-1], values.dtype)
     for i, segment in enumerate(taken):
         # A copy: numba takes a second to compile an assignment to a slice.
@@ -194,17 +166,7 @@ def take_segments_with_sums(
     joined: Int64[np.ndarray, " m"],
     sums: Int64[np.ndarray, " T"],
 ) -> None:
-    """Joins segments of ids as `take_segments` does, and sums the values of their ids on the way.
-
-    Args:
-      ids: int64[n], each below N.
-      values: integers[N].
-      offsets: int64[S+1], where segments begin and end.
-      taken: int64[T], which segments.
-      taken_offsets: int64[T+1], where they begin and end in the result.
-      joined: int64[m], filled with the ids.
-      sums: int64[T], filled with the sum of each segment's values.
-    """
+    """Joins segments of ids as `take_segments` does, and sums the values of their ids on the way."""
     for i, segment in enumerate(taken):
         ids_of_segment = ids[offsets[segment] : offsets[segment + 1]]
         np.positive(ids_of_segment, joined[taken_offsets[i] : taken_offsets[i + 1]])
@@ -222,16 +184,6 @@ def paced_arrival(
 
     This is the shuffle of Fisher and Yates, each draw restricted to the ranks that are admitted so far. Where none of
     these is left, the next one is admitted early.
-
-    Args:
-      bucket_of_rank: integers[n], the bucket of each sample, samples by rank.
-      samples_per_step: int64[K], how many samples of a bucket make a step.
-      admitted: int64[S], never falling: while step t is next, ranks below `admitted[t]` may come. After the last of
-        them it stays.
-      keys: uint64[n], each below 2**32; n ≤ 2**32.
-
-    Returns:
-      int64[n], the ranks in order of arrival.
     """
     num_samples = len(bucket_of_rank)
     pool = np.arange(num_samples)
@@ -272,12 +224,6 @@ def split_into_leaves(
     """The order of vectors in a tree that halves them along the side in which they differ most.
 
     NumPy, as numba takes seconds to compile a sort.
-
-    Args:
-      vectors: int64[V, D].
-
-    Returns:
-      int64[V], the vectors in the order of the leaves, and int64[2·num_leaves, 2], where each node begins and ends.
     """
     num_leaves = 1
     while num_leaves * _LEAF < len(vectors):
@@ -445,21 +391,7 @@ def fill_joint_rows(
     order: Int64[np.ndarray, " V"],
     bounds: Int64[np.ndarray, "nodes 2"],
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " G_plus_1"], Int64[np.ndarray, " G"]]:
-    """Fills rows of several features, one after the other, by the rule of `pack_samples`.
-
-    Args:
-      vectors: int64[V, D], distinct lengths of samples, ascending by the first, then the second and so on; none above
-        the row lengths.
-      counts: int64[V], samples of each.
-      row_lengths: int64[D], each below 2**23.
-      max_samples: of a row.
-      order: int64[V], as of `split_into_leaves(vectors)`.
-      bounds: int64[nodes, 2], likewise.
-
-    Returns:
-      int64[m], which vectors the samples of distinct rows have, row by row in order of placing; int64[G+1], where each
-      distinct row begins; and int64[G], how many rows in turn are so.
-    """
+    """Fills rows of several features, one after the other, by the rule of `pack_samples`."""
     vectors, left = vectors[order], counts[order]
     least = np.full(bounds.shape[:1] + vectors.shape[1:], _NOTHING)
     greatest = np.zeros_like(least)

@@ -326,15 +326,7 @@ def _dealt_over_steps(
 
 
 def _deal(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
-    """The rank that each row is dealt to.
-
-    Args:
-      costs: int64[G, n].
-      counts: int64[W], the rows that each rank gets, not ascending, at least 1 each.
-
-    Returns:
-      int64[G, n].
-    """
+    """The rank that each row is dealt to."""
     num_groups = len(costs)
     num_ranks, per_rank = len(counts), int(counts[-1])
     by_cost = np.argsort(-costs, axis=1, kind="stable")

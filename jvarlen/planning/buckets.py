@@ -175,18 +175,7 @@ def make_buckets(
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
-    """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs.
-
-    Args:
-      buckets: tuples of integers ≥ 1, all of them of two or all of three, lengths strictly ascending; pairs by source,
-        then target.
-
-    Returns:
-      A tuple of `Bucket`, or of `PairBucket`.
-
-    Raises:
-      ValueError: buckets that are not as described; they are listed.
-    """
+    """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs."""
     given = [tuple(bucket) for bucket in buckets]
     widths = {len(bucket) for bucket in given}
     if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
@@ -262,20 +251,7 @@ def _as_buckets(edges: Int64[np.ndarray, " K"], rows: Int64[np.ndarray, " K"]) -
 def _usable_shapes(
     compiled: Iterable[Sequence[int]], budget: Budget, max_length: int | None
 ) -> Int64[np.ndarray, " C 2"]:
-    """The compiled shapes that a bucket may have.
-
-    Args:
-      compiled: (rows, length) shapes.
-      budget: of a microbatch. Rows must be at most the cap of their length, and a multiple of `row_multiple` where the
-        cap leaves one; lengths must be multiples of `length_multiple`.
-      max_length: the longest bucket; None: any.
-
-    Returns:
-      int64[C, 2], rows and length, without duplicates, ascending by length, then rows.
-
-    Raises:
-      ValueError: shapes that are not (rows, length) with integers of at least 1; they are listed.
-    """
+    """The compiled shapes that a bucket may have."""
     given = list(compiled)
     if wrong := [shape for shape in given if not _is_shape(shape)]:
         raise UserError(
@@ -305,16 +281,6 @@ def _reusing_buckets(
 
     Edges are rounded lengths of samples and lengths of compiled shapes. Every bucket holds at least one sample, because
     an empty one saves nothing, and of equal costs the fewest buckets win.
-
-    Args:
-      histogram: of the samples.
-      caps: int64[D], the most rows at each of its rounded lengths, each at least 1.
-      shapes: from `_usable_shapes`, at least one.
-      max_shapes: the most buckets.
-      budget: of a microbatch, with `compile_seconds`.
-
-    Returns:
-      Edges, ascending, and rows, int64[K] each.
     """
     edges = np.union1d(histogram.rounded, shapes[:, 1])
     place = np.searchsorted(histogram.rounded, edges, side="right")
@@ -344,13 +310,7 @@ class _RowChoice:
     def costs_and_rows(
         self, num_held: Int64[np.ndarray, " n"], cap: int, length: int
     ) -> tuple[Float64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """What buckets of a length cost, and their rows.
-
-        Args:
-          num_held: int64[n], samples of each.
-          cap: the most rows; 0 leaves only compiled shapes.
-          length: tokens a row.
-        """
+        """What buckets of a length cost, and their rows."""
         costs, rows = np.full(len(num_held), np.inf), np.zeros(len(num_held), np.int64)
         if cap:
             cap_of_each = np.full(len(num_held), cap)

@@ -92,14 +92,7 @@ def least_rows_when_packed(histogram: Histogram) -> NumHeld:
 def trimmed_costs(
     rounded: Int64[np.ndarray, " D"], num_held: NumHeld, caps: Int64[np.ndarray, " D"], budget: Budget
 ) -> BucketCosts:
-    """What buckets cost with the rows that they need.
-
-    Args:
-      rounded: int64[D], ascending.
-      num_held: what buckets hold, each at least 1.
-      caps: int64[D], the most rows at each length, each at least 1.
-      budget: of a microbatch.
-    """
+    """What buckets cost with the rows that they need."""
     return lambda j: budget.bucket_costs(num_held(j), np.full(j, caps[j - 1]), np.full(j, rounded[j - 1]))
 
 
@@ -112,15 +105,6 @@ def optimal_edges(
     cheapest[k - 1, i] with i < j and the cost of one bucket for the lengths between; the ceilings in that cost break
     the monotonicity that faster recurrences need, so all i are tried: O(K D²) time, O(K D) memory. Of equal costs the
     first i wins, which is the smaller edge.
-
-    Args:
-      lengths: int64[D], ascending.
-      bucket_costs: what buckets cost.
-      max_shapes: the most buckets.
-      num_last: how many of the longest hold all samples; the longest bucket is one of them.
-
-    Returns:
-      int64[K], ascending.
     """
     num_lengths = len(lengths)
     max_shapes = min(max_shapes, num_lengths)

@@ -104,22 +104,7 @@ def group_by_bucket(
     ordering: Ordering,
     overlong: Overlong,
 ) -> GroupedSamples:
-    """Groups the samples of an order by the smallest bucket that holds them.
-
-    Args:
-      lengths: int64[N], checked; int64[N, 2] of pairs.
-      edges: int64[K], lengths of the buckets, strictly ascending; int64[K, 2] of pairs, the first that holds a pair is
-        its bucket.
-      ordering: what decides the order; pairs go by the sum of their lengths.
-      overlong: what becomes of samples that no bucket holds.
-
-    Returns:
-      `GroupedSamples`.
-
-    Raises:
-      ValueError: what `sample_order` refuses; an unknown rule; longer samples under `"error"` (listed as id, value,
-        limit); no sample left under `"drop"`.
-    """
+    """Groups the samples of an order by the smallest bucket that holds them."""
     check_choices(overlong=(overlong, Overlong))
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
@@ -261,21 +246,6 @@ def paced_ranks(
 
     Every arriving sample is drawn at random from those that are admitted and left; where none is left, the next one is
     admitted early. A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
-
-    Args:
-      bucket_of_rank: integers[n], the bucket of each sample, easiest first.
-      ids: int64[n], the same samples.
-      difficulty: ints or floats[N], by id, to which a bound of the pacing applies.
-      rows_per_step: int64[K], M × rows of each bucket.
-      pacing: by share or by value.
-      seed: 0 ≤ seed < 2**63.
-      epoch: 0 ≤ epoch < 2**63.
-
-    Returns:
-      int64[n] of ranks.
-
-    Raises:
-      ValueError: what `num_admitted` refuses.
     """
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())

@@ -92,17 +92,7 @@ class LengthHistogram(NamedTuple):
 
 
 def histogram_of(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
-    """Counts lengths in pieces, so that those of a memory-mapped file need not fit memory.
-
-    Args:
-      lengths: integers[N], tokens a sample; N ≥ 1, every length ≥ 1.
-
-    Returns:
-      `LengthHistogram`.
-
-    Raises:
-      ValueError: as in `check_lengths`.
-    """
+    """Counts lengths in pieces, so that those of a memory-mapped file need not fit memory."""
     check_kind(lengths)
     table = np.zeros(0, np.int64)  # of lengths below its size; longer ones by value
     long: list[tuple[np.ndarray, np.ndarray]] = []
@@ -131,29 +121,14 @@ def histogram_of(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
 def ids_where(
     lengths: Integer[np.ndarray, " N"], is_wanted: Callable[[Integer[np.ndarray, " n"]], Bool[np.ndarray, " n"]]
 ) -> Int64[np.ndarray, " m"]:
-    """The ids of samples whose lengths fulfil a condition, which is asked piece by piece.
-
-    Args:
-      lengths: integers[N].
-      is_wanted: from some lengths to bool, one each.
-
-    Returns:
-      int64[m], ascending.
-    """
+    """The ids of samples whose lengths fulfil a condition, which is asked piece by piece."""
     starts = range(0, len(lengths), _PIECE)
     pieces = (is_wanted(read_slice(lengths, start, min(start + _PIECE, len(lengths)))) for start in starts)
     return np.concatenate([np.flatnonzero(piece) + start for start, piece in zip(starts, pieces, strict=True)])
 
 
 def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
-    """Checks the counts of a histogram: integers[N], how many samples have each length, each ≥ 1.
-
-    Returns:
-      int64[N].
-
-    Raises:
-      ValueError: counts that are not as described; the first offenders are listed as id and value.
-    """
+    """Checks the counts of a histogram: integers[N], how many samples have each length, each ≥ 1."""
     array = np.asarray(counts)
     if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
         given = f"{array.dtype}{list(array.shape)}"
@@ -164,14 +139,7 @@ def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, "
 
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
-    """Checks lengths of pairs: integers[N, 2], source and target tokens of a sample, each ≥ 1.
-
-    Returns:
-      int64[N, 2].
-
-    Raises:
-      ValueError: lengths that are not as described; the first offenders are listed as id and value.
-    """
+    """Checks lengths of pairs: integers[N, 2], source and target tokens of a sample, each ≥ 1."""
     array = np.asarray(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
@@ -181,18 +149,7 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
 def check_lengths_for(
     buckets: Sequence[tuple[int, ...]], lengths: npt.ArrayLike
 ) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
-    """Checks lengths by the kind of buckets, and returns them as int64.
-
-    Args:
-      buckets: (rows, length), or (rows, source length, target length) of pairs; at least one.
-      lengths: integers[N], tokens a sample; of pairs integers[N, 2].
-
-    Returns:
-      int64[N] or int64[N, 2].
-
-    Raises:
-      ValueError: lengths of another shape than the buckets need, or as `check_lengths` and `check_pair_lengths`.
-    """
+    """Checks lengths by the kind of buckets, and returns them as int64."""
     is_pairs = len(buckets[0]) == 3
     if is_pairs != (np.ndim(lengths) == 2):
         what = (
@@ -203,14 +160,7 @@ def check_lengths_for(
 
 
 def check_feature_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N D"]:
-    """Checks lengths of several features: integers[N, D], tokens of each feature of a sample, each ≥ 1; D ≥ 2.
-
-    Returns:
-      int64[N, D].
-
-    Raises:
-      ValueError: lengths that are not as described; the first offenders are listed as id and value.
-    """
+    """Checks lengths of several features: integers[N, D], tokens of each feature of a sample, each ≥ 1; D ≥ 2."""
     array = np.asarray(lengths)
     if array.ndim != 2 or array.shape[1] < 2 or not array.size:
         raise UserError(f"lengths of several features must have shape (N, D), D at least 2, not {array.shape}")
@@ -244,23 +194,7 @@ def apply_overlong(
     *,
     problem: str = 'samples longer than the longest bucket (overlong="drop" or "truncate" allows them)',
 ) -> tuple[int, int]:
-    """Applies the rule for samples that are too long.
-
-    Args:
-      overlong: `"error"`, `"drop"` or `"truncate"`.
-      ids: int64[n], the samples that are too long, in any order; may be empty.
-      lengths: int64[n], their lengths; int64[n, 2] for pairs.
-      limit: the longest length that is allowed.
-      num_fitting: the number of other samples.
-      problem: the start of the message under `"error"`.
-
-    Returns:
-      The number of samples dropped and the number truncated.
-
-    Raises:
-      ValueError: an unknown rule; samples that are too long under `"error"`; no other samples under `"drop"`. The
-        message lists them as id, value, limit, by id.
-    """
+    """Applies the rule for samples that are too long."""
     check_choices(overlong=(overlong, Overlong))
     if not len(ids) or overlong == "truncate" or (overlong == "drop" and num_fitting):
         return dropped_and_truncated(len(ids), overlong)
@@ -277,20 +211,7 @@ def dropped_and_truncated(num_long: int, overlong: str) -> tuple[int, int]:
 def overlong_counts(
     lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int | None, overlong: Overlong
 ) -> tuple[int, int]:
-    """Applies `apply_overlong` to counted samples, whose lengths are only read to list them in an error.
-
-    Args:
-      lengths: integers[N].
-      histogram: of these.
-      limit: the longest length that is allowed; None: any.
-      overlong: the rule.
-
-    Returns:
-      The number of samples dropped and the number truncated.
-
-    Raises:
-      ValueError: as in `apply_overlong`.
-    """
+    """Applies `apply_overlong` to counted samples, whose lengths are only read to list them in an error."""
     is_long = histogram.lengths > (histogram.lengths[-1] if limit is None else limit)
     num_long, num_fitting = int(histogram.counts[is_long].sum()), int(histogram.counts[~is_long].sum())
     if num_long and (overlong == "error" or (overlong == "drop" and not num_fitting)):
@@ -322,21 +243,7 @@ def fit_lengths(
     ids: Int64[np.ndarray, " N"] | None = None,
     **problem: str,
 ) -> FittedLengths:
-    """Applies `apply_overlong` to all samples.
-
-    Args:
-      lengths: int64[N], or int64[N, D] of several features.
-      limit: the longest length that is allowed, int64[D] of several features; None: any.
-      overlong: the rule.
-      ids: int64[N], the sample ids; None: 0 to N − 1.
-      problem: as in `apply_overlong`.
-
-    Returns:
-      `FittedLengths`.
-
-    Raises:
-      ValueError: as in `apply_overlong`.
-    """
+    """Applies `apply_overlong` to all samples."""
     limit = np.iinfo(np.int64).max if limit is None else limit
     is_long: Bool[np.ndarray, " N"] = lengths > limit if lengths.ndim == 1 else np.any(lengths > limit, axis=1)
     places = np.flatnonzero(is_long)

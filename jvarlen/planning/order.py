@@ -202,22 +202,7 @@ def block_order(num_blocks: int, *, seed: int, epoch: int) -> Int64[np.ndarray, 
 
 
 def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0) -> UInt64[np.ndarray, " count"]:
-    """Values `start` to `start + count - 1` of a 32-bit stream of (seed, epoch).
-
-    Args:
-      count: how many values.
-      seed: 0 ≤ seed < 2**63.
-      epoch: 0 ≤ epoch < 2**63.
-      start: the place of the first value; a process can compute its own part of the stream.
-      stream: 0 for orders and plans, `PACKING_STREAM` for packings, `BUFFER_STREAM` for shuffle buffers; the highest
-        word of Philox's counter, so that no value of one stream is in another.
-
-    Returns:
-      uint64[count], each below 2**32.
-
-    Raises:
-      ValueError: seed or epoch out of range.
-    """
+    """Values `start` to `start + count - 1` of a 32-bit stream of (seed, epoch)."""
     values = np.empty(count, np.uint64)
     for first, chunk in random_key_chunks(count, seed=seed, epoch=epoch, start=start, stream=stream):
         values[first : first + len(chunk)] = chunk
@@ -318,18 +303,7 @@ def split_difficulty(difficulty: Difficulty) -> list[npt.ArrayLike]:
 
 
 def check_difficulty(difficulty: Difficulty, num_samples: int) -> Shaped[np.ndarray, " N"]:
-    """Checks a difficulty, and makes one of several.
-
-    Args:
-      difficulty: ints or floats[num_samples] without NaN, or a sequence of such arrays.
-      num_samples: N.
-
-    Returns:
-      The array; for a sequence int64[N], which sorts as its arrays do one after the other.
-
-    Raises:
-      ValueError: another shape or type, or NaN; the offenders are listed.
-    """
+    """Checks a difficulty, and makes one of several."""
     arrays = [_check_one_difficulty(array, num_samples) for array in split_difficulty(difficulty)]
     if len(arrays) == 1:
         return arrays[0]

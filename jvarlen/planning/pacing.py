@@ -53,19 +53,7 @@ class ValuePacing(NamedTuple):
 def num_admitted(
     pacing: Pacing | ValuePacing, steps: Int64[np.ndarray, " S"], difficulty: Shaped[np.ndarray, " n"]
 ) -> Int64[np.ndarray, " S"]:
-    """How many samples, easiest first, each step may draw from.
-
-    Args:
-      pacing: by share or by value.
-      steps: int64[S], counted over all epochs.
-      difficulty: ints or floats[n], ascending, to which a bound applies.
-
-    Returns:
-      int64[S], never falling.
-
-    Raises:
-      ValueError: what is no pacing; shares that are not in [0, 1] and bounds that are NaN, listed by step.
-    """
+    """How many samples, easiest first, each step may draw from."""
     by_value = isinstance(pacing, ValuePacing)
     function = pacing.bound if isinstance(pacing, ValuePacing) else pacing
     if not callable(function):

@@ -124,12 +124,7 @@ def write_plan_file(path: Path, fields: Fields) -> None:
 
 
 def read_plan_file(path: Path) -> Fields:
-    """Reads what `write_plan_file` wrote.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is wrong.
-    """
+    """Reads what `write_plan_file` wrote."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             fields = _read_arrays(archive)
@@ -148,11 +143,7 @@ def read_plan_file(path: Path) -> Fields:
 
 
 def _read_arrays(archive: zipfile.ZipFile) -> Fields:
-    """All arrays of an archive. A claimed size takes no memory unless the file has the bytes to fill it.
-
-    Raises:
-      Exception: it holds something else; of many types, as zipfile and NumPy have it.
-    """
+    """All arrays of an archive. A claimed size takes no memory unless the file has the bytes to fill it."""
     names = [member.filename for member in archive.infolist()]
     compressed = [member.filename for member in archive.infolist() if member.compress_type]
     if compressed or len(set(names)) != len(names):

@@ -32,15 +32,7 @@ class CanonicalSteps(NamedTuple):
 
 
 def canonical_steps(num_samples: Int64[np.ndarray, " K"], rows_per_step: Int64[np.ndarray, " K"]) -> CanonicalSteps:
-    """Cuts the samples of each bucket into steps; only a bucket's last step can be short.
-
-    Args:
-      num_samples: int64[K], samples of each bucket.
-      rows_per_step: int64[K], M × rows of each.
-
-    Returns:
-      `CanonicalSteps`.
-    """
+    """Cuts the samples of each bucket into steps; only a bucket's last step can be short."""
     num_steps = -(-num_samples // rows_per_step)
     bucket = np.repeat(np.arange(len(rows_per_step), dtype=np.int32), num_steps)
     sizes = rows_per_step[bucket]
@@ -70,19 +62,7 @@ def emitted_steps(
     num_samples: int,
     bucket_lengths: Int64[np.ndarray, " K"],
 ) -> Int64[np.ndarray, " S"]:
-    """The canonical steps in the order in which they are taken.
-
-    Args:
-      steps: of samples grouped by bucket.
-      ordering: of the samples.
-      last_place: int64[S], the place of the last sample of each step in the order; None where samples are grouped by
-        it anyway.
-      num_samples: N, how many values of the random stream the samples take.
-      bucket_lengths: int64[K], of pairs the sum of both.
-
-    Returns:
-      int64[S], indices of canonical steps.
-    """
+    """The canonical steps in the order in which they are taken."""
     order, num_steps = ordering.order, len(steps.bucket)
     if ordering.emits_by_arrival and last_place is not None:
         # Full steps in order of the arrival of their last sample, then the short ones as they are.
@@ -110,13 +90,6 @@ def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> In
 
     Shapes are numbered by their first step. Until the next shape may come, the steps of all shapes so far come in
     order.
-
-    Args:
-      step_bucket: int32[S], the bucket of each step, in order.
-      spacing: at least 1.
-
-    Returns:
-      int64[S], indices of the given steps.
     """
     shapes = dict.fromkeys(step_bucket.tolist())  # by their first step
     num_spaced = len(shapes) * spacing  # the other steps come after these, in order

@@ -360,11 +360,7 @@ def _fit_features(
     overlong: PackedOverlong,
     ids: Int64[np.ndarray, " N"],
 ) -> FittedLengths:
-    """Applies the rule for samples that are longer than a row in any feature.
-
-    Raises:
-      ValueError: as in `fit_lengths`; or the rule is to split, which would tear inputs from their targets.
-    """
+    """Applies the rule for samples that are longer than a row in any feature."""
     if overlong == "split":
         raise UserError('overlong="split" is for samples of one feature: pieces of others would not belong together')
     problem = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
@@ -372,11 +368,7 @@ def _fit_features(
 
 
 def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: int) -> Int64[np.ndarray, " D"]:
-    """Checks the length of rows in each of D features: integers from 1 to 2**23 − 1.
-
-    Raises:
-      ValueError: another number of lengths than of features, or lengths that are not as described; they are listed.
-    """
+    """Checks the length of rows in each of D features: integers from 1 to 2**23 − 1."""
     given: list[Any] = [row_lengths] if isinstance(row_lengths, int) else list(row_lengths)
     if len(given) != num_features:
         raise UserError(f"lengths of {num_features} features need a row length for each, not {given}")

@@ -107,14 +107,7 @@ def steps_in_chunk_order(plan: Plan, longest_first: bool) -> Plan:
 def _after_earlier_pieces(
     ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"], place: Int64[np.ndarray, " n"], num_places: int
 ) -> Int64[np.ndarray, " P"]:
-    """Places in order, but one with the last piece of a sample follows all that hold other pieces of it.
-
-    Args:
-      ids: int64[n], the sample of each piece.
-      starts: int64[n], where it begins.
-      place: int64[n], the place of the row or step that holds it.
-      num_places: P.
-    """
+    """Places in order, but one with the last piece of a sample follows all that hold other pieces of it."""
     last_start = np.zeros(ids.max() + 1, np.int64)
     np.maximum.at(last_start, ids, starts)
     is_last = starts == last_start[ids]

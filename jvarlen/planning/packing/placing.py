@@ -85,17 +85,7 @@ def place_samples(
 def rows_by_tokens(
     lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None = None
 ) -> dict[int, int]:
-    """The histogram of tokens in the rows of `pack_samples`.
-
-    Args:
-      lengths: distinct lengths of samples, descending, each at most the last capacity.
-      counts: samples of each.
-      capacities: the lengths that rows may have, ascending.
-      max_samples_per_row: as in `pack_samples`.
-
-    Returns:
-      Numbers of rows by their tokens; some may be 0.
-    """
+    """The histogram of tokens in the rows of `pack_samples`."""
     placed = place_samples(lengths, counts, capacities, max_samples_per_row)
     num_rows: collections.Counter[int] = collections.Counter()
     for capacity, opened in placed.opened:
@@ -122,11 +112,7 @@ class DistinctRows(NamedTuple):
     kinds: Int64[np.ndarray, " m"]
 
     def filled(self, kind: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " R_plus_1"]]:
-        """The samples of all rows, in order of row and place, and where each row begins.
-
-        Args:
-          kind: int64[n], the number of each sample's lengths; samples of equal lengths are placed in this order.
-        """
+        """The samples of all rows, in order of row and place, and where each row begins."""
         of_row = np.repeat(np.arange(len(self.counts)), self.counts)
         row_offsets = ends_to_offsets(np.cumsum(np.diff(self.offsets)[of_row]))
         places = stable_argsort(take_segments(self.kinds, self.offsets, of_row, row_offsets))
@@ -141,17 +127,7 @@ def distinct_joint_rows(
     row_lengths: Int64[np.ndarray, " D"],
     max_samples_per_row: int | None,
 ) -> tuple[DistinctRows, Int64[np.ndarray, " n"]]:
-    """The rows that samples of several features are packed into.
-
-    Args:
-      lengths: int64[n, D], none above the row lengths.
-      counts: int64[n], how many samples have these lengths; None: one each.
-      row_lengths: int64[D].
-      max_samples_per_row: as in `pack_samples`.
-
-    Returns:
-      `DistinctRows`; and int64[n], the number of each sample's lengths among the distinct ones.
-    """
+    """The rows that samples of several features are packed into."""
     distinct, kind = _distinct(lengths, row_lengths)
     num_of_each = np.zeros(len(distinct), np.int64)
     np.add.at(num_of_each, kind, np.int64(1) if counts is None else counts)
