@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from jvarlen.planning.lengths import check_lengths
     from jvarlen.planning.order import Order, sample_order
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-    from jvarlen.planning.packing.pack import PackedHistogram, Packing, pack_samples
-    from jvarlen.planning.packing.row_lengths import choose_row_lengths
+    from jvarlen.planning.packing import PackedHistogram, Packing, pack_samples
+    from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan, make_plan
     from jvarlen.planning.samples import WeightedTokens
@@ -98,8 +98,8 @@ _NAMES_OF = {
     "planning.lengths": ("check_lengths",),
     "planning.order": ("Order", "sample_order",),
     "planning.pacing": ("ValuePacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
-    "planning.packing.pack": ("PackedHistogram", "Packing", "pack_samples",),
-    "planning.packing.row_lengths": ("choose_row_lengths",),
+    "planning.packing": ("PackedHistogram", "Packing", "pack_samples",),
+    "planning.row_lengths": ("choose_row_lengths",),
     "planning.pair_buckets": ("make_pair_buckets",),
     "planning.plan": ("Plan", "make_plan",),
     "planning.samples": ("WeightedTokens",),

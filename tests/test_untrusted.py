@@ -26,7 +26,7 @@ from jvarlen.compiling.program_store import read_compiled, write_compiled
 from jvarlen.data.open import open_data
 from jvarlen.data.shard_files import ShardFiles
 from jvarlen.planning import plan_file
-from jvarlen.planning.packing.pack import pack_samples
+from jvarlen.planning.packing import pack_samples
 from jvarlen.planning.plan import Plan, make_plan
 
 bounded = settings(deadline=None, max_examples=80, derandomize=True)

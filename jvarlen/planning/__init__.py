@@ -5,11 +5,11 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `samples`: tokens, with loss weights or without.
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
-- `edges`, `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.
-- `batching`, `packing`: greedy token batches, and several samples in a row.
-- `grouping`, `step_order`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
-- `on_disk`: plans of more samples than fit memory.
+- `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.
+- `batching`: greedy token batches, without buckets.
+- `packing`, `placing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
+- `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `balance`: work dealt to ranks.
-- `streams`, `stream_state`: batches of samples whose lengths are not known in advance, and resuming them.
+- `streams`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
 """

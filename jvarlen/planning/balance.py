@@ -174,7 +174,7 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: fl
         those of the plan.
 
     Example:
-      >>> from jvarlen.planning.packing.pack import pack_samples
+      >>> from jvarlen.planning.packing import pack_samples
       >>> from jvarlen.planning.plan import make_plan
       >>> lengths = [8, 2, 3, 3]
       >>> plan = make_plan(pack_samples(lengths, 8), [(2, 8)], order="length")

@@ -1,4 +1,4 @@
-"""Token-budget buckets, chosen by dynamic programming.
+"""Token-budget buckets: their lengths from the histogram of lengths, by closed forms or dynamic programming.
 
 Letters: N samples, D distinct (rounded) lengths, K buckets, C compiled shapes, M microbatches a step, B
 rows, T length, n samples of a bucket, s its steps.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import (
     UserError,
@@ -22,8 +22,16 @@ from jvarlen._common.checks import (
     list_offenders,
     offenders_where,
 )
-from jvarlen.planning.budget import Budget, CostFn, Strategy, as_budget, checked_cost, round_up
-from jvarlen.planning.edges import CLOSED_FORMS, Histogram, optimal_edges, trimmed_costs
+from jvarlen.planning.budget import (
+    Budget,
+    as_budget,
+    broken_by_one_row,
+    bucket_costs,
+    checked_cost,
+    num_steps,
+    round_up,
+    steps_and_rows,
+)
 from jvarlen.planning.lengths import (
     Overlong,
     check_counts,
@@ -38,13 +46,20 @@ from jvarlen.planning.lengths import (
 __all__ = [
     "AnyBucket",
     "Bucket",
-    "CostFn",
     "CountedSamples",
+    "Histogram",
     "PairBucket",
-    "Strategy",
     "check_buckets",
+    "least_rows_when_packed",
     "make_buckets",
+    "optimal_lengths",
+    "trimmed_costs",
 ]
+
+# How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
+_NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
+# What these buckets cost: int64 or float64, infinite for those that must not be.
+_BucketCosts = Callable[[int], Shaped[np.ndarray, " j"]]
 
 
 class Bucket(NamedTuple):
@@ -159,19 +174,19 @@ def make_buckets(
     counted = CountedSamples(lengths, max_length, overlong, limits.length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
-        edges = given
+        chosen = given
     elif limits.strategy == "optimal":
         caps = counted.checked_caps(limits, histogram.rounded)
         usable = _usable_shapes(shapes, limits, max_length)
         if len(usable):
-            return _as_buckets(*_reusing_buckets(histogram, caps, usable, limits.max_shapes, limits))
+            return _reusing_buckets(histogram, caps, usable, limits)
         costs = trimmed_costs(histogram.rounded, histogram.num_samples_between, caps, limits)
-        edges = optimal_edges(histogram.rounded, costs, limits.max_shapes)
+        chosen = optimal_lengths(histogram.rounded, costs, limits.max_shapes)
     else:
-        chosen = CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
-        edges = np.unique(round_up(np.array(chosen, np.int64), limits.length_multiple))
-    _, rows = limits.steps_and_rows(histogram.num_samples(edges), counted.checked_caps(limits, edges))
-    return _as_buckets(edges, rows)
+        unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
+        chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
+    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
+    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), chosen.tolist(), strict=True))
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
@@ -219,33 +234,25 @@ class CountedSamples:
                 "length_multiple"
             )
 
-    def checked_caps(self, budget: Budget, edges: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
-        """The most rows at each edge; raises ValueError that lists samples of the edges at which none fits."""
-        caps = budget.row_caps(edges)
+    def checked_caps(self, budget: Budget, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+        """The most rows of each length; raises ValueError that lists samples of the lengths at which none fits."""
+        caps = budget.row_caps(bucket_lengths)
         if caps.min() >= 1:
             return caps
-        longest = int(edges[caps < 1][-1])
-        bucket = np.minimum(np.searchsorted(edges, self._rounded_lengths()), len(edges) - 1)
-        ids, lengths = offenders_where((caps < 1)[bucket] & self._is_counted(), self._lengths)
+        longest = int(bucket_lengths[caps < 1][-1])
+        cut = self._lengths if self._max_length is None else np.minimum(self._lengths, self._max_length)
+        bucket = np.searchsorted(bucket_lengths, round_up(cut, self._length_multiple))
+        is_unfit = (caps < 1)[np.minimum(bucket, len(bucket_lengths) - 1)]
+        if self._drops:
+            is_unfit &= self._lengths <= self._max_length
+        ids, lengths = offenders_where(is_unfit, self._lengths)
         if self._mapped is not None:
             ids = ids_where(self._mapped, functools.partial(np.isin, test_elements=lengths))
             lengths = self._mapped[ids]
-        offenders = list_offenders(ids, lengths)
         raise UserError(
-            f"{budget.broken_by_one_row(longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
-            f"{offenders or 'none'}"
+            f"{broken_by_one_row(budget, longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
+            f"{list_offenders(ids, lengths) or 'none'}"
         )
-
-    def _rounded_lengths(self) -> Int64[np.ndarray, " N"]:
-        cut = self._lengths if self._max_length is None else np.minimum(self._lengths, self._max_length)
-        return round_up(cut, self._length_multiple)
-
-    def _is_counted(self) -> Bool[np.ndarray, " N"]:
-        return self._lengths <= self._max_length if self._drops else np.ones(len(self._lengths), np.bool_)
-
-
-def _as_buckets(edges: Int64[np.ndarray, " K"], rows: Int64[np.ndarray, " K"]) -> tuple[Bucket, ...]:
-    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
 
 
 def _usable_shapes(
@@ -271,31 +278,27 @@ def _usable_shapes(
 
 
 def _reusing_buckets(
-    histogram: Histogram,
-    caps: Int64[np.ndarray, " D"],
-    shapes: Int64[np.ndarray, " C 2"],
-    max_shapes: int,
-    budget: Budget,
-) -> tuple[Int64[np.ndarray, " K"], Int64[np.ndarray, " K"]]:
+    histogram: Histogram, caps: Int64[np.ndarray, " D"], shapes: Int64[np.ndarray, " C 2"], budget: Budget
+) -> tuple[Bucket, ...]:
     """The cheapest buckets if those of compiled shapes cost no `compile_seconds`.
 
-    Edges are rounded lengths of samples and lengths of compiled shapes. Every bucket holds at least one sample, because
-    an empty one saves nothing, and of equal costs the fewest buckets win.
+    Their lengths are rounded lengths of samples and lengths of compiled shapes. Every bucket holds at least one sample,
+    because an empty one saves nothing, and of equal costs the fewest buckets win.
     """
-    edges = np.union1d(histogram.rounded, shapes[:, 1])
-    place = np.searchsorted(histogram.rounded, edges, side="right")
+    lengths = np.union1d(histogram.rounded, shapes[:, 1])
+    place = np.searchsorted(histogram.rounded, lengths, side="right")
     samples_up_to = histogram.samples_below[place]
-    caps_of_edges = np.where(np.isin(edges, histogram.rounded), caps[place - 1], 0)
+    caps_of_lengths = np.where(np.isin(lengths, histogram.rounded), caps[place - 1], 0)
     choice, samples_below = _RowChoice(shapes, budget), ends_to_offsets(samples_up_to)
 
-    def bucket_costs(j: int) -> Float64[np.ndarray, " j"]:
-        return choice.costs_and_rows(samples_below[j] - samples_below[:j], caps_of_edges[j - 1], edges[j - 1])[0]
+    def costs(j: int) -> Float64[np.ndarray, " j"]:
+        return choice.costs_and_rows(samples_below[j] - samples_below[:j], caps_of_lengths[j - 1], lengths[j - 1])[0]
 
-    num_last = int((edges >= histogram.rounded[-1]).sum())
-    chosen = np.searchsorted(edges, optimal_edges(edges, bucket_costs, max_shapes, num_last))
+    num_last = int((lengths >= histogram.rounded[-1]).sum())
+    chosen = np.searchsorted(lengths, optimal_lengths(lengths, costs, budget.max_shapes, num_last))
     num_held = np.diff(samples_up_to[chosen], prepend=0)
-    rows = [choice.costs_and_rows(num_held[k : k + 1], caps_of_edges[j], edges[j])[1] for k, j in enumerate(chosen)]
-    return edges[chosen], np.concatenate(rows)
+    rows = [choice.costs_and_rows(num_held[k : k + 1], caps_of_lengths[j], lengths[j])[1] for k, j in enumerate(chosen)]
+    return tuple(Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
 
 
 class _RowChoice:
@@ -314,12 +317,12 @@ class _RowChoice:
         costs, rows = np.full(len(num_held), np.inf), np.zeros(len(num_held), np.int64)
         if cap:
             cap_of_each = np.full(len(num_held), cap)
-            costs = self._budget.bucket_costs(num_held, cap_of_each, np.full(len(num_held), length))
-            _, rows = self._budget.steps_and_rows(num_held, cap_of_each)
+            costs = bucket_costs(self._budget, num_held, cap_of_each, np.full(len(num_held), length))
+            _, rows = steps_and_rows(self._budget, num_held, cap_of_each)
         # Of equal costs the last wins, which has the fewest rows.
         first, end = np.searchsorted(self._lengths, [length, length + 1])
         for i in range(end - 1, first - 1, -1):
-            microbatches = self._budget.num_steps(num_held, self._rows[i]) * self._budget.microbatches_per_step
+            microbatches = num_steps(self._budget, num_held, self._rows[i]) * self._budget.microbatches_per_step
             reusing = microbatches.astype(np.float64) * self._costs[i]
             rows = np.where(reusing <= costs, self._rows[i], rows)
             costs = np.minimum(reusing, costs)
@@ -329,3 +332,144 @@ class _RowChoice:
 def _is_shape(shape: Any) -> bool:
     is_pair = isinstance(shape, Sequence | np.ndarray) and len(shape) == 2
     return is_pair and all(is_integer(number) and number >= 1 for number in shape)
+
+
+class Histogram:
+    """Distinct lengths of int64[N] samples, and distinct lengths rounded up; `counts` samples have each, or one.
+
+    Attributes:
+      values: int64[V], distinct lengths, ascending.
+      counts: int64[V], samples of each.
+      rounded: int64[D], distinct rounded lengths, ascending.
+      samples_below: int64[D+1], samples shorter than or equal to the rounded length before.
+      tokens_below: int64[D+1], their tokens.
+    """
+
+    def __init__(
+        self,
+        lengths: Int64[np.ndarray, " N"],
+        length_multiple: int,
+        counts: Int64[np.ndarray, " N"] | None = None,
+    ):
+        if counts is not None:
+            self.values, place = np.unique(lengths, return_inverse=True)
+            self.counts = np.zeros(len(self.values), np.int64)
+            np.add.at(self.counts, place, counts)
+        elif lengths.max() <= max(2**20, 4 * len(lengths)):
+            of_length = np.bincount(lengths)
+            self.values = np.flatnonzero(of_length)
+            self.counts = of_length[self.values]
+        else:
+            self.values, self.counts = np.unique(lengths, return_counts=True)
+        self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
+        self.samples_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts, first)))
+        self.tokens_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts * self.values, first)))
+
+    def num_samples(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+        """Samples of each bucket, where a sample belongs to the smallest that holds it."""
+        return np.diff(self.samples_below[np.searchsorted(self.rounded, bucket_lengths, side="right")], prepend=0)
+
+    def num_samples_between(self, j: int) -> Int64[np.ndarray, " j"]:
+        """Samples of the buckets that end at rounded length j (from 1) and begin after each i < j."""
+        return self.samples_below[j] - self.samples_below[:j]
+
+
+def least_rows_when_packed(histogram: Histogram) -> _NumHeld:
+    """How many rows the samples of a bucket need at least when they are packed.
+
+    All tokens must find room, and no two samples longer than half a row share one.
+    """
+    doubled, samples_up_to = 2 * histogram.values, ends_to_offsets(np.cumsum(histogram.counts))
+
+    def rows_between(j: int) -> Int64[np.ndarray, " j"]:
+        length = histogram.rounded[j - 1]
+        num_short = samples_up_to[np.searchsorted(doubled, length, side="right")]
+        num_long = histogram.samples_below[j] - np.maximum(histogram.samples_below[:j], num_short)
+        tokens = histogram.tokens_below[j] - histogram.tokens_below[:j]
+        return np.maximum(-(-tokens // length), num_long)
+
+    return rows_between
+
+
+def trimmed_costs(
+    rounded: Int64[np.ndarray, " D"], num_held: _NumHeld, caps: Int64[np.ndarray, " D"], budget: Budget
+) -> _BucketCosts:
+    """What buckets cost with the rows that they need, of at most int64[D] `caps`; each holds something."""
+    return lambda j: bucket_costs(budget, num_held(j), np.full(j, caps[j - 1]), np.full(j, rounded[j - 1]))
+
+
+def optimal_lengths(
+    lengths: Int64[np.ndarray, " D"], costs: _BucketCosts, max_shapes: int, num_last: int = 1
+) -> Int64[np.ndarray, " K"]:
+    """The cheapest at most `max_shapes` of the ascending lengths, one of the `num_last` last included.
+
+    Dynamic programming: cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets.
+    It follows from every cheapest[k - 1, i] with i < j and the cost of one bucket for the lengths between; the ceilings
+    in that cost break the monotonicity that faster recurrences need, so all i are tried: O(K D²) time, O(K D) memory.
+    Of equal costs the first i wins, which is the smaller length.
+    """
+    num_lengths = len(lengths)
+    max_shapes = min(max_shapes, num_lengths)
+    dtype = costs(1).dtype
+    # An integer that no sum of costs reaches, and that stays an integer when a bucket's cost is added to it.
+    unreachable = np.iinfo(np.int64).max // 2 if dtype == np.int64 else np.inf
+    cheapest = np.full((max_shapes, num_lengths + 1), unreachable, dtype)
+    previous = np.zeros((max_shapes, num_lengths + 1), np.int32)
+    for j in range(1, num_lengths + 1):
+        cost = costs(j)
+        cheapest[0, j] = cost[0]
+        totals = cheapest[:-1, :j] + cost
+        previous[1:, j] = first = totals.argmin(axis=1)
+        cheapest[1:, j] = totals[np.arange(max_shapes - 1), first]
+    fewest, shortest = divmod(int(cheapest[:, -num_last:].argmin()), num_last)
+    chosen, j = [], num_lengths - num_last + 1 + shortest
+    for k in range(fewest, -1, -1):
+        chosen.append(lengths[j - 1])
+        j = int(previous[k, j])
+    return np.array(chosen[::-1], np.int64)
+
+
+def _pad_to_max(histogram: Histogram, max_shapes: int) -> list[int]:
+    return [int(histogram.values[-1])]
+
+
+def _powers_of_two(histogram: Histogram, max_shapes: int) -> list[int]:
+    shortest, longest = int(histogram.values[0]), int(histogram.values[-1])
+    powers = [2**k for k in range((shortest - 1).bit_length(), (longest - 1).bit_length() + 1)]
+    return [*powers[:-1], longest]
+
+
+def _geometric(histogram: Histogram, max_shapes: int) -> list[int]:
+    shortest, longest = int(histogram.values[0]), int(histogram.values[-1])
+    powers = [shortest ** (max_shapes - k) * longest**k for k in range(1, max_shapes + 1)]
+    return [_ceil_root(power, max_shapes, shortest, longest) for power in powers]
+
+
+def _ceil_root(power: int, degree: int, low: int, high: int) -> int:
+    """The smallest integer e in [low, high] with e**degree ≥ power; Python integers, so that it is exact."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if middle**degree >= power else (middle + 1, high)
+    return low
+
+
+def _quantile(histogram: Histogram, max_shapes: int) -> list[int]:
+    ends = np.cumsum(histogram.counts)
+    positions = [-(-k * int(ends[-1]) // max_shapes) for k in range(1, max_shapes + 1)]
+    return histogram.values[np.searchsorted(ends, positions)].tolist()
+
+
+def _equal_tokens(histogram: Histogram, max_shapes: int) -> list[int]:
+    tokens = np.cumsum(histogram.values * histogram.counts)
+    targets = [-(-k * int(tokens[-1]) // max_shapes) for k in range(1, max_shapes + 1)]
+    return histogram.values[np.searchsorted(tokens, targets)].tolist()
+
+
+# Lengths before rounding, which need neither be distinct nor ascend strictly.
+_CLOSED_FORMS: dict[str, Callable[[Histogram, int], list[int]]] = {
+    "pad_to_max": _pad_to_max,
+    "powers_of_two": _powers_of_two,
+    "geometric": _geometric,
+    "quantile": _quantile,
+    "equal_tokens": _equal_tokens,
+}

@@ -22,23 +22,20 @@ __all__ = [
     "CostFn",
     "Strategy",
     "as_budget",
+    "broken_by_one_row",
+    "bucket_costs",
     "check_bucket_lengths",
     "checked_cost",
     "given_microbatches",
+    "in_place_of_buckets",
+    "num_steps",
     "round_up",
+    "rounded_caps",
+    "steps_and_rows",
 ]
 
 CostFn = Callable[..., npt.ArrayLike]
 Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
-
-
-class _Limit(NamedTuple):
-    """A limit on a function of rows and length, and the names of both. Either may be None."""
-
-    name: str
-    value: Any
-    function_name: str
-    function: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,23 +101,20 @@ class Budget(BudgetSettings):
         for name in names:
             object.__setattr__(self, name, int(getattr(self, name)))
         if self.max_tokens * self.microbatches_per_step >= 2**63:
-            raise UserError(
-                f"max_tokens × microbatches_per_step ({self.max_tokens} × {self.microbatches_per_step}) must be below "
-                "2**63"
-            )
+            product = f"{self.max_tokens} × {self.microbatches_per_step}"
+            raise UserError(f"max_tokens × microbatches_per_step ({product}) must be below 2**63")
         if not isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", tuple(check_bucket_lengths(self.strategy).tolist()))
         elif self.strategy not in get_args(Strategy):
-            raise UserError(
-                f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {self.strategy!r}"
-            )
-        for name, value, source, function in self._functions():
-            if function is not None and not callable(function):
-                raise UserError(f"{source} must be a function of rows and length, not {function!r}")
-            if value is not None and function is None:
-                raise UserError(f"{name} ({value!r}) needs {source}, a function of rows and length")
-            if value is not None and not (is_number(value) and 0 < value < math.inf):
-                raise UserError(f"{name} must be finite and above 0, not {value!r}")
+            words = ", ".join(get_args(Strategy))
+            raise UserError(f"strategy must be one of {words} or lengths, not {self.strategy!r}")
+        for limit in _limits(self):
+            if limit.function is not None and not callable(limit.function):
+                raise UserError(f"{limit.source} must be a function of rows and length, not {limit.function!r}")
+            if limit.value is not None and limit.function is None:
+                raise UserError(f"{limit.name} ({limit.value!r}) needs {limit.source}, a function of rows and length")
+            if limit.value is not None and not (is_number(limit.value) and 0 < limit.value < math.inf):
+                raise UserError(f"{limit.name} must be finite and above 0, not {limit.value!r}")
         seconds = self.compile_seconds
         if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
             raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
@@ -135,15 +129,6 @@ class Budget(BudgetSettings):
             raise UserError(f"the last of the given lengths, {given[-1]}, is above max_length {self.max_length}")
         return given
 
-    def _functions(self) -> tuple[_Limit, _Limit]:
-        return (
-            _Limit("max_cost", self.max_cost, "cost", self.cost),
-            _Limit("max_bytes", self.max_bytes, "memory", self.memory),
-        )
-
-    def _limits(self) -> list[_Limit]:
-        return [limit for limit in self._functions() if limit.value is not None]
-
     def row_caps(self, length: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
         """The most rows that a microbatch of each length may have; 0 where not even one fits.
 
@@ -157,90 +142,71 @@ class Budget(BudgetSettings):
           ValueError: a cost that is not finite or below 0.
         """
         most = self.max_tokens // length
-        for limit in self._limits():
-            most = _most_rows_within(limit, length, most)
-        return self.rounded_caps(most)
+        for limit in _limits(self):
+            most = most if limit.value is None else _most_rows_within(limit, length, most)
+        return rounded_caps(self, most)
 
-    def rounded_caps(self, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
-        """Cuts rows at `max_sequences`, and rounds them down to `row_multiple` where one remains.
 
-        Args:
-          most: int64[...], rows.
+class _Limit(NamedTuple):
+    """A limit on a function of rows and length, and the names of both. Either may be None."""
 
-        Returns:
-          int64[...].
-        """
-        if self.max_sequences is not None:
-            most = np.minimum(most, self.max_sequences)
-        return np.where(most >= self.row_multiple, most - most % self.row_multiple, most)
+    name: str
+    value: Any
+    source: str
+    function: Any
 
-    def steps_and_rows(
-        self, num_samples: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"]
-    ) -> tuple[Int64[np.ndarray, " *n"], Int64[np.ndarray, " *n"]]:
-        """How many steps a bucket takes and how many rows it then needs.
 
-        Trimming the rows to what the steps need turns one nearly empty last step into steps that are all nearly full.
+def _limits(budget: Budget) -> tuple[_Limit, _Limit]:
+    return (
+        _Limit("max_cost", budget.max_cost, "cost", budget.cost),
+        _Limit("max_bytes", budget.max_bytes, "memory", budget.memory),
+    )
 
-        Args:
-          num_samples: int64[...], samples of each bucket.
-          cap: int64[...], from `row_caps`, each at least 1.
 
-        Returns:
-          steps and rows, int64[...] each; rows of a bucket without samples are its cap.
-        """
-        steps = self.num_steps(num_samples, cap)
-        needed = -(-num_samples // (self.microbatches_per_step * np.maximum(steps, 1)))
-        return steps, np.where(num_samples > 0, np.minimum(cap, round_up(needed, self.row_multiple)), cap)
+def rounded_caps(budget: Budget, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
+    """Cuts rows at `max_sequences`, and rounds them down to `row_multiple` where one remains."""
+    most = most if budget.max_sequences is None else np.minimum(most, budget.max_sequences)
+    return np.where(most >= budget.row_multiple, most - most % budget.row_multiple, most)
 
-    def num_steps(
-        self, num_samples: Int64[np.ndarray, " *n"], rows: Int64[np.ndarray, " *n"]
-    ) -> Int64[np.ndarray, " *n"]:
-        """How many steps the samples take in microbatches of these rows.
 
-        Args:
-          num_samples: int64[...], samples of each bucket.
-          rows: int64[...], each at least 1.
+def num_steps(
+    budget: Budget, num_samples: Int64[np.ndarray, " *n"], rows: Int64[np.ndarray, " *n"]
+) -> Int64[np.ndarray, " *n"]:
+    """How many steps the samples of each bucket take in microbatches of these rows, each at least 1."""
+    return -(-num_samples // (budget.microbatches_per_step * rows))
 
-        Returns:
-          int64[...].
-        """
-        return -(-num_samples // (self.microbatches_per_step * rows))
 
-    def broken_by_one_row(self, length: int) -> str:
-        """The limits that a single row exceeds, in words.
+def steps_and_rows(
+    budget: Budget, num_samples: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"]
+) -> tuple[Int64[np.ndarray, " *n"], Int64[np.ndarray, " *n"]]:
+    """How many steps each bucket takes, with at most `cap` rows, and how many rows it then needs; all if it is empty.
 
-        Args:
-          length: tokens of the row.
+    Trimming the rows to what the steps need turns one nearly empty last step into steps that are all nearly full.
+    """
+    steps = num_steps(budget, num_samples, cap)
+    needed = round_up(num_steps(budget, num_samples, np.maximum(steps, 1)), budget.row_multiple)
+    return steps, np.where(num_samples > 0, np.minimum(cap, needed), cap)
 
-        Returns:
-          A text, empty if it exceeds none.
-        """
-        broken = [f"max_tokens {self.max_tokens}"] if length > self.max_tokens else []
-        for limit in self._limits():
-            value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.function_name)[0]
-            if value > limit.value:
-                broken.append(f"{limit.name} {limit.value:g} (one row needs {value:g})")
-        return " and ".join(broken)
 
-    def bucket_costs(
-        self, num_held: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"], length: Int64[np.ndarray, " *n"]
-    ) -> Shaped[np.ndarray, " *n"]:
-        """What each bucket costs in all its microbatches: positions in int64 without a cost, else its unit in float64.
+def bucket_costs(
+    budget: Budget, num_held: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"], length: Int64[np.ndarray, " *n"]
+) -> Shaped[np.ndarray, " *n"]:
+    """What each bucket costs in all its microbatches: tokens with padding in int64, or with a cost float64."""
+    steps, rows = steps_and_rows(budget, num_held, cap)
+    microbatches = steps * budget.microbatches_per_step
+    if budget.cost is None:
+        return microbatches * (rows * length)
+    return microbatches.astype(np.float64) * checked_cost(budget.cost, rows, length) + (budget.compile_seconds or 0.0)
 
-        Args:
-          num_held: int64[...], samples or rows of each bucket.
-          cap: int64[...], from `row_caps`, each at least 1.
-          length: int64[...], tokens a row.
 
-        Returns:
-          int64[...] or float64[...].
-        """
-        steps, rows = self.steps_and_rows(num_held, cap)
-        microbatches = steps * self.microbatches_per_step
-        if self.cost is None:
-            return microbatches * (rows * length)
-        total = microbatches.astype(np.float64) * checked_cost(self.cost, rows, length)
-        return total if self.compile_seconds is None else total + self.compile_seconds
+def broken_by_one_row(budget: Budget, length: int) -> str:
+    """The limits that a single row exceeds, in words; an empty text if it exceeds none."""
+    broken = [f"max_tokens {budget.max_tokens}"] if length > budget.max_tokens else []
+    for limit in _limits(budget):
+        if limit.value is not None:
+            value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.source)[0]
+            broken += [f"{limit.name} {limit.value:g} (one row needs {value:g})"] if value > limit.value else []
+    return " and ".join(broken)
 
 
 def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
@@ -250,6 +216,17 @@ def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
     return Budget(max_tokens=max_tokens, **fields)
 
 
+def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | None:
+    """The budget, with other fields as keywords, that chooses buckets; None where these are given."""
+    if isinstance(buckets, Budget):
+        return as_budget(buckets, fields)
+    if buckets is not None:
+        return None
+    if "max_tokens" not in fields:
+        raise UserError("buckets are needed, or max_tokens and other fields of a Budget to choose them by")
+    return Budget(**fields)
+
+
 def given_microbatches(fields: Mapping[str, Any]) -> int:
     """M of a budget's fields where buckets are given, which leave nothing else to choose."""
     known = {field.name for field in dataclasses.fields(Budget)}
@@ -257,9 +234,8 @@ def given_microbatches(fields: Mapping[str, Any]) -> int:
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
     if idle := fields.keys() - {"microbatches_per_step"}:
         raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
-    microbatches_per_step = fields.get("microbatches_per_step", 1)
-    check_at_least_one(microbatches_per_step=microbatches_per_step)
-    return int(microbatches_per_step)
+    check_at_least_one(**fields)
+    return int(fields.get("microbatches_per_step", 1))
 
 
 def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:
@@ -299,7 +275,7 @@ def _most_rows_within(
     low, high = np.zeros_like(most), most
     while (is_open := low < high).any():
         middle = (low + high + 1) // 2
-        fits = checked_cost(limit.function, np.maximum(middle, 1), length, name=limit.function_name) <= limit.value
+        fits = checked_cost(limit.function, np.maximum(middle, 1), length, name=limit.source) <= limit.value
         low = np.where(is_open & fits, middle, low)
         high = np.where(is_open & ~fits, middle - 1, high)
     return low

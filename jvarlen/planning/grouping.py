@@ -1,16 +1,16 @@
-"""Groups samples by bucket, in the order in which they arrive.
+"""Groups samples by bucket in the order in which they arrive, cuts them into steps, and puts the steps in order.
 
 Planning spends most of its time here, so the common orders have shortcuts that give the same result.
-Letters: N samples (or rows), n of them in the plan, K buckets, M microbatches a step.
+Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M microbatches a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer, Shaped
+from jaxtyping import Bool, Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts, paced_arrival
@@ -19,28 +19,30 @@ from jvarlen.planning.order import (
     CHUNK,
     Difficulty,
     Order,
+    is_by,
     pack_with_index,
     random_key_chunks,
     random_keys,
     sample_order,
+    split_difficulty,
+    stable_argsort,
 )
 from jvarlen.planning.pacing import Pacing, ValuePacing, num_admitted
 
 __all__ = [
-    "Arrive",
     "BucketTable",
+    "CanonicalSteps",
     "GroupedSamples",
     "Ordering",
+    "canonical_steps",
+    "emitted_steps",
     "group_by_bucket",
-    "paced_ranks",
+    "sum_segments",
 ]
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
 _KEY_BITS = 32
 _LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does not overflow
-
-# From the bucket and the id of each sample, in order, to the order in which they arrive.
-Arrive = Callable[[Integer[np.ndarray, " n"], Int64[np.ndarray, " n"]], Int64[np.ndarray, " n"]]
 
 
 class Ordering(NamedTuple):
@@ -51,24 +53,19 @@ class Ordering(NamedTuple):
       difficulty: as in `sample_order`; None where it is the length.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      arrive: reorders the samples that a bucket holds; None leaves them in order.
+      pacing: as in `make_plan`.
     """
 
     order: Order
     difficulty: Difficulty | None
     seed: int
     epoch: int
-    arrive: Arrive | None = None
+    pacing: Pacing | ValuePacing | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether samples come by a word alone."""
-        return (
-            isinstance(self.order.by, str)
-            and self.order.block_size is None
-            and self.difficulty is None
-            and self.arrive is None
-        )
+        return isinstance(self.order.by, str) and self.order.block_size is self.difficulty is self.pacing is None
 
     @property
     def emits_by_arrival(self) -> bool:
@@ -100,61 +97,61 @@ class GroupedSamples(NamedTuple):
 
 def group_by_bucket(
     lengths: Int64[np.ndarray, " N *sides"],
-    edges: Int64[np.ndarray, " K *sides"],
+    bucket_lengths: Int64[np.ndarray, " K *sides"],
     ordering: Ordering,
+    rows_per_step: Int64[np.ndarray, " K"],
     overlong: Overlong,
 ) -> GroupedSamples:
-    """Groups the samples of an order by the smallest bucket that holds them."""
+    """Groups the samples of an order by the smallest bucket that holds them, of pairs by the first."""
     check_choices(overlong=(overlong, Overlong))
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
         raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
     if ordering.is_plain and not is_pairs:
-        if order.by == "length" and (grouped := _by_length(lengths, edges, overlong)):
+        if order.by == "length" and (grouped := _by_length(lengths, bucket_lengths, overlong)):
             return grouped
-        if order.by == "shuffle" and (grouped := _by_random_key(lengths, edges, seed, epoch, overlong)):
+        if order.by == "shuffle" and (grouped := _by_random_key(lengths, bucket_lengths, seed, epoch, overlong)):
             return grouped
     totals = lengths.sum(axis=1) if is_pairs else lengths
     ids = sample_order(totals, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
-    bucket_by_id = _first_that_holds(lengths, edges) if is_pairs else BucketTable(edges, overlong)(lengths)
-    bucket = bucket_by_id[ids]
-    if ordering.arrive is not None:
-        has_bucket = bucket < len(edges)
-        arrived = np.concatenate(
-            [
-                np.flatnonzero(has_bucket)[ordering.arrive(bucket[has_bucket], ids[has_bucket])],
-                np.flatnonzero(~has_bucket),
-            ]
-        )
+    if is_pairs:
+        bucket = _first_that_holds(lengths, bucket_lengths)[ids]
+    else:
+        bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
+    if ordering.pacing is not None:
+        bound = totals if ordering.difficulty is None else np.asarray(split_difficulty(ordering.difficulty)[0])
+        has_bucket = bucket < len(bucket_lengths)
+        ranks = _paced_ranks(bucket[has_bucket], bound[ids[has_bucket]], rows_per_step, ordering)
+        arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
         ids, bucket = ids[arrived], bucket[arrived]
     place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
-    num_samples = np.bincount(bucket, minlength=len(edges) + 1)
-    return _grouped(lengths, edges, ids[place], num_samples, place, overlong)
+    num_samples = np.bincount(bucket, minlength=len(bucket_lengths) + 1)
+    return _grouped(lengths, bucket_lengths, ids[place], num_samples, place, overlong)
 
 
 def _by_length(
-    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], overlong: Overlong
+    lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], overlong: Overlong
 ) -> GroupedSamples | None:
     """Sorted by (length, id), samples are grouped: one sort does both, and the lengths come out sorted as well."""
     packed = pack_with_index(lengths)
     if packed is None:
         return None
     packed.keys.sort()
-    num_samples = np.diff(packed.num_up_to(edges), prepend=0, append=len(lengths))
-    ids, ordered = packed.unpack(max_key=int(edges[-1]))
-    return _grouped(lengths, edges, ids, num_samples, None, overlong, ordered)
+    num_samples = np.diff(packed.num_up_to(bucket_lengths), prepend=0, append=len(lengths))
+    ids, ordered = packed.unpack(max_key=int(bucket_lengths[-1]))
+    return _grouped(lengths, bucket_lengths, ids, num_samples, None, overlong, ordered)
 
 
 def _by_random_key(
-    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], seed: int, epoch: int, overlong: Overlong
+    lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], seed: int, epoch: int, overlong: Overlong
 ) -> GroupedSamples | None:
     """Bucket, random key and id in one integer: one sort groups and shuffles."""
     index_bits = max(1, (len(lengths) - 1).bit_length())
-    if len(edges).bit_length() + _KEY_BITS + index_bits > 64:
+    if len(bucket_lengths).bit_length() + _KEY_BITS + index_bits > 64:
         return None
-    bucket_of_length = BucketTable(edges, overlong)
-    first_of_bucket = np.arange(1, len(edges) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
+    bucket_of_length = BucketTable(bucket_lengths, overlong)
+    first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     bucket_bits = np.append(np.uint64(0), first_of_bucket)
     packed = np.empty(len(lengths), np.uint64)
 
@@ -169,12 +166,12 @@ def _by_random_key(
     packed.sort()
     num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
     packed &= np.uint64(2**index_bits - 1)
-    return _grouped(lengths, edges, packed.view(np.int64), num_samples, None, overlong)
+    return _grouped(lengths, bucket_lengths, packed.view(np.int64), num_samples, None, overlong)
 
 
 def _grouped(
     lengths: Int64[np.ndarray, " N *sides"],
-    edges: Int64[np.ndarray, " K *sides"],
+    bucket_lengths: Int64[np.ndarray, " K *sides"],
     ids: Int64[np.ndarray, " n"],
     num_samples: Int64[np.ndarray, " K_plus_1"],
     place: Int64[np.ndarray, " n"] | None,
@@ -182,7 +179,7 @@ def _grouped(
     ordered: Integer[np.ndarray, " n"] | None = None,
 ) -> GroupedSamples:
     """Applies the rule for samples longer than all buckets, which are the last group, or cut in the one before it."""
-    max_length, is_pairs = edges[-1].tolist(), lengths.ndim == 2
+    max_length, is_pairs = bucket_lengths[-1].tolist(), lengths.ndim == 2
     num_fitting = len(ids) - int(num_samples[-1])
     if overlong == "truncate":
         num_samples = np.append(num_samples[:-2], num_samples[-2:].sum())
@@ -198,18 +195,20 @@ def _grouped(
     ordered = None if ordered is None else ordered[:num_left]
     by_id = None
     if ordered is None:
-        by_id = np.empty(len(lengths), np.min_scalar_type(edges.sum(axis=1).max() if is_pairs else max_length))
+        by_id = np.empty(len(lengths), np.min_scalar_type(bucket_lengths.sum(axis=1).max() if is_pairs else max_length))
         for start in range(0, len(lengths), CHUNK):
             part = lengths[start : start + CHUNK]
             by_id[start : start + CHUNK] = part.sum(axis=1) if is_pairs else np.minimum(part, max_length)
     return GroupedSamples(ids, ordered, by_id, num_samples, place, *counts)
 
 
-def _first_that_holds(lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray, "K 2"]) -> Integer[np.ndarray, " N"]:
+def _first_that_holds(
+    lengths: Int64[np.ndarray, "N 2"], bucket_lengths: Int64[np.ndarray, "K 2"]
+) -> Integer[np.ndarray, " N"]:
     """The index of the first bucket that holds both lengths of each pair, in the smallest type; K where none does."""
-    bucket = np.full(len(lengths), len(edges), np.min_scalar_type(len(edges)))
-    for k in range(len(edges) - 1, -1, -1):
-        bucket[(lengths[:, 0] <= edges[k, 0]) & (lengths[:, 1] <= edges[k, 1])] = k
+    bucket = np.full(len(lengths), len(bucket_lengths), np.min_scalar_type(len(bucket_lengths)))
+    for k in range(len(bucket_lengths) - 1, -1, -1):
+        bucket[(lengths[:, 0] <= bucket_lengths[k, 0]) & (lengths[:, 1] <= bucket_lengths[k, 1])] = k
     return bucket
 
 
@@ -219,37 +218,126 @@ class BucketTable:
     Where none does it is K, so that those samples form the last group, or K − 1 where they are cut.
     """
 
-    def __init__(self, edges: Int64[np.ndarray, " K"], overlong: Overlong):
-        self._edges = edges
-        self._last = len(edges) - 1 if overlong == "truncate" else len(edges)
-        self._dtype = np.min_scalar_type(len(edges))
-        self._table = self._look_up(np.arange(edges[-1] + 2)) if edges[-1] <= _LARGEST_TABLE else None
+    def __init__(self, bucket_lengths: Int64[np.ndarray, " K"], overlong: Overlong):
+        self._bucket_lengths = bucket_lengths
+        self._last = len(bucket_lengths) - 1 if overlong == "truncate" else len(bucket_lengths)
+        self._dtype = np.min_scalar_type(len(bucket_lengths))
+        self._table = self._look_up(np.arange(bucket_lengths[-1] + 2)) if bucket_lengths[-1] <= _LARGEST_TABLE else None
 
     def __call__(self, lengths: Integer[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
         """Integers[n], the index for each length."""
         return self._look_up(lengths) if self._table is None else self._table.take(lengths, mode="clip")
 
     def _look_up(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
-        return np.minimum(np.searchsorted(self._edges, lengths), self._last).astype(self._dtype)
+        return np.minimum(np.searchsorted(self._bucket_lengths, lengths), self._last).astype(self._dtype)
 
 
-def paced_ranks(
+def _paced_ranks(
     bucket_of_rank: Integer[np.ndarray, " n"],
-    ids: Int64[np.ndarray, " n"],
-    difficulty: Shaped[np.ndarray, " N"],
+    difficulty: Shaped[np.ndarray, " n"],
     rows_per_step: Int64[np.ndarray, " K"],
-    pacing: Pacing | ValuePacing,
-    seed: int,
-    epoch: int,
+    ordering: Ordering,
 ) -> Int64[np.ndarray, " n"]:
-    """The order in which samples arrive when they are admitted little by little.
+    """The order in which samples, the easiest first, arrive when they are admitted little by little.
 
     Every arriving sample is drawn at random from those that are admitted and left; where none is left, the next one is
     admitted early. A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
     """
+    assert ordering.pacing is not None
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
-    steps = min(epoch * num_steps, _LATE) + np.arange(num_steps)
-    admitted = num_admitted(pacing, steps, difficulty[ids])
-    keys = random_keys(len(bucket_of_rank), seed=seed, epoch=epoch)
+    steps = min(ordering.epoch * num_steps, _LATE) + np.arange(num_steps)
+    admitted = num_admitted(ordering.pacing, steps, difficulty)
+    keys = random_keys(len(bucket_of_rank), seed=ordering.seed, epoch=ordering.epoch)
     return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)
+
+
+class CanonicalSteps(NamedTuple):
+    """Steps by bucket ascending, then position.
+
+    Attributes:
+      bucket: int32[S].
+      offsets: int64[S+1] into the grouped samples.
+      is_full: bool[S], whether all rows are real.
+    """
+
+    bucket: Int32[np.ndarray, " S"]
+    offsets: Int64[np.ndarray, " S_plus_1"]
+    is_full: Bool[np.ndarray, " S"]
+
+
+def canonical_steps(num_samples: Int64[np.ndarray, " K"], rows_per_step: Int64[np.ndarray, " K"]) -> CanonicalSteps:
+    """Cuts the samples of each bucket into steps; only a bucket's last step can be short."""
+    num_steps = -(-num_samples // rows_per_step)
+    bucket = np.repeat(np.arange(len(rows_per_step), dtype=np.int32), num_steps)
+    sizes = rows_per_step[bucket]
+    has_steps = num_steps > 0
+    last = np.cumsum(num_steps)[has_steps] - 1
+    sizes[last] = (num_samples - (num_steps - 1) * rows_per_step)[has_steps]
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return CanonicalSteps(bucket, offsets, sizes == rows_per_step[bucket])
+
+
+def sum_segments(values: Integer[np.ndarray, " n"], offsets: Int64[np.ndarray, " S_plus_1"]) -> Int64[np.ndarray, " S"]:
+    """int64[S], the sum of `values[offsets[i]:offsets[i+1]]` for each i; no segment is empty."""
+    sums = np.empty(len(offsets) - 1, np.int64)
+    # NumPy converts all that it sums to int64 at once, so it gets one part after the other.
+    cuts = np.unique(np.searchsorted(offsets, np.arange(0, offsets[-1], CHUNK)))
+    for first, last in itertools.pairwise([*cuts.tolist(), len(sums)]):
+        start, end = offsets[first], offsets[last]
+        sums[first:last] = np.add.reduceat(values[start:end], offsets[first:last] - start, dtype=np.int64)
+    return sums
+
+
+def emitted_steps(
+    steps: CanonicalSteps,
+    ordering: Ordering,
+    last_place: Int64[np.ndarray, " S"] | None,
+    num_samples: int,
+    bucket_lengths: Int64[np.ndarray, " K"],
+) -> Int64[np.ndarray, " S"]:
+    """The canonical steps in the order in which they are taken."""
+    order, num_steps = ordering.order, len(steps.bucket)
+    if ordering.emits_by_arrival and last_place is not None:
+        # Full steps in order of the arrival of their last sample, then the short ones as they are.
+        emitted = np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
+    elif is_by(order, "length_descending"):
+        emitted = np.argsort(-steps.bucket, kind="stable")
+    else:
+        emitted = np.arange(num_steps)
+    if order.shuffle_steps or (not ordering.emits_by_arrival and order.by == "shuffle"):
+        # The values of the stream after those of the samples.
+        keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
+        emitted = emitted[stable_argsort(keys)]
+    if order.longest_first:
+        length = bucket_lengths[steps.bucket]
+        longest = steps.bucket[np.flatnonzero(length == length.max())[-1]]
+        first = int((steps.bucket[emitted] == longest).argmax())
+        emitted[[0, first]] = emitted[[first, 0]]
+    if order.new_shape_every:
+        emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], int(order.new_shape_every))]
+    return emitted
+
+
+def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> Int64[np.ndarray, " S"]:
+    """Steps in an order in which shape n comes no earlier than step n·spacing, unless those before it are used up.
+
+    Shapes are numbered by their first step. Until the next shape may come, the steps of all shapes so far come in
+    order.
+    """
+    shapes = dict.fromkeys(step_bucket.tolist())  # by their first step
+    num_spaced = len(shapes) * spacing  # the other steps come after these, in order
+    left = np.zeros(0, np.int64)
+    taken: list[Int64[np.ndarray, " t"]] = []
+    num_taken = 0
+    for num_shapes, shape in enumerate(shapes, start=1):
+        of_shape = np.flatnonzero(step_bucket == shape)[:num_spaced]
+        left = np.sort(np.concatenate([left[:num_spaced], of_shape]), kind="stable")  # merges two ascending runs
+        num_until_next = num_shapes * spacing - num_taken
+        taken.append(left[:num_until_next])
+        left = left[num_until_next:]
+        num_taken += len(taken[-1])
+    is_left = np.ones(len(step_bucket), bool)
+    is_left[np.concatenate(taken)] = False
+    return np.concatenate([*taken, np.flatnonzero(is_left)])

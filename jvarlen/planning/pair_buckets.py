@@ -14,7 +14,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
 from jvarlen.planning.buckets import PairBucket, make_buckets
-from jvarlen.planning.budget import Budget, as_budget, round_up
+from jvarlen.planning.budget import Budget, as_budget, round_up, rounded_caps, steps_and_rows
 from jvarlen.planning.lengths import check_pair_lengths
 
 __all__ = ["PairBudget", "make_pair_buckets"]
@@ -75,7 +75,7 @@ def make_pair_buckets(
     of_sides = (make_buckets(side, limits, max_shapes=max_candidates) for side in lengths.T)
     sources, targets = (np.array([bucket.length for bucket in of_side]) for of_side in of_sides)
     size = np.add if budget == "sum" else np.maximum
-    caps = limits.rounded_caps(max_tokens // size(sources[:, None], targets))
+    caps = rounded_caps(limits, max_tokens // size(sources[:, None], targets))
     histogram = np.zeros(caps.shape, np.int64)
     np.add.at(histogram, (np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])), 1)
     problem = _Problem(sources, targets, histogram, caps, limits)
@@ -144,7 +144,7 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
     previous = np.zeros(cheapest.shape, np.int64)
     for i, j in np.argwhere(problem.caps > 0) + 1:
         num_samples = within[i, j] - within[: i + 1, : j + 1]
-        steps, rows = budget.steps_and_rows(num_samples, np.full_like(num_samples, problem.caps[i - 1, j - 1]))
+        steps, rows = steps_and_rows(budget, num_samples, np.full_like(num_samples, problem.caps[i - 1, j - 1]))
         one = steps * budget.microbatches_per_step * rows * (sources[i - 1] + targets[j - 1])
         totals = (cheapest[:-1, : i + 1, : j + 1] + one).reshape(max_shapes, -1)
         previous[1:, i, j] = first = totals.argmin(axis=1)
@@ -155,7 +155,7 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
     i, j = within.shape[0] - 1, within.shape[1] - 1
     while k and cost < _UNREACHABLE:
         before = divmod(int(previous[k, i, j]), j + 1)
-        _, rows = budget.steps_and_rows(within[i, j] - within[before], problem.caps[i - 1, j - 1])
+        _, rows = steps_and_rows(budget, within[i, j] - within[before], problem.caps[i - 1, j - 1])
         buckets.append(PairBucket(int(rows), int(sources[i - 1]), int(targets[j - 1])))
         (i, j), k = before, k - 1
     return _Found(cost, tuple(buckets[::-1]))
@@ -191,7 +191,7 @@ def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
         counts = problem.histogram[begin:j].sum(axis=0)
         num_samples = np.array([counts[low:high].sum() for low, high in edges])
         last_targets = np.array([high - 1 for _, high in edges])
-        _, rows = problem.budget.steps_and_rows(num_samples, problem.caps[j - 1, last_targets])
+        _, rows = steps_and_rows(problem.budget, num_samples, problem.caps[j - 1, last_targets])
         source = int(problem.sources[j - 1])
         of_class = zip(rows.tolist(), problem.targets[last_targets].tolist(), strict=True)
         buckets = [PairBucket(b, source, target) for b, target in of_class] + buckets
@@ -213,7 +213,7 @@ def _best_targets(problem: _Problem, j: int, max_buckets: int) -> _Classes:
         if cap < 1:
             continue
         num_samples = below[:, t, None] - below[:, :t]
-        steps, rows = problem.budget.steps_and_rows(num_samples, np.full_like(num_samples, cap))
+        steps, rows = steps_and_rows(problem.budget, num_samples, np.full_like(num_samples, cap))
         one = steps * microbatches * rows * (problem.sources[j - 1] + problem.targets[t - 1])
         cost[0, :, t] = one[:, 0]
         totals = cost[:-1, :, :t] + one

@@ -20,8 +20,16 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets
-from jvarlen.planning.budget import Budget, as_budget, given_microbatches
-from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket, paced_ranks
+from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
+from jvarlen.planning.grouping import (
+    CanonicalSteps,
+    GroupedSamples,
+    Ordering,
+    canonical_steps,
+    emitted_steps,
+    group_by_bucket,
+    sum_segments,
+)
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
 from jvarlen.planning.order import (
     Difficulty,
@@ -34,17 +42,17 @@ from jvarlen.planning.order import (
     split_difficulty,
 )
 from jvarlen.planning.pacing import Pacing, ValuePacing
-from jvarlen.planning.packing.pack import Packing, pack_samples
-from jvarlen.planning.packing.packed_plan import (
+from jvarlen.planning.packing import (
+    Packing,
     lengths_of_rows,
+    pack_samples,
     rows_in_chunk_order,
     steps_in_chunk_order,
     with_samples,
 )
-from jvarlen.planning.packing.row_lengths import choose_packed_buckets
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
-from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, sum_segments
+from jvarlen.planning.row_lengths import choose_packed_buckets
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = ["Plan", "make_plan"]
@@ -293,16 +301,13 @@ def make_plan(
     _check_pacing(pacing, order)
     if packing is not None:
         _check_packing(packing, lengths, order, difficulty, pacing)
-    limits = None
-    if buckets is None and "max_tokens" not in budget:
-        raise UserError("buckets are needed, or max_tokens and other fields of a Budget to choose them by")
-    if buckets is None or isinstance(buckets, Budget):
-        limits = as_budget(budget.pop("max_tokens") if buckets is None else buckets, budget)
+    limits = in_place_of_buckets(buckets, budget)
+    if limits is not None:
         num_microbatches = limits.microbatches_per_step
         checked = _choose_buckets(lengths, limits, packing, overlong)
     else:
         num_microbatches = given_microbatches(budget)
-        checked = check_buckets(buckets)
+        checked = check_buckets(cast("Sequence[tuple[int, ...]]", buckets))
     if packing is not None:
         lengths = pack_samples(
             cast("npt.ArrayLike", lengths),
@@ -314,20 +319,19 @@ def make_plan(
         )
         order = order if isinstance(order.by, str) else dataclasses.replace(order, by="dataset")
         overlong = "error"
-    plan_rows = functools.partial(
-        _plan_rows, buckets=checked, num_microbatches=num_microbatches, pacing=pacing, seed=seed, epoch=epoch
-    )
+    ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
         if order.chunks_in_order:
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked, lengths)
-        return plan_rows(values, order=order, difficulty=difficulty, overlong=cast("Overlong", overlong))
+        return _plan_rows(values, checked, num_microbatches, ordering, cast("Overlong", overlong))
     num_tokens = lengths_of_rows(lengths, checked, overlong)
-    if order.chunks_in_order and lengths.piece_starts is not None:
-        rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
-        plan_of_rows = plan_rows(num_tokens, order=Order(rows_in_chunk_order(lengths, rows)))
-        return steps_in_chunk_order(with_samples(plan_of_rows, lengths), order.longest_first)
-    return with_samples(plan_rows(num_tokens, order=order, difficulty=difficulty), lengths)
+    if not order.chunks_in_order or lengths.piece_starts is None:
+        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
+    rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
+    ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
+    plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
+    return steps_in_chunk_order(plan, order.longest_first)
 
 
 def _choose_buckets(
@@ -375,39 +379,25 @@ def _check_packing(
 
 def _plan_rows(
     lengths: Int64[np.ndarray, " N *sides"],
-    *,
     buckets: tuple[AnyBucket, ...],
     num_microbatches: int,
-    order: Order,
-    difficulty: Difficulty | None = None,
-    pacing: Pacing | ValuePacing | None,
+    ordering: Ordering,
     overlong: Overlong = "error",
-    seed: int,
-    epoch: int,
 ) -> Plan:
     """The plan of checked lengths, each a row."""
     is_pairs = lengths.ndim == 2
-    totals = lengths.sum(axis=1) if is_pairs else lengths
-    if difficulty is not None:
+    if (difficulty := ordering.difficulty) is not None:
+        totals = lengths.sum(axis=1) if is_pairs else lengths
         is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), totals)
-        difficulty = None if is_length and len(split_difficulty(difficulty)) == 1 else difficulty
+        if is_length and len(split_difficulty(difficulty)) == 1:
+            ordering = ordering._replace(difficulty=None)
     rows_per_step = num_microbatches * np.array([bucket.rows for bucket in buckets], np.int64)
-    arrive = None
-    if pacing is not None:
-        arrive = functools.partial(
-            paced_ranks,
-            difficulty=totals if difficulty is None else np.asarray(split_difficulty(difficulty)[0]),
-            rows_per_step=rows_per_step,
-            pacing=pacing,
-            seed=seed,
-            epoch=epoch,
-        )
-    ordering = Ordering(order, difficulty, seed, epoch, arrive)
-    edges = np.array([bucket.lengths for bucket in buckets], np.int64)
-    samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
+    bucket_lengths = np.array([bucket.lengths for bucket in buckets], np.int64)
+    of_sides = bucket_lengths if is_pairs else bucket_lengths[:, 0]
+    samples = group_by_bucket(lengths, of_sides, ordering, rows_per_step, overlong)
     steps = canonical_steps(samples.num_samples, rows_per_step)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
-    emitted = emitted_steps(steps, ordering, last_place, len(lengths), edges.sum(axis=1))
+    emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_lengths.sum(axis=1))
     offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
     return Plan(
         buckets=buckets,
@@ -419,7 +409,7 @@ def _plan_rows(
         overlong=overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
-        new_shape_every=int(order.new_shape_every),
+        new_shape_every=int(ordering.order.new_shape_every),
     )
 
 
@@ -429,28 +419,18 @@ def _in_emitted_order(
     """The steps as emitted: where each begins and ends, the sample ids of all, and the tokens of each."""
     is_canonical = bool((np.diff(emitted) == 1).all())
     offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-    if samples.lengths is None:
-        return offsets, *_gathered(samples, steps, emitted, offsets)
-    ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
-    return offsets, ids, sum_segments(samples.lengths, steps.offsets)[emitted]
-
-
-def _gathered(
-    samples: GroupedSamples,
-    steps: CanonicalSteps,
-    emitted: Int64[np.ndarray, " S"],
-    offsets: Int64[np.ndarray, " S_plus_1"],
-) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
-    """The sample ids of the steps as emitted, and the tokens of each, by id and so in one pass."""
+    if samples.lengths is not None:
+        ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
+        return offsets, ids, sum_segments(samples.lengths, steps.offsets)[emitted]
     ids, num_tokens = np.empty(offsets[-1], np.int64), np.empty(len(emitted), np.int64)
 
     def gather(start: int, end: int) -> None:
-        steps_of_part = slice(*np.searchsorted(offsets[:-1], [start, end]))
-        taken = emitted[steps_of_part]
-        taken_offsets = offsets[steps_of_part.start : steps_of_part.stop + 1]
+        """Ids, and tokens by id, in one pass."""
+        part = slice(*np.searchsorted(offsets[:-1], [start, end]))
+        taken, taken_offsets = emitted[part], offsets[part.start : part.stop + 1]
         take_segments_with_sums(
-            samples.ids, samples.lengths_by_id, steps.offsets, taken, taken_offsets, ids, num_tokens[steps_of_part]
+            samples.ids, samples.lengths_by_id, steps.offsets, taken, taken_offsets, ids, num_tokens[part]
         )
 
     in_parts(gather, len(ids))
-    return ids, num_tokens
+    return offsets, ids, num_tokens

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from jaxtyping import Float, Int64, Real
 
 from jvarlen._common.checks import UserError
-from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.planning.buckets import Bucket, Histogram, PairBucket
 from jvarlen.planning.budget import CostFn
-from jvarlen.planning.edges import Histogram
 from jvarlen.planning.lengths import check_lengths, check_pair_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import bucket_figures

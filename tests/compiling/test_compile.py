@@ -426,7 +426,7 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
     ledger = compiled.ledger
     assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
     assert {row.bucket: row.planned_steps for row in ledger} == plan.steps_of_buckets()
-    packed = make_plan(pack_samples(lengths, 32), [(4, 32)])
+    packed = make_plan(pack_samples(lengths, 32), [(4, 32)], order="length")
     compiled = compile_buckets(lambda state, batch: (state, batch.positions.sum()), 0, packed, progress=False)
     assert all(isinstance(spec, PackedBatch) for spec in compiled.specs.values())
     with pytest.raises(ValueError, match="a plan or BatchShapes, not a list"):

@@ -351,7 +351,7 @@ def test_both_search_alike_where_not_all_row_lengths_are_tried(
 ) -> None:
     """With limits far below the real ones, so that these end the search at any point."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("jvarlen.planning.packing.row_lengths._MAX_SETS", max_sets)
+        patched.setattr("jvarlen.planning.row_lengths._MAX_SETS", max_sets)
         patched.setattr("torch_ref.row_lengths._MOST_SETS", max_sets)
         one, other = (
             package.choose_row_lengths(

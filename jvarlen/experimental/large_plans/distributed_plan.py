@@ -25,7 +25,7 @@ from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
-from jvarlen.planning.grouping import BucketTable, Ordering
+from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     Overlong,
     apply_overlong,
@@ -37,7 +37,6 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import Order, as_order, check_seed, random_keys
 from jvarlen.planning.plan_file import digest_of_chunks
-from jvarlen.planning.step_order import canonical_steps, emitted_steps
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 from jvarlen.sorting.sharded_rows import spread_local_rows
 

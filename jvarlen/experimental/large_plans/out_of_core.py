@@ -41,7 +41,7 @@ from jvarlen.experimental.large_plans.stages import (
 )
 from jvarlen.planning._kernels import run_ahead
 from jvarlen.planning.buckets import Bucket, check_buckets
-from jvarlen.planning.grouping import BucketTable, Ordering
+from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,
@@ -52,7 +52,6 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
-from jvarlen.planning.step_order import canonical_steps, emitted_steps
 
 __all__ = ["plan_on_disk"]
 

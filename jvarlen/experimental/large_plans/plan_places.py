@@ -23,8 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Int64
 
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of
+from jvarlen.planning.grouping import CanonicalSteps
 from jvarlen.planning.lengths import ends_to_offsets
-from jvarlen.planning.step_order import CanonicalSteps
 from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
 from jvarlen.sorting.sharded_rows import own_parts, shard_local_rows
 from jvarlen.sorting.sortable_words import from_words, index_dtype

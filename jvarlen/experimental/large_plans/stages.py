@@ -16,10 +16,9 @@ from jaxtyping import Int64, Integer, Shaped
 
 from jvarlen._common.files import read_slice
 from jvarlen.experimental.large_plans.columns import Column, Columns, PartFiles
-from jvarlen.planning.grouping import BucketTable
+from jvarlen.planning.grouping import BucketTable, sum_segments
 from jvarlen.planning.lengths import LengthHistogram
 from jvarlen.planning.order import random_keys, stable_argsort
-from jvarlen.planning.step_order import sum_segments
 
 __all__ = ["Grouped", "Pieces", "Source", "Stage", "cut_steps", "group", "id_dtype", "sort_by_block", "sort_by_length"]
 

@@ -54,7 +54,7 @@ def test_rows_of_4096_are_998_thousandths_full():
 
 @pytest.mark.parametrize(("most", "fill"), [(None, 0.9994), (3, 0.9980), (12, 0.9995)])
 def test_wikipedia_lengths_fill_rows_of_few_samples(most, fill):
-    counts = np.loadtxt(Path(__file__).parents[3] / "benchmarks" / "support" / "wikipedia_lengths.txt", np.int64)
+    counts = np.loadtxt(Path(__file__).parents[2] / "benchmarks" / "support" / "wikipedia_lengths.txt", np.int64)
     lengths = np.flatnonzero(counts.reshape(-1)) + 1
     packed = pack_samples(lengths, 512, counts=counts.reshape(-1)[lengths - 1], max_samples_per_row=most)
     assert packed.fill >= fill

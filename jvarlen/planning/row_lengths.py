@@ -18,12 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, check_at_least_one, if_given
-from jvarlen.planning.buckets import Bucket, CountedSamples, make_buckets
-from jvarlen.planning.budget import Budget, as_budget
-from jvarlen.planning.edges import least_rows_when_packed, optimal_edges, trimmed_costs
+from jvarlen.planning.buckets import (
+    Bucket,
+    CountedSamples,
+    least_rows_when_packed,
+    make_buckets,
+    optimal_lengths,
+    trimmed_costs,
+)
+from jvarlen.planning.budget import Budget, as_budget, bucket_costs
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
-from jvarlen.planning.packing.pack import pack_samples, split_lengths
-from jvarlen.planning.packing.placing import rows_by_tokens
+from jvarlen.planning.packing import pack_samples, split_lengths
+from jvarlen.planning.placing import rows_by_tokens
 
 __all__ = ["choose_packed_buckets", "choose_row_lengths"]
 
@@ -97,7 +103,7 @@ def choose_row_lengths(
         for tokens, num_rows in rows_by_tokens(descending, counts, edges, max_samples_per_row).items():
             rows_held[bisect.bisect_left(edges, tokens)] += num_rows
         length = np.array(edges)
-        costs = limits.bucket_costs(rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
+        costs = bucket_costs(limits, rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
         return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
 
     most = _MAX_SETS_TIMES_LENGTHS if max_samples_per_row is None else _MAX_SETS_TIMES_LENGTHS_ROW_BY_ROW
@@ -105,7 +111,7 @@ def choose_row_lengths(
     search = _SetSearch(histogram.rounded.tolist(), limits.max_shapes, max_sets, plan_cost)
     if not search.try_all():
         costs = trimmed_costs(histogram.rounded, least_rows_when_packed(histogram), caps, limits)
-        by_class = optimal_edges(histogram.rounded, costs, limits.max_shapes)
+        by_class = optimal_lengths(histogram.rounded, costs, limits.max_shapes)
         search.descend(())
         search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
         search.descend(search.best_of_grid())
