@@ -7,5 +7,5 @@ A plan, a model and a cluster determine the seconds and bytes of every layout. I
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: matrix products and collectives of a model. `step_seconds`: the time of a step on each layout.
 - `memory_model`: the bytes of a step on many layouts at once. `model_file`: a model as JSON.
-- `search`: every layout, and the cost of a plan on it. `choice`: the fastest that fits.
+- `choice`: every layout, the cost of a plan on each, and the fastest that fits.
 """

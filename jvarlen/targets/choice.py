@@ -1,16 +1,20 @@
 """The layout on which a plan takes the least time, of all that a cluster allows.
 
-Letters: K buckets.
+Every layout is enumerated, and its seconds and bytes are computed for every bucket. Letters: C candidates, K buckets, M
+microbatches of a step.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import optax
+from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
@@ -21,15 +25,62 @@ from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan
 from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
 from jvarlen.targets.memory_model import MemoryModel
 from jvarlen.targets.model_costs import ModelCosts, count_costs
-from jvarlen.targets.search import Candidates, Search, divisors
-from jvarlen.targets.step_seconds import StepSeconds
+from jvarlen.targets.step_seconds import StepSeconds, step_seconds
 from jvarlen.training.losses import LossFn
 
-__all__ = ["LayoutChoice", "choose_layout"]
+__all__ = ["Candidates", "LayoutChoice", "choose_layout", "divisors"]
 
 _SHOWN = 12  # candidates in a table
+_NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
+_TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
+_SIMPLEST = (0, 0, 1, False, False)  # one of `_others`
+
+
+class Candidates(NamedTuple):
+    """All layouts that were considered, the best first.
+
+    Attributes:
+      table: the layouts, a row each.
+      seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
+      num_bytes: float64[C], that a step takes on the fullest device; NaN where that is unknown.
+      reasons: why each was rejected; "" for those that were not.
+      is_too_large: bool[C], whether it was rejected because it needs more memory than a device has.
+    """
+
+    table: LayoutTable
+    seconds: Float64[np.ndarray, " C"]
+    num_bytes: Float64[np.ndarray, " C"]
+    reasons: tuple[str, ...]
+    is_too_large: Bool[np.ndarray, " C"]
+
+    def layouts(self, most: int | None = None) -> list[Layout]:
+        """The first layouts that were not rejected.
+
+        Args:
+          most: how many; None for all.
+
+        Returns:
+          The layouts, the fastest first.
+        """
+        num_fitting = self.num_fitting if most is None else min(most, self.num_fitting)
+        return [self.table.layout(row) for row in range(num_fitting)]
+
+    @property
+    def num_fitting(self) -> int:
+        """How many were not rejected."""
+        return self.reasons.count("")
+
+    def rejections(self) -> list[tuple[str, int]]:
+        """Why layouts were rejected.
+
+        Returns:
+          Reasons, and how many layouts each; the most frequent first.
+        """
+        rejected = ((reason, large) for reason, large in zip(self.reasons, self.is_too_large, strict=True) if reason)
+        return collections.Counter("too large" if large else reason for reason, large in rejected).most_common()
 
 
 class LayoutChoice(NamedTuple):
@@ -140,7 +191,10 @@ def choose_layout(
     """
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     check_at_least_one(memory_bytes=memory_bytes)
-    _check_fixed(fixed or {})
+    if unknown := sorted({*(fixed or {})} - {field.name for field in dataclasses.fields(Layout)}):
+        raise UserError(f"a layout has no field {list_first(unknown)}")
+    for name, value in (fixed or {}).items():
+        _ = Layout(**({"data": 2} | {name: value})).axis_sizes  # raises ValueError for a value that no layout has
     buckets = [bucket for bucket in plan.buckets if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
@@ -150,7 +204,7 @@ def choose_layout(
     if memory is None:
         memory = MemoryModel(model, params, optimizer, buckets, batch_spec=batch_spec, extra=extra)
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
-    search = Search(
+    search = _Search(
         costs=costs,
         memory=memory,
         cluster=cluster,
@@ -178,14 +232,6 @@ def choose_layout(
     )
 
 
-def _check_fixed(fixed: Mapping[str, Any]) -> None:
-    unknown = sorted(set(fixed) - {field.name for field in dataclasses.fields(Layout)})
-    if unknown:
-        raise UserError(f"a layout has no field {list_first(unknown)}")
-    for name, value in fixed.items():
-        _ = Layout(**({"data": 2} | {name: value})).axis_sizes  # raises ValueError for a value that no layout has
-
-
 def _reasons_text(candidates: Candidates) -> str:
     rejections = [f"{reason} ({number:,})" for reason, number in candidates.rejections()]
     return f": {list_first(rejections, '; ')}" if rejections else ""
@@ -202,3 +248,198 @@ def _none_fits(candidates: Candidates, cluster: Cluster, memory_bytes: int) -> s
         f"{where} fits into {memory_bytes:,} bytes a device: the nearest, {layout}, needs {needed:,.0f} bytes, "
         f"{needed - memory_bytes:,.0f} more than there are"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What is known of a plan, a model and a cluster, by which layouts are compared."""
+
+    costs: ModelCosts
+    memory: MemoryModel
+    cluster: Cluster
+    num_steps: Int64[np.ndarray, " K"]  # of each bucket
+    microbatches_per_step: int
+    memory_bytes: int  # that a device has for a step
+    cost: CostFn | None
+    fixed: Mapping[str, Any]  # fields of `Layout` with the values that they must have
+
+    def step_seconds(self, table: LayoutTable) -> StepSeconds:
+        """Of every bucket on these layouts."""
+        return step_seconds(
+            table,
+            self.costs,
+            self.cluster,
+            microbatches_per_step=self.microbatches_per_step,
+            state_bytes=self.memory.state_bytes(table),
+            cost=self.cost,
+        )
+
+    def candidates(self) -> Candidates:
+        """All layouts, the best first."""
+        everything, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
+        table = everything.take(cannot == "")
+        if not len(table.data):
+            raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
+        best = self._best_thresholds(table)
+        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
+        seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
+        num_bytes[cannot == ""] = best.num_bytes
+        everything.context_from[cannot == ""] = best.threshold
+        reasons, is_too_large = cannot.copy(), np.zeros(len(cannot), bool)
+        reasons[cannot == ""] = self._reasons(best)
+        is_too_large[cannot == ""] = best.problem == _TOO_LARGE
+        for row in _order(seconds, reasons).tolist():
+            if reasons[row]:
+                break
+            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
+            layout, m = everything.take(slice(row, row + 1)), self.microbatches_per_step
+            of_buckets = np.where(self.num_steps > 0, self.memory.memory_bytes(layout, m)[0], 0)
+            fullest = self.costs.buckets[int(of_buckets.argmax())]
+            num_bytes[row] = max(num_bytes[row], self.memory.exact_bytes(layout.layout(0), fullest, m))
+            if num_bytes[row] <= self.memory_bytes:
+                break
+            reasons[row], is_too_large[row] = self._too_large(num_bytes[row]), True
+        order = _order(seconds, reasons)
+        return Candidates(
+            everything.take(order),
+            seconds[order],
+            num_bytes[order],
+            tuple(reasons[order].tolist()),
+            is_too_large[order],
+        )
+
+    def _best_thresholds(self, table: LayoutTable) -> _Best:
+        """For each layout the bucket j from which its rows are spread, and what that takes."""
+        lengths = np.array([bucket.length for bucket in self.costs.buckets])
+        used, fixed = self.num_steps > 0, self.fixed.get("context_from")
+        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
+        best = _Best(*(np.full(table.data.shape, each) for each in (np.inf, np.inf, _SPREADS_NONE, 0)))
+        for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
+            is_spread = np.arange(len(lengths)) >= j
+            seconds, num_bytes, problem = (np.where(is_spread, *pair) for pair in zip(spread, whole, strict=True))
+            problem = problem[:, used].max(axis=1, initial=0)
+            in_all = np.where(used, seconds * self.num_steps, 0.0).sum(axis=1)
+            largest = np.where(used, num_bytes, 0.0).max(axis=1)
+            problem = np.where(problem == 0, np.where(largest > self.memory_bytes, _TOO_LARGE, 0), problem)
+            spreads = j < len(lengths)
+            threshold = int(lengths[j]) if spreads and used[:j].any() else 0
+            if fixed is not None and spreads:
+                spreads = np.array_equal((lengths >= fixed)[used], is_spread[used])
+                threshold = fixed
+            allowed = np.where(table.context > 1, spreads, j == len(lengths))
+            best = best.or_better(_Best(in_all, largest, problem, threshold), allowed)
+        return best
+
+    def _too_large(self, num_bytes: float) -> str:
+        return f"needs {num_bytes:,.0f} bytes of {self.memory_bytes:,}"
+
+    def _evaluated(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
+        buckets, num_microbatches = self.costs.buckets, self.microbatches_per_step
+        table = table._replace(context_from=np.full_like(table.data, 0 if is_spread else _NEVER))
+        seconds = self.step_seconds(table).total
+        num_bytes = self.memory.memory_bytes(table, num_microbatches)
+        wide = table.wide
+        lengths = np.array([bucket.length for bucket in buckets])
+        parts = np.where(table.is_spread(buckets), wide.context, 1)
+        of_shard = table.of_shard(buckets, num_microbatches)
+        interleaves = (wide.virtual > 1) & (wide.stage > 1)
+        problem = np.select(
+            [
+                of_shard == 0,
+                (parts > 1) & (lengths % (2 * parts) != 0),
+                wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
+                interleaves & (of_shard % wide.stage != 0),
+            ],
+            [_SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS],
+            0,
+        )
+        return seconds, num_bytes, problem
+
+    def _reasons(self, best: _Best) -> list[str]:
+        texts = {
+            0: "",
+            _SHARDS: f"its data shards do not divide {self.microbatches_per_step} microbatches",
+            _POSITIONS: "rows do not divide into twice the parts of context",
+            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
+            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
+            _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
+        }
+        found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
+        return [self._too_large(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
+
+
+def _order(seconds: np.ndarray, reasons: np.ndarray) -> Int64[np.ndarray, " C"]:
+    """Those that fit first, by seconds; ties in the order of enumeration."""
+    return np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
+
+
+class _Best(NamedTuple):
+    """For each layout, the bucket from which its rows are spread: first one that fits, then the fastest."""
+
+    seconds: Any
+    num_bytes: Any
+    problem: Any
+    threshold: Any
+
+    def or_better(self, other: _Best, allowed: np.ndarray | bool) -> _Best:
+        """With those of the other that are allowed and better."""
+        faster = np.where(other.problem == _TOO_LARGE, other.num_bytes < self.num_bytes, other.seconds < self.seconds)
+        is_better = allowed & ((other.problem < self.problem) | ((other.problem == self.problem) & faster))
+        return _Best(*(np.where(is_better, new, old) for new, old in zip(other, self, strict=True)))
+
+
+def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
+    """All layouts but for `context_from`, simple ones first, and why some cannot be those of the model."""
+    rows: list[tuple[Any, ...]] = []
+    cannot: list[str] = []
+    for tensor in divisors(num_devices):
+        for stage in divisors(num_devices // tensor):
+            for context in divisors(num_devices // tensor // stage):
+                data = num_devices // tensor // stage // context
+                sizes = {"data": data, "stage": stage, "context": context, "tensor": tensor}
+                if any(fixed.get(name, size) != size for name, size in sizes.items()):
+                    continue
+                reason = _why_not(costs, sizes)
+                others = _others(costs, sizes) if not reason else iter([_SIMPLEST])
+                for zero, schedule, virtual, sequence_parallel, recomputes in others:
+                    values: dict[str, Any] = {"zero": zero, "schedule": SCHEDULES[schedule], "virtual": virtual}
+                    values |= {"sequence_parallel": sequence_parallel, "remat": "full" if recomputes else "none"}
+                    if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
+                        rows.append((*sizes.values(), zero, schedule, virtual, sequence_parallel, 0, recomputes))
+                        cannot.append(reason)
+    if not rows:
+        raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return LayoutTable(*columns), np.array(cannot, object)
+
+
+def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
+    if sizes["stage"] > 1 and (not costs.num_layers or costs.num_layers % sizes["stage"]):
+        return f"stage{sizes['stage']} does not divide {costs.num_layers} layers"
+    if sizes["tensor"] not in (1, *costs.tensor_sizes):
+        return f"tensor{sizes['tensor']} does not divide the model"
+    if sizes["context"] > 1 and not costs.by_positions:
+        return "context needs a model by positions"
+    return ""
+
+
+def _others(costs: ModelCosts, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int, bool, bool]]:
+    """ZeRO level, schedule, virtual stages, sequence parallelism, and whether layers run again."""
+    by_layers = costs.num_layers > 0
+    zeros = range(1) if sizes["data"] * sizes["context"] == 1 else range(4 if by_layers else 3)
+    orders = [(0, 1)]
+    if sizes["stage"] > 1:
+        interleaved = SCHEDULES.index("interleaved")
+        plain = [i for i in (SCHEDULES.index("eager_1f1b"), *range(len(SCHEDULES))) if i != interleaved]
+        orders = [(i, 1) for i in dict.fromkeys(plain)]
+        orders += [(interleaved, virtual) for virtual in divisors(costs.num_layers // sizes["stage"])[1:]]
+    split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
+    again = ((True, False) if sizes["stage"] > 1 else (False, True)) if by_layers else (False,)
+    for zero, (schedule, virtual), sequence_parallel, recomputes in itertools.product(zeros, orders, split, again):
+        yield zero, schedule, virtual, sequence_parallel, recomputes
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -39,43 +39,30 @@ __all__ = ["MemoryModel"]
 
 _FEW_LAYERS = 12
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
+# Layers hold inputs and run again; they do not; stages; stages where weight gradients are actions of their own.
 _WHAT = ("runs_again", "plain", "staged", "splits")
+_POWERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # of rows and layers, at index i + 2 j
 
 
 class _Kind(NamedTuple):
-    """Key of a traced program; programs with one key differ only in rows and layers.
-
-    Attributes:
-      length: of rows.
-      tensor: devices along "tensor".
-      sequence_parallel: as of the layout.
-      context: parts of a row.
-      has_one_layer: whether a part of the model is one layer, which is no loop.
-      what: `"plain"`; or `"runs_again"`: layers hold inputs; or of stages, `"staged"` or with `"splits"`, where weight
-        gradients are actions of their own.
-    """
+    """Key of a traced program; programs with one key differ only in rows and layers."""
 
     length: int
     tensor: int
     sequence_parallel: bool
-    context: int
-    has_one_layer: bool
-    what: str
+    context: int  # parts of a row
+    has_one_layer: bool  # a part of the model is one layer, which is no loop
+    what: str  # one of `_WHAT`
 
 
 class _Arrays(NamedTuple):
-    """Sizes of all arrays of a kind.
+    """Sizes of all arrays of a kind."""
 
-    Attributes:
-      which: for each of the fields of `ArrayBytes`, float64[points, N]: the arrays that are alive at a point, of all
-        points that may be the fullest, or that it is the sum of.
-      scale: float64[N], bytes where all sizes are 1.
-      powers: bool[N, 2], whether they grow with rows, and with layers.
-    """
-
+    # For each field of `ArrayBytes`, float64[points, N]: the arrays that are alive at a point, of all points that may
+    # be the fullest, or that it is the sum of.
     which: tuple[np.ndarray, ...]
-    scale: np.ndarray
-    powers: np.ndarray
+    scale: np.ndarray  # float64[N], bytes where all sizes are 1
+    powers: np.ndarray  # bool[N, 2], whether they grow with rows, and with layers
 
     def at(self, rows: npt.ArrayLike, layers: npt.ArrayLike) -> np.ndarray:
         """float64[6, …], the fields of `ArrayBytes`; rows and layers broadcast."""
@@ -85,9 +72,6 @@ class _Arrays(NamedTuple):
         of_powers = self.scale[:, None] * is_power
         found = [(np.unique(which @ of_powers, axis=0) @ values).max(axis=0) for which in self.which]
         return np.stack(found).reshape(6, *rows.shape)
-
-
-_POWERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # of rows and layers, at index i + 2 j
 
 
 class MemoryModel:
@@ -117,8 +101,8 @@ class MemoryModel:
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         self._batch_spec, self._extra = batch_spec, extra
         self._num_layers = num_layers_of(self._params) if isinstance(self._params, LayeredParams) else 0
-        self._states: dict[tuple[int, ...], list[StateBytes]] = {}
-        self._arrays: dict[_Kind, _Arrays] = {}
+        self._state_parts = functools.cache(self._make_state_parts)
+        self._arrays_of_kind = functools.cache(self._make_arrays)
         self._at = functools.cache(self._count_at)
         self._state_shapes = functools.cache(self._make_state_shapes)
         lengths = sorted({bucket.length for bucket in self._buckets})
@@ -180,7 +164,7 @@ class MemoryModel:
         return held.params + held.opt_state
 
     def exact_bytes(self, layout: Layout, bucket: Bucket, microbatches_per_step: int) -> int:
-        """The bill of one layout, for which its own program is traced.
+        """Bytes of one layout, for which its own program is traced.
 
         Args:
           layout: that the model takes.
@@ -212,23 +196,16 @@ class MemoryModel:
         per_stage = np.maximum(1, self._num_layers // table.stage)
         return StateBytes(*(one + (per_stage - 1) * more + np.where(table.virtual > 1, per_stage, 0) * moved))
 
-    def _state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> list[StateBytes]:
-        key = tensor, zero, num_shards, has_stages
-        if key not in self._states:
-            layout = Layout(data=num_shards, tensor=tensor, zero=zero)
-            nothing = StateBytes(*[0] * len(StateBytes._fields))
-            if not has_stages:
-                self._states[key] = [self._state_bytes(layout), nothing, nothing]
-            else:
-                staged = Layout(data=num_shards, tensor=tensor, zero=zero, stage=2)
-                moving = Layout(data=num_shards, tensor=tensor, zero=zero, stage=2, virtual=2, schedule="interleaved")
-                one, two, moved = (
-                    self._state_bytes(layout, num) for layout, num in ((staged, 2), (staged, 4), (moving, 4))
-                )
-                more = StateBytes(*(b - a for a, b in zip(one, two, strict=True)))
-                whole = (moved.whole - two.whole) / 2
-                self._states[key] = [one, more, nothing._replace(whole=whole)]
-        return self._states[key]
+    def _make_state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> list[StateBytes]:
+        nothing = StateBytes(*[0] * len(StateBytes._fields))
+        sizes: dict[str, Any] = {"data": num_shards, "tensor": tensor, "zero": zero}
+        if not has_stages:
+            return [self._state_bytes(Layout(**sizes)), nothing, nothing]
+        staged = Layout(**sizes, stage=2)
+        moving = Layout(**sizes, stage=2, virtual=2, schedule="interleaved")
+        one, two, moved = (self._state_bytes(layout, num) for layout, num in ((staged, 2), (staged, 4), (moving, 4)))
+        more = StateBytes(*(b - a for a, b in zip(one, two, strict=True)))
+        return [one, more, nothing._replace(whole=(moved.whole - two.whole) / 2)]
 
     def _state_bytes(self, layout: Layout, num_layers: int | None = None) -> StateBytes:
         return state_bytes(layout, self._state_shapes(layout.tensor, num_layers), self._model)
@@ -303,24 +280,24 @@ class MemoryModel:
             found += (lengths - known[upper - 1]) * (lengths - known[upper]) * square
         return np.maximum(found, np.where(lengths >= known[0], np.minimum(low, high), 0))
 
-    def _arrays_of_kind(self, kind: _Kind) -> _Arrays:
-        if kind not in self._arrays:
-            rows, layers = self._primes(kind)
-            if kind.has_one_layer:
-                layers = 1
-            first = self._trace(kind, rows, layers)
-            last = [(first.x,), (first.floats,), first.kept, first.handed]
-            sizes = np.array([*first.lifetimes.num_bytes, *itertools.chain(*last)], np.int64)
-            powers = np.stack([sizes % rows == 0, (sizes % layers == 0) & (layers > 1)], axis=1) & (sizes > 0)[:, None]
-            scale = sizes / np.where(powers, [rows, layers], 1).prod(axis=1)
-            live = _live(first)
-            part = np.repeat(np.arange(5), [live.shape[1], *map(len, last)])
-            peaks = [np.zeros((len(live), len(sizes))) for _ in range(2)]
-            peaks[0][:, part == 0] = live
-            peaks[1][:, part == 0] = np.where(first.is_grad, 0, live)
-            sums = [(part == i).astype(np.float64)[None] for i in range(1, 5)]
-            self._arrays[kind] = _Arrays((*peaks, *sums), scale, powers)
-        return self._arrays[kind]
+    def _make_arrays(self, kind: _Kind) -> _Arrays:
+        rows, layers = self._primes(kind)
+        if kind.has_one_layer:
+            layers = 1
+        first = self._trace(kind, rows, layers)
+        last = [(first.x,), (first.floats,), first.kept, first.handed]
+        sizes = np.array([*first.lifetimes.num_bytes, *itertools.chain(*last)], np.int64)
+        powers = np.stack([sizes % rows == 0, (sizes % layers == 0) & (layers > 1)], axis=1) & (sizes > 0)[:, None]
+        scale = sizes / np.where(powers, [rows, layers], 1).prod(axis=1)
+        lifetimes = first.lifetimes
+        points = np.unique(lifetimes.begin)[:, None]  # only there can it become fuller
+        live = np.asarray((lifetimes.begin <= points) & (lifetimes.end > points), np.float64)  # [points, N]
+        part = np.repeat(np.arange(5), [live.shape[1], *map(len, last)])
+        peaks = [np.zeros((len(live), len(sizes))) for _ in range(2)]
+        peaks[0][:, part == 0] = live
+        peaks[1][:, part == 0] = np.where(first.is_grad, 0, live)
+        sums = [(part == i).astype(np.float64)[None] for i in range(1, 5)]
+        return _Arrays((*peaks, *sums), scale, powers)
 
     def _primes(self, kind: _Kind) -> tuple[int, int]:
         """Numbers of rows and of layers that divide no other size: what they divide tells what depends on them."""
@@ -329,12 +306,8 @@ class MemoryModel:
         return rows, layers
 
     def _trace(self, kind: _Kind, rows: int, layers: int) -> DeviceArrays:
-        axes: dict[str, Any] = {
-            "data": 1,
-            "tensor": kind.tensor,
-            "context": kind.context,
-            "sequence_parallel": kind.sequence_parallel,
-        }
+        axes: dict[str, Any] = {"data": 1, "tensor": kind.tensor, "context": kind.context}
+        axes["sequence_parallel"] = kind.sequence_parallel
         if kind.what in ("staged", "splits"):
             schedule: ScheduleName = "zero_bubble" if kind.what == "splits" else "1f1b"
             layout = Layout(**axes, stage=2, schedule=schedule)
@@ -350,10 +323,3 @@ class MemoryModel:
             layers if self._num_layers else None,
         )
         return one.arrays()
-
-
-def _live(arrays: DeviceArrays) -> np.ndarray:
-    """float64[points, N]."""
-    lifetimes = arrays.lifetimes
-    points = np.unique(lifetimes.begin)[:, None]  # only there can it become fuller
-    return np.asarray((lifetimes.begin <= points) & (lifetimes.end > points), np.float64)

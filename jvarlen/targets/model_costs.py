@@ -38,31 +38,19 @@ Axis = Literal["tensor", "sequence_parallel", "context"]
 
 
 class PerPass(NamedTuple):
-    """A number for each pass of a microbatch.
-
-    Attributes:
-      forward: of the forward pass.
-      backward: of the backward pass.
-      again: of running the forward pass again, from kept inputs.
-    """
+    """A number for each pass of a microbatch."""
 
     forward: Any
     backward: Any
-    again: Any
+    again: Any  # of running the forward pass again, from kept inputs
 
 
 class AxisTraffic(NamedTuple):
-    """Collectives of one kind over an axis in one pass.
-
-    Attributes:
-      kind: of collective.
-      times: how often.
-      num_bytes: of all their arrays, in units of the bytes of x, what goes from layer to layer.
-    """
+    """Collectives of one kind over an axis in one pass."""
 
     kind: Kind
     times: float
-    num_bytes: float
+    num_bytes: float  # of all their arrays, in units of the bytes of x, what goes from layer to layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,26 +166,22 @@ def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerP
     rows, lengths = np.array(buckets).T
     short = np.unique(lengths)
     short = short[: max(int(np.sum(short <= _LONGEST_TRACED)), 2)]
-    chosen = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
+    known = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
     of_length = {bucket.length: bucket for bucket in reversed(buckets)}
-    per_position = []  # [chosen lengths, 2, 3]
-    for bucket in map(of_length.__getitem__, chosen.tolist()):
+    per_position = []  # [known lengths, 2, 3]
+    for bucket in map(of_length.__getitem__, known.tolist()):
         parts = traced.passes(bucket, "data1")
         per_position.append([[counts["flops"] / bucket.num_positions for counts in part] for part in parts])
-    layer, ends = (
-        PerPass(*(_interpolated(lengths, chosen, of_pass) * (rows * lengths) for of_pass in of_part))
-        for of_part in np.moveaxis(np.array(per_position), 0, -1)
-    )
+
+    def in_buckets(values: np.ndarray) -> Float64[np.ndarray, " K"]:
+        """Between known lengths, and beyond the last by the slope before it."""
+        at = np.interp(lengths, known, values)
+        if len(known) > 1:
+            at += (values[-1] - values[-2]) / (known[-1] - known[-2]) * np.maximum(lengths - known[-1], 0)
+        return at * (rows * lengths)
+
+    layer, ends = (PerPass(*map(in_buckets, of_part)) for of_part in np.moveaxis(np.array(per_position), 0, -1))
     return layer, ends
-
-
-def _interpolated(lengths: np.ndarray, known: np.ndarray, values: np.ndarray) -> Float64[np.ndarray, " K"]:
-    """Between known lengths, and beyond the last by the slope before it."""
-    at = np.interp(lengths, known, values)
-    if len(known) > 1:
-        slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
-        at += slope * np.maximum(lengths - known[-1], 0)
-    return at
 
 
 class _Traced:

@@ -6,6 +6,7 @@ Letters: C layouts, K buckets, L layers, M microbatches of a step, m of a data s
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,41 +90,46 @@ def step_seconds(
     Raises:
       ValueError: costs that are not finite and above 0.
     """
-    is_spread = table.is_spread(costs.buckets)
-    wide = LayoutTable(*(column[:, None] for column in table))
+    is_spread, wide = table.is_spread(costs.buckets), table.wide
     num_microbatches = microbatches_per_step // np.where(is_spread, wide.data, wide.num_shards)
     parts = np.where(is_spread, wide.context, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
-
-    def of_passes(flops: PerPass, is_split: PerPass) -> PerPass:
-        """What "tensor" does not split, each of its devices computes."""
-        return PerPass(
-            *(
-                each * seconds_per_flop / parts * (1 - share + share / wide.tensor)
-                for each, share in zip(flops, is_split, strict=True)
-            )
-        )
-
-    layer, ends = of_passes(costs.layer_flops, costs.layer_split), of_passes(costs.ends_flops, costs.ends_split)
-    traffic = _AxisSeconds(wide, is_spread, costs, cluster)
-    layer_tensor, ends_tensor = traffic.over_tensor(costs.layer_traffic), traffic.over_tensor(costs.ends_traffic)
-    layer_context, ends_context = (
-        traffic.over_context(costs.layer_traffic),
-        traffic.over_context(costs.ends_traffic),
-    )
     layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
-    runs_again = wide.recomputes
     ticks = _tick_counts(wide, num_microbatches)
+
+    def computing(flops: PerPass, is_split: PerPass) -> PerPass:
+        """What "tensor" does not split, each of its devices computes."""
+        pairs = zip(flops, is_split, strict=True)
+        return PerPass(*(each * seconds_per_flop / parts * (1 - share + share / wide.tensor) for each, share in pairs))
+
+    def over_axis(traffic: PerPass | None, x_bytes: Any, size: Any, in_host: Any) -> PerPass:
+        def seconds(each: AxisTraffic) -> np.ndarray:
+            times = max(each.times, 1)
+            return times * cluster.collective_seconds(each.kind, each.num_bytes * x_bytes / times, size, in_host)
+
+        zero = np.zeros(is_spread.shape)
+        return PerPass(*(sum(map(seconds, of_pass), zero) for of_pass in traffic or ((), (), ())))
+
+    def over_tensor(traffic: Mapping[Any, PerPass]) -> PerPass:
+        group = costs.x_bytes / parts, wide.tensor, cluster.members_in_host(wide.tensor, 1)
+        both = (over_axis(traffic.get(name), *group) for name in ("sequence_parallel", "tensor"))
+        return PerPass(*(np.where(wide.sequence_parallel, *each) for each in zip(*both, strict=True)))
+
+    def over_context(traffic: Mapping[Any, PerPass]) -> PerPass:
+        in_host = np.where(is_spread, cluster.members_in_host(wide.context, wide.tensor), 1)
+        # Keys and values of a device's own heads.
+        return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
 
     def of_step(layer: PerPass, ends: PerPass) -> tuple[Any, Any]:
         """Of the work of the mean stage in a step, and of ticks beyond that."""
-        return _of_schedule(wide, num_microbatches, ticks, layers_of_part, runs_again, layer, ends)
+        return _of_schedule(wide, num_microbatches, ticks, layers_of_part, layer, ends)
 
+    layer, ends = computing(costs.layer_flops, costs.layer_split), computing(costs.ends_flops, costs.ends_split)
     compute, bubble = of_step(layer, ends)
-    tensor, waits_for_tensor = of_step(layer_tensor, ends_tensor)
-    context, waits_for_context = of_step(layer_context, ends_context)
+    tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
+    context, waits_for_context = of_step(over_context(costs.layer_traffic), over_context(costs.ends_traffic))
     stride = wide.tensor * wide.context
-    sent = costs.x_bytes / np.where(is_spread, wide.context, 1) / np.where(wide.sequence_parallel, wide.tensor, 1)
+    sent = costs.x_bytes / parts / np.where(wide.sequence_parallel, wide.tensor, 1)
     # Every tick waits for the slowest pair of stages.
     in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
     one_send = cluster.collective_seconds("send", sent, 2, in_host)
@@ -142,57 +148,10 @@ def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) 
         return np.full(len(costs.buckets), 1 / (cluster.flops_per_second * cluster.efficiency))
     rows, lengths = np.array(costs.buckets).T
     seconds = np.asarray(cost(rows, lengths), np.float64)
-    if not (np.isfinite(seconds) & (seconds > 0)).all():
-        wrong = [
-            f"{bucket}: {value}"
-            for bucket, value in zip(costs.buckets, seconds, strict=True)
-            if not (np.isfinite(value) and value > 0)
-        ]
+    wrong = [f"{bucket}: {s}" for bucket, s in zip(costs.buckets, seconds, strict=True) if not 0 < s < np.inf]
+    if wrong:
         raise UserError(f"the cost of a microbatch must be finite and above 0 s: {list_first(wrong)}")
     return seconds / costs.step_flops
-
-
-class _AxisSeconds:
-    """Seconds of the collectives of passes, over the axes inside a microbatch."""
-
-    def __init__(self, wide: LayoutTable, is_spread: np.ndarray, costs: ModelCosts, cluster: Cluster):
-        self._wide, self._is_spread, self._costs, self._cluster = wide, is_spread, costs, cluster
-
-    def over_tensor(self, traffic: dict[Any, PerPass]) -> PerPass:
-        wide, cluster = self._wide, self._cluster
-        x_bytes = self._costs.x_bytes / np.where(self._is_spread, wide.context, 1)
-        in_host = cluster.members_in_host(wide.tensor, 1)
-
-        def seconds(each: AxisTraffic) -> np.ndarray:
-            return self._seconds(each, x_bytes, wide.tensor, in_host)
-
-        nothing = PerPass((), (), ())
-        plain, split = traffic.get("tensor", nothing), traffic.get("sequence_parallel", nothing)
-        zero = np.zeros(self._is_spread.shape)
-        return PerPass(
-            *(
-                np.where(wide.sequence_parallel, sum(map(seconds, by_split), zero), sum(map(seconds, by_plain), zero))
-                for by_plain, by_split in zip(plain, split, strict=True)
-            )
-        )
-
-    def over_context(self, traffic: dict[Any, PerPass]) -> PerPass:
-        wide, cluster = self._wide, self._cluster
-        size = np.where(self._is_spread, wide.context, 1)
-        in_host = np.where(self._is_spread, cluster.members_in_host(wide.context, wide.tensor), 1)
-        zero = np.zeros(self._is_spread.shape)
-        x_bytes = self._costs.x_bytes / wide.tensor  # keys and values of a device's own heads
-        return PerPass(
-            *(
-                sum((self._seconds(each, x_bytes, size, in_host) for each in of_pass), zero)
-                for of_pass in traffic.get("context", PerPass((), (), ()))
-            )
-        )
-
-    def _seconds(self, each: AxisTraffic, x_bytes: Any, size: Any, in_host: Any) -> np.ndarray:
-        times = max(each.times, 1)
-        one = self._cluster.collective_seconds(each.kind, each.num_bytes * x_bytes / times, size, in_host)
-        return times * one
 
 
 def _of_schedule(
@@ -200,20 +159,19 @@ def _of_schedule(
     num_microbatches: Any,
     ticks: Int64[np.ndarray, "C K 8"],
     layers_of_part: Any,
-    runs_again: Any,
     layer: PerPass,
     ends: PerPass,
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
     # A stage keeps only its input, from which all its layers run; a layer alone need not give its output again.
-    again = np.where(runs_again, np.where(wide.stage > 1, layer.forward, layer.again), 0.0)
+    again = np.where(wide.recomputes, np.where(wide.stage > 1, layer.forward, layer.again), 0.0)
     splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
     half = layer.backward / 2
     # From kept inputs, weight gradients run the layers and their backward pass again.
     of_layer = (
         layer.forward,
         again + np.where(splits, half, layer.backward),
-        np.where(splits, np.where(runs_again, again + layer.backward, half), 0.0),
+        np.where(splits, np.where(wide.recomputes, again + layer.backward, half), 0.0),
     )
     zero = np.zeros(ticks.shape[:-1])
     of_part = [layers_of_part * seconds + zero for seconds in of_layer]

@@ -15,12 +15,11 @@ from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout
 from jvarlen.parallel.train import check_bucket
 from jvarlen.parallel.wire import Link
-from jvarlen.targets.choice import choose_layout
+from jvarlen.targets.choice import choose_layout, divisors
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.layout_table import SCHEDULES, layout_table
 from jvarlen.targets.memory_model import MemoryModel
 from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs
-from jvarlen.targets.search import divisors
 from jvarlen.targets.step_seconds import step_seconds
 
 SKEWED = {
