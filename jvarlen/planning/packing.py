@@ -28,7 +28,6 @@ from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
-    FittedLengths,
     PackedOverlong,
     check_counts,
     check_feature_lengths,
@@ -56,11 +55,30 @@ __all__ = [
 ]
 
 _MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
+_TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Packing:
+class _PackedRows:
+    """What is the same of all rows and of distinct ones: see `Packing`."""
+
+    sample_lengths: Int64[np.ndarray, " n *features"]
+    row_offsets: Int64[np.ndarray, " R_plus_1"]
+    capacity: Int64[np.ndarray, " R *features"]
+    row_lengths: tuple[int, ...]
+    overlong: PackedOverlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    @property
+    def num_tokens(self) -> Int64[np.ndarray, " R *features"]:
+        """int64[R], tokens in each row, which a plan takes as the length of the row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Packing(_PackedRows):
     """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
 
     If samples have several features, every length has a last axis of them.
@@ -74,18 +92,11 @@ class Packing:
       overlong: the rule for samples longer than the longest row.
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
-      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later pieces of a sample that
-        is split, which has its id once a piece. None where no sample is split.
+      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
+        is split, which has its id once a chunk. None where no sample is split.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
-    row_offsets: Int64[np.ndarray, " R_plus_1"]
-    sample_lengths: Int64[np.ndarray, " n *features"]
-    capacity: Int64[np.ndarray, " R *features"]
-    row_lengths: tuple[int, ...]
-    overlong: PackedOverlong = "error"
-    num_dropped: int = 0
-    num_truncated: int = 0
     piece_starts: Int64[np.ndarray, " n"] | None = None
 
     @property
@@ -94,25 +105,19 @@ class Packing:
         return len(self.capacity)
 
     @property
-    def num_tokens(self) -> Int64[np.ndarray, " R *features"]:
-        """int64[R], tokens in each row, which a plan takes as the length of the row."""
-        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
-
-    @property
     def starts(self) -> Int64[np.ndarray, " n *features"]:
         """int64[n], the position in its row at which each sample begins."""
-        ends = np.cumsum(self.sample_lengths, axis=0)
-        starts = ends - self.sample_lengths
+        starts = np.cumsum(self.sample_lengths, axis=0) - self.sample_lengths
         return starts - np.repeat(starts[self.row_offsets[:-1]], np.diff(self.row_offsets), axis=0)
 
     @property
     def fill(self) -> float:
-        """The share of all positions that hold a token, in (0, 1]."""
+        """The share of all rows' tokens that are real, in (0, 1]."""
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PackedHistogram:
+class PackedHistogram(_PackedRows):
     """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
 
     If samples have several features, every length has a last axis of them.
@@ -129,14 +134,7 @@ class PackedHistogram:
       num_truncated: as in `Packing`.
     """
 
-    sample_lengths: Int64[np.ndarray, " n *features"]
-    row_offsets: Int64[np.ndarray, " G_plus_1"]
-    capacity: Int64[np.ndarray, " G *features"]
-    counts: Int64[np.ndarray, " G"]
-    row_lengths: tuple[int, ...]
-    overlong: PackedOverlong = "error"
-    num_dropped: int = 0
-    num_truncated: int = 0
+    counts: Int64[np.ndarray, " R"]
 
     @property
     def num_rows(self) -> int:
@@ -144,42 +142,24 @@ class PackedHistogram:
         return int(self.counts.sum())
 
     @property
-    def num_tokens(self) -> Int64[np.ndarray, " G *features"]:
-        """int64[G], tokens in each distinct row."""
-        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
-
-    @property
     def fill(self) -> float:
-        """The share of all positions that hold a token, in (0, 1]."""
+        """The share of all rows' tokens that are real, in (0, 1]."""
         return int((self.counts @ self.num_tokens).sum()) / int((self.counts @ self.capacity).sum())
 
 
 @overload
 def pack_samples(
-    lengths: npt.ArrayLike,
-    row_lengths: int | Sequence[int],
-    *,
-    counts: None = None,
-    max_samples_per_row: int | None = None,
-    order: str | npt.ArrayLike = "dataset",
-    seed: int = 0,
-    epoch: int = 0,
-    overlong: PackedOverlong = "error",
+    lengths: npt.ArrayLike, row_lengths: int | Sequence[int], *, counts: None = None, **options: Any
 ) -> Packing: ...
 
 
 @overload
 def pack_samples(
-    lengths: npt.ArrayLike,
-    row_lengths: int | Sequence[int],
-    *,
-    counts: npt.ArrayLike,
-    max_samples_per_row: int | None = None,
-    overlong: PackedOverlong = "error",
+    lengths: npt.ArrayLike, row_lengths: int | Sequence[int], *, counts: npt.ArrayLike, **options: Any
 ) -> PackedHistogram: ...
 
 
-def pack_samples(
+def pack_samples(  # type: ignore[misc]
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],
     *,
@@ -227,7 +207,7 @@ def pack_samples(
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"`, or `"split"`:
-        they come in pieces as long as that row and a shorter last one, which are packed as samples are. Samples of
+        they come in chunks as long as that row and a shorter last one, which are packed as samples are. Samples of
         several features are never split, and truncated in every feature that is too long.
 
     Returns:
@@ -249,29 +229,46 @@ def pack_samples(
 
     References:
       Packing by histogram, and its depth: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
-      Best fit by
-      descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974. Several features: the
-      dot-product heuristic of Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
+      Best fit by descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974. Several features:
+      the dot-product heuristic of Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
     """
     check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
-    if np.ndim(lengths) == 2:
-        return _pack_jointly(
-            check_feature_lengths(lengths), row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong
-        )
-    lengths = check_lengths(lengths)
-    capacities = check_bucket_lengths([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     check_choices(overlong=(overlong, PackedOverlong))
+    is_joint = np.ndim(lengths) == 2
+    given = check_feature_lengths(lengths) if is_joint else check_lengths(lengths)
+    if is_joint:
+        sizes = _check_feature_row_lengths(row_lengths, given.shape[1])
+        if overlong == "split":
+            raise UserError('overlong="split" is for samples of one feature: chunks of others would not go together')
+    else:
+        sizes = check_bucket_lengths([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     if counts is not None:
-        num_of_each = _checked_counts(counts, len(lengths), order)
-        return _pack_histogram(lengths, num_of_each, capacities, max_samples_per_row, overlong)
-    ids = _ids_in_order(lengths, order, seed, epoch)
-    fitted = _fit(lengths[ids], int(capacities[-1]), overlong, ids)
-
+        if not isinstance(order, str) or order != "dataset":
+            raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
+        num_of_each = check_counts(counts, len(given))
+        return (_joint_histogram if is_joint else _histogram)(given, num_of_each, sizes, max_samples_per_row, overlong)
+    check_seed(seed, epoch)
+    if isinstance(order, str) and order == "shuffle":
+        ids = stable_argsort(random_keys(len(given), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    else:
+        ids = sample_order(given.sum(axis=1) if is_joint else given, order)
+    fitted = _fit(given[ids], sizes, overlong, ids)
+    of_all: dict[str, Any] = {"row_lengths": tuple(sizes.tolist()), "overlong": overlong, **fitted.counts}
+    if is_joint:
+        rows, kind = distinct_joint_rows(fitted.lengths, None, sizes, max_samples_per_row)
+        which, row_offsets = rows.filled(kind)
+        return Packing(
+            sample_ids=ids[fitted.which][which],
+            row_offsets=row_offsets,
+            sample_lengths=fitted.lengths[which],
+            capacity=np.tile(sizes, (len(row_offsets) - 1, 1)),
+            **of_all,
+        )
     descending = stable_argsort(-fitted.lengths)
     ids, ordered = ids[fitted.which][descending], fitted.lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
-    counts = np.diff(first, append=len(ordered))
-    placed = place_samples(ordered[first].tolist(), counts.tolist(), capacities.tolist(), max_samples_per_row)
+    num_of_each = np.diff(first, append=len(ordered))
+    placed = place_samples(ordered[first].tolist(), num_of_each.tolist(), sizes.tolist(), max_samples_per_row)
     row, capacity = placed.row_of_samples(), placed.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -279,115 +276,40 @@ def pack_samples(
         row_offsets=ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity)))),
         sample_lengths=ordered[by_row],
         capacity=capacity,
-        row_lengths=tuple(capacities.tolist()),
-        overlong=overlong,
-        num_dropped=fitted.num_dropped,
-        num_truncated=fitted.num_truncated,
         piece_starts=None if fitted.starts is None else fitted.starts[descending][by_row],
+        **of_all,
     )
-
-
-def _pack_jointly(
-    lengths: Int64[np.ndarray, "N features"],
-    row_lengths: int | Sequence[int],
-    counts: npt.ArrayLike | None,
-    max_samples_per_row: int | None,
-    order: str | npt.ArrayLike,
-    seed: int,
-    epoch: int,
-    overlong: PackedOverlong,
-) -> Packing | PackedHistogram:
-    """`pack_samples` of several features."""
-    size = _check_feature_row_lengths(row_lengths, lengths.shape[1])
-    check_choices(overlong=(overlong, PackedOverlong))
-    if counts is not None:
-        num_of_each = _checked_counts(counts, len(lengths), order)
-        fitted = _fit_features(lengths, size, overlong, np.arange(len(lengths)))
-        rows, _ = distinct_joint_rows(fitted.lengths, num_of_each[fitted.kept], size, max_samples_per_row)
-        num_too_long = int(num_of_each[(lengths > size).any(axis=1)].sum())
-        num_dropped, num_truncated = dropped_and_truncated(num_too_long, overlong)
-        return PackedHistogram(
-            sample_lengths=rows.lengths,
-            row_offsets=rows.offsets,
-            capacity=np.tile(size, (len(rows.counts), 1)),
-            counts=rows.counts,
-            row_lengths=tuple(size.tolist()),
-            overlong=overlong,
-            num_dropped=num_dropped,
-            num_truncated=num_truncated,
-        )
-    ids = _ids_in_order(lengths.sum(axis=1), order, seed, epoch)
-    fitted = _fit_features(lengths[ids], size, overlong, ids)
-    rows, kind = distinct_joint_rows(fitted.lengths, None, size, max_samples_per_row)
-    which, row_offsets = rows.filled(kind)
-    return Packing(
-        sample_ids=ids[fitted.kept][which],
-        row_offsets=row_offsets,
-        sample_lengths=fitted.lengths[which],
-        capacity=np.tile(size, (len(row_offsets) - 1, 1)),
-        row_lengths=tuple(size.tolist()),
-        overlong=overlong,
-        num_dropped=fitted.num_dropped,
-        num_truncated=fitted.num_truncated,
-    )
-
-
-def _checked_counts(counts: npt.ArrayLike, num_lengths: int, order: str | npt.ArrayLike) -> Int64[np.ndarray, " N"]:
-    if not isinstance(order, str) or order != "dataset":
-        raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
-    return check_counts(counts, num_lengths)
-
-
-def _ids_in_order(
-    lengths: Int64[np.ndarray, " N"], order: str | npt.ArrayLike, seed: int, epoch: int
-) -> Int64[np.ndarray, " n"]:
-    """The samples in the order that decides between equal lengths."""
-    check_seed(seed, epoch)
-    if isinstance(order, str) and order == "shuffle":
-        return stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
-    return sample_order(lengths, order)
 
 
 class _Fitted(NamedTuple):
-    """What is packed: samples, or pieces of them, in order.
+    """What is packed, in order: samples, or chunks of them.
 
     Which samples they are, as an index; the length of each, and the token with which it begins, None where no sample is
-    split.
+    split; and how many were dropped and truncated.
     """
 
     which: Integer[np.ndarray, " n"] | Bool[np.ndarray, " N"] | slice
-    lengths: Int64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n *features"]
     starts: Int64[np.ndarray, " n"] | None
-    num_dropped: int
-    num_truncated: int
+    counts: dict[str, int]
 
 
 def _fit(
-    lengths: Int64[np.ndarray, " N"],
-    longest: int,
+    lengths: Int64[np.ndarray, " N *features"],
+    row_lengths: Int64[np.ndarray, " K"],
     overlong: PackedOverlong,
     ids: Int64[np.ndarray, " N"] | None = None,
 ) -> _Fitted:
-    """Applies the rule for samples that are longer than the longest row."""
-    if overlong != "split" or lengths.max() <= longest:
-        rule = "error" if overlong == "split" else overlong
-        fitted = fit_lengths(lengths, longest, rule, ids, problem=_TOO_LONG)
-        return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
-    which, starts, of_pieces = split_lengths(lengths, longest)
-    return _Fitted(which, of_pieces, starts, 0, 0)
-
-
-def _fit_features(
-    lengths: Int64[np.ndarray, "N D"],
-    row_lengths: Int64[np.ndarray, " D"],
-    overlong: PackedOverlong,
-    ids: Int64[np.ndarray, " N"],
-) -> FittedLengths:
-    """Applies the rule for samples that are longer than a row in any feature."""
-    if overlong == "split":
-        raise UserError('overlong="split" is for samples of one feature: pieces of others would not belong together')
-    problem = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
-    return fit_lengths(lengths, row_lengths, overlong, ids, problem=problem)
+    """Applies the rule for samples that are longer than the longest row, or a row in any feature."""
+    is_joint = lengths.ndim == 2
+    limit = row_lengths if is_joint else int(row_lengths[-1])
+    if overlong == "split" and lengths.max() > row_lengths[-1]:
+        which, starts, of_chunks = split_lengths(lengths, int(row_lengths[-1]))
+        return _Fitted(which, of_chunks, starts, {})
+    problem = _TOO_LONG_JOINTLY if is_joint else _TOO_LONG
+    fitted = fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=problem)
+    counts = {"num_dropped": fitted.num_dropped, "num_truncated": fitted.num_truncated}
+    return _Fitted(fitted.kept, fitted.lengths, None, counts)
 
 
 def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: int) -> Int64[np.ndarray, " D"]:
@@ -404,37 +326,59 @@ def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: i
 def split_lengths(
     lengths: Int64[np.ndarray, " N"], longest: int
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-    """The pieces of samples: the index of the sample, the token with which the piece begins, and its length."""
-    num_pieces = -(-lengths // longest)
-    which = np.repeat(np.arange(len(lengths)), num_pieces)
-    starts = longest * (np.arange(len(which)) - (np.cumsum(num_pieces) - num_pieces)[which])
+    """The chunks of samples: the index of the sample, the token with which the chunk begins, and its length."""
+    num_chunks = -(-lengths // longest)
+    which = np.repeat(np.arange(len(lengths)), num_chunks)
+    starts = longest * (np.arange(len(which)) - (np.cumsum(num_chunks) - num_chunks)[which])
     return which, starts, np.minimum(lengths[which] - starts, longest)
 
 
-def _pack_histogram(
+def _histogram(
     lengths: Int64[np.ndarray, " N"],
     counts: Int64[np.ndarray, " N"],
-    capacities: Int64[np.ndarray, " K"],
+    sizes: Int64[np.ndarray, " K"],
     max_samples_per_row: int | None,
     overlong: PackedOverlong,
 ) -> PackedHistogram:
-    fitted = _fit(lengths, int(capacities[-1]), overlong)
-    num_dropped, num_truncated = dropped_and_truncated(int(counts[lengths > capacities[-1]].sum()), overlong)
+    """`pack_samples` of a histogram."""
+    fitted = _fit(lengths, sizes, overlong)
     distinct, which = np.unique(fitted.lengths, return_inverse=True)
     num_of_each = np.zeros(len(distinct), np.int64)
     np.add.at(num_of_each, which, counts[fitted.which])
-    placed = place_samples(
-        distinct[::-1].tolist(), num_of_each[::-1].tolist(), capacities.tolist(), max_samples_per_row
-    )
+    placed = place_samples(distinct[::-1].tolist(), num_of_each[::-1].tolist(), sizes.tolist(), max_samples_per_row)
     num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
     for capacity, row, number in placed.rows():
         num_alike[capacity, tuple(row)] += number
+    num_dropped, num_truncated = dropped_and_truncated(int(counts[lengths > sizes[-1]].sum()), overlong)
     return PackedHistogram(
         sample_lengths=np.concatenate([np.array(row) for _, row in num_alike]),
         row_offsets=ends_to_offsets(np.cumsum([len(row) for _, row in num_alike])),
         capacity=np.array([capacity for capacity, _ in num_alike]),
         counts=np.array(list(num_alike.values())),
-        row_lengths=tuple(capacities.tolist()),
+        row_lengths=tuple(sizes.tolist()),
+        overlong=overlong,
+        num_dropped=num_dropped,
+        num_truncated=num_truncated,
+    )
+
+
+def _joint_histogram(
+    lengths: Int64[np.ndarray, "N D"],
+    counts: Int64[np.ndarray, " N"],
+    sizes: Int64[np.ndarray, " D"],
+    max_samples_per_row: int | None,
+    overlong: PackedOverlong,
+) -> PackedHistogram:
+    """`pack_samples` of a histogram of samples of several features."""
+    fitted = _fit(lengths, sizes, overlong)
+    rows, _ = distinct_joint_rows(fitted.lengths, counts[fitted.which], sizes, max_samples_per_row)
+    num_dropped, num_truncated = dropped_and_truncated(int(counts[(lengths > sizes).any(axis=1)].sum()), overlong)
+    return PackedHistogram(
+        sample_lengths=rows.lengths,
+        row_offsets=rows.offsets,
+        capacity=np.tile(sizes, (len(rows.counts), 1)),
+        counts=rows.counts,
+        row_lengths=tuple(sizes.tolist()),
         overlong=overlong,
         num_dropped=num_dropped,
         num_truncated=num_truncated,
@@ -451,10 +395,11 @@ def lengths_of_rows(
     if num_tokens.ndim == 1:
         problem = "packed rows longer than the longest bucket; of the rows"
         return fit_lengths(num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
-    edges = np.array([bucket.lengths for bucket in buckets])
-    is_held = np.any(np.all(num_tokens[:, None] <= edges, axis=2), axis=1)
+    bucket_lengths = np.array([bucket.lengths for bucket in buckets])
+    is_held = np.any(np.all(num_tokens[:, None] <= bucket_lengths, axis=2), axis=1)
     if not np.all(is_held):
-        offenders = list_offenders(*offenders_where(np.logical_not(is_held), num_tokens), edges.max(axis=0).tolist())
+        longest = bucket_lengths.max(axis=0).tolist()
+        offenders = list_offenders(*offenders_where(np.logical_not(is_held), num_tokens), longest)
         raise UserError(f"packed rows that no bucket holds; of the rows: {offenders}")
     return num_tokens
 
@@ -481,22 +426,22 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
 
 
 def rows_in_chunk_order(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
-    """Ordered rows, each after the rows that hold earlier pieces of its samples."""
+    """Ordered rows, each after the rows that hold earlier chunks of its samples."""
     assert packing.piece_starts is not None
     place_of_row = np.full(packing.num_rows, -1)
     place_of_row[rows] = np.arange(len(rows))
     place = np.repeat(place_of_row, np.diff(packing.row_offsets))
     is_in = place >= 0  # an order array can leave rows out
     ids, starts = packing.sample_ids[is_in], packing.piece_starts[is_in]
-    return rows[_after_earlier_pieces(ids, starts, place[is_in], len(rows))]
+    return rows[_after_earlier_chunks(ids, starts, place[is_in], len(rows))]
 
 
 def steps_in_chunk_order(plan: Plan, longest_first: bool) -> Plan:
-    """The plan with each step after those that hold earlier pieces of its samples, and with pieces in their order."""
+    """The plan with each step after those that hold earlier chunks of its samples, and with chunks in their order."""
     assert plan.piece_starts is not None
     assert plan.row_offsets is not None
-    step_of_piece = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
-    emitted = _after_earlier_pieces(plan.sample_ids, plan.piece_starts, step_of_piece, plan.num_steps)
+    step_of_chunk = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
+    emitted = _after_earlier_chunks(plan.sample_ids, plan.piece_starts, step_of_chunk, plan.num_steps)
     if longest_first:
         longest = plan.step_bucket[emitted] == plan.step_bucket.max()
         first = int(longest.argmax())
@@ -520,10 +465,10 @@ def steps_in_chunk_order(plan: Plan, longest_first: bool) -> Plan:
     )
 
 
-def _after_earlier_pieces(
+def _after_earlier_chunks(
     ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"], place: Int64[np.ndarray, " n"], num_places: int
 ) -> Int64[np.ndarray, " P"]:
-    """Places in order, but one with the last piece of a sample follows all that hold other pieces of it."""
+    """Places in order, but one with the last chunk of a sample follows all that hold other chunks of it."""
     last_start = np.zeros(ids.max() + 1, np.int64)
     np.maximum.at(last_start, ids, starts)
     is_last = starts == last_start[ids]
