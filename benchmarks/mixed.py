@@ -123,7 +123,7 @@ def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: 
         ordinary = jax.jit(jvarlen.make_train_step(waiting_loss(scale), optimizer, mesh=mesh))
         mixed = jax.jit(make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, mesh=mesh))
         loaded = (
-            (ordinary, list(jvarlen.load(plans.ordinary, samples, mesh=mesh))),
+            (ordinary, list(jvarlen.load(plans.ordinary, samples, layout=mesh))),
             (mixed, list(load_mixed(plans.mixed, samples, mesh=mesh, cost=COST))),
         )
         for name, (step, batches), seconds in zip(
@@ -152,7 +152,7 @@ def program_cost(
     of_mixed = make_mixed_plan(jvarlen.make_plan(lengths, buckets, order="length"), num_microbatches)
     steps = zip(
         buckets,
-        jvarlen.load(of_ordinary, samples, mesh=mesh),
+        jvarlen.load(of_ordinary, samples, layout=mesh),
         load_mixed(of_mixed, samples, mesh=mesh),
         strict=True,
     )

@@ -90,7 +90,7 @@ def compile_passes(form: Form, text: str) -> Measured:
     params = stack_layers(init_params(config, seed=0))
     samples = np.random.default_rng(0).integers(0, 256, (form.rows, form.length))
     plan = jvarlen.make_plan([form.length] * form.rows, [(form.rows, form.length)], order="length")
-    (batch,) = jvarlen.load(plan, list(samples), mesh=mesh)
+    (batch,) = jvarlen.load(plan, list(samples), layout=mesh)
 
     axes = Axes(tensor="tensor", sequence_parallel=layout.sequence_parallel) if layout.tensor > 1 else Axes()
     loss_fn = layered_loss_fn(tensor_parallel_model(model, axes) if layout.tensor > 1 else model)

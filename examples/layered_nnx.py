@@ -111,7 +111,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 def train(train_step, state, mesh):
     """The state after the plan, and the loss of each step."""
-    batches = jvarlen.load(plan, samples, mesh=mesh, collate=jvarlen.pack_to_bucket)
+    batches = jvarlen.load(plan, samples, layout=mesh)
     step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     losses = []
     with jvarlen.no_recompiles():
@@ -135,7 +135,7 @@ np.testing.assert_allclose(losses, expected, rtol=1e-4)  # float32, added in ano
 print(f"{len(losses)} steps, with the losses of one device: {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 trained = gather_params(state, mesh=mesh, layout=layout)  # whole NumPy arrays, to be saved or evaluated
-batch = next(jvarlen.load(plan, samples, collate=jvarlen.pack_to_bucket))
+batch = next(jvarlen.load(plan, samples))
 evaluate = jax.jit(jvarlen.make_eval_step(layered_loss_fn(model)))
 _, metrics = evaluate(trained, batch)  # no dropout: parameters alone have no key
 _, expected_metrics = evaluate(whole.params, batch)

@@ -83,7 +83,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), jvarl
 
 def train(train_step, state, mesh):
     """The state after the plan, and the metrics of each step."""
-    batches = jvarlen.load(plan, samples, mesh=mesh)
+    batches = jvarlen.load(plan, samples, layout=mesh)
     step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     history = []
     with jvarlen.no_recompiles():

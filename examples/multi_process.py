@@ -47,7 +47,7 @@ def train():
     train_step = jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh)
     state = jvarlen.init_train_state(jnp.zeros((NUM_TOKENS, NUM_TOKENS)), optimizer)
     state = jvarlen.replicate(state, mesh)
-    batches = jvarlen.load(plan, samples, mesh=mesh)
+    batches = jvarlen.load(plan, samples, layout=mesh)
     step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     all_metrics = []
     for batch in batches:

@@ -68,7 +68,7 @@ state = jvarlen.init_train_state(jax.jit(init_params)(jax.random.key(0)), optimi
 step = jvarlen.compile_buckets(jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
     loss_sum = weight_sum = 0.0
-    for batch in jvarlen.load(plan, pairs, collate=jvarlen.pad_pairs_to_bucket):
+    for batch in jvarlen.load(plan, pairs):
         state, metrics = step(state, batch)
         loss_sum, weight_sum = loss_sum + metrics.loss_sum, weight_sum + metrics.weight_sum
     print(f"epoch {epoch}: {float(weight_sum):,.0f} words, loss {float(loss_sum / weight_sum):.3f}")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from jvarlen.loading.collate import (
         StepSamples, pack_pairs_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket,
     )
-    from jvarlen.loading.ids_digest import planned_ids_digest
-    from jvarlen.loading.loader import BatchIterator, load, load_stream
+    from jvarlen.loading.loader import Loader, load
+    from jvarlen.loading.plan_source import planned_ids_digest
     from jvarlen.planning.balance import assign_microbatches, balance_plan, packed_row_costs
     from jvarlen.planning.batching import Batches, batch_by_tokens
     from jvarlen.planning.budget import Budget
@@ -88,8 +88,8 @@ _NAMES_OF = {
     "loading.collate": (
         "StepSamples", "pack_pairs_to_bucket", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket",
     ),
-    "loading.ids_digest": ("planned_ids_digest",),
-    "loading.loader": ("BatchIterator", "load", "load_stream",),
+    "loading.loader": ("Loader", "load",),
+    "loading.plan_source": ("planned_ids_digest",),
     "planning.balance": ("assign_microbatches", "balance_plan", "packed_row_costs",),
     "planning.batching": ("Batches", "batch_by_tokens",),
     "planning.budget": ("Budget",),
@@ -119,15 +119,15 @@ _NAMES_OF = {
 }
 
 __all__ = [
-    "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
-    "CompiledBuckets", "CostModel", "FitConfig", "FitResult", "Ledger", "Metrics",
+    "Batch", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
+    "CompiledBuckets", "CostModel", "FitConfig", "FitResult", "Ledger", "Loader", "Metrics",
     "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "choose_row_lengths", "competence_pacing", "compile_buckets", "data_mesh",
     "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
+    "initialize_processes", "linear_pacing", "load", "load_compiled",
     "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step",
     "make_pair_buckets", "make_plan", "make_train_step",
     "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",

@@ -94,7 +94,7 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
         check_batches(plan, lengths, whole, mesh)
         check_batches(whole, lengths, whole, mesh)
     with pytest.raises(ValueError, match="processes differ in the plan"):
-        jvarlen.load(jvarlen.make_plan(lengths, buckets, **options | {"seed": rank}), Remembering(lengths), mesh=mesh)
+        jvarlen.load(jvarlen.make_plan(lengths, buckets, **options | {"seed": rank}), Remembering(lengths), layout=mesh)
     with pytest.raises(ValueError, match="processes differ in the arguments of plan_distributed"):
         large_plans.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size, seed=rank)
     with pytest.raises(ValueError, match="samples longer than the longest bucket"):
@@ -148,7 +148,7 @@ def check_shards(num_shards: int) -> None:
 def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mesh) -> None:
     """Of every batch, what lies on this process is what one process would have put there."""
     dataset = Remembering(lengths)
-    loaded = jvarlen.load(plan, dataset, mesh=mesh, verify=True)
+    loaded = jvarlen.load(plan, dataset, layout=mesh, verify=True)
     for batch, alone in zip(loaded, jvarlen.load(whole, Remembering(lengths)), strict=True):
         for leaf, expected in zip(batch, alone, strict=True):
             assert leaf.shape == expected.shape

@@ -33,7 +33,7 @@ def train(text):
         step = make_train_step(layered(MODEL), optimizer, mesh=mesh, layout=layout)
         compiled = jvarlen.compile_buckets(step, state, BatchShapes.of_plan(plan, layout=mesh), progress=False)
         losses = []
-        for batch in jvarlen.load(plan, dataset, mesh=mesh):
+        for batch in jvarlen.load(plan, dataset, layout=mesh):
             state, metrics = compiled(state, batch)
             losses.append(float(metrics.loss))
         gathered = gather_params(state, mesh=mesh, layout=layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -110,6 +110,7 @@ class BatchShapes:
         )
 
 
+@runtime_checkable
 class HasShapes(Protocol):
     """Batches that tell their shapes, such as the result of `load`."""
 

@@ -5,7 +5,7 @@ Letters: M microbatches, B rows, P samples of a row, T positions, S and U positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,15 @@ from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBat
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.samples import WeightedTokens
 
-__all__ = ["StepSamples", "pack_pairs_to_bucket", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket"]
+__all__ = [
+    "CollateFn",
+    "StepSamples",
+    "collate_for",
+    "pack_pairs_to_bucket",
+    "pack_to_bucket",
+    "pad_pairs_to_bucket",
+    "pad_to_bucket",
+]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -28,14 +36,14 @@ class StepSamples(NamedTuple):
 
     Attributes:
       bucket: the shape to fill.
-      ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 for none. Dummy
-        rows come last in their microbatch.
+      ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 for none.
+        Padding rows come last in their microbatch.
       samples: M lists of the samples, in the order of `ids`.
       num_tokens: real tokens that were planned for these rows, truncated samples with their cut length; None if unknown
         for this part of the step.
       truncate: whether the plan truncates samples that are longer than the bucket.
       num_sequences: real samples of the whole step, on all processes.
-      starts: int64[M, B, P], the token of its sample with which each piece begins, −1 for none. A piece ends with its
+      starts: int64[M, B, P], the token of its sample with which each chunk begins, −1 for none. A chunk ends with its
         sample, or is as long as the bucket. None where the plan splits no sample.
     """
 
@@ -46,6 +54,9 @@ class StepSamples(NamedTuple):
     truncate: bool
     num_sequences: int
     starts: Int64[np.ndarray, "M B P"] | None = None
+
+
+CollateFn = Callable[[StepSamples], Any]
 
 
 def pad_to_bucket(step: StepSamples) -> Batch:
@@ -61,12 +72,7 @@ def pad_to_bucket(step: StepSamples) -> Batch:
       ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not truncate; the
         lengths of the samples are not the planned ones; or the plan is packed. The samples are listed.
     """
-    _check_kind(step, "pad_to_bucket", num_lengths=1, is_packed=False)
-    max_length = step.bucket.lengths[0]
-    samples, weights = _cut(step)
-    tokens_MxBxT, lengths_MxB, is_token_MxBxT = _padded(step.ids, samples, max_length)
-    _check_planned(step, lengths_MxB[step.ids >= 0])
-    return Batch(tokens_MxBxT, lengths_MxB, _placed(weights, is_token_MxBxT), np.float32(step.num_sequences))
+    return Batch(*_collated(step, pad_to_bucket))
 
 
 def pack_to_bucket(step: StepSamples) -> PackedBatch:
@@ -82,13 +88,7 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     Raises:
       ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
-    _check_kind(step, "pack_to_bucket", num_lengths=1, is_packed=True)
-    samples, weights = _cut(step)
-    tokens = _checked_tokens(step.ids[step.ids >= 0], samples)
-    lengths = np.fromiter(map(len, samples), np.int64, len(samples))
-    _check_planned(step, lengths)
-    packed = _packed(step.ids, tokens, lengths, step.bucket.lengths[0])
-    return PackedBatch(*packed[:3], _placed(weights, packed.is_token), np.float32(step.num_sequences))
+    return PackedBatch(*_collated(step, pack_to_bucket))
 
 
 def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
@@ -104,15 +104,7 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
     Raises:
       ValueError: as `pad_to_bucket`.
     """
-    _check_kind(step, "pad_pairs_to_bucket", num_lengths=2, is_packed=False)
-    sources, _ = _cut(step, side=0)
-    targets, weights = _cut(step, side=1)
-    source, target = (
-        _padded(step.ids, samples, length)
-        for samples, length in zip((sources, targets), step.bucket.lengths, strict=True)
-    )
-    _check_planned(step, (source[1] + target[1])[step.ids >= 0])
-    return PairBatch(*source[:2], *target[:2], _placed(weights, target[2]), np.float32(step.num_sequences))
+    return PairBatch(*_collated(step, pad_pairs_to_bucket))
 
 
 def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
@@ -127,39 +119,54 @@ def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
     Raises:
       ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
-    _check_kind(step, "pack_pairs_to_bucket", num_lengths=2, is_packed=True)
-    sources, _ = _cut(step, side=0)
-    targets, weights = _cut(step, side=1)
-    sides = sources, targets
-    tokens = [_checked_tokens(step.ids[step.ids >= 0], samples) for samples in sides]
-    lengths = [np.fromiter(map(len, samples), np.int64, len(samples)) for samples in sides]
-    _check_planned(step, lengths[0] + lengths[1])
-    source, target = (_packed(step.ids, *of_side) for of_side in zip(tokens, lengths, step.bucket.lengths, strict=True))
-    num_sequences = np.float32(step.num_sequences)
-    return PackedPairBatch(*source[:3], *target[:3], _placed(weights, target.is_token), num_sequences)
+    return PackedPairBatch(*_collated(step, pack_pairs_to_bucket))
 
 
-_COLLATE_NAMES = {
-    (1, False): ("samples, one a row", "pad_to_bucket"),
-    (1, True): ("packed rows", "pack_to_bucket"),
-    (2, False): ("pairs", "pad_pairs_to_bucket"),
-    (2, True): ("packed rows of pairs", "pack_pairs_to_bucket"),
+_COLLATE: dict[tuple[int, bool], tuple[CollateFn, str]] = {
+    (1, False): (pad_to_bucket, "samples, one a row"),
+    (1, True): (pack_to_bucket, "packed rows"),
+    (2, False): (pad_pairs_to_bucket, "pairs"),
+    (2, True): (pack_pairs_to_bucket, "packed rows of pairs"),
 }
 
 
-def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bool) -> None:
-    """Raises ValueError where the plan is of another kind than the collate function is for."""
-    own = len(step.bucket.lengths), step.ids.ndim == 3
-    if own == (num_lengths, is_packed):
-        return
-    kind, fitting = _COLLATE_NAMES[own]
-    raise UserError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
+def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
+    """The function for a plan whose buckets have so many lengths, and whose rows hold one sample or several."""
+    return _COLLATE[num_lengths, is_packed][0]
+
+
+def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]:
+    """The arrays of a batch in their order: those of each side, loss weights, and the number of samples."""
+    is_packed, lengths_of_bucket = step.ids.ndim == 3, step.bucket.lengths
+    own, kind = _COLLATE[len(lengths_of_bucket), is_packed]
+    if own is not collate:
+        raise UserError(
+            f"{collate.__name__} does not go with this plan, which is of {kind}: collate it with {own.__name__}"
+        )
+    ids = step.ids[step.ids >= 0]
+    sides = []
+    for side, length in enumerate(lengths_of_bucket):
+        samples, weights = _cut(step, side if len(lengths_of_bucket) > 1 else None)
+        tokens = _checked_tokens(ids, samples)
+        lengths = np.fromiter(map(len, samples), np.int64, len(samples))
+        if not is_packed and (too_long := lengths > length).any():
+            offenders = list_offenders(ids[too_long], lengths[too_long], length)
+            raise UserError(f"samples longer than their bucket: {offenders}")
+        sides.append((tokens, lengths, length))
+    _check_planned(step, ids, sum(lengths for _, lengths, _ in sides))
+    rows = [(_packed if is_packed else _padded)(step.ids, *side) for side in sides]
+    is_token = rows[-1][0]
+    weights_MxBxT = is_token.astype(np.float32)
+    if weights is not None:
+        weights_MxBxT[is_token] = weights
+    arrays = [array for _, *of_side in rows for array in of_side]
+    return *arrays, weights_MxBxT, np.float32(step.num_sequences)
 
 
 def _cut(step: StepSamples, side: int | None = None) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
     """The tokens of each sample of the step, in the order of its ids, and the loss weights of all, one after the other.
 
-    They are cut at the bucket, or to their piece, where the plan does so. Weights are None where no sample has any of
+    They are cut at the bucket, or to their chunk, where the plan does so. Weights are None where no sample has any of
     its own. Of pairs, those of one side.
     """
     flat = [sample if side is None else sample[side] for microbatch in step.samples for sample in microbatch]
@@ -173,48 +180,23 @@ def _cut(step: StepSamples, side: int | None = None) -> tuple[list[np.ndarray], 
     if step.truncate or step.starts is not None:
         most = step.bucket.lengths[side or 0]
         starts = [0] * len(samples) if step.starts is None else step.starts[step.ids >= 0].tolist()
-        pieces = [slice(start, start + most) for start in starts]
-        samples = [tokens[piece] for tokens, piece in zip(samples, pieces, strict=True)]
-        weights = weights and [of_sample[piece] for of_sample, piece in zip(weights, pieces, strict=True)]
+        chunks = [slice(start, start + most) for start in starts]
+        samples = [tokens[chunk] for tokens, chunk in zip(samples, chunks, strict=True)]
+        weights = weights and [of_sample[chunk] for of_sample, chunk in zip(weights, chunks, strict=True)]
     return samples, None if weights is None else np.concatenate(weights)
 
 
-def _placed(
-    weights: Float32[np.ndarray, " tokens"] | None, is_token_MxBxT: Bool[np.ndarray, "M B T"]
-) -> Float32[np.ndarray, "M B T"]:
-    """The loss weights where the tokens are; 1 if None."""
-    weights_MxBxT = is_token_MxBxT.astype(np.float32)
-    if weights is not None:
-        weights_MxBxT[is_token_MxBxT] = weights
-    return weights_MxBxT
-
-
 def _padded(
-    ids_MxB: Int64[np.ndarray, "M B"], samples: Sequence[np.ndarray], max_length: int
-) -> tuple[Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B"], Bool[np.ndarray, "M B T"]]:
-    """Tokens, lengths and where tokens are."""
-    ids = ids_MxB[ids_MxB >= 0]
-    tokens = _checked_tokens(ids, samples)
-    lengths = np.fromiter(map(len, samples), np.int32, len(samples))
-    too_long = lengths > max_length
-    if too_long.any():
-        offenders = list_offenders(ids[too_long], lengths[too_long], max_length)
-        raise UserError(f"samples longer than their bucket: {offenders}")
+    ids_MxB: Int64[np.ndarray, "M B"],
+    tokens: Integer[np.ndarray, " tokens"],
+    lengths: Int64[np.ndarray, " n"],
+    length: int,
+) -> tuple[Bool[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B"]]:
+    """Where tokens are; tokens and lengths."""
     lengths_MxB = np.zeros(ids_MxB.shape, np.int32)
     lengths_MxB[ids_MxB >= 0] = lengths
-    is_token_MxBxT = np.arange(max_length, dtype=np.int32) < lengths_MxB[..., None]
-    tokens_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
-    tokens_MxBxT[is_token_MxBxT] = tokens
-    return tokens_MxBxT, lengths_MxB, is_token_MxBxT
-
-
-class _Packed(NamedTuple):
-    """The arrays of packed rows."""
-
-    tokens: Int32[np.ndarray, "M B T"]
-    segment_ids: Int32[np.ndarray, "M B T"]
-    positions: Int32[np.ndarray, "M B T"]
-    is_token: Bool[np.ndarray, "M B T"]
+    is_token_MxBxT = np.arange(length, dtype=np.int32) < lengths_MxB[..., None]
+    return is_token_MxBxT, _filled(is_token_MxBxT, tokens), lengths_MxB
 
 
 def _packed(
@@ -222,8 +204,10 @@ def _packed(
     tokens: Integer[np.ndarray, " tokens"],
     lengths: Int64[np.ndarray, " n"],
     length: int,
-) -> _Packed:
-    """Tokens, segments, positions and where tokens are, from all tokens and the length of each sample."""
+) -> tuple[
+    Bool[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"]
+]:
+    """Where tokens are; tokens, segments and positions."""
     is_sample_MxBxP = ids_MxBxP >= 0
     lengths_MxBxP = np.zeros(ids_MxBxP.shape, np.int64)
     lengths_MxBxP[is_sample_MxBxP] = lengths
@@ -235,20 +219,21 @@ def _packed(
             f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
         )
     is_token_MxBxT = np.arange(length) < in_row_MxBx1
-
-    def filled(values: np.ndarray) -> Int32[np.ndarray, "M B T"]:
-        array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
-        array_MxBxT[is_token_MxBxT] = values
-        return array_MxBxT
-
     segments = np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)
     positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return _Packed(filled(tokens), filled(segments), filled(positions), is_token_MxBxT)
+    return is_token_MxBxT, *(_filled(is_token_MxBxT, values) for values in (tokens, segments, positions))
 
 
-def _check_planned(step: StepSamples, lengths: Integer[np.ndarray, " n"]) -> None:
+def _filled(
+    is_token_MxBxT: Bool[np.ndarray, "M B T"], values: Integer[np.ndarray, " tokens"]
+) -> Int32[np.ndarray, "M B T"]:
+    array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
+    array_MxBxT[is_token_MxBxT] = values
+    return array_MxBxT
+
+
+def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Any) -> None:
     if step.num_tokens is not None and lengths.sum() != step.num_tokens:
-        ids = step.ids[step.ids >= 0]  # in the order of the samples: microbatch by microbatch
         raise UserError(
             f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
             f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
@@ -264,7 +249,7 @@ def _checked_tokens(ids: Int64[np.ndarray, " n"], samples: Sequence[np.ndarray])
     ]
     if wrong:
         raise UserError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
-    tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be dummy rows alone
+    tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be padding rows alone
     if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
         raise UserError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
     return tokens

@@ -1,6 +1,6 @@
-"""The data loader: an iterator over the steps of a plan, as device arrays.
+"""The data loader: an iterator over the steps of a plan or a stream, as device arrays.
 
-The only module that moves data to devices. Collation and transfer run ahead of the computation.
+The only module that moves data to devices. Reading, collation and transfer run ahead of the computation.
 """
 
 from __future__ import annotations
@@ -9,46 +9,29 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.worker_errors import portable_error
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings, mesh_of, own_microbatches
+from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.distributed.processes import agree
-from jvarlen.loading.collate import (
-    StepSamples,
-    pack_pairs_to_bucket,
-    pack_to_bucket,
-    pad_pairs_to_bucket,
-    pad_to_bucket,
-)
-from jvarlen.loading.ids_digest import IdsDigest
-from jvarlen.loading.plan_source import (
-    CollateFn,
-    OnMismatch,
-    PlanSource,
-    ReadStep,
-    StepSource,
-    read_sample,
-    spec_of_steps,
-)
-from jvarlen.loading.read_ahead import ReadAhead, end_with_parent
-from jvarlen.loading.shared_memory import check_room
+from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, pad_to_bucket
+from jvarlen.loading.plan_source import IdsDigest, OnMismatch, PlanSource, ReadStep, read_sample, spec_of_steps
+from jvarlen.loading.read_ahead import ReadAhead, check_room, end_with_parent
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.steps import PlannedSteps, ReadPlan
-from jvarlen.planning.streams import StreamBatches, StreamStep
+from jvarlen.planning.streams import StreamBatches
 
-__all__ = ["BatchIterator", "Delivered", "PlanSource", "load", "load_stream", "put"]
+__all__ = ["Delivered", "Loader", "load", "put"]
 
-_OWN = (pad_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pack_pairs_to_bucket)
-_HOST_BUFFER = 4  # collated steps that wait on the host
+_WORKER_BUFFER = 4  # steps in each of a worker's two buffers
 
 
 class Delivered(NamedTuple):
@@ -56,17 +39,24 @@ class Delivered(NamedTuple):
 
     batch: Any
     num_samples: int
-    num_adjusted: int
-    ids_digest: str | None
+    num_adjusted: int = 0
+    ids_digest: str | None = None
 
 
-class BatchIterator(Iterator[Any]):
+@runtime_checkable
+class Readable(Protocol):
+    """What a stream is loaded from: samples by id."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Loader(Iterator[Any]):
     """The batches of `load`, one after the other, with counts of what was delivered.
 
     Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
 
     Attributes:
-      shapes: of the batches of every bucket, for `compile_buckets`.
+      shapes: of the batches, and where they lie, which `compile_buckets` takes.
       num_samples: samples of this process delivered so far, over all epochs.
       num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
       ids_digest: 64 hex digits: the hash of the ids that were read for the batches delivered since the epoch began, or
@@ -75,17 +65,29 @@ class BatchIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, shapes: BatchShapes, first: ReadAhead, later: Iterator[ReadAhead], close_later: Callable[[], None]
+        self,
+        shapes: BatchShapes,
+        first: ReadAhead | Iterator[Delivered],
+        later: Iterator[ReadAhead] | None = None,
+        close_later: Callable[[], None] = lambda: None,
     ):
         """`later` starts reading an epoch when it is asked for it."""
         self.shapes = shapes
-        self._epoch = first
-        self._later = later
+        self._epoch: Any = first
+        self._later = iter(()) if later is None else later
         self._close_later = close_later
         self._ended: Exception | None = None
         self.num_samples = 0
         self.num_adjusted = 0
         self.ids_digest: str | None = None
+
+    @functools.cached_property
+    def specs(self) -> dict[AnyBucket, Any]:
+        """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`.
+
+        With a collate function of one's own, a step of each bucket is read and collated for it.
+        """
+        return self.shapes.specs
 
     def __next__(self) -> Any:
         """The next batch.
@@ -127,30 +129,34 @@ class BatchIterator(Iterator[Any]):
 
 
 def load(
-    plan: ReadPlan | Callable[[int], ReadPlan],
-    dataset: DataSource,
+    plan: ReadPlan | Callable[[int], ReadPlan] | StreamBatches,
+    dataset: DataSource | Readable,
     *,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
+    layout: LayoutLike = None,
     epoch: int = 0,
     num_epochs: int | None = None,
     start_step: int = 0,
     num_workers: int = 0,
-    collate: CollateFn = pad_to_bucket,
+    collate: CollateFn | None = None,
     lengths: npt.ArrayLike | None = None,
     on_mismatch: OnMismatch = "error",
     verify: bool = False,
-) -> BatchIterator:
-    """The steps of a plan as device arrays, in the plan's order.
+) -> Loader:
+    """The steps of a plan or a stream as device arrays, in their order.
+
+    The steps of a plan are read ahead. Those of a stream are not, so that `stream.state()` after a batch is the state
+    to resume from after training on that batch. The device still computes a step while the next one is collated, unless
+    the loop waits for results.
 
     Args:
-      plan: the plan of one epoch, or a function from the epoch to its plan, for training over any number of epochs. A
-        plan that holds only this process's rows needs the mesh that it was made for.
+      plan: the plan of one epoch; a function from the epoch to its plan, for training over any number of epochs; or the
+        result of `stream_batches`, for which only `layout` and `collate` apply. A plan that holds only this process's
+        rows needs the layout that it was made for.
       dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
-        takes 1-D integer arrays.
-      mesh: the microbatches of a step are spread over the mesh axis "data"; None puts them on the default device. If
-        its devices belong to several processes, all of them load, and each reads only the samples of its own devices.
-      layout: a `jvarlen.parallel.Layout`, whose mesh is used if none is given; otherwise their sizes are compared.
+        takes 1-D integer arrays, or pairs of them. A stream needs no `len()`; each sample is read once.
+      layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
+        None puts them on the default device. If its devices belong to several processes, all of them load, and each
+        reads only the samples of its own devices.
       epoch: the first epoch, if `plan` is a function.
       num_epochs: the epoch to end before, if `plan` is a function; None for no end. Each epoch is planned in a thread
         while the previous one is loaded.
@@ -160,6 +166,7 @@ def load(
         however it ends. Each keeps up to 10 steps in /dev/shm, which in a Docker container has 64 MB unless
         `--shm-size` says more.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
+        None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is
         compared with its entry, both cut if the plan truncates. None: only the tokens of a whole step are compared, if
         `collate` does that.
@@ -170,14 +177,13 @@ def load(
         the plan, and hashes them into `ids_digest`.
 
     Returns:
-      A `BatchIterator` over S − start_step pytrees (over those of all epochs if `plan` is a function), `Batch` for the
-      default `collate`. At its end, or when nothing refers to it any more, it leaves no thread or process behind;
-      `close()` ends them at once.
+      A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. At its end, or when nothing
+      refers to it any more, it leaves no thread or process behind; `close()` ends them at once.
 
     Raises:
       ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
-        `lengths`; shards that do not divide M; a mesh of other sizes than the layout; processes with different plans;
-        and, when a step comes, samples of other lengths than planned, or samples that `collate` rejects.
+        `lengths`; data shards that do not divide M; processes with different plans; arguments that a stream does not
+        have; and, when a step comes, samples of other lengths than planned, or samples that `collate` rejects.
       RuntimeError: when a step comes: a worker process died, or has too little room in /dev/shm; or, with `verify`,
         other samples were read.
 
@@ -188,34 +194,51 @@ def load(
       >>> [batch.lengths.tolist() for batch in batches], batches.num_samples
       ([[[1, 3]], [[4, 0]]], 3)
     """
+    placement = placement_of(layout)
+    if isinstance(plan, StreamBatches):
+        given = {
+            "epoch": epoch != 0,
+            "num_epochs": num_epochs is not None,
+            "start_step": start_step != 0,
+            "num_workers": num_workers != 0,
+            "lengths": lengths is not None,
+            "on_mismatch": on_mismatch != "error",
+            "verify": verify,
+        }
+        if wrong := [name for name, is_given in given.items() if is_given]:
+            raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
+        return _load_stream(plan, dataset, placement, collate)
     if num_workers < 0:
         raise UserError(f"num_workers must be at least 0, not {num_workers}")
     if not callable(plan) and epoch:
         raise UserError(f"epoch {epoch} needs a function from the epoch to its plan; a Plan is one epoch")
-    plan_of_epoch = plan if callable(plan) else None
-    first = plan(epoch) if callable(plan) else plan
+    first = cast(PlannedSteps, plan(epoch) if callable(plan) else plan)
     if not 0 <= start_step <= first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
-    mesh = mesh_of(mesh, layout)
-    if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
-        batch_shardings(np.empty(first.microbatches_per_step), mesh)
+    if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
+        placement.batch_shardings(np.empty(first.microbatches_per_step))
+    own_collate = collate_for(len(first.buckets[0].lengths), first.is_packed)
+    batch_spec = (
+        None
+        if collate in (None, own_collate)
+        else spec_of_steps({cast(ReadPlan, first): cast(DataSource, dataset)}, collate)
+    )
+    shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch,
-        dataset=dataset,
-        collate=collate,
-        mesh=mesh,
+        placement=placement,
         num_workers=num_workers,
+        verify=verify,
+        dataset=dataset,
+        collate=collate or own_collate,
         lengths=lengths,
         on_mismatch=on_mismatch,
-        verify=verify,
     )
-    reading = read(first, start_step=start_step)
-    batch_spec = None if collate in _OWN else spec_of_steps({first: dataset}, collate)
-    shapes = BatchShapes.of_plan(cast(PlannedSteps, first), layout=mesh, batch_spec=batch_spec, start_step=start_step)
-    if plan_of_epoch is None:
-        return BatchIterator(shapes, reading, iter(()), lambda: None)
-    planned = _PlanAhead(plan_of_epoch, epoch + 1, num_epochs)
-    return BatchIterator(shapes, reading, (read(plan, start_step=0) for plan in planned), planned.close)
+    reading = read(cast(ReadPlan, first), start_step=start_step)
+    if not callable(plan):
+        return Loader(shapes, reading)
+    planned = _PlanAhead(plan, epoch + 1, num_epochs)
+    return Loader(shapes, reading, (read(plan, start_step=0) for plan in planned), planned.close)
 
 
 class _PlanAhead(Iterator[ReadPlan]):
@@ -242,77 +265,64 @@ class _PlanAhead(Iterator[ReadPlan]):
         self._planned = None if epoch is None else self._planner.submit(self._plan_of_epoch, epoch)
 
 
-def load_stream(
-    stream: Iterator[StreamStep],
-    dataset: Any,
-    *,
-    mesh: Mesh | None = None,
-    truncate: bool | None = None,
-    collate: CollateFn = pad_to_bucket,
-) -> Iterator[Any]:
-    """The steps of a stream as device arrays.
+def _load_stream(
+    stream: StreamBatches, dataset: Readable, placement: Placement | None, collate: CollateFn | None
+) -> Loader:
+    num_microbatches = stream.microbatches_per_step
+    if placement is not None:
+        placement.batch_shardings(np.empty(num_microbatches))
+    make_batch = collate or pad_to_bucket
 
-    Nothing is read ahead, so `stream.state()` after a batch is the state to resume from after training on that batch.
-    The device still computes a step while the next one is collated, unless the loop waits for results.
+    def unknown(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+        raise UserError("a stream has no step to tell what your collate function makes: compile for BatchShapes")
 
-    Args:
-      stream: the result of `stream_batches`, or its steps from any other iterator.
-      dataset: `dataset[i]` is sample i; it is read once, when its step comes.
-      mesh: as in `load`.
-      truncate: whether samples that are longer than the longest bucket are cut to it. None: as the stream's `overlong`
-        says; other iterators of steps don't.
-      collate: as in `load`.
+    def steps() -> Iterator[Delivered]:
+        for step in stream:
+            samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
+            num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
+            truncate = stream.overlong == "truncate"
+            batch = make_batch(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences))
+            yield Delivered(put(batch, placement), num_sequences)
 
-    Returns:
-      An iterator over pytrees, `Batch` for the default `collate`.
+    batch_spec = None if make_batch is pad_to_bucket else unknown
+    shapes = BatchShapes(
+        stream.buckets, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
+    )
+    return Loader(shapes, steps())
 
-    Raises:
-      ValueError: shards that do not divide M; and, when a step comes, samples that the stream or `collate` rejects.
 
-    Example:
-      >>> from jvarlen.planning.streams import stream_batches
-      >>> samples = [np.arange(length) for length in (3, 1, 4)]
-      >>> stream = stream_batches(map(len, samples), [(2, 4)])
-      >>> [(batch.lengths.tolist(), float(batch.num_sequences)) for batch in load_stream(stream, samples)]
-      [([[3, 1]], 2.0), ([[4, 0]], 1.0)]
-    """
-    if truncate is None:
-        truncate = isinstance(stream, StreamBatches) and stream.overlong == "truncate"
-    for step in stream:
-        samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
-        num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
-        yield put(collate(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)), mesh)
+class _StepsOfWorker:
+    """The steps of a source from one on, as Grain takes them: errors of worker processes do not all pickle."""
+
+    def __init__(self, source: PlanSource, start_step: int):
+        self._source, self._start_step = source, start_step
+
+    def __len__(self) -> int:
+        return len(self._source) - self._start_step
+
+    def __getitem__(self, index: int) -> ReadStep:
+        try:
+            return self._source.read(self._start_step + index)
+        except Exception as error:
+            raise portable_error(error) from None
+
+    def __repr__(self) -> str:
+        return repr(self._source)
 
 
 def _read_epoch(
-    plan: ReadPlan,
-    *,
-    dataset: DataSource,
-    collate: CollateFn,
-    mesh: Mesh | None,
-    start_step: int,
-    num_workers: int,
-    lengths: npt.ArrayLike | None,
-    on_mismatch: OnMismatch,
-    verify: bool,
+    plan: ReadPlan, *, start_step: int, placement: Placement | None, num_workers: int, verify: bool, **reading: Any
 ) -> ReadAhead:
     """Starts reading an epoch."""
     num_microbatches = plan.microbatches_per_step
-    own = np.arange(num_microbatches) if mesh is None else own_microbatches(mesh, num_microbatches)
-    is_part = mesh is not None and mesh.is_multi_process
+    own = np.arange(num_microbatches) if placement is None else placement.own_microbatches(num_microbatches)
+    is_part = placement is not None and placement.mesh.is_multi_process
     if is_part:
         agree("the plan", plan.digest)
-    source = PlanSource(plan, dataset, collate, own, lengths=lengths, on_mismatch=on_mismatch)
-    # Imported here: planning, compiling and training do without Grain.
-    import grain
-
-    steps = grain.MapDataset.source(StepSource(source, in_worker=num_workers > 0))[start_step:]
-    # The only thread that collates; several would only compete with the device's own threads on a small machine.
-    read = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_HOST_BUFFER))
+    source = PlanSource(plan, microbatches=own, **reading)
+    steps: Any = (source.read(step) for step in range(start_step, len(source)))
     if num_workers:
-        _mark_absl_flags_as_parsed()
-        options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER)
-        read = read.map(check_room).mp_prefetch(options, worker_init_fn=end_with_parent)
+        steps = _in_workers(_StepsOfWorker(source, start_step), num_workers)
     planned_steps = itertools.count(start_step)
     digest = IdsDigest() if verify else None
 
@@ -325,11 +335,25 @@ def _read_epoch(
             digest.add(step.step, step.ids)
         # On a CPU, JAX would keep using the shared memory that holds the arrays of workers.
         host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
-        batch = put(host_batch, mesh, num_microbatches if is_part else None)
+        batch = put(host_batch, placement, num_microbatches if is_part else None)
         return Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
 
     num_steps = plan.num_steps - start_step
-    return ReadAhead(read, deliver, first_step=start_step, num_steps=num_steps, num_workers=num_workers)
+    return ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=num_workers)
+
+
+def _in_workers(steps: _StepsOfWorker, num_workers: int) -> Any:
+    """Steps that worker processes of Grain read."""
+    import grain  # here: nothing else needs it
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():  # workers read them, which fails in a program without absl's command line
+        flags.FLAGS.mark_as_parsed()
+    # The only thread that collates; several would only compete with the device's own threads on a small machine.
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_WORKER_BUFFER)
+    read = grain.MapDataset.source(steps).to_iter_dataset(options).map(check_room)
+    workers = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_WORKER_BUFFER)
+    return read.mp_prefetch(workers, worker_init_fn=end_with_parent)
 
 
 def _check_ids(plan: ReadPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
@@ -354,11 +378,11 @@ def _copied(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:
+def put(batch: Any, placement: Placement | None, num_microbatches: int | None = None) -> Any:
     """The batch on its devices; of several processes, each has a part of the `num_microbatches`."""
     batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
-    if mesh is None or num_microbatches is None:
-        return jax.device_put(batch, None if mesh is None else batch_shardings(batch, mesh))
+    if placement is None or num_microbatches is None:
+        return jax.device_put(batch, None if placement is None else placement.batch_shardings(batch))
 
     def whole(part: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_microbatches, *part.shape[1:]) if part.shape else (), part.dtype)
@@ -368,13 +392,5 @@ def put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> A
         lambda part, shape, sharding: jax.make_array_from_process_local_data(sharding, part, shape.shape),
         batch,
         shapes,
-        batch_shardings(shapes, mesh),
+        placement.batch_shardings(shapes),
     )
-
-
-def _mark_absl_flags_as_parsed() -> None:
-    """Marks absl's flags as parsed: Grain's workers read them, which fails in a program without absl's command line."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()

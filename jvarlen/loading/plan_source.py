@@ -6,7 +6,8 @@ microbatches of a process, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,16 +16,14 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
-from jvarlen._common.worker_errors import portable_error
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.loading.collate import StepSamples, pad_to_bucket
+from jvarlen.loading.collate import CollateFn, StepSamples, pad_to_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.steps import ReadPlan
 
-__all__ = ["CollateFn", "OnMismatch", "PlanSource", "ReadStep", "StepSource", "read_sample", "spec_of_steps"]
+__all__ = ["IdsDigest", "OnMismatch", "PlanSource", "ReadStep", "planned_ids_digest", "read_sample", "spec_of_steps"]
 
-CollateFn = Callable[[StepSamples], Any]
 OnMismatch = Literal["error", "adjust"]
 
 
@@ -82,11 +81,14 @@ class PlanSource:
         self._collate = collate
         self._microbatches = microbatches
         self._adjusts = on_mismatch == "adjust"
+        longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
+        self._longest = longest if len(longest) == 2 else longest[0]  # of pairs, of each side
         self._lengths = None
         if lengths is not None:
-            self._lengths = _planned_lengths(plan, lengths)
-            if len(self._lengths) != len(dataset):
-                raise UserError(f"lengths are of {len(self._lengths)} samples, the dataset holds {len(dataset)}")
+            checked = check_pair_lengths(lengths) if len(longest) == 2 else check_lengths(lengths)
+            if len(checked) != len(dataset):
+                raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {len(dataset)}")
+            self._lengths = np.minimum(checked, self._longest) if plan.overlong == "truncate" else checked
 
     def __len__(self) -> int:
         return self._plan.num_steps
@@ -110,8 +112,13 @@ class PlanSource:
     def _read(self, step: int) -> ReadStep:
         plan = self._plan
         ids_MxB, starts, num_tokens = plan.own_rows(step, self._microbatches)
-        read_ids: list[int] = []
-        samples = [self._read_microbatch(ids_B[ids_B >= 0].tolist(), read_ids) for ids_B in ids_MxB]
+        read_ids: list[int] = []  # each as soon as it was read
+        samples: list[list[Any]] = []
+        for ids_B in ids_MxB:
+            samples.append([])
+            for i in ids_B[ids_B >= 0].tolist():
+                samples[-1].append(read_sample(self._dataset, i))
+                read_ids.append(i)
         ids = np.array(read_ids, np.int64)
         num_adjusted = 0
         if self._lengths is not None:
@@ -128,27 +135,15 @@ class PlanSource:
         )
         return ReadStep(step, self._collate(step_samples), len(ids), num_adjusted, ids)
 
-    def _read_microbatch(self, ids: list[int], read_ids: list[int]) -> list[Any]:
-        """The samples of a microbatch; `read_ids` takes the id of each as soon as it was read."""
-        samples = []
-        for i in ids:
-            samples.append(read_sample(self._dataset, i))
-            read_ids.append(i)
-        return samples
-
     def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[list[Any]]) -> int:
         """Compares lengths with those planned; returns how many samples differ, which are cut in place if longer."""
         assert self._lengths is not None
         planned = self._lengths[ids]
-        flat = [sample for microbatch in samples for sample in microbatch]
-        found = _lengths_of(flat, ids, planned.ndim == 2)
-        kept = found
-        if self._plan.overlong == "truncate":  # the rest is cut by the plan's own rule, which collating follows
-            kept = np.minimum(found, _longest(self._plan))
+        found = _lengths_of([sample for microbatch in samples for sample in microbatch], ids, planned.ndim == 2)
+        # The rest is cut by the plan's own rule, which collating follows.
+        kept = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
         differs = kept != planned if planned.ndim == 1 else (kept != planned).any(axis=1)
-        if not differs.any():
-            return 0
-        if not self._adjusts:
+        if differs.any() and not self._adjusts:
             listed = (
                 f"id {i}: {_format_length(length)}, planned {_format_length(expected)}"
                 for i, length, expected in zip(
@@ -159,42 +154,16 @@ class PlanSource:
                 f"samples have other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
                 'is not the one whose lengths were planned. Plan again, or load with on_mismatch="adjust"'
             )
-        for place in np.flatnonzero(differs).tolist():
-            flat[place] = _cut(flat[place], planned[place].tolist())
-        in_order = iter(flat)
+        place = 0
         for microbatch in samples:
-            microbatch[:] = [next(in_order) for _ in microbatch]
+            for i in range(len(microbatch)):
+                if differs[place]:
+                    microbatch[i] = _cut(microbatch[i], planned[place].tolist())
+                place += 1
         return int(differs.sum())
 
     def __repr__(self) -> str:
         return f"PlanSource({self._plan.digest[:12]}, {len(self)} steps)"
-
-
-class StepSource:
-    """The steps of a `PlanSource` as Grain takes them, each a `ReadStep`.
-
-    Args:
-      source: what reads them.
-      in_worker: whether that happens in worker processes, whose errors do not all pickle.
-    """
-
-    def __init__(self, source: PlanSource, *, in_worker: bool):
-        self._source = source
-        self._in_worker = in_worker
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, step: int) -> ReadStep:
-        if not self._in_worker:
-            return self._source.read(step)
-        try:
-            return self._source.read(step)
-        except Exception as error:
-            raise portable_error(error) from None
-
-    def __repr__(self) -> str:
-        return repr(self._source)
 
 
 def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -> BatchSpec:
@@ -206,19 +175,60 @@ def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -
     """
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+        def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape, dtype = np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+            # A plan may hold a part of the microbatches.
+            return jax.ShapeDtypeStruct((microbatches_per_step, *shape[1:]) if shape else (), dtype)
+
         for plan, dataset in datasets.items():
             index = plan.buckets.index(bucket) if bucket in plan.buckets else -1
             for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
-                batch = PlanSource(plan, dataset, collate)[step]
-                return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), batch)
+                return jax.tree.map(spec, PlanSource(plan, dataset, collate)[step])
         raise UserError(f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec")
 
     return batch_spec
 
 
-def _dtype(leaf: Any) -> Any:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+class IdsDigest:
+    """SHA-256 over the steps added so far: the number of each step, its number of samples and their ids, as int64."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256(b"jvarlen-ids-1\0")
+
+    def add(self, step: int, ids: Int64[np.ndarray, " n"]) -> None:
+        """Adds a step, whose samples were read in this order."""
+        self._sha.update(np.array([step, len(ids)], "<i8").tobytes())
+        self._sha.update(ids.astype("<i8", copy=False).tobytes())
+
+    def hexdigest(self) -> str:
+        """The digest as 64 hex digits; more steps can be added afterwards."""
+        return self._sha.hexdigest()
+
+
+def planned_ids_digest(
+    plan: ReadPlan, microbatches: Int64[np.ndarray, " m"] | None = None, *, start_step: int = 0
+) -> str:
+    """The hash of the planned rows, which `Loader.ids_digest` must equal at the end of an epoch.
+
+    Args:
+      plan: the plan of the epoch.
+      microbatches: int64[m], the microbatches of this process, as from `own_microbatches`; None: all that the plan has.
+      start_step: the step at which loading began.
+
+    Returns:
+      64 hex digits. Processes of one training have different digests, because each reads its own rows.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> plan = make_plan([3, 1, 4], [(2, 4)], order="length")
+      >>> planned_ids_digest(plan) == planned_ids_digest(plan, start_step=1)
+      False
+    """
+    digest = IdsDigest()
+    for step in range(start_step, plan.num_steps):
+        ids_MxB = plan.own_rows(step, microbatches).ids
+        digest.add(step, ids_MxB[ids_MxB >= 0])
+    return digest.hexdigest()
 
 
 def read_sample(dataset: Any, sample_id: int) -> Any:
@@ -230,18 +240,6 @@ def read_sample(dataset: Any, sample_id: int) -> Any:
     except Exception as error:
         error.add_note(f"while reading sample {sample_id}")
         raise
-
-
-def _planned_lengths(plan: ReadPlan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
-    """Checked lengths, cut where the plan cuts."""
-    checked = check_pair_lengths(lengths) if len(plan.buckets[0].lengths) == 2 else check_lengths(lengths)
-    return np.minimum(checked, _longest(plan)) if plan.overlong == "truncate" else checked
-
-
-def _longest(plan: ReadPlan) -> Int64[np.ndarray, " *sides"]:
-    """The length of the longest bucket, or of pairs the longest of each side."""
-    lengths = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
-    return lengths if len(lengths) == 2 else np.asarray(lengths[0])
 
 
 def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool) -> Int64[np.ndarray, " n *sides"]:

@@ -1,7 +1,8 @@
-"""Reads steps ahead in a thread, from a Grain iterator.
+"""Reads steps ahead in a thread, from any iterator or from worker processes of Grain.
 
-One thread owns the Grain iterator: it starts it with its threads and worker processes, takes steps from it, and ends
-it. A consumer that waits for a step regularly checks that the workers are alive.
+One thread owns the iterator: it starts it, with the worker processes of one of Grain, takes steps from it, and ends it.
+A consumer that waits for a step regularly checks that the workers are alive. Workers check that a step fits into
+/dev/shm.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from jvarlen._common.interrupts import without_interrupts
-from jvarlen.loading.shared_memory import describe_room
+import jax
+import numpy as np
 
-__all__ = ["ReadAhead", "end_with_parent"]
+from jvarlen._common.interrupts import without_interrupts
+from jvarlen.loading.plan_source import ReadStep
+
+__all__ = ["ReadAhead", "check_room", "end_with_parent"]
 
 _DEVICE_BUFFER = 2  # steps that wait on the device
 _LOOK_S = 1.0  # between two looks at workers while nothing comes
 _LOOKS_IF_ALL_ENDED = 2  # what a worker said before it ended is still on its way at the first
 _LOOKS_IF_SOME_ENDED = 30  # Grain ends a worker whose error waits for its turn, behind the steps of slow ones
 _GRACE_S = 5.0  # for workers to end by themselves before they are killed
+_SHARED_MEMORY = "/dev/shm"
+_PAGE_BYTES = 4096
+_MOST_STEPS = 10  # of a worker: those in Grain's two buffers of 4, one that is written, and one that is taken
 _STARTING = threading.Lock()  # so that each knows the workers which are its own
 
 
@@ -74,7 +81,7 @@ class ReadAhead(Iterator[Any]):
         self._next_step = first_step
         self._thread = threading.Thread(
             target=_read,
-            args=(steps, deliver, first_step, num_steps, num_workers, shared),
+            args=(num_workers, steps, deliver, first_step, num_steps, shared),
             name="read-ahead",
             daemon=True,
         )
@@ -136,7 +143,7 @@ class ReadAhead(Iterator[Any]):
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         advice = "If memory ran out, use fewer workers; otherwise see its output"
         if code == -signal.SIGBUS:  # several workers may find room for one step
-            advice = f"It wrote to a file in memory that had no room, or was cut: {describe_room()}"
+            advice = f"It wrote to a file in memory that had no room, or was cut: {_describe_room()}"
         return RuntimeError(f"a worker process {how} before step {self._next_step} was read. {advice}")
 
 
@@ -155,6 +162,40 @@ def end_with_parent(worker_index: int, num_workers: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def check_room(step: ReadStep) -> ReadStep:
+    """Checks in a worker process that the arrays of a step fit into shared memory, and returns the step.
+
+    The kernel grants more memory than there is, and then kills the process that writes to it.
+
+    Raises:
+      RuntimeError: they do not fit.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(step) if isinstance(leaf, np.ndarray)]
+    needed_bytes = sum(-(-array.nbytes // _PAGE_BYTES) * _PAGE_BYTES for array in arrays)
+    free_bytes, total_bytes = _room()
+    if total_bytes and needed_bytes > free_bytes:
+        raise RuntimeError(f"step {step.step} needs {needed_bytes:,} bytes of shared memory: {_describe_room()}")
+    return step
+
+
+def _describe_room() -> str:
+    """How much room there is, and what to do if that is too little."""
+    free_bytes, total_bytes = _room()
+    return (
+        f"{_SHARED_MEMORY} has {free_bytes:,} of {total_bytes:,} bytes free. Make it larger (docker: --shm-size), to "
+        f"hold {_MOST_STEPS} steps a worker, or load with num_workers=0, which needs none of it"
+    )
+
+
+def _room() -> tuple[int, int]:
+    """Free and total bytes; a total of 0 where there is no limit, or no such directory."""
+    try:
+        room = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return 0, 0
+    return room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
 
 
 _OPEN: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
@@ -189,15 +230,8 @@ def _is_of_dead_worker(error: BaseException) -> bool:
     return str(error).startswith("Worker process was terminated")
 
 
-def _read(
-    steps: Iterable[Any],
-    deliver: Callable[[Any], Any],
-    first_step: int,
-    num_steps: int,
-    num_workers: int,
-    shared: _Shared,
-) -> None:
-    _take(steps, deliver, first_step, num_steps, num_workers, shared)
+def _read(num_workers: int, *args: Any) -> None:
+    _take(num_workers, *args)
     if num_workers:
         # Grain's iterators refer to each other and to the last step; until they are collected, the shared memory and
         # the semaphores of an epoch stay in /dev/shm.
@@ -205,11 +239,11 @@ def _read(
 
 
 def _take(
+    num_workers: int,
     steps: Iterable[Any],
     deliver: Callable[[Any], Any],
     first_step: int,
     num_steps: int,
-    num_workers: int,
     shared: _Shared,
 ) -> None:
     with contextlib.ExitStack() as held:

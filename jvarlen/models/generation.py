@@ -102,7 +102,7 @@ def generate(
     step = _make_step(config, max_new_tokens, end_token, temperature == 0)
     compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, mesh, progress)
     continued: dict[int, Int32[np.ndarray, " n"]] = {}
-    batches = load(plan, tokens, mesh=mesh, collate=_collate)
+    batches = load(plan, tokens, layout=mesh, collate=_collate)
     with no_recompiles():
         for batch in progress_bar(batches, desc="generate", unit="step", progress=progress, total=plan.num_steps):
             state, new = compiled(state, batch)

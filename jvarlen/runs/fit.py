@@ -36,7 +36,7 @@ from jvarlen.distributed.processes import (
     naming_lost_processes,
     together,
 )
-from jvarlen.loading.plan_source import CollateFn
+from jvarlen.loading.collate import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan

@@ -24,7 +24,7 @@ from jvarlen._common.progress import show_line
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.processes import Ticks, is_any_interrupted
-from jvarlen.loading.loader import BatchIterator, load
+from jvarlen.loading.loader import Loader, load
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
@@ -133,7 +133,7 @@ class TrainingLoop:
             must_stop=must_stop,
             mesh=self.mesh,
             max_steps=max_steps,
-            collate=self.task.collate_for(packed=self.config.plan.pack),
+            collate=self.task.collate,
             on_mismatch=self.config.on_mismatch,
             verify=self.config.verify,
         )
@@ -146,12 +146,12 @@ class TrainingLoop:
         batches = load(
             course.plan_of_epoch,
             self.data.train,
-            mesh=self.mesh,
+            layout=self.mesh,
             epoch=place.epoch,
             num_epochs=-(-course.num_steps // course.steps_per_epoch),
             start_step=place.step,
             num_workers=config.num_workers,
-            collate=self.task.collate_for(packed=config.plan.pack),
+            collate=self.task.collate,
             lengths=self.lengths,
             on_mismatch=config.on_mismatch,
             verify=config.verify,
@@ -228,7 +228,7 @@ class _Account:
       display: shows it.
     """
 
-    def __init__(self, place: Place, batches: BatchIterator, trackers: Trackers, display: StepDisplay):
+    def __init__(self, place: Place, batches: Loader, trackers: Trackers, display: StepDisplay):
         self._batches = batches
         self._trackers = trackers
         self._display = display
@@ -318,7 +318,7 @@ def evaluate(
     num_steps = 0
     for name, plan in plans.items():
         steps = []
-        reading = load(plan, datasets[name], mesh=mesh, lengths=lengths[name], **loading)
+        reading = load(plan, datasets[name], layout=mesh, lengths=lengths[name], **loading)
         with contextlib.closing(reading) as batches:
             for batch in itertools.islice(batches, max_steps):
                 if must_stop(num_steps):

@@ -17,8 +17,8 @@ from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout
-from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
-from jvarlen.loading.plan_source import CollateFn, spec_of_steps
+from jvarlen.loading.collate import CollateFn
+from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
@@ -104,10 +104,6 @@ class Task:
     def compares_lengths(self) -> bool:
         """Whether `len()` of a sample is its length, so the loader can compare it with the plan."""
         return self.collate is None and self.length_fn is None
-
-    def collate_for(self, *, packed: bool) -> CollateFn:
-        """The collate function for the batches of a plan."""
-        return self.collate or (pack_to_bucket if packed else pad_to_bucket)
 
     def batch_spec_for(
         self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource], *, packed: bool

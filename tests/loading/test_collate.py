@@ -11,11 +11,9 @@ from jvarlen import (
     StepSamples,
     WeightedTokens,
     load,
-    load_stream,
     make_plan,
     pack_samples,
     pack_to_bucket,
-    pad_pairs_to_bucket,
     pad_to_bucket,
     stream_batches,
 )
@@ -118,8 +116,8 @@ def batches_of_each_kind():
     packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], order="length", microbatches_per_step=2)
     pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], order="length", microbatches_per_step=2)
     yield cut, load(cut, samples)
-    yield packed, load(packed, samples, collate=pack_to_bucket)
-    yield pairs, load(pairs, list(zip(samples, samples[::-1], strict=True)), collate=pad_pairs_to_bucket)
+    yield packed, load(packed, samples)
+    yield pairs, load(pairs, list(zip(samples, samples[::-1], strict=True)))
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["cut", "packed", "pairs"])
@@ -136,7 +134,7 @@ def test_tokens_of_a_batch_of_another_kind_are_not_counted():
 
 def test_streams_have_the_loss_weights_of_their_samples():
     samples = [WeightedTokens(range(1, n + 1), np.arange(n) / 4) for n in (3, 1, 4)]
-    batches = list(load_stream(stream_batches(map(len, samples), [(2, 4)]), samples))
+    batches = list(load(stream_batches(map(len, samples), [(2, 4)]), samples))
     rows = [
         (tokens[:n].tolist(), weights.tolist())
         for batch in batches

@@ -22,11 +22,21 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, stream_batches
+from jvarlen import (
+    Batch,
+    PackedBatch,
+    PackedPairBatch,
+    PairBatch,
+    data_mesh,
+    load,
+    make_buckets,
+    make_plan,
+    pack_samples,
+    stream_batches,
+)
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
-from jvarlen.loading.ids_digest import IdsDigest, planned_ids_digest
-from jvarlen.loading.loader import PlanSource
+from jvarlen.loading.plan_source import IdsDigest, PlanSource, planned_ids_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 from tests.conftest import random_dataset
 
@@ -430,7 +440,7 @@ def test_samples_other_than_planned_are_noticed(fault, monkeypatch):
 
     monkeypatch.setattr(PlanSource, "read", misread)
     if fault == "no last step":
-        monkeypatch.setattr("jvarlen.loading.plan_source.StepSource.__len__", lambda self: plan.num_steps - 1)
+        monkeypatch.setattr(PlanSource, "__len__", lambda self: plan.num_steps - 1)
     batches = load(plan, DATASET, verify=True)
     ids = plan.rows(2)[plan.rows(2) >= 0]
     said = {
@@ -482,7 +492,7 @@ def test_cut_samples_are_cut_and_counted():
 def test_microbatches_lie_on_their_shards():
     mesh = data_mesh(4)
     plan = plan_of_epoch(0)
-    for step, batch in enumerate(load(plan, DATASET, mesh=mesh)):
+    for step, batch in enumerate(load(plan, DATASET, layout=mesh)):
         assert batch.tokens.sharding.spec == PartitionSpec("data")
         assert batch.num_sequences.sharding.is_fully_replicated
         for shard in batch.tokens.addressable_shards:
@@ -501,19 +511,46 @@ def count_samples(step):
     return Counted(step.ids, np.float32(sum(map(len, step.samples))))
 
 
-def test_a_collate_function_of_ones_own_makes_any_pytree():
+@pytest.mark.parametrize("mesh", [None, 2], indirect=True)
+def test_a_collate_function_of_ones_own_makes_any_pytree(mesh):
     plan = plan_of_epoch(0)
-    for step, batch in enumerate(load(plan, DATASET, collate=count_samples)):
+    batches = load(plan, DATASET, layout=mesh, collate=count_samples)
+    for step, batch in enumerate(batches):
         assert (np.asarray(batch.ids) == plan.rows(step)).all()
         assert float(batch.num_sequences) == plan.num_sequences[step]
+        told = batches.specs[plan.buckets[plan.step_bucket[step]]]
+        assert jax.tree.map(jax.typeof, batch) == jax.tree.map(jax.typeof, told)
+
+
+@pytest.fixture
+def mesh(request):
+    return None if request.param is None else data_mesh(request.param)
+
+
+@pytest.mark.parametrize("mesh", [None, 2], indirect=True)
+@pytest.mark.parametrize("kind", ["padded", "packed", "pairs", "packed pairs"])
+def test_the_plan_tells_the_arrays_of_a_batch(kind, mesh):
+    lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1) if "pairs" in kind else LENGTHS
+    dataset = [(DATASET[i], DATASET[59 - i]) for i in range(60)] if "pairs" in kind else DATASET
+    longest = (20, 20) if "pairs" in kind else (20,)
+    samples = pack_samples(lengths, longest if "pairs" in kind else 20) if "packed" in kind else lengths
+    plan = make_plan(samples, [(2, *longest)], order="length", microbatches_per_step=2)
+    batches = load(plan, dataset, layout=mesh)
+    (spec,) = batches.specs.values()
+    kinds = {"padded": Batch, "packed": PackedBatch, "pairs": PairBatch, "packed pairs": PackedPairBatch}
+    assert type(spec) is kinds[kind]
+    for batch in batches:
+        for leaf, told in zip(batch, spec, strict=True):
+            assert (leaf.shape, leaf.dtype) == (told.shape, told.dtype)
+            assert mesh is None or leaf.sharding == told.sharding
 
 
 def test_shards_must_divide_the_microbatches():
     plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=3)
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 4 shards"):
-        load(plan, DATASET, mesh=data_mesh(4))
-    with pytest.raises(ValueError, match="no 'data'"):
-        load(plan, DATASET, mesh=jax.make_mesh((1,), ("model",), devices=jax.devices()[:1]))
+        load(plan, DATASET, layout=data_mesh(4))
+    with pytest.raises(ValueError, match="which axis of the mesh is for data"):
+        load(plan, DATASET, layout=jax.make_mesh((1, 1), ("model", "expert"), devices=jax.devices()[:1]))
 
 
 def test_a_smaller_dataset_is_refused():
@@ -564,7 +601,7 @@ def test_a_stream_loads_every_sample_once():
             return DATASET[i]
 
     stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
-    rows = [row for batch in load_stream(stream, Counting(), mesh=mesh) for m in rows_of(batch) for row in m if row]
+    rows = [row for batch in load(stream, Counting(), layout=mesh) for m in rows_of(batch) for row in m if row]
     assert sorted(rows) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
     assert_exactly_once(read, len(DATASET))
 
@@ -575,19 +612,21 @@ def test_a_stream_goes_on_after_the_last_batch_that_was_given():
     def stream(state=None):
         return stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4, state=state)
 
-    expected = [rows_of(batch) for batch in load_stream(stream(), DATASET)]
+    expected = [rows_of(batch) for batch in load(stream(), DATASET)]
     assert len(expected) > 3
     for num_given in range(1, len(expected)):
         first = stream()
-        given = [rows_of(batch) for batch in itertools.islice(load_stream(first, DATASET), num_given)]
+        given = [rows_of(batch) for batch in itertools.islice(load(first, DATASET), num_given)]
         state = json.loads(json.dumps(first.state()))
-        assert given + [rows_of(batch) for batch in load_stream(stream(state), DATASET)] == expected
+        assert given + [rows_of(batch) for batch in load(stream(state), DATASET)] == expected
 
 
 def test_a_payload_of_another_length_than_the_stream_said_is_refused():
     stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    with pytest.raises(ValueError, match="a stream is loaded as it comes, without start_step, verify"):
+        load(stream, DATASET, start_step=1, verify=True)
     with pytest.raises(ValueError, match="planned"):
-        list(load_stream(stream, {i: DATASET[i][:1] for i in range(len(DATASET))}))
+        list(load(stream, {i: DATASET[i][:1] for i in range(len(DATASET))}))
 
 
 def test_a_distributed_plan_loads_what_the_whole_plan_does():
@@ -597,26 +636,26 @@ def test_a_distributed_plan_loads_what_the_whole_plan_does():
     options = {"microbatches_per_step": 4, "order": "shuffle", "seed": 3}
     plan = plan_distributed(lengths, buckets, mesh, **options)
     whole = make_plan(lengths, buckets, **options)
-    loading = load(plan, dataset, mesh=mesh, verify=True, lengths=lengths)
-    batches, expected = list(loading), list(load(whole, dataset, mesh=mesh))
+    loading = load(plan, dataset, layout=mesh, verify=True, lengths=lengths)
+    batches, expected = list(loading), list(load(whole, dataset, layout=mesh))
     assert loading.ids_digest == planned_ids_digest(plan) == planned_ids_digest(whole)
     assert_same_batches(batches, expected)
     assert [leaf.sharding for leaf in jax.tree.leaves(batches)] == [leaf.sharding for leaf in jax.tree.leaves(expected)]
     with pytest.raises(ValueError, match="is not the one whose lengths were planned"):
-        next(load(plan, [dataset[i][:1] for i in range(60)], mesh=mesh))
+        next(load(plan, [dataset[i][:1] for i in range(60)], layout=mesh))
     with pytest.raises(ValueError, match=r"made for a mesh where this process has the microbatches \[0, 1\]"):
-        load(dataclasses.replace(plan, microbatches=np.array([0, 1])), dataset, mesh=mesh)
+        load(dataclasses.replace(plan, microbatches=np.array([0, 1])), dataset, layout=mesh)
 
 
 def test_the_batches_of_a_stream_count_their_real_samples():
     samples = [np.arange(length) for length in (3, 1, 4)]
-    batches = load_stream(stream_batches(map(len, samples), [(2, 4)]), samples)
+    batches = load(stream_batches(map(len, samples), [(2, 4)]), samples)
     assert [float(batch.num_sequences) for batch in batches] == [2.0, 1.0]
 
 
 def test_a_stream_that_truncates_is_loaded_with_its_samples_cut():
     samples = [np.arange(length) for length in (3, 9, 1)]
     stream = stream_batches(map(len, samples), [(3, 4)], overlong="truncate")
-    (batch,) = load_stream(stream, samples)
+    (batch,) = load(stream, samples)
     assert batch.lengths.tolist() == [[3, 4, 1]]
     assert stream.num_truncated == 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jvarlen.loading.plan_source import ReadStep
-from jvarlen.loading.shared_memory import check_room
+from jvarlen.loading.read_ahead import check_room
 
 STEP = ReadStep(3, {"tokens": np.zeros(5_000, np.int8), "scalar": 1.0}, 2, 0, np.arange(2))  # two pages and one
 
@@ -35,7 +35,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch):
 
 
 def test_without_the_directory_nothing_is_checked(monkeypatch):
-    monkeypatch.setattr("jvarlen.loading.shared_memory._DIRECTORY", "/nowhere")
+    monkeypatch.setattr("jvarlen.loading.read_ahead._SHARED_MEMORY", "/nowhere")
     assert check_room(STEP) is STEP
 
 

@@ -36,7 +36,7 @@ def planned(mesh=None):
     plan = make_plan(lengths, [SHORT, LONG], microbatches_per_step=4, order="shuffle")
     rng = np.random.default_rng(0)
     dataset = [rng.integers(0, 256, n).astype(np.int32) for n in lengths]
-    batches = list(itertools.islice(load(plan, dataset, mesh=mesh), 4))
+    batches = list(itertools.islice(load(plan, dataset, layout=mesh), 4))
     assert len({batch.tokens.shape for batch in batches}) == 2
     return batches
 

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, pack_samples
-from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from tests.conftest import random_dataset
@@ -40,7 +39,7 @@ def microbatch_of(packed):
     lengths = np.diff(dataset.offsets)
     if packed:
         plan = make_plan(pack_samples(lengths, (14,)), [Bucket(3, 14)], order="length")
-        batch = next(iter(load(plan, dataset, collate=pack_to_bucket)))
+        batch = next(iter(load(plan, dataset)))
     else:
         batch = next(iter(load(make_plan(lengths, [Bucket(5, 14)], order="length"), dataset)))
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else np.asarray(leaf), batch)

@@ -26,7 +26,6 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
-from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import gather_params, init_state
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
@@ -144,7 +143,7 @@ def batches_of(packed):
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
     plan = make_plan(samples, [BUCKET], order="length", microbatches_per_step=8)
-    batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
+    batches = load(plan, dataset)
     return jax.tree.map(np.asarray, list(batches))
 
 
@@ -218,7 +217,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
         make_layout_step(model, optimizer, **on), state, BatchShapes.of_plan(plan, layout=on["mesh"]), progress=False
     )
     losses = []
-    for batch in load(plan, dataset, **on):
+    for batch in load(plan, dataset, layout=on["mesh"]):
         with no_recompiles() if losses else no_recompiles("count"):
             given, (state, metrics) = state, step(state, batch)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state))

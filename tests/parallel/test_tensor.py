@@ -425,7 +425,7 @@ def trained(model, params, layout, **options):
     eval_step = compile_buckets(make_eval_step(model, **on), state, shapes, progress=False)
     found = []
     for _ in range(3):
-        for batch in load(plan, dataset, mesh=mesh):
+        for batch in load(plan, dataset, layout=mesh):
             state, metrics = step(state, batch)
             found.append((metrics.loss, metrics.grad_norm))
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(state)] == lies

@@ -31,7 +31,6 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
-from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.train import gather_params, init_state
@@ -125,7 +124,7 @@ def batches_of(num_microbatches, packed):
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
     plan = make_plan(samples, [BUCKET], order="length", microbatches_per_step=num_microbatches)
-    batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
+    batches = load(plan, dataset)
     return jax.tree.map(np.asarray, list(batches))
 
 
@@ -402,7 +401,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
         step, state, on = on_layout(TOKENS, params, optimizer, f"data4.zero{zero}")
         placed, losses = shardings_of(state), []
         compiled = compile_buckets(step, state, BatchShapes.of_plan(plan, layout=on["mesh"]), progress=False)
-        for batch in load(plan, dataset, mesh=on["mesh"]):
+        for batch in load(plan, dataset, layout=on["mesh"]):
             with no_recompiles() if losses else no_recompiles("count"):
                 given, (state, metrics) = state, compiled(state, batch)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state[1]))

@@ -72,7 +72,7 @@ def packed_plans():
 def test_both_loaders_give_the_same_packed_arrays():
     plan, torch_plan = packed_plans()
     assert plan.digest == torch_plan.digest
-    batches = jvarlen.load(plan, DATASET, collate=jvarlen.pack_to_bucket)
+    batches = jvarlen.load(plan, DATASET)
     pairs = list(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True))
     assert len(pairs) == plan.num_steps
     for batch, reference in pairs:
@@ -96,7 +96,7 @@ def test_both_loaders_cut_the_same_pieces():
     assert plan.num_tokens.sum() == LENGTHS.sum()
     assert plan.num_samples == (-(-LENGTHS // 20)).sum()
     read = [np.full(length, -1) for length in LENGTHS]
-    batches = jvarlen.load(plan, DATASET, collate=jvarlen.pack_to_bucket, lengths=LENGTHS)
+    batches = jvarlen.load(plan, DATASET, lengths=LENGTHS)
     for step, (batch, reference) in enumerate(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True)):
         for name in ("tokens", "segment_ids", "positions", "weights"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(reference, name).numpy())
@@ -179,7 +179,7 @@ def test_the_models_agree_on_packed_rows():
     model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
     torch_ref.load_params(model, flat_params(params))
     loss_fn = jax.jit(make_loss_fn(CONFIG))
-    batch = next(iter(jvarlen.load(plan, DATASET, collate=jvarlen.pack_to_bucket)))
+    batch = next(iter(jvarlen.load(plan, DATASET)))
     reference = next(iter(torch_ref.load(torch_plan, DATASET)))
     for index in range(plan.microbatches_per_step):
         loss, _ = loss_fn(params, jax.tree.map(lambda x: x[index] if x.ndim else x, batch))  # noqa: B023

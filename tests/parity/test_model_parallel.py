@@ -102,7 +102,7 @@ def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     with jax.enable_x64(True):
         state = init_state(stack_layers(initial_params(num_layers)), optimizer, mesh=mesh, layout=layout, model=model)
         step = jax.jit(make_train_step(model, optimizer, mesh=mesh, layout=layout, norms=True), donate_argnums=0)
-        for batch in itertools.islice(jvarlen.load(plan, DATASET, mesh=mesh, collate=collate), NUM_STEPS):
+        for batch in itertools.islice(jvarlen.load(plan, DATASET, layout=mesh, collate=collate), NUM_STEPS):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))

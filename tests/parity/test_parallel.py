@@ -104,7 +104,7 @@ def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Result
         state = init_state(stack_layers(initial_params(model_config(name))), optimizer, mesh=mesh, layout=layout)
         step = make_train_step(layered(model_config(name)), optimizer, mesh=mesh, layout=layout, norms=True)
         step = jax.jit(step, donate_argnums=0)
-        batches = jvarlen.load(plan, DATASET, mesh=mesh, collate=collate)
+        batches = jvarlen.load(plan, DATASET, layout=mesh, collate=collate)
         for batch in itertools.islice(batches, task.num_steps):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))

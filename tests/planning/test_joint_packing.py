@@ -69,7 +69,7 @@ def test_every_pair_is_laid_out_as_planned():
     plan = packed_plan()
     assert_exactly_once(plan, len(PAIRS))
     assert (plan.planned_lengths(LENGTHS) == LENGTHS[plan.sample_ids]).all()
-    for step, batch in enumerate(load(plan, PAIRS, collate=pack_pairs_to_bucket, lengths=LENGTHS)):
+    for step, batch in enumerate(load(plan, PAIRS, lengths=LENGTHS)):
         spec = packed_pair_batch_spec(plan.buckets[plan.step_bucket[step]], 2)
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), spec
@@ -197,7 +197,7 @@ def test_packed_pairs_train_in_shapes_compiled_ahead():
         progress=False,
     )
     state = np.float32(0)
-    for batch in load(plan, PAIRS, collate=pack_pairs_to_bucket):
+    for batch in load(plan, PAIRS):
         state, _ = step(state, batch)
     assert int(state) == LENGTHS.sum()
     full = full_batch(packed_pair_batch_spec(plan.buckets[0], 2))

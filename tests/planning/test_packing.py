@@ -29,7 +29,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.loading.collate import StepSamples
-from jvarlen.loading.loader import PlanSource
+from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
@@ -221,7 +221,7 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
     )
     weights = []
     with no_recompiles():
-        for batch in load(plan, DATASET, collate=pack_to_bucket):
+        for batch in load(plan, DATASET):
             state, metrics = step(state, batch)
             weights.append(float(metrics.weight_sum))
     assert weights == plan.num_tokens.tolist()
@@ -249,7 +249,7 @@ def test_packed_steps_give_the_same_loss_on_any_number_of_devices():
             BatchShapes(plan.buckets, microbatches_per_step=4, layout=mesh, batch_spec=packed_batch_spec),
             progress=False,
         )
-        batch = next(load(plan, DATASET, mesh=mesh, collate=pack_to_bucket))
+        batch = next(load(plan, DATASET, layout=mesh))
         _, metrics = step(jax.tree.map(jnp.asarray, params), batch)
         assert float(metrics.weight_sum) == float(weight)
         np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)

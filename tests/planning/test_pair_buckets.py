@@ -12,7 +12,6 @@ from jvarlen import (
     make_pair_buckets,
     make_plan,
     no_recompiles,
-    pad_pairs_to_bucket,
 )
 from jvarlen.batches import BatchShapes, pair_batch_spec
 from jvarlen.planning.plan import Plan
@@ -84,7 +83,7 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
     state = jax.numpy.float32(0)
     num_tokens = []
     with no_recompiles():
-        for t, on_device in enumerate(load(plan, Pairs(lengths), collate=pad_pairs_to_bucket)):
+        for t, on_device in enumerate(load(plan, Pairs(lengths))):
             batch = jax.tree.map(np.asarray, on_device)
             for m, ids in enumerate(plan.rows(t)):
                 for row, i in enumerate(ids):

@@ -64,7 +64,7 @@ def train(
     step = compile_buckets(train_step, state, BatchShapes.of_plan(PLAN, layout=mesh), progress=False, options=options)
     losses = []
     for _ in range(epochs):
-        for batch in load(PLAN, DATASET, mesh=mesh):
+        for batch in load(PLAN, DATASET, layout=mesh):
             with no_recompiles(), around():
                 state, metrics = step(state, batch)
                 losses.append(float(metrics.loss))

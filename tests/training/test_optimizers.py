@@ -140,7 +140,7 @@ def test_an_optimizer_takes_the_steps_that_it_takes_in_a_plain_loop(name, num_de
         )
         losses = []
         with no_recompiles():
-            for batch in load(PLAN, DATASET, mesh=mesh):
+            for batch in load(PLAN, DATASET, layout=mesh):
                 state, metrics = step(state, batch)
                 losses.append(metrics.loss)
         assert np.abs(state.params["w"] - make_params()["w"]).max() > 1e-3

@@ -155,7 +155,7 @@ def test_the_optimizer_is_told_sequences_and_tokens_of_the_whole_step():
     step = jax.jit(
         make_train_step(lambda w, batch: (w * jnp.sum(batch.weights), jnp.sum(batch.weights)), watching, mesh=mesh)
     )
-    state, metrics = step(init_train_state(jnp.float32(0), watching), next(iter(load(plan, dataset, mesh=mesh))))
+    state, metrics = step(init_train_state(jnp.float32(0), watching), next(iter(load(plan, dataset, layout=mesh))))
     assert float(metrics.num_tokens) == lengths.sum()
     np.testing.assert_allclose(float(state.params), 12 + lengths.sum() / 100, rtol=1e-6)
     assert len(told) == 1
@@ -282,7 +282,7 @@ def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
         train_step = make_train_step(loss_of_tokens, optimizer, mesh=mesh)
         step = compile_buckets(train_step, state, BatchShapes.of_plan(plan, layout=mesh), progress=False)
         losses = []
-        for batch in load(plan, dataset, mesh=mesh):
+        for batch in load(plan, dataset, layout=mesh):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
         return losses

@@ -19,9 +19,9 @@ from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, own_shards
 from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
 from jvarlen.experimental.mixed.plan import MixedPlan
-from jvarlen.loading.collate import pad_to_bucket
-from jvarlen.loading.loader import BatchIterator, Delivered, put
-from jvarlen.loading.plan_source import CollateFn, PlanSource, ReadStep
+from jvarlen.loading.collate import CollateFn, pad_to_bucket
+from jvarlen.loading.loader import Delivered, Loader, put
+from jvarlen.loading.plan_source import PlanSource, ReadStep
 from jvarlen.loading.read_ahead import ReadAhead
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.lengths import DataSource
@@ -38,7 +38,7 @@ def load_mixed(
     spec: MixedBatch | None = None,
     start_step: int = 0,
     collate: CollateFn = pad_to_bucket,
-) -> BatchIterator:
+) -> Loader:
     """The steps of a mixed plan as device arrays, in the plan's order, each a `MixedBatch` of the same shapes.
 
     Samples are read and collated in a thread, two steps ahead.
@@ -57,7 +57,7 @@ def load_mixed(
         the whole step.
 
     Returns:
-      A `BatchIterator` over `plan.num_steps` − start_step batches.
+      A `Loader` over `plan.num_steps` − start_step batches.
 
     Raises:
       ValueError: start_step out of range; a dataset smaller than the plan; a spec for other buckets or another number
@@ -86,20 +86,21 @@ def load_mixed(
             error.add_note(f"which is a microbatch of step {step} of the mixed plan")
             raise
 
-    def deliver(step: ReadStep) -> Delivered:
-        batch = put(step.batch, mesh, num_ranks if mesh.is_multi_process else None)
-        return Delivered(batch, step.num_samples, step.num_adjusted, None)
-
-    num_steps = plan.num_steps - start_step
-    steps = (read(step) for step in range(start_step, plan.num_steps))
-    reading = ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=0)
     shapes = BatchShapes(
         plan.buckets[-1:],
         microbatches_per_step=num_ranks,
         layout=mesh,
         batch_spec=lambda *_: spec,
     )
-    return BatchIterator(shapes, reading, iter(()), lambda: None)
+
+    def deliver(step: ReadStep) -> Delivered:
+        batch = put(step.batch, shapes.placement, num_ranks if mesh.is_multi_process else None)
+        return Delivered(batch, step.num_samples, step.num_adjusted)
+
+    num_steps = plan.num_steps - start_step
+    steps = (read(step) for step in range(start_step, plan.num_steps))
+    reading = ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=0)
+    return Loader(shapes, reading)
 
 
 def _read(

@@ -97,7 +97,7 @@ def test_bound_0_is_the_data_parallel_step_bit_for_bit_though_interrupted():
     initial = jax.device_put(first_state(), NamedSharding(mesh, PartitionSpec()))
     step, state = jax.jit(make_train_step(noisy_loss_fn, OPTIMIZER, mesh=mesh)), initial
     losses = []
-    for batch in load(plan, DATASET, mesh=mesh):
+    for batch in load(plan, DATASET, layout=mesh):
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
 

@@ -39,7 +39,7 @@ from jvarlen.experimental.mixed import (
     mixed_batch_spec,
 )
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
-from jvarlen.loading.loader import PlanSource
+from jvarlen.loading.plan_source import PlanSource
 from tests import processes
 from tests.conftest import random_dataset
 from tests.experimental.mixed import run_mixed

@@ -15,7 +15,6 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.experimental.token_slices.program import sum_sliced
-from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import attend_over_axis, gather_params, init_state
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
@@ -146,7 +145,7 @@ def batches_of(packed):
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (bucket.length,)) if packed else lengths
     plan = make_plan(samples, [bucket], order="length", microbatches_per_step=4)
-    batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
+    batches = load(plan, dataset)
     return jax.tree.map(np.asarray, list(itertools.islice(batches, 3)))
 
 
