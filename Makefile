@@ -3,6 +3,8 @@ PYTHON ?= python3
 PLATFORM ?= gpu
 VENV := .venv
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
+NEWEST_PYTHON ?= python3.12
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(VENV)/bin/python -m uv --quiet
@@ -12,11 +14,15 @@ LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/te
   training/test_checkpoint models/test_transformer runs/test_config runs/test_directory \
   runs/test_fit_options runs/test_trackers))
 
+# What does without PyTorch.
+NEWEST_TESTS := $(addprefix tests/,_common attention compiling data distributed experimental foreign loading models parallel planning \
+  reports runs sorting targets testing training test_cli.py test_imports.py)
+
 # What finds most mistakes in a minute: planning in both packages, data, compiling, the commands, the docs.
 CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
   $(addprefix parity/test_,$(addsuffix .py,batching buckets order plan plan_file pacing lr streams)))
 
-.PHONY: train test others check lint docs lowest suite compositions bench gpu clean
+.PHONY: train test others check lint docs lowest newest suite compositions bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
@@ -58,6 +64,15 @@ lowest: $(VENV)/installed-dev
 	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
 	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not slow and not multiprocess and not gpu' $(LOWEST_TESTS)
 
+# The quick tests with the newest versions, on a newer Python: JAX stops at 0.10 on Python 3.11. Without PyTorch, of which
+# the package index may have only builds for CUDA.
+newest:
+	rm -rf $(NEWEST)
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[data,export,fast]' \
+	  beartype hypothesis pytest pytest-xdist pyyaml
+	$(NEWEST)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(NEWEST_TESTS)
+
 # Every benchmark in its quick form, and one report of all in benchmarks/results.
 bench: $(VENV)/installed-dev
 	$(VENV)/bin/python benchmarks/run.py --quick $(ARGS)
@@ -79,4 +94,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) docs/_build
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) docs/_build

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import torch_ref
 from jvarlen import (
     Bucket,
     CompileOptions,
@@ -32,6 +31,8 @@ from jvarlen.testing import (
     assert_same_batches,
 )
 from tests.conftest import random_dataset
+
+torch_ref = pytest.importorskip("torch_ref")
 
 
 class Rows(NamedTuple):

@@ -7,10 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
-import torch_ref
 from jvarlen import Plan, load, make_plan
 from jvarlen.experimental.large_plans import open_plan, out_of_core, plan_on_disk, raw_plan
 from jvarlen.planning import plan_file
+
+torch_ref = pytest.importorskip("torch_ref")
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 300)
 BUCKETS = [(4, 10), (2, 40)]
