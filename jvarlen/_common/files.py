@@ -1,33 +1,40 @@
-"""Atomic writes: a file appears under its name when it is complete, or not at all."""
+"""Files: atomic writes, by which a file appears when it is complete or not at all; JSON of dataclasses; arrays."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import json
 import math
 import mmap
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+import dacite
 import numpy as np
 import platformdirs
 from jaxtyping import Shaped
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = [
     "check_place",
     "default_cache_dir",
     "load_array",
+    "load_dataclass",
     "mapped_file",
     "move_into_place",
     "read_slice",
+    "save_dataclass",
     "take_space",
     "write_atomically",
 ]
+
+_T = TypeVar("_T")
 
 
 def default_cache_dir() -> Path:
@@ -37,15 +44,9 @@ def default_cache_dir() -> Path:
 
 @contextlib.contextmanager
 def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
-    """A binary file that takes the name `path` when the block ends without an error.
+    """A binary file that takes the name `path` when the block ends without an error; otherwise an existing one stays.
 
-    Args:
-      path: the file; its directory must exist.
-      mode: permissions of the file from its creation on, minus the umask.
-
-    Raises:
-      FileNotFoundError: there is no such directory.
-      OSError: the file cannot be written; an existing file stays.
+    `mode` are the permissions of the file from its creation on, minus the umask.
     """
     check_place(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -82,17 +83,7 @@ def move_into_place(part: Path, path: Path) -> None:
 
 
 def take_space(file: IO[bytes], num_bytes: int) -> None:
-    """Allocates the disk space of an open file, so that a full disk shows before the work.
-
-    Where space cannot be allocated ahead, the file only gets its length.
-
-    Args:
-      file: open for writing.
-      num_bytes: size of the whole file.
-
-    Raises:
-      OSError: there is not enough space.
-    """
+    """Allocates the disk space of an open file where possible, so that a full disk shows before the work."""
     try:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     except (AttributeError, OSError) as error:
@@ -102,19 +93,7 @@ def take_space(file: IO[bytes], num_bytes: int) -> None:
 
 
 def load_array(path: Path, what: str) -> np.ndarray:
-    """The array of a `.npy` file, memory-mapped.
-
-    Args:
-      path: the file.
-      what: what it should hold, for errors.
-
-    Returns:
-      The array, mapped from the file.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is not a `.npy` file of one array.
-    """
+    """The array of a `.npy` file, memory-mapped; `what` it should hold is for errors."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -135,16 +114,7 @@ def mapped_file(array: np.ndarray) -> Path | None:
 
 
 def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> Shaped[np.ndarray, " n *rest"]:
-    """`array[start:stop]`; of a memory-mapped file it is read, since pages of the map would stay in memory.
-
-    Args:
-      array: any array.
-      start: 0 ≤ start ≤ stop.
-      stop: at most N.
-
-    Returns:
-      The part, a view or a copy.
-    """
+    """`array[start:stop]`; of a memory-mapped file it is read, since pages of the map would stay in memory."""
     path = mapped_file(array)
     if path is None:
         return array[start:stop]
@@ -152,3 +122,24 @@ def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> 
     num_values = (stop - start) * math.prod(array.shape[1:])
     read = np.fromfile(path, array.dtype, num_values, offset=array.offset + start * row)  # type: ignore[attr-defined]
     return read.reshape(stop - start, *array.shape[1:])
+
+
+def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a frozen dataclass as JSON, atomically; an existing file is replaced, or stays if that fails."""
+    with write_atomically(Path(path)) as file:
+        file.write(json.dumps(dataclasses.asdict(value), indent=2).encode() + b"\n")
+
+
+def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T:
+    """Reads what `save_dataclass` wrote, or a user: `what` it is in messages. Integers are taken as floats."""
+    try:
+        given = json.loads(Path(path).read_text())
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted({*given} - {*fields}):
+            raise UserError(f"unknown keys: {list_first(unknown)}")
+        floats = {name: float(value) for name, value in given.items() if fields[name] == "float" and is_integer(value)}
+        return dacite.from_dict(cls, given | floats, dacite.Config(cast=[tuple], strict=True))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} {path}") from None
+    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} holds no {what}: {error}") from error

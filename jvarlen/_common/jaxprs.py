@@ -34,16 +34,10 @@ def primitives_in(jaxpr: Jaxpr) -> set[str]:
 
 
 def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1) -> OperationCounts:
-    """Counts products of matrices, convolutions, and collectives over some mesh axes.
+    """Products of matrices, convolutions, and collectives over some mesh axes, of a function that runs some times.
 
-    Args:
-      jaxpr: the function, as one device runs it.
-      axis_names: of the axes whose collectives count.
-      times: how often it runs.
-
-    Returns:
-      The counts. A scan counts its turns, a loop whose number of turns depends on values counts once, and of branches
-      the one with the most operations counts. Bytes are those of the whole array, on one device.
+    A scan counts its turns, a loop whose number of turns depends on values counts once, and of branches the one with
+    the most operations counts. Bytes are those of the whole array, on one device.
     """
     counts: Any = OperationCounts()
     for equation in jaxpr.eqns:
@@ -74,9 +68,6 @@ def scan_parts(equation: Any) -> tuple[int, int]:
 
     They are told by shapes, as versions of JAX name them differently. What is sliced or stacked has one axis more
     outside of the loop than inside.
-
-    Args:
-      equation: the scan, a `JaxprEqn`.
     """
     body = equation.params["jaxpr"].jaxpr
     num_sliced, num_stacked = (

@@ -15,17 +15,7 @@ __all__ = ["progress_bar", "show_line"]
 def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **settings: Any) -> tqdm:
     """A tqdm bar on a terminal; otherwise one line at the end, since a log cannot show a bar that redraws itself.
 
-    Args:
-      iterable: what to iterate over; None if `update` counts.
-      progress: False shows nothing.
-      settings: tqdm settings, such as `desc` and `unit`.
-
-    Returns:
-      A tqdm object: an iterator, or a context manager with `update` and `set_postfix_str`.
-
-    Example:
-      >>> for _ in progress_bar([1, 2, 3], desc="rows", unit="row", progress=False):
-      ...     pass
+    Without an iterable, `update` counts. False shows nothing. `settings` are tqdm's, such as `desc` and `unit`.
     """
     if progress and not sys.stderr.isatty():
         return _FinalLine(iterable, delay=math.inf, **settings)
@@ -33,11 +23,7 @@ def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **s
 
 
 def show_line(text: str, *, progress: bool = True) -> None:
-    """Prints a line on standard error, above the bar if there is one; False prints nothing.
-
-    Example:
-      >>> show_line("evaluated", progress=False)
-    """
+    """Prints a line on standard error, above the bar if there is one; False prints nothing."""
     if progress:
         tqdm.write(text, file=sys.stderr)
 

@@ -12,15 +12,9 @@ def text_table(
 ) -> str:
     """A table as text, its columns as wide as their widest cells.
 
-    Args:
-      rows: the cells of each line, the header first, which has a cell for every column. In a line with fewer cells the
-        last one stretches over the columns that are missing; cells beyond the header's follow unaligned.
-      align: "<" for left, ">" for right, of each column; the last one is that of all further columns.
-      least_widths: of each column, 0 for those beyond.
-      gap: between columns.
-
-    Returns:
-      Lines of text, without spaces at their ends.
+    The header comes first, and has a cell for every column. In a line with fewer cells the last one stretches over the
+    columns that are missing; cells beyond the header's follow unaligned. The last of `align`, "<" for left and ">" for
+    right, is that of all further columns.
 
     Example:
       >>> print(text_table([["", "steps", "padding"], ["short", "1,200", "0.5%"], ["long", "not possible"]]))

@@ -10,19 +10,7 @@ __all__ = ["PackedError", "pack_error", "portable_error"]
 
 
 def portable_error(error: BaseException) -> BaseException:
-    """An error that survives pickling, with its traceback as a note.
-
-    Args:
-      error: as it was raised, notes and causes included.
-
-    Returns:
-      The same type, message and notes if these survive pickling; otherwise a RuntimeError with its text and notes.
-
-    Example:
-      >>> error = portable_error(KeyError("name"))
-      >>> error, error.__notes__[-1].splitlines()[0]
-      (KeyError('name'), 'In a worker process:')
-    """
+    """The error with its traceback as a note; a RuntimeError with its text and notes if it cannot be pickled."""
     told = "".join(traceback.format_exception(error))
     try:
         portable = pickle.loads(pickle.dumps(error))  # what this process itself pickled
@@ -37,17 +25,11 @@ def portable_error(error: BaseException) -> BaseException:
 
 
 class PackedError(NamedTuple):
-    """An error from a process that may have other packages than the one that reads it.
+    """An error from a process that may have other packages than the one that reads it."""
 
-    Attributes:
-      pickled: the error, made portable.
-      text: its `repr`.
-      notes: its notes; the last one is the traceback.
-    """
-
-    pickled: bytes
-    text: str
-    notes: list[str]
+    pickled: bytes  # the error, made portable
+    text: str  # its `repr`
+    notes: list[str]  # the last one is the traceback
 
     def unpack(self) -> BaseException:
         """The error; where its type cannot be imported, a RuntimeError with its text and notes."""
@@ -61,12 +43,6 @@ class PackedError(NamedTuple):
 
 def pack_error(error: BaseException) -> PackedError:
     """An error as bytes, for a process that may not have its type.
-
-    Args:
-      error: as it was raised, notes and causes included.
-
-    Returns:
-      `PackedError`.
 
     Example:
       >>> pack_error(KeyError("name")).unpack()

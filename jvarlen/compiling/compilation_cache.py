@@ -5,16 +5,18 @@ This is the only JAX setting that compiling changes for the whole process, and o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jvarlen._common.compile_anew import without_compilation_cache
 from jvarlen.compiling.compile_options import default_compilation_cache
 
 __all__ = ["use_compilation_cache", "without_compilation_cache"]
@@ -25,6 +27,7 @@ _LIMITS = (
     ("jax_persistent_cache_min_entry_size_bytes", 0, -1),
 )
 
+_switching = threading.RLock()  # two that switch the cache off one into the other would leave it off
 _own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
 
 
@@ -65,3 +68,21 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
     for name, usual, lowest in _LIMITS:
         if getattr(settings, name) == usual:
             settings.update(name, lowest)
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """A block in which every program is compiled and none is cached, in other threads too.
+
+    On a CPU, a program that was read from the cache loses its code when it is turned into bytes.
+    """
+    settings: Any = jax.config
+    with _switching:
+        before = settings.jax_enable_compilation_cache
+        settings.update("jax_enable_compilation_cache", False)
+        reset_cache()  # JAX remembers whether it uses one
+        try:
+            yield
+        finally:
+            settings.update("jax_enable_compilation_cache", before)
+            reset_cache()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, is_integer
-from jvarlen._common.json_files import load_dataclass, save_dataclass
+from jvarlen._common.files import load_dataclass, save_dataclass
 
 __all__ = ["CostModel", "fit_cost_model"]
 

@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger, LedgerRow
 
 __all__ = [
@@ -82,7 +81,7 @@ class Run:
     @property
     def losses(self) -> Float64[np.ndarray, " S"]:
         """Of each step, in bits a token if it is shown so."""
-        return nats_to_bits(self.steps["loss"]) if self.in_bits else self.steps["loss"]
+        return self.steps["loss"] / math.log(2) if self.in_bits else self.steps["loss"]
 
     @property
     def num_steps(self) -> int:

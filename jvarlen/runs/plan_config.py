@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting
-from jvarlen._common.json_files import load_dataclass, save_dataclass
+from jvarlen._common.files import load_dataclass, save_dataclass
 from jvarlen.planning.buckets import check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy
 from jvarlen.planning.cost_model import CostModel

@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jvarlen._common.units import nats_to_bits
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["StepDisplay"]
@@ -83,7 +82,7 @@ class StepDisplay:
     def _show(self, record: Mapping[str, Any]) -> None:
         step_s = max(self._step_s, 1e-9)
         figures = (
-            f"loss {nats_to_bits(record['loss']):.3f} bits/token" if self._in_bits else f"loss {record['loss']:.4g}",
+            f"loss {record['loss'] / math.log(2):.3f} bits/token" if self._in_bits else f"loss {record['loss']:.4g}",
             f"{self._num_tokens / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             f"{record['bucket_rows']}×{record['bucket_length']}",

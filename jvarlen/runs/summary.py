@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -11,7 +12,6 @@ from typing import Literal, NamedTuple
 from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
-from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.run_page import plot_curves
@@ -38,7 +38,7 @@ class Evaluation(NamedTuple):
     @property
     def bits_per_token(self) -> float:
         """The loss in bits per token; tokens are bytes if the model trains on bytes."""
-        return nats_to_bits(self.loss)
+        return self.loss / math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

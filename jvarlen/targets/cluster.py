@@ -11,7 +11,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
-from jvarlen._common.json_files import load_dataclass, save_dataclass
+from jvarlen._common.files import load_dataclass, save_dataclass
 from jvarlen.parallel.wire import Link
 
 __all__ = ["PRESETS", "Cluster", "Kind"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jvarlen._common.checks import check_at_least_one, check_choices
-from jvarlen._common.json_files import load_dataclass
+from jvarlen._common.files import load_dataclass
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams
 from jvarlen.training.optimizers import with_float32_master

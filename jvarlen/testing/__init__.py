@@ -11,8 +11,6 @@ from jvarlen.testing.partition import Partition, assert_partition_invariant
 from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
 from jvarlen.testing.recompiles import assert_no_recompiles
 
-Split = Partition  # its earlier name
-
 __all__ = [
     "Partition",
     "assert_exactly_once",

@@ -34,17 +34,18 @@ class Partition(NamedTuple):
       num_microbatches: of the whole step.
       rows: of each microbatch.
       num_shards: devices that share the microbatches; each accumulates over its own.
-      num_dummies: rows of zeros that were added to the rows of the batch.
+      num_padding_rows: rows of zeros that were added to the rows of the batch.
     """
 
     num_microbatches: int
     rows: int
     num_shards: int = 1
-    num_dummies: int = 0
+    num_padding_rows: int = 0
 
     def __str__(self) -> str:
         rows = f"microbatches × rows {self.num_microbatches}×{self.rows}"
-        return f"{rows}, shards {self.num_shards}" + (f", dummy rows {self.num_dummies}" if self.num_dummies else "")
+        padding = f", padding rows {self.num_padding_rows}" if self.num_padding_rows else ""
+        return f"{rows}, shards {self.num_shards}{padding}"
 
 
 def assert_partition_invariant(
@@ -57,14 +58,14 @@ def assert_partition_invariant(
     num_shards: Sequence[int] | None = None,
     rtol: float = 1e-12,
 ) -> list[Partition]:
-    """Asserts that a step has the same loss and gradient however it is split, and that dummy rows change nothing.
+    """Asserts that a step has the same loss and gradient however it is split, and that padding rows change nothing.
 
     The rows of the batch are computed as one microbatch, as every number of microbatches that divides M, and one by
-    one, each on every number of shards that divides it. Then with a dummy row in every microbatch; with as many dummy
-    microbatches as real ones, also so that one of two shards holds only dummies; and with nothing but dummies, which
-    must give 0. Everything is computed in float64, where a mistake stands out from rounding. A loss that takes `key` or
-    `extra` has keys or statistics for each microbatch. For such a loss the microbatches stay as they are, and only
-    shards and dummy microbatches vary; the next `extra` must agree as well.
+    one, each on every number of shards that divides it. Then with a padding row in every microbatch; with as many
+    padding microbatches as real ones, also so that one of two shards holds only these; and with nothing but padding
+    rows, which must give 0. Everything is computed in float64, where a mistake stands out from rounding. A loss that
+    takes `key` or `extra` has keys or statistics for each microbatch. For such a loss the microbatches stay as they
+    are, and only shards and padding microbatches vary; the next `extra` must agree as well.
 
     The check sees only what the batch contains: use one with rows of different lengths or weights, and parameters that
     are not all 0. It does not see mistakes that are the same in every split, such as padding inside a row that has
@@ -75,7 +76,7 @@ def assert_partition_invariant(
       loss_fn: as for `make_train_step`.
       params: pytree of arrays; floats are cast to float64.
       batch: pytree of arrays that begin with axes M and B, or are scalars, with an attribute `num_sequences`, such as a
-        `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a dummy row.
+        `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a padding row.
       extra: for a loss that takes it; floats are cast to float64.
       seed: for a loss that takes `key`.
       num_shards: numbers of shards to try; None for all for which there are devices. Each split compiles.
@@ -104,9 +105,9 @@ def assert_partition_invariant(
       ...     print(split)
       microbatches × rows 1×2, shards 1
       microbatches × rows 2×1, shards 1
-      microbatches × rows 1×3, shards 1, dummy rows 1
-      microbatches × rows 2×2, shards 1, dummy rows 2
-      microbatches × rows 1×2, shards 1, dummy rows 2
+      microbatches × rows 1×3, shards 1, padding rows 1
+      microbatches × rows 2×2, shards 1, padding rows 2
+      microbatches × rows 1×2, shards 1, padding rows 2
       >>> def mean_loss(scale, microbatch):
       ...     loss_sum, weight_sum = loss_fn(scale, microbatch)
       ...     return loss_sum / weight_sum, jnp.ones(())
@@ -138,7 +139,7 @@ def assert_partition_invariant(
         _check_reference(expected)
         _warn_of_weights(loss_fn, state, whole)
         differences = {split: _differences(values_of(split, part), expected, rtol) for split, part in others}
-        no_rows = reference._replace(num_dummies=reference.num_microbatches * reference.rows)
+        no_rows = reference._replace(num_padding_rows=reference.num_microbatches * reference.rows)
         got = values_of(no_rows, jax.tree.map(_zeros_like, whole))
         nothing = {name: np.zeros_like(value) for name, value in expected.items()}
         differences[no_rows] = _differences(got, nothing, rtol)
@@ -146,7 +147,7 @@ def assert_partition_invariant(
     if differing:
         raise AssertionError(
             f"the step depends on how it is split: {len(differing)} of {len(differences)} splits differ from "
-            f"{reference} (or from 0, if all rows are dummies) by more than {rtol:g} relative\n"
+            f"{reference} (or from 0, if all are padding rows) by more than {rtol:g} relative\n"
             + list_first((f"  {split}: {list_first(found, '; ')}" for split, found in differing.items()), "\n")
             + f"\nlikely: {_likely_mistake(differing)}"
         )
@@ -250,7 +251,7 @@ def _splits(
             lambda leaf: leaf.reshape(number, num_rows // number, *leaf.shape[2:]) if leaf.ndim else leaf, batch
         )
 
-    def with_dummies(microbatches: int, rows: int) -> Any:
+    def with_padding(microbatches: int, rows: int) -> Any:
         added = [(0, microbatches), (0, rows)]
         return jax.tree.map(lambda leaf: _padded(leaf, added) if leaf.ndim else leaf, batch)
 
@@ -264,9 +265,9 @@ def _splits(
             if number % p == 0 and (number, p) != (numbers[0], 1):
                 yield Partition(number, num_rows // number, p), split_into(number)
     if not is_fixed:
-        yield Partition(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
+        yield Partition(num_microbatches, rows + 1, num_padding_rows=num_microbatches), with_padding(0, 1)
     for p in sorted({1, 2} & set(shards)) or [1]:
-        yield Partition(2 * num_microbatches, rows, p, num_rows), with_dummies(num_microbatches, 0)
+        yield Partition(2 * num_microbatches, rows, p, num_rows), with_padding(num_microbatches, 0)
 
 
 class _Difference(NamedTuple):
@@ -309,7 +310,7 @@ def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rt
 
 def _likely_mistake(differing: dict[Partition, list[_Difference]]) -> str:
     found = [one for differences in differing.values() for one in differences]
-    with_real_rows_only = [one for split, ones in differing.items() if not split.num_dummies for one in ones]
+    with_real_rows_only = [one for split, ones in differing.items() if not split.num_padding_rows for one in ones]
     if all(one.error < _ROUNDING for one in found):
         return "loss_fn computes in float32 or less inside, and this is its rounding; then give rtol=1e-5"
     if any(one.name == "weight_sum" for one in with_real_rows_only):
@@ -319,11 +320,11 @@ def _likely_mistake(differing: dict[Partition, list[_Difference]]) -> str:
         )
     if not all(np.isfinite(one.got) for one in found):
         return (
-            "loss_fn divides by what is 0 for dummy rows, such as a number of tokens, or takes a root or logarithm of "
-            "0; a weight of 0 does not undo that, least of all in the gradient"
+            "loss_fn divides by what is 0 for padding rows, such as a number of tokens, or takes a root or logarithm "
+            "of 0; a weight of 0 does not undo that, least of all in the gradient"
         )
     if not with_real_rows_only:
-        return "dummy rows count; multiply each loss by a weight that is 0 there, and return the sum of these weights"
+        return "padding rows count; multiply each loss by a weight that is 0 there, and return the sum of these weights"
     return (
         "the loss of a row depends on the rows beside it, as with normalisation over the batch; or a term that belongs "
         "to no row, such as weight decay, is added once a microbatch"

@@ -24,7 +24,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
     Args:
       plan: a plan of this package or of `torch_ref`; or a list with the `DistributedPlan` of every process; or a result
         of `batch_by_tokens` or `pack_samples`; or, from a loader or anything else, an iterable of arrays of sample ids,
-        −1 for a dummy row.
+        −1 for a padding row.
       num_samples: N: ids are 0 to N − 1. None: as many as came, plus those that the plan says it dropped; then missing
         last samples go unnoticed.
       dropped: integers, ids that must not come because they were left out on purpose. None: as many as the plan says it

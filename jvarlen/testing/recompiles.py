@@ -20,7 +20,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
     """Asserts that a function compiles nothing once it has seen its shapes, nor in between.
 
     It is called with every set of arguments, and then with every set again. Each call gets copies, because a function
-    may donate its arguments, as a compiled step donates its state. Calls of compiled buckets count in their ledger. For
+    may donate its arguments, as a compiled step donates its state. Calls of compiled buckets count in their report. For
     a whole loop of loader and step, pass a function without arguments, and `[()]` for its shapes.
 
     Args:

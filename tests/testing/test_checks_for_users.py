@@ -81,14 +81,14 @@ def decay_once_a_microbatch(params, microbatch):
     return loss_sum + jnp.sum(params["w"] ** 2), weight_sum
 
 
-def dummies_have_weight(params, microbatch):
+def padding_rows_have_weight(params, microbatch):
     weights = jnp.maximum(microbatch.weights, 0.1)
     return jnp.sum(losses_of(params, microbatch) * weights), jnp.sum(weights)
 
 
-def dummies_have_loss(params, microbatch):
-    is_dummy = microbatch.weights == 0
-    return jnp.sum(losses_of(params, microbatch) * (microbatch.weights + is_dummy)), jnp.sum(microbatch.weights)
+def padding_rows_have_loss(params, microbatch):
+    is_padding = microbatch.weights == 0
+    return jnp.sum(losses_of(params, microbatch) * (microbatch.weights + is_padding)), jnp.sum(microbatch.weights)
 
 
 def divides_by_the_tokens_of_a_row(params, microbatch):
@@ -146,16 +146,16 @@ def test_one_microbatch_is_split_into_its_rows():
             r"2×2, shards 1: weight_sum is 2, not 1 \(relative error 1\.0e\+00\); loss_sum",
             "the means of",
         ),
-        (safe_mean_of_means, r"4×2, shards 1, dummy rows 4: weight_sum is 4, not 1 ", "the means of"),
+        (safe_mean_of_means, r"4×2, shards 1, padding rows 4: weight_sum is 4, not 1 ", "the means of"),
         (normalised_over_the_batch, r"2×2, shards 1: gradient\['w'\]\[1\] is", "the rows beside it"),
         (decay_once_a_microbatch, r"4×1, shards 1: gradient\['w'\]\[1\] is .*; loss is", "once a microbatch"),
-        (dummies_have_weight, r"2×3, shards 1, dummy rows 2: weight_sum is 9\.2, not 9 ", "dummy rows count"),
-        (dummies_have_loss, r"4×2, shards 1, dummy rows 4: gradient\['b'\] is", "dummy rows count"),
-        (divides_by_the_tokens_of_a_row, r"3 of 5 .*dummy rows 2: .*loss is nan, not", "divides by what is 0"),
-        (root_whose_gradient_is_not_finite, r"2 of 5 .*dummy rows 2: gradient\['w'\]\[0\] is nan", "in the gradient"),
+        (padding_rows_have_weight, r"2×3, shards 1, padding rows 2: weight_sum is 9\.2, not 9 ", "padding rows count"),
+        (padding_rows_have_loss, r"4×2, shards 1, padding rows 4: gradient\['b'\] is", "padding rows count"),
+        (divides_by_the_tokens_of_a_row, r"3 of 5 .*padding rows 2: .*loss is nan, not", "divides by what is 0"),
+        (root_whose_gradient_is_not_finite, r"2 of 5 .*padding rows 2: gradient\['w'\]\[0\] is nan", "in the gradient"),
         (
             divides_by_the_sequences,
-            r"1 of 5 .*1×4, shards 1, dummy rows 4: .*loss is nan, not 0 ",
+            r"1 of 5 .*1×4, shards 1, padding rows 4: .*loss is nan, not 0 ",
             "divides by what",
         ),
         (in_float32, r"2×2, shards 1: .*loss_sum is .* \(relative error \d\.\de-0[678]\)", "give rtol=1e-5"),
