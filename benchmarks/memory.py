@@ -1,6 +1,6 @@
-"""Does a step hold what `memory_bill` says, on layouts of all kinds?
+"""Does a step hold what `estimate_memory` says, on layouts of all kinds?
 
-The built-in transformer, trained by AdamW on up to 8 CPU devices of one process: bytes by the bill, beside arguments
+The built-in transformer, trained by AdamW on up to 8 CPU devices of one process: estimated bytes, beside arguments
 and temporaries of the compiled program, for layouts, sizes of the model and buckets. Nothing is run. Run
 `python benchmarks/memory.py [--quick]`. Prints a table and writes it, with versions and hardware, to
 `benchmarks/results/`.
@@ -20,7 +20,7 @@ from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import Layout, init_state, layout_mesh, make_train_step, memory_bill
+from jvarlen.parallel import Layout, estimate_memory, init_state, layout_mesh, make_train_step
 
 
 class Case(NamedTuple):
@@ -85,16 +85,16 @@ QUICK = [Case(layout, length=16, width=16, num_layers=2) for layout in ("data2",
 
 
 class Held(NamedTuple):
-    """Bytes of a device: by the bill, and of the compiled program."""
+    """Bytes of a device: estimated, and of the compiled program."""
 
-    billed: int
+    estimated: int
     argument_bytes: int
     temp_bytes: int
 
     @property
     def ratio(self) -> float:
-        """Billed over compiled."""
-        return self.billed / (self.argument_bytes + self.temp_bytes)
+        """Estimated over compiled."""
+        return self.estimated / (self.argument_bytes + self.temp_bytes)
 
 
 def measure(case: Case) -> Held:
@@ -105,33 +105,34 @@ def measure(case: Case) -> Held:
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = stack_layers(init_params(config, seed=0)), layered(config)
     num_microbatches = case.of_shard * layout.data
-    bill = memory_bill(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
+    estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
     train_step = make_train_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
         train_step, state, BatchShapes([bucket], microbatches_per_step=num_microbatches, layout=mesh), progress=False
     )
     (row,) = step.ledger
-    return Held(bill.total, row.argument_bytes, row.temp_bytes)
+    return Held(estimate.total, row.argument_bytes, row.temp_bytes)
 
 
 def tables(cases: list[Case]) -> list[str]:
     held = {case: measure(case) for case in cases}
     ratios = [each.ratio for each in held.values()]
     return [
-        "Bytes of a step on one device: `memory_bill(…).total` before compiling, and arguments (state and batch) and "
-        "temporaries of the compiled program. Rows × positions of a microbatch; A microbatches a data shard.",
+        "Bytes of a step on one device: `estimate_memory(…).total` before compiling, and arguments (state and batch) "
+        "and temporaries of the compiled program. Rows × positions of a microbatch; A microbatches a data shard.",
         "",
-        f"Billed / compiled, over {len(held)} programs: {min(ratios):.3f} to {max(ratios):.3f}.",
+        f"Estimated / compiled, over {len(held)} programs: {min(ratios):.3f} to {max(ratios):.3f}.",
         "",
         *table(
-            "layout|bucket|A|width|layers|vocabulary|arguments, MiB|temporaries, MiB|billed, MiB|billed / compiled",
+            "layout|bucket|A|width|layers|vocabulary|arguments, MiB|temporaries, MiB|estimated, MiB|"
+            "estimated / compiled",
             [
                 [
                     f"`{case.layout}`",
                     f"{case.rows}×{case.length}",
                     *map(str, (case.of_shard, case.width, case.num_layers, case.vocab_size)),
-                    *(digits(num / 2**20) for num in (each.argument_bytes, each.temp_bytes, each.billed)),
+                    *(digits(num / 2**20) for num in (each.argument_bytes, each.temp_bytes, each.estimated)),
                     f"{each.ratio:.3f}",
                 ]
                 for case, each in held.items()
@@ -147,7 +148,7 @@ def main() -> None:
     if quick:
         os.environ["XLA_FLAGS"] = COMPILE_FAST
     split_cpu(8)
-    title = f"# Memory: billed and compiled, {datetime.date.today()}"
+    title = f"# Memory: estimated and compiled, {datetime.date.today()}"
     lines = tables(QUICK if quick else FULL)
     report("memory", [title, "", *lines, "", versions_and_hardware("jax", "optax")], write=not quick)
 

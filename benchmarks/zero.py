@@ -1,9 +1,9 @@
 """What does each ZeRO level save in memory, and what does it cost in communication and time?
 
 A perceptron of equal layers, trained by AdamW. On N devices of one process: bytes of state, of arguments and of
-temporaries, bytes sent by the bill, and seconds of a step; all levels take turns. ZeRO-3 with more and more layers: how
+temporaries, estimated bytes sent, and seconds of a step; all levels take turns. ZeRO-3 with more and more layers: how
 many of them are whole at a time. On several processes of one device each, in a network namespace: bytes over its
-loopback beside the bill, and the time of a step beside PyTorch's DistributedDataParallel and `fully_shard` on gloo;
+loopback beside the estimate, and the time of a step beside PyTorch's DistributedDataParallel and `fully_shard` on gloo;
 this part needs Linux, root, and the commands `unshare` and `ip`, and is left out without. Run
 `python benchmarks/zero.py [--quick]`. Prints tables and writes them, with versions and hardware, to
 `benchmarks/results/`.
@@ -77,16 +77,16 @@ def on_devices(form: Form) -> list[str]:
     each_a = (1, form.many_microbatches)
     memory, others = [], []
     for zero in form.levels:
-        billed = zero_jax.bill_memory(form.on_devices, zero, NUM_DEVICES)
-        of_state = billed.params + billed.opt_state
+        estimated = zero_jax.estimate(form.on_devices, zero, NUM_DEVICES)
+        of_state = estimated.params + estimated.opt_state
         numbers = [compiled[Case(zero, 1)].state_bytes, of_state, told[Case(zero, 1)].argument_bytes]
-        numbers += [billed.total - of_state, *(told[Case(zero, num)].temp_bytes for num in each_a)]
+        numbers += [estimated.total - of_state, *(told[Case(zero, num)].temp_bytes for num in each_a)]
         memory.append([f"zero{zero}", *map(mib, numbers)])
         others.append([f"zero{zero}"])
         for num in each_a:
             case, first = Case(zero, num), Case(0, num)
             others[-1] += [
-                f"{compiled[case].bill.wire_bytes / compiled[first].bill.wire_bytes:.2f}",
+                f"{compiled[case].traffic.wire_bytes / compiled[first].traffic.wire_bytes:.2f}",
                 digits(1e3 * seconds[case]),
                 digits(seconds[case] / seconds[first]),
             ]
@@ -96,18 +96,18 @@ def on_devices(form: Form) -> list[str]:
         "",
         f"{NUM_DEVICES} devices of one process, which share the cores; {num_layers} layers of {width} × {width}, "
         f"{mib(num_layers * form.on_devices.layer_bytes)} MiB of parameters; {num_rows} rows a microbatch, A "
-        "microbatches a shard. MiB of a device: state is counted in the shards of parameters and optimizer, and billed "
-        "by `memory_bill`; arguments, which are state and batch, and temporaries are those of the compiled program.",
+        "microbatches a shard. MiB of a device: state is counted in the shards of parameters and optimizer, and by "
+        "`estimate_memory`; arguments, which are state and batch, and temporaries are those of the compiled program.",
         "",
         *table(
-            "level|state|state, billed|arguments|temporaries, billed|"
+            "level|state|state, estimated|arguments|temporaries, estimated|"
             + "|".join(f"temporaries, A = {num}" for num in each_a),
             memory,
         ),
         "",
         "## Bytes and time",
         "",
-        "Of the same steps: bytes that a device sends, by `communication_bill`, and seconds, as medians of "
+        "Of the same steps: bytes that a device sends, by `estimate_communication`, and seconds, as medians of "
         f"{form.num_timed} steps. Ratios are to zero0 with as many microbatches.",
         "",
         *table(
@@ -150,7 +150,7 @@ def by_layers(form: Form) -> list[str]:
 
 
 def on_processes(form: Form, **environment: str) -> list[str]:
-    """What processes send, by the bill and counted, and the steps of two of them beside PyTorch's."""
+    """What processes send, estimated and counted, and the steps of two of them beside PyTorch's."""
     sizes = form.on_processes
     num_layers, width, num_rows = sizes
     counted, ways = [], []
@@ -164,9 +164,9 @@ def on_processes(form: Form, **environment: str) -> list[str]:
                 f"{num_processes}",
                 f"zero{case.zero}",
                 f"{case.num_microbatches}",
-                f"{one['billed']:,}",
+                f"{one['estimated']:,}",
                 f"{one['counted']:,.0f}",
-                f"{one['counted'] / one['billed']:.4f}",
+                f"{one['counted'] / one['estimated']:.4f}",
                 f"{one['counted'] / one['by gloo']:.4f}",
             ]
             for case, one in found.items()
@@ -181,11 +181,13 @@ def on_processes(form: Form, **environment: str) -> list[str]:
         "",
         f"Processes on one machine, over the loopback, which is not limited; {num_layers} layers of {width} × {width}, "
         f"{mib(num_layers * sizes.layer_bytes)} MiB of parameters. Bytes that all processes send in a step, headers "
-        "included where they are counted. The bill counts rings. gloo's reduce-scatter halves and doubles: on two "
+        "included where they are counted. The estimate counts rings. gloo's reduce-scatter halves and doubles: on two "
         "processes it sends what a ring does; on four it then exchanges chunks that are not where they belong, half of "
         "the array in all.",
         "",
-        *table("processes|level|A|billed|counted|counted / billed|counted / billed with gloo's exchange", counted),
+        *table(
+            "processes|level|A|estimated|counted|counted / estimated|counted / estimated with gloo's exchange", counted
+        ),
         "",
         "## Two processes, beside PyTorch",
         "",

@@ -97,7 +97,7 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
 def draw_layouts() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of layouts. What JAX keeps for the backward pass depends on its version."""
     names = _run_guide("layouts.md")
-    yield "layouts-memory", draw_memory(names["bills"])
+    yield "layouts-memory", draw_memory(names["estimates"])
     yield "layouts-stages", names["svg"]
 
 

@@ -95,7 +95,7 @@ def test_the_lines_of_the_parallel_guide_run(capsys):
     for script in blocks("parallel.md", "python"):
         if "torch_ref" not in script:  # for torchrun
             exec(script, names)
-    assert names["bill"].wire_bytes > 0
+    assert names["estimate"].wire_bytes > 0
     assert "all-gather" in capsys.readouterr().out
 
 
@@ -160,7 +160,7 @@ def test_the_guide_to_collectives_prints_what_it_shows(capsys):
 def test_the_guide_to_layouts_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("layouts.md", capsys)
     assert len(names["expected"]) == names["plan"].num_steps
-    for name, svg in (("layouts-memory", draw_memory(names["bills"])), ("layouts-stages", names["svg"])):
+    for name, svg in (("layouts-memory", draw_memory(names["estimates"])), ("layouts-stages", names["svg"])):
         drawn, saved = (  # but for the bytes of activations, which depend on the version of JAX
             [word for word in re.findall(r"<text[^>]*>([^<]+)<", text) if not re.fullmatch(r"[ \d.,]+", word)]
             for text in (svg, (DOCS / "pictures" / f"{name}.svg").read_text())

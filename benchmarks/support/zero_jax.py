@@ -28,14 +28,14 @@ from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
     Layout,
-    communication_bill,
+    estimate_communication,
+    estimate_memory,
     init_state,
     layout_mesh,
     make_train_step,
-    memory_bill,
 )
-from jvarlen.parallel.bill import CommunicationBill
-from jvarlen.parallel.memory import MemoryBill
+from jvarlen.parallel.communication import CommunicationEstimate
+from jvarlen.parallel.memory import MemoryEstimate
 
 __all__ = ["Case", "Compiled", "Sizes", "compile_step", "medians_in_turn", "stepping"]
 
@@ -72,7 +72,7 @@ class Compiled(NamedTuple):
     step: CompiledBuckets
     state: Any
     batch: Any
-    bill: CommunicationBill
+    traffic: CommunicationEstimate
     state_bytes: int
 
 
@@ -85,10 +85,10 @@ def batch_spec(bucket: tuple[int, ...], num_microbatches: int) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct((num_microbatches, *bucket), jnp.float32)
 
 
-def bill_memory(sizes: Sizes, zero: int, num_shards: int) -> MemoryBill:
+def estimate(sizes: Sizes, zero: int, num_shards: int) -> MemoryEstimate:
     """What the step of one microbatch a shard holds."""
     layout, bucket = Layout(data=num_shards, zero=zero), (sizes.rows, sizes.width)
-    return memory_bill(layout, make_params(sizes), optax.adamw(1e-4), bucket, model=MODEL, batch_spec=batch_spec)
+    return estimate_memory(layout, make_params(sizes), optax.adamw(1e-4), bucket, model=MODEL, batch_spec=batch_spec)
 
 
 def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
@@ -109,7 +109,7 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     x = np.ones((num_shards * case.num_microbatches, *bucket), np.float32)
     batch = jax.make_array_from_callback(x.shape, batch_shardings(x, mesh), lambda index: x[index])
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    return Compiled(step, state, batch, communication_bill(step, bucket), held)
+    return Compiled(step, state, batch, estimate_communication(step, bucket), held)
 
 
 def medians_in_turn(calls: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
@@ -145,7 +145,7 @@ def count(sizes: Sizes, cases: Sequence[Case], num_counted: int, num_timed: int)
       num_timed: steps that are timed, those of all cases in turn.
 
     Returns:
-      For each case, bytes that all processes send in a step, "billed", "by gloo" with what it exchanges besides, and
+      For each case, bytes that all processes send in a step, "estimated", "by gloo" with what it exchanges besides, and
       "counted"; "state" bytes of a process, and median "seconds" of a step on process 0, None if none were timed.
     """
     found = []
@@ -157,8 +157,8 @@ def count(sizes: Sizes, cases: Sequence[Case], num_counted: int, num_timed: int)
         quiet, sent = (_sent_by_all(step, times) for times in (0, num_counted))
         found.append(
             {
-                "billed": jax.device_count() * compiled.bill.wire_bytes,
-                "by gloo": jax.device_count() * compiled.bill.wire_bytes + _exchanged_by_gloo(compiled.bill),
+                "estimated": jax.device_count() * compiled.traffic.wire_bytes,
+                "by gloo": jax.device_count() * compiled.traffic.wire_bytes + _exchanged_by_gloo(compiled.traffic),
                 "counted": (sent - quiet) / num_counted,
                 "state": compiled.state_bytes,
                 "seconds": None,
@@ -171,7 +171,7 @@ def count(sizes: Sizes, cases: Sequence[Case], num_counted: int, num_timed: int)
     return found
 
 
-def _exchanged_by_gloo(bill: CommunicationBill) -> int:
+def _exchanged_by_gloo(traffic: CommunicationEstimate) -> int:
     """What gloo sends in reduce-scatters beyond a ring, in all, where the number of processes is a power of two.
 
     It halves and doubles, after which device d has the chunk whose number in binary is that of d reversed, and sends it
@@ -180,7 +180,7 @@ def _exchanged_by_gloo(bill: CommunicationBill) -> int:
     num = jax.device_count()
     num_bits = num.bit_length() - 1
     moved = sum(int(f"{d:0{num_bits}b}"[::-1], 2) != d for d in range(num))
-    return sum(row.num_bytes for row in bill if row.kind == "reduce-scatter") * moved // num
+    return sum(row.num_bytes for row in traffic if row.kind == "reduce-scatter") * moved // num
 
 
 def _sent_by_all(step: Callable[[], None], times: int) -> int:

@@ -5,7 +5,7 @@
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
-- `bill`: what a compiled step communicates.
+- `communication`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `context`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
@@ -24,7 +24,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import layout_mesh
-    from jvarlen.parallel.bill import communication_bill
+    from jvarlen.parallel.communication import estimate_communication
     from jvarlen.parallel.context import (
         attend_over_axis,
         context_positions,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         unspread_rows,
     )
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-    from jvarlen.parallel.memory import memory_bill
+    from jvarlen.parallel.memory import estimate_memory
     from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
@@ -66,9 +66,10 @@ __all__ = [
     "attend_over_axis",
     "check_tensor_divides",
     "column_linear",
-    "communication_bill",
     "context_positions",
     "enter_tensor_parallel",
+    "estimate_communication",
+    "estimate_memory",
     "gather_params",
     "init_state",
     "layered_loss_fn",
@@ -77,7 +78,6 @@ __all__ = [
     "make_eval_step",
     "make_schedule",
     "make_train_step",
-    "memory_bill",
     "merge_params",
     "partition_specs",
     "portable_form",
@@ -97,9 +97,9 @@ __all__ = [
 _NAMES_OF = {
     "distributed.layout": ("Layout",),
     "distributed.mesh": ("layout_mesh",),
-    "parallel.bill": ("communication_bill",),
+    "parallel.communication": ("estimate_communication",),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
-    "parallel.memory": ("memory_bill",),
+    "parallel.memory": ("estimate_memory",),
     "parallel.portable": ("portable_form",),
     "parallel.schedules": ("Schedule", "Timeline", "make_schedule"),
     "parallel.context": (

@@ -27,7 +27,7 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = [
-    "BufferSlots", "MemoryBill", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "memory_bill",
+    "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "estimate_memory",
     "state_bytes", "temporary_bytes",
 ]  # fmt: skip
 
@@ -36,7 +36,7 @@ __all__ = [
 _MARGIN, _MARGIN_AGAIN, _MARGIN_OF_ONE = 1.12, 1.28, 1.3
 
 
-class MemoryBill(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """The memory of a step on the fullest device, in bytes; `str` is a table.
 
     Attributes:
@@ -79,7 +79,7 @@ class MemoryBill(NamedTuple):
         return text_table([["held by a device", "bytes"], *rows, ["total", f"{self.total:,}"]])
 
 
-def memory_bill(
+def estimate_memory(
     layout: Layout,
     params: Any,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
@@ -90,7 +90,7 @@ def memory_bill(
     batch_spec: Any = token_batch_spec,
     accumulate: Accumulate | None = None,
     microbatches_per_step: int | None = None,
-) -> MemoryBill:
+) -> MemoryEstimate:
     """The memory of a step without token slices on a device, for a layout that need not fit this machine.
 
     Nothing is computed or compiled: shapes are enough. The state is counted exactly. Temporary memory is the peak of a
@@ -110,7 +110,7 @@ def memory_bill(
         data shard, and at least two.
 
     Returns:
-      The bill.
+      The estimate.
 
     Raises:
       ValueError: a layout that is not supported, or not for this model or these parameters; a bucket or a number of
@@ -118,7 +118,7 @@ def memory_bill(
 
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), np.float32)}
-      >>> print(memory_bill(Layout(data=4, zero=2), params, optax.adam(1e-3)))
+      >>> print(estimate_memory(Layout(data=4, zero=2), params, optax.adam(1e-3)))
       held by a device       bytes
       params            16,777,216
       grads              4,194,304
@@ -134,7 +134,7 @@ def memory_bill(
     params = shapes_on(layout, params, model)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
     held = state_bytes(layout, state, model, accumulate)
-    bill = MemoryBill(
+    estimate = MemoryEstimate(
         params=held.params,
         grads=held.grads,
         accumulation=held.accumulated - held.grads,
@@ -144,7 +144,7 @@ def memory_bill(
         workspace=None,
     )
     if model is None or bucket is None:
-        return bill
+        return estimate
     has_stages = layout.stage > 1
     num_layers = num_layers_of(params) // (layout.stage * layout.virtual) if has_stages else None
     one = OneMicrobatch(model, layout, params, extra, bucket, batch_spec, num_layers)
@@ -163,11 +163,11 @@ def memory_bill(
         **of_chunk,
     )
     others = math.ceil(temporary) - held.accumulated
-    gathered = min(bill.gathered, others)
+    gathered = min(estimate.gathered, others)
     of_buffers = int(buffer_bytes(arrays, slots, **of_chunk)) if has_stages else 0
     activations = min(one.residual_bytes() + of_buffers, others - gathered)
     workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
-    return bill._replace(gathered=gathered, activations=activations, workspace=workspace)
+    return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
 
 
 def _microbatches_of_shard(layout: Layout, microbatches_per_step: int | None, *, is_spread: bool) -> int:

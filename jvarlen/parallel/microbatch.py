@@ -83,12 +83,12 @@ class OneMicrobatch:
     """A microbatch of a bucket on one device of a layout, to be traced.
 
     Args:
-      model: as for `memory_bill`.
+      model: as for `estimate_memory`.
       layout: binds "tensor" and "context", and tells what is kept.
       params: shapes of the whole parameters, split for "tensor".
       extra: as for `init_state`.
       bucket: of the microbatch.
-      batch_spec: as for `memory_bill`.
+      batch_spec: as for `estimate_memory`.
       num_layers: how many layers are run; None: all.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jvarlen._common.checks import UserError
-from jvarlen.parallel.memory import MemoryBill
+from jvarlen.parallel.memory import MemoryEstimate
 from jvarlen.parallel.schedules import Timeline
 from jvarlen.reports.figures import COLOURS, colour_of, drawing_settings, format_ticks, new_figure, to_svg
 
@@ -83,7 +83,7 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
             axis.text(middle, s, label, ha="center", va="center_baseline", fontsize=8)
 
 
-def draw_memory(estimates: Mapping[str, MemoryBill]) -> str:
+def draw_memory(estimates: Mapping[str, MemoryEstimate]) -> str:
     """Bars of the parts of memory estimates, one below the other.
 
     Args:
@@ -96,7 +96,7 @@ def draw_memory(estimates: Mapping[str, MemoryBill]) -> str:
       ValueError: there are no estimates.
 
     Example:
-      >>> draw_memory({"data4": MemoryBill(2**20, 2**20, 0, 2**21, 0, None)})[:4]
+      >>> draw_memory({"data4": MemoryEstimate(2**20, 2**20, 0, 2**21, 0, None)})[:4]
       '<svg'
     """
     if not estimates:
@@ -106,7 +106,7 @@ def draw_memory(estimates: Mapping[str, MemoryBill]) -> str:
         figure.set_size_inches(_WIDTH, _BESIDE_LAYOUTS + _LAYOUT * len(estimates))
         names = list(estimates)
         left = [0.0] * len(names)
-        for place, part in enumerate(MemoryBill._fields):
+        for place, part in enumerate(MemoryEstimate._fields):
             sizes = [(getattr(each, part) or 0) / _MIB for each in estimates.values()]
             if any(sizes):
                 axis.barh(names, sizes, left=left, height=0.62, color=colour_of(place), alpha=0.75, label=part)

@@ -43,7 +43,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, is_run_dir, saved_settings
 from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
-from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_bills, when_compiled
+from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_estimates, when_compiled
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
 from jvarlen.runs.task import Task
 from jvarlen.runs.trackers import Tracker, open_trackers
@@ -157,7 +157,7 @@ def dry_run(config: FitConfig) -> None:
     """
     config, mesh = _launched(config, None, None)
     with remembered_interrupts():
-        show_bills(prepare(config, Task(), None, mesh))
+        show_estimates(prepare(config, Task(), None, mesh))
 
 
 def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple[FitConfig, Mesh | None]:

@@ -22,8 +22,8 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings, layout_mesh
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
-from jvarlen.parallel.bill import communication_bill
-from jvarlen.parallel.memory import memory_bill
+from jvarlen.parallel.communication import estimate_communication
+from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.parallel.train import check_bucket
 from jvarlen.planning.lengths import DataSource
@@ -38,7 +38,7 @@ from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster
 
-__all__ = ["Prepared", "mesh_for", "prepare", "say", "show_bills", "when_compiled"]
+__all__ = ["Prepared", "mesh_for", "prepare", "say", "show_estimates", "when_compiled"]
 
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
@@ -180,14 +180,14 @@ def mesh_for(layout: Layout, mesh: Mesh | None) -> Mesh | None:
     return layout_mesh(layout, mesh.devices.flatten().tolist())
 
 
-def show_bills(prepared: Prepared) -> None:
+def show_estimates(prepared: Prepared) -> None:
     """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
     config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
     bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = config.layout or Layout(data=1 if mesh is None else mesh.devices.size)
     batch_spec = prepared.batch_spec()
     model, params = stack_for(layout, task.loss_fn, task.params)
-    memory = memory_bill(
+    memory = estimate_memory(
         layout,
         params,
         course.optimizer,
@@ -213,7 +213,7 @@ def show_bills(prepared: Prepared) -> None:
         progress=config.progress,
         options=dataclasses.replace(config.compile, when="ahead"),
     )
-    say("Communication of this step", str(communication_bill(compiled, bucket)))
+    say("Communication of this step", str(estimate_communication(compiled, bucket)))
 
 
 def say(title: str, *texts: str) -> None:

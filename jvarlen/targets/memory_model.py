@@ -1,4 +1,4 @@
-"""Memory of a step on a device, for all buckets on many layouts at once: `memory_bill`, interpolated.
+"""Memory of a step on a device, for all buckets on many layouts at once: `estimate_memory`, interpolated.
 
 A microbatch is traced at a few sizes; each of its arrays grows as a product of powers of rows, length, devices and
 layers. Letters: C layouts, K buckets, L layers, S stages, V chunks, U different rows of a table, N arrays.
@@ -25,7 +25,7 @@ from jvarlen.parallel.memory import (
     StateBytes,
     batch_bytes,
     buffer_slots,
-    memory_bill,
+    estimate_memory,
     state_bytes,
     temporary_bytes,
 )
@@ -78,11 +78,11 @@ class MemoryModel:
     """Bytes of a training step on a device.
 
     Args:
-      model: as for `memory_bill`.
-      params: pytree of arrays or shapes, as for `memory_bill`.
+      model: as for `estimate_memory`.
+      params: pytree of arrays or shapes, as for `estimate_memory`.
       optimizer: any Optax optimizer.
       buckets: K shapes of microbatches.
-      batch_spec: as for `memory_bill`.
+      batch_spec: as for `estimate_memory`.
       extra: as for `init_state`.
     """
 
@@ -109,7 +109,7 @@ class MemoryModel:
         self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
 
     def memory_bytes(self, table: LayoutTable, microbatches_per_step: int) -> Float64[np.ndarray, "C K"]:
-        """Memory of a step of each bucket on a device of each layout: `memory_bill(…).total`.
+        """Memory of a step of each bucket on a device of each layout: `estimate_memory(…).total`.
 
         Args:
           table: C layouts. Where one cannot take a bucket, the value means nothing.
@@ -174,7 +174,7 @@ class MemoryModel:
         Returns:
           Bytes.
         """
-        bill = memory_bill(
+        estimate = estimate_memory(
             layout,
             self._params,
             self._optimizer,
@@ -184,7 +184,7 @@ class MemoryModel:
             batch_spec=self._batch_spec,
             microbatches_per_step=microbatches_per_step,
         )
-        return bill.total
+        return estimate.total
 
     def _state_of(self, table: LayoutTable) -> StateBytes:
         """Of each layout."""

@@ -15,7 +15,7 @@ from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Layout,
     attend_over_axis,
-    communication_bill,
+    estimate_communication,
     init_state,
     layered_loss_fn,
     layout_mesh,
@@ -87,7 +87,7 @@ def traffic_of(text, bucket):
     compiled = compile_buckets(
         step, state, BatchShapes([bucket], microbatches_per_step=4, layout=on["mesh"]), progress=False
     )
-    return {(row.kind, row.axes): row for row in communication_bill(compiled, bucket)}
+    return {(row.kind, row.axes): row for row in estimate_communication(compiled, bucket)}
 
 
 def test_short_buckets_communicate_as_data_parallel_ones_do():

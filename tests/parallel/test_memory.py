@@ -1,4 +1,4 @@
-"""The bill of memory against the tables of the papers, the shards of real states and compiled programs."""
+"""The estimate of memory against the tables of the papers, the shards of real states and compiled programs."""
 
 import math
 
@@ -12,7 +12,7 @@ from jvarlen import Bucket, compile_buckets, init_train_state, make_train_step, 
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
-from jvarlen.parallel import LayeredParams, Layout, init_state, memory_bill
+from jvarlen.parallel import LayeredParams, Layout, estimate_memory, init_state
 from jvarlen.parallel import make_train_step as make_layout_step
 
 BIG = LayeredParams({}, {"k": jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)})
@@ -24,21 +24,21 @@ MODEL = TransformerConfig(num_layers=4, width=128, num_heads=2)
 def test_the_papers_table(n):
     """Rajbhandari et al. 2020, figure 1: bytes a parameter with bfloat16 parameters and gradients, and Adam."""
     optimizer = with_float32_master(optax.adam(1e-3))
-    bills = [memory_bill(Layout(data=n, zero=zero), BIG, optimizer) for zero in range(4)]
+    estimates = [estimate_memory(Layout(data=n, zero=zero), BIG, optimizer) for zero in range(4)]
     count = 4  # bytes of Adam's counter
-    assert [bill.state_bytes - count for bill in bills] == [
+    assert [estimate.state_bytes - count for estimate in estimates] == [
         16 * P,
         4 * P + 12 * P // n,
         2 * P + 14 * P // n,
         16 * P // n,
     ]
-    assert [bill.accumulation for bill in bills] == [2 * P, 2 * P, 2 * P // n, 2 * P // n]
-    without_grads = [bill.params + bill.opt_state - count for bill in bills]
+    assert [estimate.accumulation for estimate in estimates] == [2 * P, 2 * P, 2 * P // n, 2 * P // n]
+    without_grads = [estimate.params + estimate.opt_state - count for estimate in estimates]
     assert without_grads == [14 * P, 2 * P + 12 * P // n, 2 * P + 12 * P // n, 14 * P // n]
-    whole = [memory_bill(Layout(data=n, zero=zero), BIG, optimizer, accumulate="whole") for zero in (1, 2, 3)]
-    assert whole[0] == whole[1] == bills[1]
-    assert whole[2] == bills[3]._replace(grads=2 * P, accumulation=2 * P)
-    assert bills[3].gathered == 6 * P // 4  # a layer in bfloat16, and its gradient in float32
+    whole = [estimate_memory(Layout(data=n, zero=zero), BIG, optimizer, accumulate="whole") for zero in (1, 2, 3)]
+    assert whole[0] == whole[1] == estimates[1]
+    assert whole[2] == estimates[3]._replace(grads=2 * P, accumulation=2 * P)
+    assert estimates[3].gathered == 6 * P // 4  # a layer in bfloat16, and its gradient in float32
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_the_papers_table(n):
         ("data1.stage4.remat_none", (2, 64), 4),
     ],
 )
-def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches):
+def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbatches):
     layout = Layout.parse(text)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = stack_layers(init_params(MODEL, seed=0)), layered(MODEL)
     num_microbatches *= layout.data
-    bill = memory_bill(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
+    estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert bill.params + bill.opt_state == on_first
+    assert estimate.params + estimate.opt_state == on_first
     train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
         train_step,
@@ -71,7 +71,7 @@ def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches
     rows, length = bucket
     batch_bytes = num_microbatches // layout.data * (rows * length * 8 + rows * 4)
     assert row.argument_bytes == on_first + batch_bytes
-    assert 1 <= bill.total / (row.argument_bytes + row.temp_bytes) <= 1.15
+    assert 1 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.15
 
 
 def test_activations_are_those_of_the_backward_pass():
@@ -82,7 +82,7 @@ def test_activations_are_those_of_the_backward_pass():
         return jnp.sum(jnp.sin(x)), jnp.float32(1)
 
     params = jax.ShapeDtypeStruct((8, 16), np.float32)
-    bill = memory_bill(
+    estimate = estimate_memory(
         Layout(data=1),
         params,
         optax.sgd(1.0),
@@ -90,14 +90,14 @@ def test_activations_are_those_of_the_backward_pass():
         model=loss_fn,
         batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), np.float32),
     )
-    assert bill.activations == 4 * 16 * 4  # the cosine; the microbatch is an argument
-    assert memory_bill(Layout(data=1), params, optax.sgd(1.0)).activations is None
-    fullest = 8 * 16 * 4 + bill.activations + 4  # the gradient, the cosine and the sum
-    assert bill.total == 2 * 8 * 16 * 4 + math.ceil(1.12 * fullest) + 2 * 4 * 8 * 4  # two microbatches
+    assert estimate.activations == 4 * 16 * 4  # the cosine; the microbatch is an argument
+    assert estimate_memory(Layout(data=1), params, optax.sgd(1.0)).activations is None
+    fullest = 8 * 16 * 4 + estimate.activations + 4  # the gradient, the cosine and the sum
+    assert estimate.total == 2 * 8 * 16 * 4 + math.ceil(1.12 * fullest) + 2 * 4 * 8 * 4  # two microbatches
 
 
 def test_the_table_tells_each_part():
-    text = str(memory_bill(Layout(data=4, zero=2), {"w": np.zeros((64, 64), np.float32)}, optax.sgd(1.0)))
+    text = str(estimate_memory(Layout(data=4, zero=2), {"w": np.zeros((64, 64), np.float32)}, optax.sgd(1.0)))
     assert [line.split() for line in text.splitlines()[1:]] == [
         ["params", "16,384"], ["grads", "4,096"], ["accumulation", "0"], ["opt_state", "0"], ["gathered", "16,384"],
         ["total", "36,864"],
@@ -107,11 +107,11 @@ def test_the_table_tells_each_part():
 def test_what_a_layout_cannot_train_is_refused():
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
     with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
-        memory_bill(Layout(data=4, zero=3), params, optax.sgd(1.0))
+        estimate_memory(Layout(data=4, zero=3), params, optax.sgd(1.0))
     with pytest.raises(ValueError, match="stage2 takes LayeredParams, not a dict"):
-        memory_bill(Layout(data=2, stage=2), params, optax.sgd(1.0))
+        estimate_memory(Layout(data=2, stage=2), params, optax.sgd(1.0))
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
-        memory_bill(Layout(data=4, zero=3), BIG, optax.sgd(1.0), model=make_loss_fn(MODEL))
+        estimate_memory(Layout(data=4, zero=3), BIG, optax.sgd(1.0), model=make_loss_fn(MODEL))
 
 
 def test_kept_residuals_are_counted_for_each_slot():
@@ -120,11 +120,11 @@ def test_kept_residuals_are_counted_for_each_slot():
     def activations(num_microbatches, remat, schedule="eager_1f1b"):
         layout = Layout(data=1, stage=4, schedule=schedule, remat=remat)
         of_step = {"microbatches_per_step": num_microbatches}
-        return memory_bill(layout, params, optimizer, (2, 32), model=model, **of_step).activations
+        return estimate_memory(layout, params, optimizer, (2, 32), model=model, **of_step).activations
 
     assert activations(8, "full") == activations(32, "full") < activations(8, "none")
     more = activations(32, "none", "gpipe") - activations(8, "none", "gpipe")
-    per_layer = memory_bill(Layout(data=1), params, optimizer, (2, 32), model=model).activations / 4
+    per_layer = estimate_memory(Layout(data=1), params, optimizer, (2, 32), model=model).activations / 4
     assert 0.5 < more / (24 * per_layer) < 1.5
 
 
@@ -140,15 +140,15 @@ def test_layers_that_are_run_again_hold_their_inputs():
             train_step, state, BatchShapes([Bucket(8, 32)], microbatches_per_step=2, layout=mesh)
         ).ledger
         temp_bytes[text] = row.temp_bytes
-    bills = [
-        memory_bill(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes
+    estimates = [
+        estimate_memory(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes
     ]
-    assert bills[1] < bills[0] / 3
-    assert temp_bytes["data2.remat_full"] < temp_bytes["data2"] - (bills[0] - bills[1]) / 2
+    assert estimates[1] < estimates[0] / 3
+    assert temp_bytes["data2.remat_full"] < temp_bytes["data2"] - (estimates[0] - estimates[1]) / 2
 
 
 def test_masks_of_dropout_are_counted():
-    """The state of a run has a key, whether or not the bill is given one."""
+    """The state of a run has a key, whether or not the estimate is given one."""
 
     def loss_fn(params, microbatch, key):
         kept = jax.random.bernoulli(key, 0.5, (64, 64))
@@ -158,8 +158,10 @@ def test_masks_of_dropout_are_counted():
         return jnp.sum(params["w"] ** 2), jnp.float32(1)
 
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
-    bills = [memory_bill(Layout(data=1), params, optax.sgd(1.0), (1, 8), model=each) for each in (loss_fn, without)]
-    assert bills[0].activations >= bills[1].activations + 64 * 64
+    estimates = [
+        estimate_memory(Layout(data=1), params, optax.sgd(1.0), (1, 8), model=each) for each in (loss_fn, without)
+    ]
+    assert estimates[0].activations >= estimates[1].activations + 64 * 64
 
 
 def in_bfloat16(tree):

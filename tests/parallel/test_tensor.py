@@ -17,7 +17,7 @@ from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
-from jvarlen.parallel.bill import communication_bill
+from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import (
     TensorSpec,
@@ -430,8 +430,8 @@ def trained(model, params, layout, **options):
             found.append((metrics.loss, metrics.grad_norm))
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(state)] == lies
     found.append(eval_step(state, batch)[1].loss)
-    bill = {(row.kind, *row.axes): row.times for row in communication_bill(step, plan.buckets[0])}
-    return np.hstack(found), gather_params(state, model=model, **on), state, bill
+    traffic = {(row.kind, *row.axes): row.times for row in estimate_communication(step, plan.buckets[0])}
+    return np.hstack(found), gather_params(state, model=model, **on), state, traffic
 
 
 @functools.cache
@@ -454,7 +454,7 @@ def test_training_composes_with_data_parallelism_and_zero(text):
     layout = Layout.parse(text)
     with jax.enable_x64(True):
         options = {"accumulate": "whole"} if whole else {}
-        found, params, state, bill = trained(layered(MODEL), of_the_whole_model(False)[0], layout, **options)
+        found, params, state, traffic = trained(layered(MODEL), of_the_whole_model(False)[0], layout, **options)
     expected, expected_params = trained_whole()
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     assert_equal_trees(params, expected_params, rtol=1e-11)  # AdamW divides small gradients by their own size
@@ -462,11 +462,11 @@ def test_training_composes_with_data_parallelism_and_zero(text):
     up = state.params.layers["up"]["kernel"][...].sharding.spec
     assert up == (P(None, "data", "tensor") if layout.zero == 3 else P(None, None, "tensor"))
     if text == "data2.tensor2":  # and two norms, of gradients and of updates
-        assert bill == {("all-reduce", "tensor"): num_microbatches * (4 * L + 4) + 2, ("all-reduce", "data"): 1}
+        assert traffic == {("all-reduce", "tensor"): num_microbatches * (4 * L + 4) + 2, ("all-reduce", "data"): 1}
     if layout.zero == 1:
         assert state.opt_state[1][0].mu.layers["up"]["kernel"][...].sharding.spec == P(None, "data", "tensor")
         # The head's update once more, because the optimizer gets it without what the vocabulary is padded with.
-        assert 0 <= bill["all-gather", "data"] - bill["reduce-scatter", "data"] <= 1
+        assert 0 <= traffic["all-gather", "data"] - traffic["reduce-scatter", "data"] <= 1
 
 
 # Logits and inputs of 131 tokens, which nothing divides.

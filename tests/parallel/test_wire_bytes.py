@@ -1,4 +1,4 @@
-"""What a bill says is what goes over the loopback of a network namespace."""
+"""What an estimate says is what goes over the loopback of a network namespace."""
 
 import importlib
 import itertools
@@ -20,7 +20,7 @@ def namespace(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_processes", "microbatches"), [(2, (1,)), (4, (2,))])
-def test_processes_send_what_the_bill_says(namespace, num_processes, microbatches):
+def test_processes_send_what_the_estimate_says(namespace, num_processes, microbatches):
     if not namespace.is_available():
         pytest.skip("no network namespace: needs root, unshare and ip")
     cases = list(itertools.product(range(4), microbatches))  # level, microbatches a shard
@@ -32,5 +32,5 @@ def test_processes_send_what_the_bill_says(namespace, num_processes, microbatche
     for case, sent in zip(cases, found, strict=True):
         assert sent["counted"] == pytest.approx(sent["by gloo"], rel=0.01), case
         # What a ring sends, but for reduce-scatters of 4 processes: gloo's send a sixth more.
-        assert sent["billed"] <= sent["by gloo"] < 7 / 6 * sent["billed"], case
-        assert (sent["by gloo"] == sent["billed"]) == (num_processes == 2 or case[0] == 0), case
+        assert sent["estimated"] <= sent["by gloo"] < 7 / 6 * sent["estimated"], case
+        assert (sent["by gloo"] == sent["estimated"]) == (num_processes == 2 or case[0] == 0), case

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jvarlen.parallel import make_schedule
-from jvarlen.parallel.memory import MemoryBill
+from jvarlen.parallel.memory import MemoryEstimate
 from jvarlen.reports.layout_figures import draw_memory, draw_timelines
 
 NUMBER = r"[\d.]+"
@@ -75,12 +75,12 @@ def test_any_unit_of_time_can_be_drawn(cost):
 
 def test_every_layout_is_a_row_with_its_total():
     estimates = {
-        "data4": MemoryBill(2**20, 2**20, 0, 2**21, 0, None),
-        "zero1": MemoryBill(2**20, 0, 0, 2**19, 0, 2**22),
+        "data4": MemoryEstimate(2**20, 2**20, 0, 2**21, 0, None),
+        "zero1": MemoryEstimate(2**20, 0, 0, 2**19, 0, 2**22),
     }
     found = words(draw_memory(estimates))
     assert {"data4", "zero1", " 4.0", " 5.5"} <= {*found}
-    assert [word for word in found if word in MemoryBill._fields] == ["params", "grads", "opt_state", "activations"]
+    assert [word for word in found if word in MemoryEstimate._fields] == ["params", "grads", "opt_state", "activations"]
 
 
 def test_no_estimates_are_refused():

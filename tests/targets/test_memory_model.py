@@ -1,4 +1,4 @@
-"""The bytes of many layouts at once are those of the bill."""
+"""The bytes of many layouts at once are those of the estimate."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ import optax
 from jvarlen import Bucket
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
-from jvarlen.parallel import Layout, memory_bill
+from jvarlen.parallel import Layout, estimate_memory
 from jvarlen.targets.layout_table import layout_table
 from jvarlen.targets.memory_model import MemoryModel
 
@@ -29,7 +29,7 @@ TEXTS = [
 ]
 
 
-def test_it_is_the_bill():
+def test_it_is_the_estimate():
     params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
     model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, TEXTS)]
     found = MemoryModel(model, params, optimizer, BUCKETS).memory_bytes(layout_table(layouts), M)
@@ -40,8 +40,8 @@ def test_it_is_the_bill():
         if M % layout.num_shards:
             continue
         k = i % len(BUCKETS)
-        bill = memory_bill(layout, params, optimizer, BUCKETS[k], model=model, microbatches_per_step=M)
-        assert 0.998 < found[i, k] / bill.total < 1.002, (layout, BUCKETS[k])
+        estimate = estimate_memory(layout, params, optimizer, BUCKETS[k], model=model, microbatches_per_step=M)
+        assert 0.998 < found[i, k] / estimate.total < 1.002, (layout, BUCKETS[k])
         compared += 1
     assert compared >= len(layouts) - 1
 
@@ -53,10 +53,10 @@ def test_a_loss_function_has_no_layers_and_lengths_between_those_traced_are_inte
     layouts = [Layout(data=1), Layout(data=4, zero=2)]
     found = model.memory_bytes(layout_table(layouts), M)
     for (i, layout), k in zip(enumerate(layouts), (1, 3), strict=True):  # 48 is not among the three that are traced
-        bill = memory_bill(
+        estimate = estimate_memory(
             layout, params, optax.sgd(1e-3), buckets[k], model=make_loss_fn(MODEL), microbatches_per_step=M
         )
-        assert 0.998 < found[i, k] / bill.total < (1.03 if k == 1 else 1.002)
+        assert 0.998 < found[i, k] / estimate.total < (1.03 if k == 1 else 1.002)
 
 
 def test_many_layouts_are_traced_once(monkeypatch):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jvarlen import CompileOptions, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collective, list_collectives
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout, communication_bill, init_state, layout_mesh
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, estimate_communication, init_state, layout_mesh
 from jvarlen.parallel.train import make_train_step
 
 NUM_LAYERS, WIDTH = 3, 64
@@ -23,7 +23,7 @@ NUM_BYTES = 4 * NUM_LAYERS * WIDTH * WIDTH  # of the parameters
 BUCKET = (2, WIDTH)
 
 
-def bill_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
+def estimate_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
     """Of a step with so many microbatches a shard."""
     layout = Layout(data=num_shards, zero=zero)
     mesh = layout_mesh(layout)
@@ -41,7 +41,7 @@ def bill_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
         progress=False,
         options=CompileOptions(cache_dir=None, **options),
     )
-    return communication_bill(compiled, BUCKET)
+    return estimate_communication(compiled, BUCKET)
 
 
 @pytest.mark.parametrize(
@@ -50,34 +50,34 @@ def bill_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
 )
 def test_a_level_sends_its_multiple_of_data_parallelism(zero, num_microbatches, times_of_data_parallelism):
     """Rajbhandari et al. 2020, section 7; with A microbatches a shard, (A + 1) / 2 at level 2, 3A / 2 at level 3."""
-    bill = bill_of(zero, 4, num_microbatches)
-    assert {row.axes for row in bill} == {("data",)}
+    estimate = estimate_of(zero, 4, num_microbatches)
+    assert {row.axes for row in estimate} == {("data",)}
     of_params = 2 * 3 * NUM_BYTES // 4  # of a ring of four
-    of_sums = bill.wire_bytes - times_of_data_parallelism * of_params
+    of_sums = estimate.wire_bytes - times_of_data_parallelism * of_params
     assert 0 < of_sums <= 64  # loss and weight
 
 
 @pytest.mark.parametrize(("zero", "times_of_data_parallelism"), [(2, 1.0), (3, 3.5)])
 def test_whole_gradients_are_reduced_once(zero, times_of_data_parallelism):
     """1 at level 2, and (2A + 1) / 2 at level 3, for A = 3."""
-    bill = bill_of(zero, 4, 3, accumulate="whole")
-    assert 0 < bill.wire_bytes - times_of_data_parallelism * 2 * 3 * NUM_BYTES // 4 <= 64
+    estimate = estimate_of(zero, 4, 3, accumulate="whole")
+    assert 0 < estimate.wire_bytes - times_of_data_parallelism * 2 * 3 * NUM_BYTES // 4 <= 64
 
 
-def test_the_rows_of_a_bill():
-    bill = bill_of(3, 2, 2)
-    rows = {row.kind: row for row in bill}
+def test_the_rows_of_an_estimate():
+    estimate = estimate_of(3, 2, 2)
+    rows = {row.kind: row for row in estimate}
     assert rows.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     # Forward and backward, in two microbatches.
     assert rows["all-gather"][2:] == (4 * NUM_LAYERS, 4 * NUM_BYTES, 4 * NUM_BYTES // 2)
     assert rows["reduce-scatter"][2:] == (2 * NUM_LAYERS, 2 * NUM_BYTES, 2 * NUM_BYTES // 2)
-    lines = str(bill).splitlines()
+    lines = str(estimate).splitlines()
     assert lines[0].split() == ["collective", "axes", "times", "a", "step", "bytes", "sent", "by", "a", "device"]
     assert any(line.split() == ["all-gather", "data", "12", "196,608", "98,304"] for line in lines), lines
 
 
 def test_gradient_buckets_send_what_one_reduction_does():
-    whole, buckets = bill_of(0, 4, 2), bill_of(0, 4, 2, grad_bucket_bytes=1, first_grad_bucket_bytes=1)
+    whole, buckets = estimate_of(0, 4, 2), estimate_of(0, 4, 2, grad_bucket_bytes=1, first_grad_bucket_bytes=1)
     assert whole.wire_bytes == buckets.wire_bytes
     assert [row.kind for row in buckets] == ["all-reduce"]
 

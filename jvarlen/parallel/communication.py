@@ -15,7 +15,7 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.hlo import Collective, groups_along, list_collectives
 from jvarlen.parallel.wire import wire_bytes
 
-__all__ = ["CommunicationBill", "Traffic", "communication_bill"]
+__all__ = ["CommunicationEstimate", "Traffic", "estimate_communication"]
 
 _AS_RING = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 
@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
     wire_bytes: int
 
 
-class CommunicationBill(tuple[Traffic, ...]):
+class CommunicationEstimate(tuple[Traffic, ...]):
     """What a step communicates, by kind of collective and mesh axes; `str` is a table."""
 
     @property
@@ -52,7 +52,7 @@ class CommunicationBill(tuple[Traffic, ...]):
         return text_table([header, *rows], align="<<>")
 
 
-def communication_bill(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationBill:
+def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationEstimate:
     """What a step of a bucket communicates, from the compiled program.
 
     Reductions and gathers are counted as rings, which send the fewest bytes; a backend may choose otherwise.
@@ -62,7 +62,7 @@ def communication_bill(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> Co
       bucket: one of its buckets.
 
     Returns:
-      The bill; empty on one device.
+      The estimate; empty on one device.
 
     Raises:
       ValueError: no such bucket; its program was read from a file and has no text; or a collective is in a loop of
@@ -83,7 +83,7 @@ def communication_bill(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> Co
             f"how often a step communicates is not known: {', '.join(unknown)} in a loop whose number of turns depends "
             "on values"
         )
-    return CommunicationBill(Traffic(*key, *numbers) for key, numbers in found.items())
+    return CommunicationEstimate(Traffic(*key, *numbers) for key, numbers in found.items())
 
 
 def _wire_bytes(each: Collective) -> int:
