@@ -25,8 +25,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import default_cache_dir, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
-from jvarlen.data.measure import measure_integers
-from jvarlen.data.shard_files import ShardsError
+from jvarlen.data.measure import ShardsError, measure_integers
 from jvarlen.data.split import sample_hash
 from jvarlen.data.tokens import Dataset
 from jvarlen.planning.lengths import DataSource

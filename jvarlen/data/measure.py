@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import io
 import itertools
+import json
 import os
 import reprlib
 from collections.abc import Callable, Mapping
@@ -18,15 +21,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first, list_offenders
+from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_workers import IsFloat, Words, Work, measure_ranges
-from jvarlen.data.shard_files import Check, ShardFiles, Values
 from jvarlen.planning.lengths import DataSource, check_lengths
 
-__all__ = ["known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
+__all__ = ["ShardFiles", "ShardsError", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
 
+Values = Int64[np.ndarray, " n"] | Float64[np.ndarray, " n"]
+Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
+
+_SHARDS_VERSION = 1
+_MANIFEST = "manifest.json"
+_SEAL_BYTES = hashlib.sha256().digest_size
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
@@ -88,8 +97,18 @@ def measure_lengths(
     """
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
-    where = _Where(num_workers, executor, executor_timeout_s)
-    return _measure(dataset, length_fn, _LENGTHS, where, progress, shards, shard_size, read_values)
+    return _measure(
+        dataset,
+        length_fn,
+        _LENGTHS,
+        num_workers=num_workers,
+        executor=executor,
+        executor_timeout_s=executor_timeout_s,
+        progress=progress,
+        shards=shards,
+        shard_size=shard_size,
+        read_values=read_values,
+    )
 
 
 def measure_difficulty(
@@ -128,47 +147,48 @@ def measure_difficulty(
       >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
       array([1.  , 0.25])
     """
-    where = _Where(num_workers, executor, executor_timeout_s)
-    return _measure(dataset, difficulty_fn, _DIFFICULTIES, where, progress, shards, shard_size)
+    return _measure(
+        dataset,
+        difficulty_fn,
+        _DIFFICULTIES,
+        num_workers=num_workers,
+        executor=executor,
+        executor_timeout_s=executor_timeout_s,
+        progress=progress,
+        shards=shards,
+        shard_size=shard_size,
+    )
+
+
+def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
+    """The attribute `lengths` of a dataset; if it has none, the lengths are measured, sample by sample.
+
+    Args:
+      dataset: random access to samples that have a `len()`.
+      progress: whether measuring shows a progress bar.
+
+    Returns:
+      int64[N], checked by `check_lengths`.
+
+    Raises:
+      ValueError: an empty dataset, or lengths below 1.
+      RuntimeError: a sample cannot be read; see `measure_lengths`.
+
+    Example:
+      >>> from jvarlen.data.tokens import TokenDataset
+      >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
+      array([2, 1])
+    """
+    if hasattr(dataset, "lengths"):
+        return check_lengths(dataset.lengths)
+    return measure_lengths(dataset, progress=progress)
 
 
 def measure_integers(
-    dataset: DataSource,
-    function: Callable[[Any], int],
-    name: str,
-    *,
-    num_workers: int = 0,
-    progress: bool = True,
-    shards: str | os.PathLike[str] | None = None,
-    shard_size: int = 65_536,
-    read_values: Callable[[range], list[int] | None] | None = None,
+    dataset: DataSource, function: Callable[[Any], int], name: str, **options: Any
 ) -> Int64[np.ndarray, " N"]:
-    """Measures any integer of every sample, zero and negative ones too; otherwise as `measure_lengths`.
-
-    Args:
-      dataset: has `len()` and integer indexing.
-      function: returns the integer of a sample.
-      name: the name of the quantity, in the plural.
-      num_workers: as in `measure_lengths`.
-      progress: likewise.
-      shards: likewise.
-      shard_size: likewise.
-      read_values: the integers of consecutive samples, read at once in place of `function`; None, also as its result,
-        where that is not possible.
-
-    Returns:
-      int64[N].
-    """
-    quantity = _Quantity(name, "integers that fit int64", is_integer, _unchecked)
-    return _measure(dataset, function, quantity, _Where(num_workers), progress, shards, shard_size, read_values)
-
-
-class _Where(NamedTuple):
-    """What measures; see `measure_lengths`."""
-
-    num_workers: int
-    executor: Executor | None = None
-    executor_timeout_s: float | None = None
+    """Measures any integer of every sample, zero and negative ones too; with the options of `_measure`."""
+    return _measure(dataset, function, _Quantity(name, "integers that fit int64", is_integer, _unchecked), **options)
 
 
 def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
@@ -178,7 +198,7 @@ def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
 
 
 class _Quantity(NamedTuple):
-    """A quantity to measure: its name, the check of one value, and the check of all values, which makes the result."""
+    """A quantity to measure; `check` takes all values and makes the result."""
 
     name: str
     wanted: str
@@ -193,8 +213,16 @@ class _Quantity(NamedTuple):
                 return np.fromiter(values, np.int64, len(values)), False
         if types == {float} and self.is_allowed(0.0):
             return np.fromiter(values, np.float64, len(values)).view(np.int64), True
-        numbers = list(map(_unwrap, values))
-        _refuse_records(numbers, samples)
+        # The Python numbers in NumPy scalars and 0-d arrays of any library.
+        numbers = [v.item() if getattr(v, "shape", None) == () and hasattr(v, "item") else v for v in values]
+        records = [number for number in numbers if isinstance(number, _Record)]
+        if records:
+            ids = [i for i, number in zip(samples, numbers, strict=True) if isinstance(number, _Record)]
+            listed = list_offenders(np.array(ids), np.array([record.fields for record in records]))
+            raise UserError(
+                f"length_fn=len counts fields of these samples, not tokens: {listed}; give measure_lengths a length_fn "
+                "that counts the tokens, such as lambda sample: len(sample[0])"
+            )
         refused = [
             place
             for place, number in enumerate(numbers)
@@ -209,11 +237,6 @@ class _Quantity(NamedTuple):
         words[~is_float] = [int(number) for number in numbers if is_integer(number)]
         words.view(np.float64)[is_float] = [float(number) for number in numbers if not is_integer(number)]
         return words, is_float
-
-
-def _unwrap(value: Any) -> Any:
-    """The Python number in a NumPy scalar or a 0-d array of any library; anything else unchanged."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 class _Record(NamedTuple):
@@ -231,16 +254,6 @@ def _len_of_tokens(sample: Any) -> int | _Record:
     elif isinstance(sample, Mapping):
         return _Record(f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}")
     return len(sample)
-
-
-def _refuse_records(lengths: list[Any], samples: range) -> None:
-    ids = [sample_id for sample_id, length in zip(samples, lengths, strict=True) if isinstance(length, _Record)]
-    if ids:
-        fields = np.array([length.fields for length in lengths if isinstance(length, _Record)])
-        raise UserError(
-            f"length_fn=len counts fields of these samples, not tokens: {list_offenders(np.array(ids), fields)}; give "
-            "measure_lengths a length_fn that counts the tokens, such as lambda sample: len(sample[0])"
-        )
 
 
 def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
@@ -275,21 +288,24 @@ def _measure(
     dataset: DataSource,
     function: Callable[[Any], Any],
     quantity: _Quantity,
-    where: _Where,
+    *,
+    num_workers: int,
+    executor: Executor | None = None,
+    executor_timeout_s: float | None = None,
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
-    num_workers, executor, timeout_s = where
+    """Measures a quantity; `read_values` gives that of consecutive samples at once, or None where it cannot."""
     if not is_integer(num_workers) or num_workers < 0:
         raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
     if executor is not None and not isinstance(executor, Executor):
         raise UserError(
             f"executor must be a concurrent.futures.Executor, such as client.get_executor() of Dask, not {executor!r}"
         )
-    if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
-        raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {timeout_s!r}")
+    if executor_timeout_s is not None and not (is_number(executor_timeout_s) and executor_timeout_s > 0):
+        raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {executor_timeout_s!r}")
     check_at_least_one(shard_size=shard_size)
     num_samples = len(dataset)
     if not num_samples:
@@ -297,22 +313,13 @@ def _measure(
     words, is_float = np.empty(num_samples, np.int64), np.zeros(num_samples, bool)
     files, missing = None, [range(num_samples)]
     if shards is not None:
-        files = ShardFiles(
-            Path(shards),
-            words,
-            is_float,
-            shard_size=int(shard_size),
-            quantity=quantity.name,
-            function=function,
-            check=quantity.check,
-        )
+        files = ShardFiles(Path(shards), words, is_float, int(shard_size), quantity.name, function, quantity.check)
         missing = files.read()
     work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None, read_values)
-    bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
-    with (
-        contextlib.closing(measure_ranges(work, missing, *where)) as parts,
-        bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,
-    ):
+    num_known = num_samples - sum(map(len, missing))
+    bar = progress_bar(total=num_samples, initial=num_known, desc=quantity.name, unit="sample", progress=progress)
+    parts = measure_ranges(work, missing, num_workers, executor, executor_timeout_s)
+    with contextlib.closing(parts), bar as shown:
         for part in parts:
             there = slice(part.samples.start, part.samples.stop)
             words[there], is_float[there] = part.words, part.is_float
@@ -323,25 +330,122 @@ def _measure(
     return quantity.check(words, is_float)
 
 
-def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
-    """The attribute `lengths` of a dataset; if it has none, the lengths are measured, sample by sample.
+class ShardsError(UserError):
+    """A directory of shards is damaged, or belongs to another measurement."""
 
-    Args:
-      dataset: random access to samples that have a `len()`.
-      progress: whether measuring shows a progress bar.
 
-    Returns:
-      int64[N], checked by `check_lengths`.
+class ShardFiles:
+    """The files of a measurement: a manifest, and a sealed `.npy` for every complete shard, int64[n] or float64[n].
 
-    Raises:
-      ValueError: an empty dataset, or lengths below 1.
-      RuntimeError: a sample cannot be read; see `measure_lengths`.
-
-    Example:
-      >>> from jvarlen.data.tokens import TokenDataset
-      >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
-      array([2, 1])
+    They keep the values of all samples, `words`, ints as they are and floats as their bits, and which are floats. A
+    seal is the SHA-256 of the manifest, the file's name and its array. It follows the array, where NumPy does not look.
+    So no file is mistaken for another, or for complete when it is not. Shards that `check` rejects are not kept.
     """
-    if hasattr(dataset, "lengths"):
-        return check_lengths(dataset.lengths)
-    return measure_lengths(dataset, progress=progress)
+
+    def __init__(
+        self,
+        directory: Path,
+        words: Int64[np.ndarray, " N"],
+        is_float: Bool[np.ndarray, " N"],
+        shard_size: int,
+        quantity: str,
+        function: Callable[..., Any],
+        check: Check,
+    ):
+        num_samples = len(words)
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
+        self._directory = directory
+        self._check = check
+        self._words, self._is_float = words, is_float
+        self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
+        self._shard_size = shard_size
+        self._num_missing = np.array(list(map(len, self._shards)))
+        self._manifest = {
+            "format_version": _SHARDS_VERSION,
+            "quantity": quantity,
+            "function": f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}",
+            "num_samples": num_samples,
+            "shard_size": shard_size,
+        }
+        self._written_manifest = (json.dumps(self._manifest, indent=2) + "\n").encode()
+
+    def read(self) -> list[range]:
+        """Reads existing shards into the arrays, or begins a directory; returns the samples of each missing shard.
+
+        Raises `ShardsError` that lists damaged files, or says what differs. Nothing is removed.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        present = {path.name for path in self._directory.glob("*.npy")}
+        self._check_manifest(present)
+        if foreign := present.difference(map(self._name, range(len(self._shards)))):
+            raise self._refusal(f"holds files that are no shards of this measuring: {list_first(sorted(foreign))}")
+        if damaged := {name for name in present if not self._read_shard(name)}:
+            raise self._refusal(
+                f"holds shards that are damaged or of another measuring, to be measured again once they are deleted: "
+                f"{list_first(sorted(damaged))}"
+            )
+        return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
+
+    def add(self, samples: range) -> None:
+        """Takes note that the arrays hold samples of a missing shard, and writes the shard where it is whole.
+
+        A shard that does not pass the check is left out: the same check of all values lists the offenders of all
+        shards, and the next call measures it again.
+        """
+        index = samples.start // self._shard_size
+        self._num_missing[index] -= len(samples)
+        if self._num_missing[index]:
+            return
+        shard = slice(self._shards[index].start, self._shards[index].stop)
+        try:
+            values = self._check(self._words[shard], self._is_float[shard])
+        except ValueError:
+            return
+        body = io.BytesIO()
+        np.save(body, values, allow_pickle=False)
+        name = self._name(index)
+        with write_atomically(self._directory / name) as file:
+            file.write(body.getvalue() + self._seal(name, body.getvalue()))
+
+    def _read_shard(self, name: str) -> bool:
+        content = (self._directory / name).read_bytes()
+        body, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
+        if seal != self._seal(name, body):
+            return False
+        index = int(Path(name).stem)
+        shard = slice(self._shards[index].start, self._shards[index].stop)
+        values = np.load(io.BytesIO(body), allow_pickle=False)
+        self._words[shard], self._is_float[shard] = values.view(np.int64), values.dtype == np.float64
+        self._num_missing[index] = 0
+        return True
+
+    def _check_manifest(self, present: set[str]) -> None:
+        path = self._directory / _MANIFEST
+        if not path.exists():
+            if present:
+                raise self._refusal(f"holds {list_first(sorted(present))}, but no {_MANIFEST}")
+            with write_atomically(path) as file:
+                file.write(self._written_manifest)
+            return
+        try:
+            found = json.loads(path.read_bytes())
+            differences = [
+                f"{name} is {found.get(name)!r}, not {wanted!r}"
+                for name, wanted in self._manifest.items()
+                if found.get(name) != wanted
+            ]
+        except (ValueError, AttributeError) as error:
+            raise self._refusal(f"has a damaged {_MANIFEST} ({error})") from error
+        if differences:
+            raise self._refusal(f"is of another measuring: {'; '.join(differences)}")
+
+    def _name(self, index: int) -> str:
+        return f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # so that names sort as the shards do
+
+    def _seal(self, name: str, body: bytes) -> bytes:
+        return hashlib.sha256(self._written_manifest + name.encode() + body).digest()
+
+    def _refusal(self, reason: str) -> ShardsError:
+        return ShardsError(f"{self._directory} {reason}. To start again, delete it or take another directory")
