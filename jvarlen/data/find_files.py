@@ -37,10 +37,9 @@ _OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_
 
 
 class DataFile(NamedTuple):
-    """A file that can be read where it is.
+    """A file found under a name, and where it can be read.
 
     Attributes:
-      name: the name it was found under.
       path: a plain local file: the same, or its copy in the cache.
       ending: one of `ENDINGS`.
       source: the local file whose content decides: the same, but compressed where it is compressed.
@@ -71,21 +70,10 @@ def ending_of(name: str) -> str | None:
 
 
 def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
-    """The data files of a path, downloaded and decompressed.
+    """The data files of a file, directory, glob or URL, downloaded and decompressed, in the order of their names.
 
-    Args:
-      path: a file; a directory, for the data files directly in it; a glob, in which `**` matches directories; or the
-        URL of one of these that fsspec reads.
-      progress: whether downloading and decompressing show a progress bar.
-
-    Returns:
-      The files in the order of their names, all of one format.
-
-    Raises:
-      FileNotFoundError: there is no such file or directory, or the glob matches none.
-      ValueError: a file of no known format; files of several formats; a damaged or truncated compressed file; a package
-        is missing that reads an object store or a compression.
-      OSError: the cache cannot be written.
+    A directory stands for the data files directly in it; `**` in a glob matches directories. All files must have one
+    format.
     """
     names = _names_in_store(str(path)) if is_remote(path) else _local_names(Path(path))
     endings = {name: ending_of(name) for name in names}

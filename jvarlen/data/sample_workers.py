@@ -47,15 +47,10 @@ _CAREFUL_EVERY = 1_024  # of those after them
 class Work(NamedTuple):
     """Everything needed to measure ranges of samples; a worker process gets it once, pickled.
 
-    Attributes:
-      dataset: has `len()` and integer indexing.
-      function: returns the value of a sample.
-      to_words: takes the n values of a range of samples and the range; returns int64[n], ints as they are and floats as
-        their bits, and which are floats, bool or bool[n]. A ValueError lists the values that it rejects.
-      careful_function: replaces `function` for the first 4,096 samples and every 1,024th after them; inspecting every
-        sample would take longer than measuring it. None: `function`.
-      read_values: the values of consecutive samples, read at once in place of `function`; None, also as its result,
-        where that is not possible.
+    `to_words` takes the values of a range and the range; it raises ValueError that lists the values that it rejects.
+    `careful_function` replaces `function` for the first 4,096 samples and every 1,024th after them: inspecting every
+    sample would take longer than measuring it. `read_values` gives the values of consecutive samples at once, or None
+    where it cannot.
     """
 
     dataset: DataSource
@@ -66,14 +61,7 @@ class Work(NamedTuple):
 
 
 class MeasuredRange(NamedTuple):
-    """The values of a range of samples, n of them.
-
-    Attributes:
-      samples: the range.
-      words: int64[n], ints as they are, floats as their bits.
-      is_float: bool or bool[n], which are floats.
-      seconds: what measuring them took.
-    """
+    """The values of a range of samples, and the seconds that measuring them took."""
 
     samples: range
     words: Words
@@ -91,28 +79,11 @@ def measure_ranges(
     executor: Executor | None = None,
     executor_timeout_s: float | None = None,
 ) -> Generator[MeasuredRange, None, None]:
-    """Measures samples, in ranges that take about a quarter of a second each.
+    """Measures the missing samples in ranges that take about a quarter of a second each; gives each when it is done.
 
     Workers are spawned when the first part is requested, and end with the generator: if it is closed early, they are
-    killed. Ctrl-C reaches only this process.
-
-    Args:
-      work: what is measured of which samples.
-      missing: ids of the samples to measure; each part lies within one of these ranges.
-      num_workers: processes that measure, at most one per sample; 0 measures in this process. With an executor: the
-        number of ranges submitted at a time; 0: as many as there are CPUs here.
-      executor: used instead of worker processes. Each of its processes is handed `work` once, and keeps it. If the
-        generator is closed early, tasks that have not begun are cancelled.
-      executor_timeout_s: seconds in which the executor must be done with one range at least; None waits for ever.
-
-    Yields:
-      The parts, in the order in which they are done.
-
-    Raises:
-      ValueError: values that `work.to_words` rejects; or, with workers, `work` does not pickle.
-      RuntimeError: the dataset or the function failed on a sample, whose id is given; the cause is the original error,
-        with its traceback as a note if it comes from a worker. Or a worker or the executor died, or the executor could
-        not hand `work` over; its samples are given.
+    killed, and tasks of an executor that have not begun are cancelled. Ctrl-C reaches only this process. The options
+    and errors are those of `measure_lengths`.
     """
     ranges = _Ranges(missing)
     num_workers = min(num_workers, sum(map(len, missing)))
@@ -212,7 +183,7 @@ def _measure_in(
                 if not pending:
                     return
                 finished = _take(done, timeout_s)
-            for future in sorted(finished, key=_has_failed):
+            for future in sorted(finished, key=lambda each: each.cancelled() or each.exception() is not None):
                 with _told(engine, ranges, pending, future):
                     answer = future.result()
                 samples = pending.pop(future)
@@ -240,10 +211,6 @@ def _take(done: queue.SimpleQueue[Future[_Answer]], timeout_s: float | None) -> 
         while True:
             finished.append(done.get_nowait())
     return finished
-
-
-def _has_failed(future: Future) -> bool:
-    return future.cancelled() or future.exception() is not None
 
 
 @contextlib.contextmanager
@@ -311,7 +278,7 @@ class _Workers(ProcessPoolExecutor):
 
     def submit_range(self, samples: range, asked_for_work: bool = False) -> Future[_Answer]:
         with without_interrupts():  # which a process that is started here inherits; this one then ends the others
-            return self.submit(_answer_of_worker, samples)
+            return self.submit(_answer, _work_of_worker, samples)
 
     def end(self, error: Exception) -> str:
         return f"a worker process {self.kill()}"
@@ -323,8 +290,8 @@ class _Workers(ProcessPoolExecutor):
         for process in processes:
             process.kill()
         self.shutdown()
-        codes = [process.exitcode or 0 for process in processes]
-        code = next((code for code in codes if code != -signal.SIGKILL), -signal.SIGKILL)
+        killed = -signal.SIGKILL
+        code = next((process.exitcode or 0 for process in processes if process.exitcode != killed), killed)
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -348,10 +315,6 @@ def _work_of_worker() -> Work:
         return pickle.loads(_handed_over)
     except Exception as error:
         raise UserError(f"the dataset or the function does not unpickle in a worker process: {error!r}") from error
-
-
-def _answer_of_worker(samples: range) -> _Answer:
-    return _answer(_work_of_worker, samples)
 
 
 _kept: dict[str, Work] = {}  # in a process of an executor: the work by its key

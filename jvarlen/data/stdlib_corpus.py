@@ -29,15 +29,8 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 def read_functions(root: Path, progress: bool) -> list[bytes]:
     """The source of every outermost function and method below a directory, by file path, then by line.
 
-    Args:
-      root: the directory; tests and packages installed into it are left out.
-      progress: whether to show a progress bar.
-
-    Returns:
-      Texts of whole lines, without decorators. Files that Python cannot parse are skipped.
-
-    Raises:
-      FileNotFoundError: there are no source files.
+    Texts are whole lines, without decorators. Tests and packages installed below are left out, and so are files that
+    Python cannot parse.
     """
     files = []
     for directory, subdirectories, names in os.walk(root):

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Integer, UInt8
@@ -25,32 +25,8 @@ from jvarlen.planning.samples import WeightedTokens
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer"]
 
 
-class Tokenizer(Protocol):
-    """Between text and tokens.
-
-    Attributes:
-      num_values: all tokens are below it.
-      end_token: the token that ends a sample; None if there is none.
-    """
-
-    num_values: int
-
-    @property
-    def end_token(self) -> int | None:
-        """As above."""
-
-    def sample(self, text: MarkedText) -> Integer[np.ndarray, " L"] | WeightedTokens:
-        """The tokens of a sample, weighted where only a part is learned; raises ValueError if there are none."""
-
-    def prompt(self, text: str) -> Int32[np.ndarray, " L"]:
-        """The tokens of a prompt; raises ValueError if the text has none."""
-
-    def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
-        """The text of tokens, without special tokens."""
-
-
 class ByteTokenizer:
-    """Tokens that are the bytes of UTF-8; a `Tokenizer`.
+    """Tokens that are the bytes of UTF-8.
 
     Example:
       >>> tokenizer = ByteTokenizer()
@@ -59,10 +35,10 @@ class ByteTokenizer:
     """
 
     num_values = 256
-    end_token: int | None = None
+    end_token = None
 
     def sample(self, text: MarkedText) -> UInt8[np.ndarray, " L"] | WeightedTokens:
-        """The bytes of a text."""
+        """The bytes of a text, weighted where only a part is learned; raises ValueError if none is."""
         tokens = _text_bytes(text.text)
         if text.learned is None:
             return tokens
@@ -82,7 +58,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """Tokens of a tokenizer file; a `Tokenizer`.
+    """Tokens of a tokenizer file.
 
     Special tokens, such as those for the beginning and end of a sentence, are added by the post-processor in the file,
     if it has one. Truncation and padding in the file are ignored: a sample keeps all its tokens and gets no others.
@@ -132,7 +108,7 @@ class FileTokenizer:
         self.special_tokens = tuple(token.content for token in added if token.special)
 
     def sample(self, text: MarkedText) -> Int32[np.ndarray, " L"] | WeightedTokens:
-        """The ids of a text."""
+        """The ids of a text, weighted where only a part is learned; raises ValueError if there are none."""
         with _only_value_errors(f"{self.path} fails on the text"):
             encoded = self._tokenizer.encode(text.text, add_special_tokens=not text.has_special_tokens)
             ids = encoded.ids
@@ -196,6 +172,9 @@ class FileTokenizer:
         if content_key(self.path) != self.key:
             raise UserError(f"{self.path} has changed")
         self._tokenizer = _load(self.path)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def _text_bytes(text: str) -> UInt8[np.ndarray, " L"]:
