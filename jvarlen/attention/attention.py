@@ -18,13 +18,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
 from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
-__all__ = [
-    "attend",
-    "attend_by_mask",
-    "attend_last",
-    "attend_within_segments",
-]
-
+__all__ = ["attend", "attend_by_mask", "attend_last", "attend_within_segments"]
 
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile
@@ -77,9 +71,7 @@ def attend(
         return _attend_in_chunks(query, key, value, segment_ids, causal=causal)
     if implementation == "mask" or query.dtype == jnp.float64:
         return attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
-    one_at_least = jnp.maximum(
-        lengths.astype(jnp.int32), 1
-    )  # a row that sees nothing must be finite in any implementation
+    one_at_least = jnp.maximum(lengths.astype(jnp.int32), 1)  # what sees nothing must be finite in any implementation
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=one_at_least, implementation=implementation
     )
@@ -129,17 +121,9 @@ def attend_last(
     *,
     implementation: SegmentAttentionImplementation | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Causal attention of the last Q positions of rows.
+    """What causal attention of all positions gives for the last Q of them.
 
-    Args:
-      query: float[B, Q, H, K].
-      key: float[B, T, N, K], as in `attend`.
-      value: float[B, T, N, K].
-      segment_ids: int[B, T], as in `attend_within_segments`; None: a row is one sample, padded at its end.
-      implementation: as in `attend_within_segments`.
-
-    Returns:
-      float[B, Q, H, K], what attention of all positions gives for the last Q of them.
+    Without segments a row is one sample, padded at its end.
     """
     num_queries, seq_length = query.shape[1], key.shape[1]
     implementation = implementation or _chosen_for(seq_length)
@@ -262,18 +246,7 @@ def attend_by_mask(
     mask: Bool[Array, "B Q T"],
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Attention of some queries to keys that a mask allows.
-
-    Args:
-      query: float[B, Q, H, K].
-      key: float[B, T, N, K], as in `attend`.
-      value: float[B, T, N, K].
-      mask: bool[B, Q, T], whether a query sees a key; each sees at least one.
-      implementation: of `jax.nn.dot_product_attention`; None leaves it to JAX.
-
-    Returns:
-      float[B, Q, H, K].
-    """
+    """Attention of some queries to keys that a mask allows; each query sees one at least."""
     mask = mask[:, None]
     if query.dtype != jnp.float64:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)

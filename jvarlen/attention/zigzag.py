@@ -37,31 +37,14 @@ def attend_zigzag(
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
-    Args:
-      query: float[B, S, H, K], at the positions of chunks d and 2N − 1 − d on device d.
-      key: float[B, S, J, K]; J divides H.
-      value: float[B, S, J, K].
-      segments: int[N, 2, B, C], the sample of each position of both chunks of all devices; None: a row is one sample.
-      axis_name: the axis, bound by `jax.shard_map`.
-      implementation: `"gather"` or `"ring"`, as in `jvarlen.parallel.attend_over_axis`.
-
-    Returns:
-      float[B, S, H, K].
-
-    Raises:
-      ValueError: the axis is not bound.
+    Device d has chunks d and 2N − 1 − d of the positions. `segments` are those of both chunks of all devices; without,
+    a row is one sample. `implementation` is `"gather"` or `"ring"`, as in `jvarlen.parallel.attend_over_axis`.
     """
     return _attend_forward(query, key, value, segments, axis_name, implementation)[0]
 
 
 class _Queries(NamedTuple):
-    """Queries and what belongs to them, M parts of a half; the leading axis of all is that of the halves.
-
-    Attributes:
-      query: [2, M, B, J, R, K].
-      places: int32[2, M, R], in the chunk.
-      segments: int[2, M, B, R]; None if rows are not packed.
-    """
+    """Queries, their places in the chunk and their segments; the leading axes of all are halves and M parts."""
 
     query: Array
     places: Array
@@ -69,13 +52,7 @@ class _Queries(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the softmax so far: the largest logit, sums of powers, and their products with values, float32 at least.
-
-    Attributes:
-      largest: [2, M, B, J, R].
-      powers: [2, M, B, J, R].
-      products: [2, M, B, J, R, K].
-    """
+    """Of the softmax so far: the largest logit, sums of powers, and their products with values, float32 at least."""
 
     largest: Array
     powers: Array
@@ -183,13 +160,7 @@ attend_zigzag.defvjp(_attend_forward, _attend_backward)
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a half of own queries and a half of a device's keys, each an array with an item a pair.
-
-    Attributes:
-      of_queries: int32, 0 for the early ones.
-      of_keys: int32.
-      is_causal: whether a query sees only the keys up to its place; else it sees all.
-    """
+    """Pairs of a half of own queries, 0 the early ones, and a half of a device's keys; causal ones hide later keys."""
 
     of_queries: Array
     of_keys: Array

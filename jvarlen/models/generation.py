@@ -88,7 +88,13 @@ def generate(
       >>> [tokens.shape for tokens in new]
       [(4,), (4,)]
     """
-    _check_options(config, max_new_tokens, temperature, end_token, mesh)
+    check_at_least_one(max_new_tokens=max_new_tokens)
+    if not is_number(temperature) or not 0 <= temperature < math.inf:
+        raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
+    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
+        raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
+    if mesh is not None and mesh.is_multi_process:
+        raise UserError("prompts are continued by one process; the mesh has devices of several")
     tokens = _check_prompts(prompts, config.vocab_size)
     if not tokens:
         return []
@@ -98,7 +104,12 @@ def generate(
     num_shards = 1 if mesh is None else num_shards_of(mesh, DATA_AXIS)
     limits = Budget(max_tokens=max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
     plan = make_plan(lengths, limits, order="length")
-    spec, structure = jax.tree.flatten(jax.tree.map(functools.partial(_spec_of, mesh=mesh), state))
+    spec, structure = jax.tree.flatten(
+        jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else leaf.sharding),
+            state,
+        )
+    )
     step = _make_step(config, max_new_tokens, end_token, temperature == 0)
     compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, mesh, progress)
     continued: dict[int, Int32[np.ndarray, " n"]] = {}
@@ -133,10 +144,6 @@ def _compile(
     )
 
 
-def _spec_of(leaf: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else leaf.sharding)
-
-
 class _State(NamedTuple):
     """What all steps share: the parameters, the key of the seed, and the temperature, float32[]."""
 
@@ -146,13 +153,7 @@ class _State(NamedTuple):
 
 
 class _PromptBatch(NamedTuple):
-    """The arrays of one step: prompts, at the start of rows with room for their new tokens.
-
-    Attributes:
-      tokens: int32[M, B, T].
-      lengths: int32[M, B], tokens of the prompt.
-      ids: int32[M, B], the index of the prompt; −1 marks a dummy row.
-    """
+    """The arrays of one step: prompts and their lengths and indices, −1 of padding rows, in rows with room for more."""
 
     tokens: Any
     lengths: Any
@@ -176,18 +177,6 @@ def _collate(step: StepSamples) -> _PromptBatch:
     return _PromptBatch(tokens_MxBxT, lengths_MxB, ids_MxB)
 
 
-def _check_options(
-    config: TransformerConfig, max_new_tokens: int, temperature: float, end_token: int | None, mesh: Mesh | None
-) -> None:
-    check_at_least_one(max_new_tokens=max_new_tokens)
-    if not is_number(temperature) or not 0 <= temperature < math.inf:
-        raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
-    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
-        raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
-    if mesh is not None and mesh.is_multi_process:
-        raise UserError("prompts are continued by one process; the mesh has devices of several")
-
-
 def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> list[Int32[np.ndarray, " length"]]:
     """The prompts as arrays; raises ValueError that lists those which are no tokens of the model."""
     arrays, wrong = [], []
@@ -205,27 +194,14 @@ def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> list[Int32[np.nda
 
 
 class _Cache(NamedTuple):
-    """Keys, rotated, and values of a block in T slots: first those of the prompt's positions, then a new token's each.
-
-    Attributes:
-      keys: float[B, T, H, K].
-      values: float[B, T, H, K].
-    """
+    """Keys, rotated, and values of a block in T slots: first the positions of the prompt, then new tokens."""
 
     keys: Any
     values: Any
 
 
 class _Decoding(NamedTuple):
-    """What decoding carries from token to token.
-
-    Attributes:
-      num_new: int32[], new tokens of each row so far.
-      tokens: int32[B, N], the new tokens; 0 where there is none yet.
-      counts: int32[B], how many of them belong to the row's continuation.
-      is_done: bool[B], whether the row has its end token, or is a dummy.
-      caches: a `_Cache` for each block.
-    """
+    """What decoding carries: how many tokens are new, and of each row the tokens and whether it has ended."""
 
     num_new: Any
     tokens: Any

@@ -24,14 +24,7 @@ def dot_general_in_bfloat16(
     All sums are float32, including those of the kernel's gradient over all positions. So the gradient depends on the
     split of rows into microbatches no more than a float32 gradient does.
 
-    Args:
-      inputs: float32[..., D] (or float64), rounded to bfloat16.
-      kernel: float32[D, F] (or float64), rounded to bfloat16.
-      dimension_numbers: of `jax.lax.dot_general`; `nnx.Linear` contracts the last axis with the first.
-      **options: other arguments that `nnx.Linear` passes, at their defaults.
-
-    Returns:
-      float32[..., F], or float64 if an argument is.
+    Its result is float32, or float64 if an argument is.
 
     Example:
       >>> ones, kernel = jnp.ones((1, 256)), jnp.full((256, 1), 1 + 2**-9)
