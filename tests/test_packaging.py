@@ -19,26 +19,25 @@ SOURCES = ["LICENSE", "README.md", "jvarlen", "pyproject.toml", "torch_ref"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy of what it is made of, so that nothing is left in the checkout."""
+def wheels(tmp_path_factory):
+    """Of jvarlen and torch_ref, built from a copy of what they are made of, so that nothing is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         path = ROOT / name
         copy = shutil.copytree if path.is_dir() else shutil.copy2
         copy(path, folder / name)
-    subprocess.run(
-        [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", folder], check=True, capture_output=True, text=True
-    )
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
+    for project in (folder, folder / "torch_ref"):
+        build = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", folder / "dist", project]
+        subprocess.run(build, check=True, capture_output=True, text=True)
+    return sorted((folder / "dist").glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """A folder with the wheel alone; what it depends on comes from this environment."""
+def installed(wheels, tmp_path_factory):
+    """A folder with the wheels alone; what they depend on comes from this environment."""
     folder = tmp_path_factory.mktemp("site")
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps"]
-    command = [*uv, "--python", sys.executable, "--target", folder, wheel]
+    command = [*uv, "--python", sys.executable, "--target", folder, *wheels]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return folder
 
@@ -52,16 +51,13 @@ def run(installed, folder, *args):
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_both_packages_whole_and_typed(wheel):
-    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        str(path.relative_to(ROOT))
-        for package in ("jvarlen", "torch_ref")
-        for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert files == expected
-    assert {"jvarlen/py.typed", "torch_ref/py.typed"} <= files
+def test_each_wheel_holds_its_package_whole_and_typed(wheels):
+    for package, wheel in zip(("jvarlen", "torch_ref"), wheels, strict=True):
+        files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+        paths = [path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert files == {str(path.relative_to(ROOT)) for path in paths if path.name != "pyproject.toml"}
+        assert f"{package}/py.typed" in files
+        assert all(name.startswith(f"{package}/") for name in files)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def load_model(path: str | PathLike[str]) -> Transformer:
     try:
         from safetensors import SafetensorError, safe_open  # here: an extra
     except ModuleNotFoundError:
-        raise ValueError(f"{path} can only be read with safetensors: pip install 'jvarlen[export]'") from None
+        raise ValueError(f"{path} can only be read with safetensors: pip install safetensors") from None
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
