@@ -18,7 +18,9 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.data.line_files import read_json
-from jvarlen.data.tokens import Dataset, TokenDataset, check_tokens
+from jvarlen.data.token_files import check_tokens
+from jvarlen.data.tokens import TokenDataset
+from jvarlen.planning.samples import Dataset
 
 __all__ = ["ColumnDataset", "ColumnRecords", "holds_messages", "saved_shards"]
 
@@ -87,10 +89,9 @@ class ColumnDataset(_Reopened):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, index: int) -> Integer[np.ndarray, " L"]:
-        """The tokens of a row."""
+    def _read(self, index: int) -> Integer[np.ndarray, " L"]:
         part = bisect_right(self._starts, index) - 1
-        return self._parts[part].read(index - self._starts[part])
+        return self._parts[part]._read(index - self._starts[part])
 
 
 class ColumnRecords(_Reopened):
@@ -106,8 +107,7 @@ class ColumnRecords(_Reopened):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def read(self, index: int) -> dict[str, Any]:
-        """The values of a row by column."""
+    def _read(self, index: int) -> dict[str, Any]:
         file = bisect_right(self._starts, index) - 1
         own = index - self._starts[file]
         return {field: column[own].as_py() for field, column in self._files[file].items()}

@@ -27,8 +27,8 @@ from jvarlen._common.files import default_cache_dir, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import ShardsError, measure_integers
 from jvarlen.data.split import sample_hash
-from jvarlen.data.tokens import Dataset
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import Dataset
 
 __all__ = ["cached_hashes", "cached_lengths", "combine_keys", "content_key"]
 
@@ -156,7 +156,7 @@ class _Lengths(Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, index: int) -> int:
+    def _read(self, index: int) -> int:
         try:
             return len(self._dataset[index])
         except ValueError:

@@ -17,8 +17,8 @@ from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.data.tokens import Dataset
 from jvarlen.planning._kernels import in_parts
+from jvarlen.planning.samples import Dataset
 
 
 def _json_loads(line: bytes | memoryview) -> Any:
@@ -81,8 +81,7 @@ class LineDataset(Dataset):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def read(self, index: int) -> UInt8[np.ndarray, " L"]:
-        """The bytes of a sample."""
+    def _read(self, index: int) -> UInt8[np.ndarray, " L"]:
         line = self._bytes[self._starts[index] : self._ends[index]]
         if self._field is not None:
             return np.frombuffer(_parse(line.tobytes(), self._field), np.uint8)
@@ -111,7 +110,7 @@ class LineDataset(Dataset):
                 except Exception:  # of any type: a line may hold anything, and is looked at more closely
                     for sample_id in block:
                         try:
-                            lengths.append(len(self.read(sample_id)))
+                            lengths.append(len(self._read(sample_id)))
                         except ValueError:
                             lengths.append(0)
         return lengths

@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
-from jvarlen.data.tokens import Dataset, Subset, reweighted
+from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
+from jvarlen.planning.samples import Dataset, reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -211,8 +212,7 @@ class Mixture(Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def read(self, index: int) -> Any:
-        """The sample of its dataset, with its loss weight."""
+    def _read(self, index: int) -> Any:
         d = self.source[index]
         sample = self._datasets[d][int(self._read_ids[index])]
         factor = 1 if self._loss_weights is None else self._loss_weights[d]

@@ -25,8 +25,7 @@ from jvarlen.data.line_files import LineDataset, parse_record
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.token_files import open_arrays, open_indexed_tokens, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from jvarlen.data.tokens import Dataset
-from jvarlen.planning.samples import WeightedTokens
+from jvarlen.planning.samples import Dataset, WeightedTokens
 
 __all__ = ["StoredDataset", "open_data"]
 
@@ -83,10 +82,9 @@ class StoredDataset(Dataset):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
-        """The tokens of a sample."""
+    def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         try:
-            return self._samples.read(index)
+            return self._samples._read(index)
         except ValueError as error:  # it was read once, when the lengths were measured
             raise UserError(f"{self._path} has changed: {self._samples.name_of(index)}: {error}") from None
 
@@ -115,7 +113,7 @@ class StoredDataset(Dataset):
         first = []
         for index in refused[:_MAX_LISTED].tolist():
             try:
-                self._samples.read(index)
+                self._samples._read(index)
             except ValueError as error:
                 first.append(f"{self._samples.name_of(index)}: {error}")
         more = f" and {len(refused) - len(first):,} more" if len(refused) > len(first) else ""
@@ -262,9 +260,9 @@ class _Samples(Dataset):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def read(self, index: int) -> Any:
+    def _read(self, index: int) -> Any:
         part = bisect_right(self._starts, index) - 1
-        sample = self._parts[part].read(index - self._starts[part])
+        sample = self._parts[part]._read(index - self._starts[part])
         return sample if self._to_sample is None else self._to_sample(sample)
 
     def name_of(self, index: int) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.tokens import TokenDataset, check_tokens
+from jvarlen.data.tokens import TokenDataset
 
-__all__ = ["TokenFile", "open_arrays", "open_indexed_tokens", "open_token_file"]
+__all__ = ["TokenFile", "check_tokens", "open_arrays", "open_indexed_tokens", "open_token_file"]
 
 _CHUNK_TOKENS = 1 << 24
 _DETECTED_WORDS = 1 << 16
@@ -46,9 +47,8 @@ class TokenFile(TokenDataset):
         self._is_narrow = num_values is not None and num_values <= 256
         _check_values(self, path, num_values, progress)
 
-    def read(self, index: int) -> Integer[np.ndarray, " L"]:
-        """The tokens of a sample."""
-        tokens = super().read(index)
+    def _read(self, index: int) -> Integer[np.ndarray, " L"]:
+        tokens = super()._read(index)
         return tokens.astype(np.uint8, copy=False) if self._is_narrow else tokens
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,6 +59,35 @@ class TokenFile(TokenDataset):
         if self._path.stat().st_size != self._num_bytes:
             raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
         self.tokens = _map(self._path, state["tokens"])
+
+
+def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:
+    """The samples of several flat arrays, uint8 if `num_values` ≤ 256; raises ValueError that lists bad samples."""
+    starts = np.cumsum([0, *map(len, parts)])[:-1]
+    if not sum(map(len, parts)):
+        raise UserError("it holds no samples: at least one is needed")
+    empty = [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=True)]
+    if any(map(len, empty)):
+        raise UserError(f"samples must not be empty: {list_offenders(np.concatenate(empty))}")
+    ids, values = [], []
+    for part, start in zip(parts, starts, strict=True):
+        raise_if_interrupted()
+        if part.tokens.dtype == np.uint8 and (num_values is None or num_values >= 256):
+            continue
+        is_outside = part.tokens < 0
+        if num_values is not None:
+            is_outside |= part.tokens >= num_values
+        places = np.flatnonzero(is_outside)
+        own, first = np.unique(np.searchsorted(part.offsets, places, side="right") - 1, return_index=True)
+        ids.append(own + start)
+        values.append(part.tokens[places[first]])
+    if any(map(len, ids)):
+        limit = "" if num_values is None else f" and below {num_values}"
+        listed = list_offenders(np.concatenate(ids), np.concatenate(values))
+        raise UserError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
+    if num_values is None or num_values > 256:
+        return list(parts)
+    return [TokenDataset(part.tokens.astype(np.uint8, copy=False), part.offsets) for part in parts]
 
 
 def open_token_file(

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int, Int64, Integer
 
-from jvarlen._common.checks import UserError, list_first, list_offenders
-from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.checks import UserError, list_first
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.samples import WeightedTokens, to_tokens
+from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, to_tokens
 
-__all__ = ["Dataset", "Subset", "TokenDataset", "WeightedSamples", "as_data_source", "check_tokens", "reweighted"]
-
-
-class Dataset(ABC):
-    """Random access by sample id, 0 to N − 1: subclasses say how many samples there are and read one."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def read(self, index: int) -> Any:
-        """The sample of an id that is known to exist."""
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self.read(index)
+__all__ = ["Subset", "TokenDataset", "WeightedSamples", "as_data_source"]
 
 
 class TokenDataset(Dataset):
@@ -58,8 +39,7 @@ class TokenDataset(Dataset):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def read(self, index: int) -> Integer[np.ndarray, " L"]:
-        """The tokens of a sample."""
+    def _read(self, index: int) -> Integer[np.ndarray, " L"]:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -104,8 +84,7 @@ class Subset(Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def read(self, index: int) -> Any:
-        """The sample of the dataset."""
+    def _read(self, index: int) -> Any:
         return self.dataset[int(self.ids[index])]
 
     @property
@@ -146,22 +125,13 @@ class WeightedSamples(Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, index: int) -> WeightedTokens:
-        """The weighted sample."""
+    def _read(self, index: int) -> WeightedTokens:
         return reweighted(self._dataset[index], float(self._weights[index]))
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self._dataset.lengths  # type: ignore[attr-defined]
-
-
-def reweighted(sample: Any, factor: float) -> WeightedTokens:
-    """The sample with loss weights multiplied by a factor; they are 1 where it has none."""
-    if isinstance(sample, WeightedTokens):
-        return WeightedTokens(sample.tokens, sample.weights * factor)
-    tokens = to_tokens(sample)
-    return WeightedTokens(tokens, np.full(len(tokens), factor, np.float32))
 
 
 class _Tokens(Dataset):
@@ -173,7 +143,7 @@ class _Tokens(Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
+    def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         sample = self._dataset[index]
         return sample if isinstance(sample, WeightedTokens) else to_tokens(sample)
 
@@ -208,32 +178,3 @@ def as_data_source(dataset: DataSource) -> DataSource:
             "come one after the other are for stream_batches"
         )
     return _Tokens(dataset)
-
-
-def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:
-    """The samples of several flat arrays, uint8 if `num_values` ≤ 256; raises ValueError that lists bad samples."""
-    starts = np.cumsum([0, *map(len, parts)])[:-1]
-    if not sum(map(len, parts)):
-        raise UserError("it holds no samples: at least one is needed")
-    empty = [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=True)]
-    if any(map(len, empty)):
-        raise UserError(f"samples must not be empty: {list_offenders(np.concatenate(empty))}")
-    ids, values = [], []
-    for part, start in zip(parts, starts, strict=True):
-        raise_if_interrupted()
-        if part.tokens.dtype == np.uint8 and (num_values is None or num_values >= 256):
-            continue
-        is_outside = part.tokens < 0
-        if num_values is not None:
-            is_outside |= part.tokens >= num_values
-        places = np.flatnonzero(is_outside)
-        own, first = np.unique(np.searchsorted(part.offsets, places, side="right") - 1, return_index=True)
-        ids.append(own + start)
-        values.append(part.tokens[places[first]])
-    if any(map(len, ids)):
-        limit = "" if num_values is None else f" and below {num_values}"
-        listed = list_offenders(np.concatenate(ids), np.concatenate(values))
-        raise UserError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
-    if num_values is None or num_values > 256:
-        return list(parts)
-    return [TokenDataset(part.tokens.astype(np.uint8, copy=False), part.offsets) for part in parts]

@@ -1,7 +1,8 @@
-"""Samples: 1-D integers, or tokens with loss weights."""
+"""Samples: 1-D integers, or tokens with loss weights; random access to them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["WeightedTokens", "to_tokens"]
+__all__ = ["Dataset", "WeightedTokens", "reweighted", "to_tokens"]
 
 
 class WeightedTokens:
@@ -114,3 +115,27 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
         kind = f"{type(sample).__name__} ({tokens.ndim}-D {tokens.dtype})"
         raise UserError(f"a sample must be text, bytes or 1-D integers, not {kind}")
     return tokens
+
+
+def reweighted(sample: Any, factor: float) -> WeightedTokens:
+    """The sample with loss weights multiplied by a factor; they are 1 where it has none."""
+    if isinstance(sample, WeightedTokens):
+        return WeightedTokens(sample.tokens, sample.weights * factor)
+    tokens = to_tokens(sample)
+    return WeightedTokens(tokens, np.full(len(tokens), factor, np.float32))
+
+
+class Dataset(ABC):
+    """Random access by sample id, 0 to N − 1; subclasses say how many samples there are, and read one."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _read(self, index: int) -> Any:
+        """The sample of an id that exists; other datasets that have checked the id call it as well."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._read(index)
