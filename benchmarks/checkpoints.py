@@ -40,14 +40,14 @@ class TrainingLoop:
     """Steps of the demo, compiled, with their batches on the device, and checkpoints as `fit` makes them."""
 
     def __init__(self, config: FitConfig, num_steps: int):
-        data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
+        data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
         lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
         course = Course(config, lengths, {HELD_OUT: held_out_lengths})
         plan = course.plan_of_epoch(0)
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(num_steps)]
-        step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
-        self.state = jvarlen.init_train_state(init_params(config.model, config.seed), course.optimizer)
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
+        self.state = jvarlen.init_train_state(init_params(config.decoder, config.seed), course.optimizer)
         specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self.state, spec).compile() for spec in specs
@@ -165,7 +165,7 @@ def main() -> None:
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
         plan = dataclasses.replace(plan, max_tokens=256, max_shapes=1, max_length=64)
-        config = dataclasses.replace(config, plan=plan, model=tiny)
+        config = dataclasses.replace(config, plan=plan, decoder=tiny)
     num_turns, num_steps = (2, 4) if quick else (16, 20)
     loop = TrainingLoop(config, num_steps)
     num_samples, step = (20_000, 100) if quick else (1_000_000, 10_000)

@@ -33,7 +33,7 @@ from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.elastic import Start, keep_training, surviving_layout
 from jvarlen.parallel import Layout
-from jvarlen.runs.config import PlanConfig
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, HardwareConfig, PlanConfig
 
 NUM_PROCESSES, MICROBATCHES = 2 if "--quick" in sys.argv else 4, 8
 NUM_SURVIVORS = NUM_PROCESSES // 2  # how many of the others divide the microbatches
@@ -66,14 +66,14 @@ def train(folder: Path, num_steps: int, start: Start | None) -> int:
     where = {} if start is None else start._asdict()
     where.pop("is_again", None)
     config = FitConfig(
-        run_dir=folder,
+        hardware=HardwareConfig(**where),
+        directory=DirectoryConfig(run_dir=folder),
         max_steps=num_steps,
         num_epochs=num_steps,
-        checkpoint_every=10,
+        checkpoints=CheckpointConfig(checkpoint_every=10),
         progress=False,
         plan=PlanConfig(max_tokens=64, max_shapes=1, max_length=32, microbatches_per_step=MICROBATCHES),
         compile=CompileOptions(cache_dir=folder.parent / "compiled"),
-        **where,
     )
 
     def loss_fn(params, microbatch):

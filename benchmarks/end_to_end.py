@@ -78,7 +78,7 @@ def say(what: str) -> None:
 
 def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_out: int) -> str:
     """Writes the files that all processes read, and says how much there is."""
-    split = split_held_out(stdlib_functions(progress=False), DEMO.held_out_fraction)
+    split = split_held_out(stdlib_functions(progress=False), DEMO.data.held_out_fraction)
     train, held_out = ([sample[: sizes["longest"]] for sample in part] for part in split)
     data = Data(train, held_out[:num_held_out])
     save_data(folder / "data.npz", data)

@@ -47,11 +47,11 @@ class Training:
     """A training of some steps that can be run again and again with other ways of loading."""
 
     def __init__(self, config: FitConfig, course: Course, data: Split, num_steps: int):
-        self._init = lambda: jvarlen.init_train_state(init_params(config.model, config.seed), course.optimizer)
+        self._init = lambda: jvarlen.init_train_state(init_params(config.decoder, config.seed), course.optimizer)
         self._plan = course.plan_of_epoch(0)
         self._dataset = data.train
         self.num_steps = min(num_steps, self._plan.num_steps)
-        step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
         self._step = jvarlen.compile_buckets(
             step,
             self._init(),
@@ -94,9 +94,9 @@ def main() -> None:
     if args.quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
         plan = PlanConfig(max_tokens=256, max_shapes=1, max_length=64, overlong="truncate")
-        config = FitConfig(max_steps=4, progress=False, plan=plan, model=tiny)
+        config = FitConfig(max_steps=4, progress=False, plan=plan, decoder=tiny)
         num_turns = 1
-    data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
+    data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
     training = Training(
         config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps

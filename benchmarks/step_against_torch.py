@@ -49,8 +49,8 @@ def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, f
     optimizer = Course(config, lengths, {HELD_OUT: lengths}).optimizer
     spec = token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
     batch = jax.device_put(jvarlen.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
-    state = jvarlen.init_train_state(init_params(config.model, config.seed), optimizer)
-    step = jvarlen.make_train_step(make_loss_fn(config.model), optimizer)
+    state = jvarlen.init_train_state(init_params(config.decoder, config.seed), optimizer)
+    step = jvarlen.make_train_step(make_loss_fn(config.decoder), optimizer)
     begun = time.perf_counter()
     executable = jax.jit(step, donate_argnums=0).lower(state, spec).compile()
     compile_s = time.perf_counter() - begun
@@ -69,10 +69,10 @@ def torch_step(config: FitConfig, _: Lengths, shape: Shape) -> tuple[Step, float
     import torch_ref
 
     torch.set_num_threads(os.cpu_count() or 1)
-    sizes = dataclasses.asdict(config.model)
+    sizes = dataclasses.asdict(config.decoder)
     named = {name: sizes[name] for name in ("num_layers", "num_heads", "vocab_size")}
-    model = torch_ref.Transformer(embed_dim=config.model.width, **named)
-    torch_ref.load_params(model, flat_params(init_params(config.model, config.seed)))
+    model = torch_ref.Transformer(embed_dim=config.decoder.width, **named)
+    torch_ref.load_params(model, flat_params(init_params(config.decoder, config.seed)))
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), settings.learning_rate, (settings.b1, settings.b2), weight_decay=settings.weight_decay
@@ -153,10 +153,10 @@ def main() -> None:
     config = FitConfig(plan=PlanConfig(overlong="truncate"))
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
-        config = dataclasses.replace(config, model=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64))
+        config = dataclasses.replace(config, decoder=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64))
         lengths = np.array([16, 32, 64])
     else:
-        train, _ = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
+        train, _ = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
         lengths = jvarlen.measure_lengths(train, progress=False)
     num_microbatches = config.plan.microbatches_per_step
     shapes = [(num_microbatches, *bucket) for bucket in shapes_for(config.plan, lengths).buckets]

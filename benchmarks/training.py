@@ -29,7 +29,7 @@ from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
-from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, FitConfig, PlanConfig
 from jvarlen.runs.epochs import Course
 
 
@@ -37,13 +37,13 @@ class BareLoop:
     """The steps of a training, compiled, with their batches on the device: nothing but calls of executables."""
 
     def __init__(self, config: FitConfig, course: Course, data: Split):
-        self._init = lambda: jvarlen.init_train_state(init_params(config.model, config.seed), course.optimizer)
+        self._init = lambda: jvarlen.init_train_state(init_params(config.decoder, config.seed), course.optimizer)
         plan = course.plan_of_epoch(0)
         self.num_steps = course.num_steps
         self.num_tokens = int(plan.num_tokens[: course.num_steps].sum())
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(course.num_steps)]
-        step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
         specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self._init(), spec).compile() for spec in specs
@@ -62,7 +62,9 @@ class BareLoop:
 
 def fit_seconds(config: FitConfig, data: Split) -> float:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        summary = jvarlen.fit(dataclasses.replace(config, runs_dir=Path(folder)), data).summary
+        summary = jvarlen.fit(
+            dataclasses.replace(config, directory=DirectoryConfig(runs_dir=Path(folder))), data
+        ).summary
     return summary.num_tokens / summary.real_tokens_per_s
 
 
@@ -100,12 +102,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, and no report")
     quick = parser.parse_args().quick
     plan = PlanConfig(overlong="truncate")
-    config = FitConfig(max_steps=120, checkpoint_every=100, progress=False, plan=plan)
+    config = FitConfig(max_steps=120, checkpoints=CheckpointConfig(checkpoint_every=100), progress=False, plan=plan)
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
         plan = dataclasses.replace(plan, max_tokens=256, max_shapes=1, max_length=64)
-        config = dataclasses.replace(config, max_steps=4, plan=plan, model=tiny)
-    data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
+        config = dataclasses.replace(config, max_steps=4, plan=plan, decoder=tiny)
+    data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
     bare = BareLoop(config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data)
     if not quick:
@@ -117,7 +119,7 @@ def main() -> None:
     rows, length = (4, 64) if quick else (16, 256)
     scaled = optax.chain(optax.adamw(1e-3), jvarlen.scale_by_batch_size(8, rule="sqrt"))
     steps = [
-        compiled_step(config.model, optimizer, jvarlen.Bucket(rows, length))
+        compiled_step(config.decoder, optimizer, jvarlen.Bucket(rows, length))
         for optimizer in (optax.adamw(1e-3), scaled)
     ]
     take_turns(steps, 2)

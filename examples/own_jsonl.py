@@ -19,6 +19,7 @@ from jvarlen.data.open import open_data
 from jvarlen.data.split import split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs.config import DataConfig, DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
 
 FIELD = sys.argv[2] if len(sys.argv) > 2 else "body"
@@ -46,19 +47,19 @@ path = Path(sys.argv[1]) if len(sys.argv) > 1 else write_jsonl(FOLDER / "sums.js
 print(f"\n=== {path} by fit, stopped on the way ===")
 model = TransformerConfig(num_layers=1, width=32, num_heads=1)
 config = jvarlen.FitConfig(
-    data=(path,),
-    field=FIELD,  # tokenizer=Path("tokenizer.json") trains on its tokens, otherwise bytes are trained on
+    # tokenizer=Path("tokenizer.json") trains on its tokens, otherwise bytes are trained on
+    data=DataConfig(files=(path,), field=FIELD),
     max_steps=60,
     num_epochs=10,
-    runs_dir=FOLDER,
+    directory=DirectoryConfig(runs_dir=FOLDER),
     progress=False,
     plan=PlanConfig(max_tokens=2048, max_shapes=2, max_length=128),
-    model=model,
+    decoder=model,
 )
 stopped = jvarlen.fit(config, trackers={"stop": SimpleNamespace(log=press_ctrl_c, close=lambda: None)})
 
 print("\n=== the same run, resumed ===")
-resumed = jvarlen.fit(dataclasses.replace(config, resume=stopped.run_dir))
+resumed = jvarlen.fit(dataclasses.replace(config, directory=DirectoryConfig(resume=stopped.run_dir)))
 steps = [record for record in read_metrics(resumed.run_dir / "metrics.jsonl") if "loss" in record]
 print(f"stopped after {stopped.summary.num_steps} of {config.max_steps} steps, resumed; steps taken: {len(steps)}")
 print(f"loss of fit: {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}")

@@ -17,6 +17,7 @@ from flax import linen as nn
 
 import jvarlen
 from jvarlen.data.split import Split
+from jvarlen.runs.config import DirectoryConfig, HardwareConfig
 from jvarlen.runs.plan_config import PlanConfig
 
 num_steps, num_devices = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, 60), (2, 4)))
@@ -81,7 +82,8 @@ def eval_loss_fn(params, batch, extra):
 sounds = [say(rng.integers(1, V, rng.integers(1, L + 1))) for _ in range(640)]
 result = jvarlen.fit(
     jvarlen.FitConfig(
-        run_dir=Path("runs/speech_ctc"), max_steps=num_steps, num_epochs=1000, devices=num_devices, eval_every=20,
+        max_steps=num_steps, num_epochs=1000, eval_every=20,
+        directory=DirectoryConfig(run_dir=Path("runs/speech_ctc")), hardware=HardwareConfig(devices=num_devices),
         plan=PlanConfig(max_tokens=512, max_shapes=2, max_length=64, microbatches_per_step=4),
     ),
     Split(train=sounds[:600], held_out=sounds[600:]),

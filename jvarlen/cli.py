@@ -110,7 +110,8 @@ def _train(config: FitConfig) -> int:
     if config.dry_run:
         dry_run(config)
         return 0
-    if config.devices in (None, 1) and config.parallel is None and not config.has_processes:
+    hardware = config.hardware
+    if hardware.devices in (None, 1) and hardware.parallel is None and not hardware.has_processes:
         keep_memory_of_steps()
     return exit_code_of_interrupt() if fit(config).summary.interrupted else 0
 

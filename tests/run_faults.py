@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen import CompileOptions, FitConfig
-from jvarlen.runs.config import PlanConfig
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from jvarlen.runs.trackers import MetricsLog
 from jvarlen.training.checkpoint import Checkpoints
 from tests.run_fit import leave_pictures_empty, make_data
+from tests.settings import changed
 
 NUM_STEPS = 80  # more than twenty runs take that are all killed
 MOMENTS = ("scan", "compile", "step", "checkpoint")
@@ -199,22 +200,22 @@ def main():
     config = FitConfig(
         max_steps=NUM_STEPS,
         num_epochs=NUM_STEPS,
-        checkpoint_every=4,
-        runs_dir=folder / "whole",
+        checkpoints=CheckpointConfig(checkpoint_every=4),
+        directory=DirectoryConfig(runs_dir=folder / "whole"),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
     )
 
     def start(runs_dir):
-        resumed = dataclasses.replace(config, runs_dir=runs_dir, resume=directory_of(runs_dir))
+        resumed = changed(config, runs_dir=runs_dir, resume=directory_of(runs_dir))
         return Run(resumed, folder / runs_dir.name)
 
     def finish(runs_dir):
         _, code = start(runs_dir).end()
         assert code == 0, runs_dir.with_suffix(".log").read_text()
 
-    finish(config.runs_dir)
+    finish(config.directory.runs_dir)
     chance = random.Random(0)
     # One before there is a directory, and one before there is a checkpoint; then the others in any order.
     first, later = ["scan", "compile"], list(MOMENTS) * KILLS_OF_EACH

@@ -4,7 +4,6 @@ Arguments: a folder, a number of reads, the number of processes, a rank and a po
 folder if there is one. Process 1 hangs after that many reads of its steps.
 """
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import jax
 
 from jvarlen import fit
 from tests.run_fit import make_config, make_data
+from tests.settings import changed
 
 HEARTBEAT_S = 8
 
@@ -44,7 +44,7 @@ def main():
     jax.distributed.initialize = with_short_heartbeat(jax.distributed.initialize)
     jax.config.update("jax_enable_compilation_cache", True)
     begun = [path for path in folder.glob("*-*") if not path.is_symlink()]
-    config = dataclasses.replace(
+    config = changed(
         make_config(folder, folder / "compiled"),
         checkpoint_every=4,
         max_steps=60,

@@ -19,8 +19,9 @@ from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig
 from jvarlen.runs import summary
-from jvarlen.runs.config import PlanConfig
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from tests.processes import outcome
+from tests.settings import changed
 
 NUM_STEPS = 40
 
@@ -35,12 +36,12 @@ def make_config(runs_dir, cache_dir=None):
     return FitConfig(
         max_steps=NUM_STEPS,
         num_epochs=20,
-        checkpoint_every=10,
-        runs_dir=runs_dir,
+        checkpoints=CheckpointConfig(checkpoint_every=10),
+        directory=DirectoryConfig(runs_dir=runs_dir),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=4),
-        model=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
     )
 
 
@@ -71,7 +72,7 @@ def main():
     data = make_data()
     leave_pictures_empty()
     jax.config.update("jax_enable_compilation_cache", True)  # for the second run
-    config = dataclasses.replace(
+    config = changed(
         make_config(folder / "runs", folder / "compiled"),
         coordinator=f"127.0.0.1:{port}",
         num_processes=num_processes,
@@ -81,7 +82,7 @@ def main():
     # Lengths are read first, once each; then some steps are trained on.
     reads = len(data.train) + 100
     train = Interrupting(data.train, reads) if rank == 1 else data.train
-    stopped = fit(dataclasses.replace(config, runs_dir=folder / "stopped"), data._replace(train=train))
+    stopped = fit(changed(config, runs_dir=folder / "stopped"), data._replace(train=train))
     other_settings = dataclasses.replace(config, seed=rank)
     differing = outcome(lambda: fit(other_settings, data))
     (folder / f"{rank}.json").write_text(

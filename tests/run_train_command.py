@@ -50,7 +50,7 @@ def run():
          "--max-steps", "6", "--num-epochs", "9", "--runs-dir", str(folder / "runs"), "--no-progress",
          "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
          "--plan.microbatches-per-step", "2", "--plan.cost-model", "cost.json",
-         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
+         "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, witho
     """A directory of a run; `without` names fields that an older version did not write."""
     records = records_of(num_steps, seed=seed) if records is None else records
     path.mkdir(parents=True)
-    settings = {"seed": seed, "plan": {"max_tokens": 512, "order": "shuffle"}} | (settings or {})
+    settings = {"format": 2, "seed": seed, "plan": {"max_tokens": 512, "order": "shuffle"}} | (settings or {})
     (path / "config.json").write_text(json.dumps(settings))
     kept = [{name: value for name, value in record.items() if name not in without} for record in records]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))

@@ -20,7 +20,16 @@ from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
-from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, save_config
+from jvarlen.runs.config import (
+    CheckpointConfig,
+    DataConfig,
+    DirectoryConfig,
+    FitConfig,
+    HardwareConfig,
+    OptimizerConfig,
+    PlanConfig,
+    save_config,
+)
 
 from . import processes
 
@@ -226,7 +235,7 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
         (["sort", "LENGTHS", "--out", "nowhere/order.npy"], "there is no directory nowhere"),
         (["train", "--plan.max-tokens", "0"], "max_tokens"),
         (["train", "--plan.max-tokens", "12"], "max_tokens 12 leaves no row for a bucket"),
-        (["train", "--model.width", "7"], "width (7)"),
+        (["train", "--decoder.width", "7"], "width (7)"),
         (["train", "--optimiser.b1", "0.5"], "--optimiser.b1"),
         (["train", "--resume", "nowhere"], "there is no run to resume"),
         (["train", "--resume"], "--resume"),
@@ -418,13 +427,14 @@ def test_help_documents_every_setting(capsys):
     text = capsys.readouterr().out
     for prefix, settings in (
         ("", FitConfig),
+        *(("", group) for group in (DataConfig, HardwareConfig, CheckpointConfig, DirectoryConfig)),
         ("plan.", PlanConfig),
-        ("model.", TransformerConfig),
+        ("decoder.", TransformerConfig),
         ("optimizer.", OptimizerConfig),
     ):
         for field in dataclasses.fields(settings):
-            if not dataclasses.is_dataclass(field.default):
-                flag = {"resume_from": "from"}.get(field.name, field.name)
+            if not dataclasses.is_dataclass(field.default_factory):
+                flag = {"resume_from": "from", "files": "data"}.get(field.name, field.name)
                 assert f"--{prefix}{flag.replace('_', '-')}" in text
 
 
@@ -453,7 +463,7 @@ def test_a_run_that_is_continued_has_its_own_settings_as_defaults(tmp_path, monk
     for given in ([name, str(tmp_path)], [f"{name}={tmp_path}"]):
         assert main(["train", *given, "--max-steps", "9"]) == 2
         assert (called[-1].max_steps, called[-1].seed) == (9, 3)
-        assert getattr(called[-1], name[2:].replace("-", "_")) == tmp_path
+        assert getattr(called[-1].directory, name[2:].replace("-", "_")) == tmp_path
 
 
 def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, monkeypatch):
@@ -465,4 +475,6 @@ def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, mon
 
     monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     assert main(["train", "--run-dir", str(tmp_path / "new")]) == 2
-    assert called == [FitConfig(run_dir=tmp_path / "new", plan=PlanConfig(max_shapes="auto"))]
+    assert called == [
+        FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "new"), plan=PlanConfig(max_shapes="auto"))
+    ]

@@ -1,7 +1,6 @@
 """The commands of docs/launching.md, run as they stand there: by mpirun, a Slurm batch script and torchrun."""
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -31,6 +30,7 @@ from jvarlen.runs.config import PlanConfig, save_config
 
 from .processes import COMPILE_FAST, ROOT
 from .run_fit import leave_pictures_empty
+from .settings import changed
 
 NUM_STEPS = 60
 SECONDS = 120
@@ -74,7 +74,7 @@ def small_settings(data: Path) -> list[str]:
         "--data", str(data), "--held-out-fraction", "0.1", "--max-steps", str(NUM_STEPS), "--num-epochs", "99",
         "--no-progress", "--compile.cache-dir", str(data.parent / "compiled"),
         "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
-        "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
+        "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1",
     ]  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_the_commands_given_by_hand_make_one_run_of_two_processes(parse):
     first, second = configs = [parse(command) for command in block("bash", "--process-id 0").splitlines()]
     assert first.process_id == 0
     assert first.has_processes
-    assert second == dataclasses.replace(first, process_id=1)
+    assert second == changed(first, process_id=1)
     assert first.num_processes == len(configs)
     assert first.plan.microbatches_per_step % first.num_processes == 0
 
@@ -334,8 +334,8 @@ def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_
     save_config(FitConfig(plan=PlanConfig(microbatches_per_step=2)), own / "config.json")
     latest.symlink_to("own")
     assert elastic.main(["2", "--", "jvarlen", "train", "--resume", str(latest), "--from", "best"]) == 0
-    assert [config.resume_from for config in configs] == ["best", "best", "latest"]
-    assert {config.resume for config in configs} == {own}
+    assert [config.directory.resume_from for config in configs] == ["best", "best", "latest"]
+    assert {config.directory.resume for config in configs} == {own}
 
 
 @pytest.mark.slow
@@ -417,18 +417,18 @@ def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):
     (script,) = container["args"]
     command = script.replace("$JOB_COMPLETION_INDEX", "3").removeprefix("exec ")
     config = parse(command.strip())
-    assert config.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert config.process_id == 3
-    assert config.plan.microbatches_per_step % config.num_processes == 0
+    assert config.hardware.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert config.hardware.process_id == 3
+    assert config.plan.microbatches_per_step % config.hardware.num_processes == 0
     names = {service["metadata"]["name"], job["metadata"]["name"], service["spec"]["selector"]["job-name"]}
     assert names == {job["spec"]["template"]["spec"]["subdomain"]}
-    assert config.coordinator.partition(":")[0] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert config.hardware.coordinator.partition(":")[0] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
 def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(parse):
     (command,) = re.findall(r"ExecStart=(.*)", block("ini", "ExecStart"))
     config = parse(command)
-    assert config.run_dir == Path("/srv/training/run")
+    assert config.directory.run_dir == Path("/srv/training/run")
     assert not config.progress
 
 

@@ -22,7 +22,9 @@ from jaxtyping import Shaped
 from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = [
+    "RUN_FORMAT",
     "check_place",
+    "check_run_format",
     "default_cache_dir",
     "load_array",
     "load_dataclass",
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+RUN_FORMAT = 2  # of the files in the directory of a run; `config.json` holds it
 
 
 def default_cache_dir() -> Path:
@@ -143,3 +147,11 @@ def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T
         raise FileNotFoundError(f"there is no {what} {path}") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no {what}: {error}") from error
+
+
+def check_run_format(settings: dict[str, Any]) -> None:
+    """Raises ValueError if the settings in a run's `config.json` are those of another version."""
+    number = settings.get("format", 1)
+    if number != RUN_FORMAT:
+        reader = "jvarlen 0.1.0" if number == 1 else "a newer version"
+        raise UserError(f"it has format {number!r}, which {reader} reads; this version reads format {RUN_FORMAT}")

@@ -206,7 +206,9 @@ def _check_values(dataset: TokenDataset, path: Path, num_values: int | None, pro
                     np.searchsorted(dataset.offsets, places + start, side="right") - 1, return_index=True
                 )
                 limit = (
-                    "" if num_values is None else f" and below the vocabulary size {num_values:,} (--model.vocab-size)"
+                    ""
+                    if num_values is None
+                    else f" and below the vocabulary size {num_values:,} (--decoder.vocab-size)"
                 )
                 raise UserError(
                     f"{path}: tokens must be at least 0{limit}; samples with others, in the first part that has any: "

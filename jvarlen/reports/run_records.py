@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.files import check_run_format
 from jvarlen.compiling.ledger import Ledger, LedgerRow
 
 __all__ = [
@@ -280,7 +281,12 @@ def _read_settings(path: Path) -> dict[str, str]:
         return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
     flat: dict[str, str] = {}
-    for name, value in _read_object(path).items():
+    settings = _read_object(path)
+    try:
+        check_run_format(settings)
+    except UserError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    for name, value in settings.items():
         of_group = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         flat |= {key: shown(each) for key, each in of_group.items()}
     return flat

@@ -17,7 +17,7 @@ import dacite
 import tyro
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import RUN_FORMAT, check_run_format, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote
 from jvarlen.data.records import RecordFormat
@@ -30,9 +30,11 @@ from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
 __all__ = [
     "AUTO",
     "Change",
+    "CheckpointConfig",
     "DataConfig",
-    "DeviceConfig",
+    "DirectoryConfig",
     "FitConfig",
+    "HardwareConfig",
     "OptimizerConfig",
     "PlanConfig",
     "TrackerName",
@@ -62,6 +64,7 @@ Scope = Literal["run", "course", "process", "call"]
 
 
 _COURSE, _PROCESS, _CALL = ({"scope": scope} for scope in ("course", "process", "call"))
+_FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,9 @@ class OptimizerConfig:
 class DataConfig:
     """The data to train and evaluate on."""
 
-    data: tuple[str | Path, ...] = ()
+    files: Annotated[tuple[str | Path, ...], tyro.conf.arg(name="data")] = dataclasses.field(
+        default=(), metadata={"name": "data"}
+    )
     """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
     a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
     Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
@@ -137,12 +142,9 @@ class DataConfig:
         check_at_least(self, 0, "num_workers", "end_token")
         check_at_least(self, 1, "mixture_samples")
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
-        if self.weights and len(self.weights) != len(self.data):
-            raise UserError(f"weights {self.weights} must be one for each file of data, of which are {len(self.data)}")
-        if self.loss_weights and len(self.loss_weights) != len(self.data):
-            raise UserError(
-                f"loss_weights {self.loss_weights} must be one for each file of data, of which are {len(self.data)}"
-            )
+        for name in ("weights", "loss_weights"):
+            if (given := getattr(self, name)) and len(given) != len(self.files):
+                raise UserError(f"{name} {given} must be one for each file of data, of which are {len(self.files)}")
         if self.mixture_samples is not None and not self.weights:
             raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
         names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
@@ -154,7 +156,7 @@ class DataConfig:
             object.__setattr__(self, "template", self.template.replace("\\n", "\n").replace("\\t", "\t"))
         RecordFormat(self.field, self.template, self.loss_on)  # checks them
         # Absolute, so that the run can be resumed from another directory.
-        for name in ("data", "eval_data"):
+        for name in ("files", "eval_data"):
             object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", self.tokenizer.absolute())
@@ -177,7 +179,77 @@ def _absolute(path: Path | str) -> Path | str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig(DataConfig, DeviceConfig):
+class HardwareConfig(DeviceConfig):
+    """The devices and processes that train, and how a step spreads over them."""
+
+    devices: int | None = dataclasses.field(default=None, metadata=_PROCESS)
+    """Number of devices, for each process; all devices together must divide the microbatches of a step.
+    Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
+    parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
+    """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" chooses the
+    fastest that fits, for all devices. None: data parallelism."""
+    cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
+    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
+    None measures them before the run."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _ = self.layout  # which raises ValueError for a text that names no layout
+        if self.cluster is not None and self.parallel != AUTO:
+            raise UserError(f"cluster ({self.cluster}) is for parallel auto, not {self.parallel}")
+
+    @property
+    def layout(self) -> Layout | None:
+        """`parallel`, read; None: data parallelism over all devices, or a layout that is yet to be chosen."""
+        return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, and which of them stay."""
+
+    checkpoint_every: int = 100
+    """Steps between checkpoints."""
+    keep_last: int = 2
+    """Number of newest checkpoints to keep."""
+    keep_best: int = 0
+    """Number of checkpoints to keep as well, those with the fewest held-out bits per token; needs eval_every."""
+
+    def __post_init__(self):
+        check_at_least(self, 1, "checkpoint_every", "keep_last")
+        check_at_least(self, 0, "keep_best")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DirectoryConfig:
+    """Where a run writes, and which run it resumes."""
+
+    runs_dir: Path = Path("runs")
+    """Directory in which run directories are created."""
+    run_dir: Path | None = None
+    """Directory of this run: created if missing, otherwise its run is resumed."""
+    resume: Path | None = None
+    """Directory of a run to resume. On the command line its settings are the defaults;
+    those that would make it another run cannot be changed."""
+    resume_from: Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")] = "latest"
+    """The checkpoint to resume from: the latest, or the one with the best evaluation.
+    Later checkpoints and records are then discarded."""
+
+    def __post_init__(self):
+        if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
+            raise UserError(f"from {self.resume_from} needs resume, the directory of a run")
+        if self.run_dir is not None and self.resume is not None:
+            raise UserError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
+
+    @property
+    def resumed(self) -> Path | None:
+        """The directory of the run to resume, if there is one."""
+        return self.run_dir if self.run_dir is not None and is_run_dir(self.run_dir) else self.resume
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig:
     """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
 
     max_steps: int | None = dataclasses.field(default=None, metadata=_COURSE)
@@ -189,24 +261,6 @@ class FitConfig(DataConfig, DeviceConfig):
     """Seed of the initial weights, of mixtures, and of every shuffle."""
     eval_every: int | None = dataclasses.field(default=None, metadata=_COURSE)
     """Steps between evaluations; None evaluates only before the first step and after the last."""
-    checkpoint_every: int = dataclasses.field(default=100, metadata=_COURSE)
-    """Steps between checkpoints."""
-    keep_last: int = dataclasses.field(default=2, metadata=_COURSE)
-    """Number of newest checkpoints to keep."""
-    keep_best: int = dataclasses.field(default=0, metadata=_COURSE)
-    """Number of checkpoints to keep as well, those with the fewest held-out bits per token; needs eval_every."""
-    runs_dir: Path = dataclasses.field(default=Path("runs"), metadata=_CALL)
-    """Directory in which run directories are created."""
-    run_dir: Path | None = dataclasses.field(default=None, metadata=_CALL)
-    """Directory of this run: created if missing, otherwise its run is resumed."""
-    resume: Path | None = dataclasses.field(default=None, metadata=_CALL)
-    """Directory of a run to resume. On the command line its settings are the defaults;
-    those that would make it another run cannot be changed."""
-    resume_from: Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")] = dataclasses.field(
-        default="latest", metadata=_CALL
-    )
-    """The checkpoint to resume from: the latest, or the one with the best evaluation.
-    Later checkpoints and records are then discarded."""
     stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_COURSE)
     """Several processes all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
@@ -218,47 +272,44 @@ class FitConfig(DataConfig, DeviceConfig):
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     progress: bool = dataclasses.field(default=True, metadata=_PROCESS)
     """Show progress: bars on a terminal, otherwise a line now and then."""
-    devices: int | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """Number of devices, for each process; all devices together must divide the microbatches of a step.
-    Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
-    parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
-    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" chooses the
-    fastest that fits, for all devices. None: data parallelism."""
-    cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
-    None measures them before the run."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=_FLAT)
+    """The data to train and evaluate on."""
+    hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
+        default_factory=HardwareConfig, metadata=_FLAT
+    )
+    """The devices and processes that train, and how a step spreads over them."""
+    checkpoints: tyro.conf.OmitArgPrefixes[CheckpointConfig] = dataclasses.field(
+        default_factory=CheckpointConfig, metadata=_FLAT | _COURSE
+    )
+    """When checkpoints are written, and which of them stay."""
+    directory: tyro.conf.OmitArgPrefixes[DirectoryConfig] = dataclasses.field(
+        default_factory=DirectoryConfig, metadata=_FLAT | _CALL
+    )
+    """Where a run writes, and which run it resumes."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     """How samples become steps."""
-    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
-    """The shape of the decoder."""
+    decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    """The shape of the built-in model."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions, metadata=_COURSE)
     """How the step is compiled and run."""
 
     def __post_init__(self):
-        DataConfig.__post_init__(self)
-        DeviceConfig.__post_init__(self)
-        check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last")
-        check_at_least(self, 0, "seed", "keep_best", "profile")
+        check_at_least(self, 1, "max_steps", "num_epochs", "eval_every")
+        check_at_least(self, 0, "seed", "profile")
         check_above(self, 0, "stall_timeout_s")
-        _ = self.layout  # which raises ValueError for a text that names no layout
-        if self.cluster is not None and self.parallel != AUTO:
-            raise UserError(f"cluster ({self.cluster}) is for parallel auto, not {self.parallel}")
-        if self.keep_best and self.eval_every is None:
-            raise UserError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
-        if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
-            raise UserError(f"from {self.resume_from} needs resume, the directory of a run")
-        if self.run_dir is not None and self.resume is not None:
-            raise UserError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
+        if self.checkpoints.keep_best and self.eval_every is None:
+            raise UserError(
+                f"keep_best ({self.checkpoints.keep_best}) needs eval_every: which is best only evaluations tell"
+            )
 
     @property
-    def layout(self) -> Layout | None:
-        """`parallel`, read; None: data parallelism over all devices, or a layout that is yet to be chosen."""
-        return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
+    def has_processes(self) -> bool:
+        """Whether several processes train together."""
+        return self.hardware.has_processes
 
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:
@@ -273,7 +324,7 @@ def saved_settings(config: FitConfig) -> dict[str, Any]:
 def save_config(config: FitConfig, path: Path) -> None:
     """Writes `saved_settings`."""
     with write_atomically(path) as file:
-        file.write((json.dumps(saved_settings(config), indent=2) + "\n").encode())
+        file.write((json.dumps({"format": RUN_FORMAT} | saved_settings(config), indent=2) + "\n").encode())
 
 
 def load_config(path: Path) -> FitConfig:
@@ -288,8 +339,8 @@ def load_config(path: Path) -> FitConfig:
     """
     try:
         settings = json.loads(path.read_text())
-        if isinstance(settings.get("field"), str):  # as it was saved when there was one field
-            settings["field"] = [settings["field"]]
+        check_run_format(settings)
+        del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
         models = {name: model for name in MODEL_FILES if (model := getattr(config.plan, name)) is not None}
     except (FileNotFoundError, NotADirectoryError):
@@ -311,23 +362,32 @@ def default_settings(args: Sequence[str]) -> FitConfig:
         given, _, value = name.partition("=")
         run_dir = value or "".join(args[place + 1 : place + 2])
         if given == "--resume" and run_dir:
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
+            found = DirectoryConfig(resume=Path(run_dir))
+            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), directory=found)
         if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), run_dir=Path(run_dir))
+            found = DirectoryConfig(run_dir=Path(run_dir))
+            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), directory=found)
     return FitConfig(plan=PlanConfig(max_shapes="auto"))
 
 
 def _of_this_call(config: FitConfig) -> FitConfig:
     """The settings with defaults for what belongs to a single call, compiler options among them."""
-    here = CompileOptions().cache_dir
-    defaults = {
-        setting.name: getattr(FitConfig, setting.name) for setting in _settings(config) if setting.scope == "call"
-    }
+    own = config.compile
     # Options of the compiler are files that it writes and programs that it calls, too.
-    compile_options = dataclasses.replace(
-        config.compile, xla_options=(), cache_dir=None if config.compile.cache_dir is None else here
-    )
-    return dataclasses.replace(config, compile=compile_options, **defaults)
+    cache_dir = None if own.cache_dir is None else CompileOptions().cache_dir
+    own = dataclasses.replace(own, xla_options=(), cache_dir=cache_dir)
+    return dataclasses.replace(_with_defaults(config, FitConfig()), compile=own)
+
+
+def _with_defaults(config: Any, defaults: Any) -> Any:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, default = getattr(config, field.name), getattr(defaults, field.name)
+        if field.metadata.get("scope") == "call":
+            changes[field.name] = default
+        elif dataclasses.is_dataclass(value):
+            changes[field.name] = _with_defaults(value, default)
+    return dataclasses.replace(config, **changes)
 
 
 class Change(NamedTuple):
@@ -365,10 +425,10 @@ class _Setting(NamedTuple):
 
 def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[_Setting]:
     for field in dataclasses.fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
+        name, value = prefix + field.metadata.get("name", field.name), getattr(config, field.name)
         own_scope = field.metadata.get("scope", scope)
         if dataclasses.is_dataclass(value):
-            yield from _settings(value, f"{name}.", own_scope)
+            yield from _settings(value, field.metadata.get("prefix", f"{name}."), own_scope)
         else:
             yield _Setting(name, own_scope, value)
 

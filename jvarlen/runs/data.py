@@ -50,46 +50,47 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
       FileNotFoundError: there is no such file.
       ValueError: data are given twice or cannot be read, or one side of a split is empty.
     """
-    if given is not None and config.data:
-        raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")
-    vocab_size, is_bytes, content_keys = config.model.vocab_size, given is None, {}
+    if given is not None and config.data.files:
+        files = ", ".join(map(str, config.data.files))
+        raise UserError(f"data are given twice, as an argument and as settings: {files}")
+    vocab_size, is_bytes, content_keys = config.decoder.vocab_size, given is None, {}
 
     def opened(path: Path | str) -> DataSource:
         nonlocal vocab_size, is_bytes
         dataset = open_data(
             path,
-            field=config.field,
-            template=config.template,
-            loss_on=config.loss_on,
-            tokenizer=config.tokenizer,
-            num_values=None if config.tokenizer else config.model.vocab_size,
-            end_token=config.end_token,
+            field=config.data.field,
+            template=config.data.template,
+            loss_on=config.data.loss_on,
+            tokenizer=config.data.tokenizer,
+            num_values=None if config.data.tokenizer else config.decoder.vocab_size,
+            end_token=config.data.end_token,
             block_length=config.plan.max_length or _BLOCK_LENGTH,
-            num_workers=config.num_workers,
+            num_workers=config.data.num_workers,
             progress=config.progress,
         )
         content_keys[str(path)] = dataset.content_key
         if dataset.num_values is None:
             raise UserError(
-                f"{path} holds tokens and no text, which the tokenizer {config.tokenizer} could not have made"
+                f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
             )
         vocab_size = max(vocab_size, dataset.num_values)
         is_bytes = is_bytes and dataset.is_bytes
         return dataset
 
-    if given is None and config.data:
-        splits = [_split(path, opened(path), config.held_out_fraction) for path in config.data]
+    if given is None and config.data.files:
+        splits = [_split(path, opened(path), config.data.held_out_fraction) for path in config.data.files]
         mixed = Mixture(
             [split.train for split in splits],
-            config.weights or None,
-            num_samples=config.mixture_samples,
+            config.data.weights or None,
+            num_samples=config.data.mixture_samples,
             seed=config.seed,
-            loss_weights=config.loss_weights or None,
+            loss_weights=config.data.loss_weights or None,
         )
         given = Split(mixed, Mixture([split.held_out for split in splits]))
     elif given is None:
-        given = split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
-    evaluation = {HELD_OUT: given.held_out} | {evaluation_name(path): opened(path) for path in config.eval_data}
+        given = split_held_out(stdlib_functions(progress=config.progress), config.data.held_out_fraction)
+    evaluation = {HELD_OUT: given.held_out} | {evaluation_name(path): opened(path) for path in config.data.eval_data}
     return TrainingData(given.train, evaluation, vocab_size, is_bytes, content_keys)
 
 

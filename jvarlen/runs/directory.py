@@ -83,7 +83,7 @@ def new_run_dir(
       ValueError: another run has the directory.
       OSError: it cannot be written.
     """
-    run_dir = config.run_dir or _make_dir(config.runs_dir, plan)
+    run_dir = config.directory.run_dir or _make_dir(config.directory.runs_dir, plan)
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(lock_run_dir(run_dir))
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):

@@ -40,7 +40,7 @@ from jvarlen.loading.collate import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, is_run_dir, saved_settings
+from jvarlen.runs.config import FitConfig, saved_settings
 from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
 from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_estimates, when_compiled
@@ -87,16 +87,17 @@ def fit(
     """Trains the built-in language model or your own loss, with every shape compiled before the first step.
 
     Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C or SIGTERM), it ends after the step in
-    flight with everything saved; `config.resume` then continues with exactly the remaining steps. After a kill or a
-    crash it continues from the last checkpoint. No second run can use the run directory meanwhile.
+    flight with everything saved; `config.directory.resume` then continues with exactly the remaining steps. After a
+    kill or a crash it continues from the last checkpoint. No second run can use the run directory meanwhile.
 
     The microbatches of a step are spread over the devices; each device accumulates over its own. Losses and rates are
     the same, up to rounding, on any number of devices and processes, and a run may be resumed on another number.
     Several processes all call this; process 0 prints and writes, and all must reach its directory for the checkpoints.
 
-    A model of your own needs `loss_fn` and `params`; `config.model` is then not used. A loss that takes a key gets keys
-    from `config.seed`. Scalars among the sums that it returns are logged over Σ weight, at every step and evaluation.
-    To resume, call `fit` again with the same arguments and `config.run_dir` or `config.resume`.
+    A model of your own needs `loss_fn` and `params`; `config.decoder` is then not used. A loss that takes a key gets
+    keys from `config.seed`. Scalars among the sums that it returns are logged over Σ weight, at every step and
+    evaluation.
+    To resume, call `fit` again with the same arguments and `config.directory.run_dir` or `config.directory.resume`.
 
     Args:
       config: the settings.
@@ -163,27 +164,28 @@ def dry_run(config: FitConfig) -> None:
 def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple[FitConfig, Mesh | None]:
     """The settings of this process, and the devices that it trains on."""
     # Before interrupts are remembered: where processes meet, JAX takes SIGTERM for itself.
-    num_devices = config.devices
-    has_processes = config.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
-    layout = config.layout
+    hardware, layout = config.hardware, config.hardware.layout
+    num_devices = hardware.devices
+    has_processes = hardware.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
     if layout is not None and mesh is None and num_devices is None and not has_processes:
         if layout.data == -1:
             split_cpu(dataclasses.replace(layout, data=1, zero=0).num_devices, again=False)
         else:
             num_devices = layout.num_devices
     if mesh is None and (
-        num_devices is not None or has_processes or config.parallel is not None or jax.process_count() > 1
+        num_devices is not None or has_processes or hardware.parallel is not None or jax.process_count() > 1
     ):
-        mesh = launch(dataclasses.replace(config, devices=num_devices))
+        mesh = launch(dataclasses.replace(hardware, devices=num_devices))
         if layout is not None:
             layout = layout.for_devices(mesh.devices.size)
-            config, mesh = dataclasses.replace(config, parallel=str(layout)), mesh_for(layout, mesh)
+            hardware, mesh = dataclasses.replace(hardware, parallel=str(layout)), mesh_for(layout, mesh)
     elif layout is not None and mesh is not None:
-        config = dataclasses.replace(config, parallel=str(layout.on(mesh).layout))
+        hardware = dataclasses.replace(hardware, parallel=str(layout.on(mesh).layout))
+    config = dataclasses.replace(config, hardware=hardware)
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:
-        overlong: Overlong = "truncate" if data is None and not config.data else "error"
+        overlong: Overlong = "truncate" if data is None and not config.data.files else "error"
         config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, overlong=overlong))
     return config, mesh
 
@@ -202,22 +204,22 @@ def _fit(
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(prepared, first_plan, held)
 
-    state = task.init_state(course.optimizer, config.seed, mesh, config.layout)
-    if mesh is not None and config.layout is None:
+    state = task.init_state(course.optimizer, config.seed, mesh, config.hardware.layout)
+    if mesh is not None and config.hardware.layout is None:
         state = _place(state, mesh)
-    form = task.form_of(state, course.optimizer, mesh, config.layout)
+    form = task.form_of(state, course.optimizer, mesh, config.hardware.layout)
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
-            keep_last=config.keep_last,
-            keep_best=config.keep_best,
+            keep_last=config.checkpoints.keep_last,
+            keep_best=config.checkpoints.keep_best,
             config=saved_settings(config),
             form=form,
         )
     )
     place = course.first_place()
     if not checkpoints.is_empty:
-        restore = checkpoints.restore_best if config.resume_from == "best" else checkpoints.restore_latest
+        restore = checkpoints.restore_best if config.directory.resume_from == "best" else checkpoints.restore_latest
         state, place = restore(state)
         checkpoints.discard_after(place.num_steps_done)
         course.check_place(place)
@@ -304,9 +306,9 @@ def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | N
     buckets = course.buckets_left(place) or course.buckets
     if options.is_behind:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    train_step = compile_for(task.train_step(course.optimizer, mesh, config.layout), state, shapes_of(buckets))
+    train_step = compile_for(task.train_step(course.optimizer, mesh, config.hardware.layout), state, shapes_of(buckets))
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-    eval_step = compile_for(task.eval_step(mesh, config.layout), state, shapes_of(course.eval_buckets))
+    eval_step = compile_for(task.eval_step(mesh, config.hardware.layout), state, shapes_of(course.eval_buckets))
     return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)
 
 
@@ -340,7 +342,7 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
         loop.warm_up_evaluation(state)
     _raise_if_any_interrupted()
     loop.save(state, place)
-    if is_main_process() and loop.config.run_dir is None:
+    if is_main_process() and loop.config.directory.run_dir is None:
         point_latest_to(loop.run_dir)
 
     after: dict[str, float] = {}
@@ -406,9 +408,7 @@ def _raise_if_any_interrupted() -> None:
 def _open_run_dir(prepared: Prepared, plan: Plan, held: contextlib.ExitStack) -> Path:
     """The run directory, which process 0 creates or, to resume a run, updates; `held` holds its lock."""
     config, data, run_dir = prepared.config, prepared.data, Path()
-    resume = config.resume
-    if config.run_dir is not None and is_run_dir(config.run_dir):
-        resume = config.run_dir
+    resume = config.directory.resumed
     with together("open the run directory"):
         if is_main_process() and resume is None:
             run_dir = new_run_dir(config, prepared.shapes, plan, data.content_keys, held)

@@ -134,7 +134,7 @@ class TrainingLoop:
             mesh=self.mesh,
             max_steps=max_steps,
             collate=self.task.collate,
-            on_mismatch=self.config.on_mismatch,
+            on_mismatch=self.config.data.on_mismatch,
             verify=self.config.verify,
         )
 
@@ -150,10 +150,10 @@ class TrainingLoop:
             epoch=place.epoch,
             num_epochs=-(-course.num_steps // course.steps_per_epoch),
             start_step=place.step,
-            num_workers=config.num_workers,
+            num_workers=config.data.num_workers,
             collate=self.task.collate,
             lengths=self.lengths,
-            on_mismatch=config.on_mismatch,
+            on_mismatch=config.data.on_mismatch,
             verify=config.verify,
         )
         steps_left = course.num_steps - place.num_steps_done
@@ -185,7 +185,8 @@ class TrainingLoop:
                     break
                 is_evaluated = self.is_evaluated_at(place)
                 # Where the best are kept, every evaluated state may be one of them.
-                is_saved = place.num_steps_done % config.checkpoint_every == 0 or (is_evaluated and config.keep_best)
+                kept = config.checkpoints
+                is_saved = place.num_steps_done % kept.checkpoint_every == 0 or (is_evaluated and kept.keep_best)
                 if is_saved or is_evaluated:
                     account.finish(*running)
                     running = None

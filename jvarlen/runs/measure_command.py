@@ -135,7 +135,8 @@ class MeasureCommand(DeviceConfig):
     """Where to write the cost model in bytes."""
     progress: bool = True
     """Show progress bars."""
-    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    """The shape of the built-in model."""
 
     def run(self) -> None:
         """Measures, prints and saves."""
@@ -149,7 +150,7 @@ class MeasureCommand(DeviceConfig):
         if missing:
             raise FileNotFoundError(f"there is no directory for {', '.join(missing)}")
         costs = measure_costs(
-            self.model,
+            self.decoder,
             max_tokens=self.max_tokens,
             lengths=self.lengths,
             microbatches_per_step=self.microbatches_per_step,
@@ -167,7 +168,7 @@ class MeasureCommand(DeviceConfig):
 
         if not out.parent.is_dir():
             raise FileNotFoundError(f"there is no directory for {out}")
-        cluster = measure_cluster(launch(self), dtype=self.model.compute_dtype or "float32", progress=self.progress)
+        cluster = measure_cluster(launch(self), dtype=self.decoder.compute_dtype or "float32", progress=self.progress)
         if not is_main_process():
             return
         cluster.save(out)

@@ -131,7 +131,7 @@ class ExportCommand:
         check_place(self.out)
         trained = _read_trained(self.run_dir, self.checkpoint)
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
-        tokenizer = self.tokenizer or trained.settings.tokenizer
+        tokenizer = self.tokenizer or trained.settings.data.tokenizer
         if tokenizer is not None:
             codec = FileTokenizer(tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
     # The run's vocabulary may be larger than its settings say: that of the data counts.
     num_embeddings = len(np.atleast_1d(arrays.get(_EMBEDDING, np.zeros(2))))
     try:
-        model = dataclasses.replace(settings.model, vocab_size=num_embeddings - 1)
+        model = dataclasses.replace(settings.decoder, vocab_size=num_embeddings - 1)
         params = models.params_from_flat(model, arrays)
     except UserError as error:
         raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None
@@ -179,7 +179,7 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
 
 def _codec_of(trained: _Trained, given: Path | None) -> Tokenizer:
     """Between text and the run's tokens, by the given tokenizer or the run's own."""
-    tokenizer = given or trained.settings.tokenizer
+    tokenizer = given or trained.settings.data.tokenizer
     if tokenizer is not None:
         return FileTokenizer(tokenizer)
     if trained.model.vocab_size != _NUM_BYTES:
@@ -191,7 +191,7 @@ def _codec_of(trained: _Trained, given: Path | None) -> Tokenizer:
 
 def _end_token(trained: _Trained, codec: Tokenizer) -> int | None:
     """The token that ends a sample, if the model can write it."""
-    end = trained.settings.end_token if trained.settings.end_token is not None else codec.end_token
+    end = trained.settings.data.end_token if trained.settings.data.end_token is not None else codec.end_token
     return end if end is not None and end < trained.model.vocab_size else None
 
 

@@ -87,9 +87,9 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
       mesh: the devices; None for one.
     """
     _check_mesh(config, mesh)
-    cluster = None if config.cluster is None else _named_cluster(config.cluster, mesh)
-    if config.layout is not None:
-        task.check_layout(config.layout, config.model)
+    cluster = None if config.hardware.cluster is None else _named_cluster(config.hardware.cluster, mesh)
+    if config.hardware.layout is not None:
+        task.check_layout(config.hardware.layout, config.decoder)
     if config.compile.cache_dir is not None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
@@ -98,10 +98,10 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
         say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
         eval_lengths = {name: _lengths_of(dataset, task, False) for name, dataset in data.evaluation.items()}
-    with_model = functools.partial(task.with_model, config.model, data.vocab_size, config.seed)
-    task = with_model(config.layout)
+    with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)
+    task = with_model(config.hardware.layout)
     max_steps = config.max_steps
-    if given is None and not config.data and max_steps is None and config.num_epochs is None:
+    if given is None and not config.data.files and max_steps is None and config.num_epochs is None:
         max_steps = _DEMO_STEPS
     num_devices = 1 if mesh is None else mesh.devices.size
     chooser = ShapeChooser(config, task, data, when_compiled(config), num_devices)
@@ -112,14 +112,14 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         plan, costs = course.plan_of_epoch(0), config.plan
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
         say("Plan", report, course.describe(), *([chooser.reason] if chooser.reason else []))
-    if config.parallel == AUTO:
+    if config.hardware.parallel == AUTO:
         config, mesh = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, mesh, cluster)
-        task = with_model(config.layout)
+        task = with_model(config.hardware.layout)
     with together("plan the training"):
-        if config.layout is not None:
-            check_portable(task.params, course.optimizer, layout=config.layout, model=task.loss_fn)
+        if config.hardware.layout is not None:
+            check_portable(task.params, course.optimizer, layout=config.hardware.layout, model=task.loss_fn)
             for bucket in sorted({*course.buckets, *course.eval_buckets}):
-                check_bucket(config.layout, bucket, config.plan.microbatches_per_step)
+                check_bucket(config.hardware.layout, bucket, config.plan.microbatches_per_step)
         raise_if_interrupted()
     return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, mesh)
 
@@ -130,9 +130,9 @@ def _with_layout(
     """The settings with the chosen layout, and its mesh; the same on all processes."""
     num_devices = 1 if mesh is None else mesh.devices.size
     if num_devices == 1:
-        return dataclasses.replace(config, parallel=None, cluster=None), mesh
+        return _on_layout(config, None), mesh
     if cluster is None:
-        cluster = measure_cluster(mesh, dtype=config.model.compute_dtype or "float32", progress=config.progress)
+        cluster = measure_cluster(mesh, dtype=config.decoder.compute_dtype or "float32", progress=config.progress)
     model, params = stack_for(Layout(data=1, stage=2), task.loss_fn, task.params)
     plan = course.plan_of_epoch(0)
     with together("choose the layout"):
@@ -151,7 +151,12 @@ def _with_layout(
             raise UserError(f"no layout of {num_devices} devices takes this optimizer and the steps of evaluations")
     say("Layout", str(choice), *([f"{layout} is the first that takes this optimizer"] * (layout != choice.layout)))
     layout = Layout.parse(gather_texts("the chosen layout", str(layout))[0])
-    return dataclasses.replace(config, parallel=str(layout), cluster=None), mesh_for(layout, mesh)
+    return _on_layout(config, layout), mesh_for(layout, mesh)
+
+
+def _on_layout(config: FitConfig, layout: Layout | None) -> FitConfig:
+    parallel = None if layout is None else str(layout)
+    return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, parallel=parallel, cluster=None))
 
 
 def _takes(layout: Layout, task: Task, course: Course) -> bool:
@@ -184,7 +189,7 @@ def show_estimates(prepared: Prepared) -> None:
     """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
     config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
     bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
-    layout = config.layout or Layout(data=1 if mesh is None else mesh.devices.size)
+    layout = config.hardware.layout or Layout(data=1 if mesh is None else mesh.devices.size)
     batch_spec = prepared.batch_spec()
     model, params = stack_for(layout, task.loss_fn, task.params)
     memory = estimate_memory(
@@ -202,8 +207,8 @@ def show_estimates(prepared: Prepared) -> None:
     if mesh is None:
         return
     compiled = compile_buckets(
-        task.train_step(course.optimizer, mesh, config.layout),
-        task.init_state(course.optimizer, config.seed, mesh, config.layout),
+        task.train_step(course.optimizer, mesh, config.hardware.layout),
+        task.init_state(course.optimizer, config.seed, mesh, config.hardware.layout),
         BatchShapes(
             [bucket],
             microbatches_per_step=config.plan.microbatches_per_step,
@@ -240,5 +245,5 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
-    if mesh is not None and config.parallel != AUTO:
+    if mesh is not None and config.hardware.parallel != AUTO:
         batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)

@@ -80,9 +80,8 @@ class ShapeChooser:
             return shapes_for(plan, lengths)
         if plan.pack or plan.strategy != "optimal":  # for which the number is not chosen by seconds
             return shapes_for(dataclasses.replace(plan, max_shapes=DEFAULT_MAX_SHAPES), lengths)
-        for run_dir in (config.resume, config.run_dir):
-            if run_dir is not None and is_run_dir(run_dir):
-                return ChosenShapes.load(run_dir / SHAPES_FILE)
+        if (run_dir := config.directory.resumed) is not None and is_run_dir(run_dir):
+            return ChosenShapes.load(run_dir / SHAPES_FILE)
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
             chosen = self._choose(self._with_given(self._costs), lengths, eval_lengths, max_steps)
@@ -198,7 +197,7 @@ class ShapeChooser:
         return model_key(
             None,
             None,
-            *(config.optimizer, config.max_steps, config.num_epochs, config.devices, config.parallel),
+            *(config.optimizer, config.max_steps, config.num_epochs, config.hardware.devices, config.hardware.parallel),
             config.compile.xla_options,
             *(sorted(self._data.content_keys.items()), jax.__version__),
         )

@@ -70,7 +70,7 @@ def test_lengths_that_the_budget_cannot_hold_are_named():
 def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", np.random.default_rng(0).integers(8, 250, 500))
-    tiny = ["--model.num-layers", "1", "--model.width", "16", "--model.num-heads", "1"]
+    tiny = ["--decoder.num-layers", "1", "--decoder.width", "16", "--decoder.num-heads", "1"]
     assert main(["measure", "--max-tokens", "1024", "--lengths", "64", "256", *tiny, "--no-progress"]) == 0
     assert "packed" not in capsys.readouterr().out
     memory = CostModel.load("memory.json")

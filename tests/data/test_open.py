@@ -20,7 +20,8 @@ from jvarlen.data.open import open_data
 from jvarlen.data.split import split_held_out
 from jvarlen.models import TransformerConfig
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import PlanConfig, load_config
+from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, load_config
+from tests.settings import changed
 
 
 def write(path, content):
@@ -321,7 +322,7 @@ def test_a_file_that_cannot_be_trained_on_is_one_line_on_the_command_line(tmp_pa
 
 def test_data_are_given_once(split, tmp_path):
     with pytest.raises(ValueError, match=r"given twice.*t\.txt"):
-        fit(FitConfig(data=(tmp_path / "t.txt",), progress=False), split)
+        fit(FitConfig(data=DataConfig(files=(tmp_path / "t.txt",)), progress=False), split)
 
 
 @pytest.mark.slow
@@ -333,27 +334,25 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
     config = FitConfig(
         max_steps=6,
         num_epochs=2,
-        data=(path.relative_to(tmp_path),),
-        field="body",
-        held_out_fraction=0.1,
-        runs_dir=tmp_path / "runs",
+        data=DataConfig(files=(path.relative_to(tmp_path),), field="body", held_out_fraction=0.1),
+        directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=None),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
-        model=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
     )
     first = fit(dataclasses.replace(config, max_steps=3))
     monkeypatch.chdir("/")
     saved = load_config(first.run_dir / "config.json")
-    resumed = fit(dataclasses.replace(saved, resume=first.run_dir, max_steps=6))
+    resumed = fit(changed(saved, resume=first.run_dir, max_steps=6))
     records = [row for row in read_metrics(resumed.run_dir / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in records] == list(range(6))
     _, num_held_out = map(len, split := split_held_out(open_data(path, field="body", progress=False), 0.1))
     assert Plan.load(first.run_dir / "plan.npz").num_samples == len(split.train) == 120 - num_held_out
 
-    other = dataclasses.replace(saved, resume=first.run_dir, data=(jsonl(tmp_path / "other.jsonl", texts, "body"),))
+    other = changed(saved, resume=first.run_dir, files=(jsonl(tmp_path / "other.jsonl", texts, "body"),))
     with pytest.raises(ValueError, match=r"its own settings; these differ: data: .*t\.jsonl, .*other\.jsonl$"):
         fit(other)
     jsonl(path, texts[:-1], "body")
     with pytest.raises(ValueError, match="the data differ"):
-        fit(dataclasses.replace(saved, resume=first.run_dir))
+        fit(changed(saved, resume=first.run_dir))

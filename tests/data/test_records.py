@@ -279,7 +279,7 @@ def test_settings_take_a_template_as_a_shell_hands_it_over(tmp_path):
     assert config.template == "Q: {question}\nA:\t{answer}"
     assert DataConfig(field="body").field == ("body",)
     with pytest.raises(UserError, match="must name fields"):
-        FitConfig(field=("a", "b"), loss_on=("c",))
+        FitConfig(data=DataConfig(field=("a", "b"), loss_on=("c",)))
 
 
 def test_a_row_that_lacks_a_field_is_one_line_on_the_command_line_and_nothing_is_written(tmp_path, capsys):

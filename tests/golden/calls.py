@@ -34,6 +34,7 @@ from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
 from tests.run_fit import leave_pictures_empty, make_config, make_data
+from tests.settings import changed
 
 __all__ = [  # what a model calls, as it is
     "attend_over_axis",
@@ -281,7 +282,7 @@ def fit_small(runs_dir: Path, out: Path, wrapped: Any, resumed: Path | None) -> 
     leave_pictures_empty()
     config, data = make_config(runs_dir), make_data()
     plan = dataclasses.replace(config.plan, max_shapes=3, order="shuffle")
-    config = dataclasses.replace(config, plan=plan, checkpoint_every=5, resume=resumed)
+    config = changed(config, plan=plan, checkpoint_every=5, resume=resumed)
     state = jvarlen.fit(config, data._replace(train=wrapped(data.train))).state
     np.savez(out, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)})
 

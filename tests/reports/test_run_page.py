@@ -18,7 +18,7 @@ from jvarlen.reports import run_page
 from jvarlen.reports.figures import look_of
 from jvarlen.reports.run_page import draw_runs, plot_curves, read_runs
 from jvarlen.reports.run_records import bucket_uses, differing_settings_of, read_run, run_names
-from jvarlen.runs.config import PlanConfig
+from jvarlen.runs.config import DirectoryConfig, PlanConfig
 from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 from tests.synthetic_runs import BUCKETS, records_of, write_run
@@ -309,11 +309,11 @@ def test_a_run_of_fit_is_shown_as_its_summary_has_it(tmp_path, page_path, split)
     config = FitConfig(
         max_steps=5,
         num_epochs=9,
-        runs_dir=tmp_path / "runs",
+        directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=None),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, overlong="truncate"),
-        model=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
     )
     result = fit(config, split)
     page = reported(result.run_dir, path=page_path)

@@ -8,22 +8,36 @@ import pytest
 
 from jvarlen import CompileOptions
 from jvarlen.models import TransformerConfig
-from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, changes_between, load_config, save_config
+from jvarlen.reports.run_page import read_runs
+from jvarlen.runs.config import (
+    CheckpointConfig,
+    DataConfig,
+    DirectoryConfig,
+    FitConfig,
+    OptimizerConfig,
+    PlanConfig,
+    changes_between,
+    load_config,
+    save_config,
+)
+from tests.settings import changed
 
 CHANGED = FitConfig(
     max_steps=None,
-    data=(Path("/data/a.jsonl"), Path("/data/b.txt")),
-    weights=(0.25, 1.0),
-    loss_weights=(1.0, 0.5),
-    mixture_samples=1000,
-    eval_data=(Path("/data/c.txt"),),
-    tokenizer=Path("/data/tokenizer.json"),
+    data=DataConfig(
+        files=(Path("/data/a.jsonl"), Path("/data/b.txt")),
+        weights=(0.25, 1.0),
+        loss_weights=(1.0, 0.5),
+        mixture_samples=1000,
+        eval_data=(Path("/data/c.txt"),),
+        tokenizer=Path("/data/tokenizer.json"),
+    ),
     eval_every=10,
-    keep_best=2,
+    checkpoints=CheckpointConfig(keep_best=2),
     trackers=("tensorboard",),
     compile=CompileOptions(cache_dir=None, max_live=3),
     plan=PlanConfig(max_length=None, order="length", strategy="quantile"),
-    model=TransformerConfig(width=64),
+    decoder=TransformerConfig(width=64),
     optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),
 )
 
@@ -49,20 +63,27 @@ def test_settings_survive_json(tmp_path, config):
             lambda: PlanConfig(pack=True, chunks_in_order=True, new_shape_every=5),
             r"new_shape_every \(5\) and chunks_in_order",
         ),
-        (lambda: FitConfig(data=("a.txt",), loss_weights=(1.0, 2.0)), "loss_weights"),
+        (lambda: FitConfig(data=DataConfig(files=("a.txt",), loss_weights=(1.0, 2.0))), "loss_weights"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
         (lambda: OptimizerConfig(warmup_fraction=1.0), r"warmup_fraction \(1.0\)"),
-        (lambda: FitConfig(held_out_fraction=1.5), "held_out_fraction"),
+        (lambda: FitConfig(data=DataConfig(held_out_fraction=1.5)), "held_out_fraction"),
         (lambda: FitConfig(max_steps=0), r"max_steps \(0\)"),
         (lambda: FitConfig(seed=-1), r"seed \(-1\)"),
-        (lambda: FitConfig(eval_every=0, keep_last=0), r"eval_every \(0\), keep_last \(0\)"),
-        (lambda: FitConfig(keep_best=1), r"keep_best \(1\) needs eval_every"),
-        (lambda: FitConfig(resume_from="best"), "from best needs resume"),
-        (lambda: FitConfig(run_dir=Path("a"), resume=Path("b")), r"run_dir \(a\) and resume \(b\)"),
-        (lambda: FitConfig(data=(Path("a"),), weights=(1.0, 2.0)), "one for each file"),
-        (lambda: FitConfig(data=(Path("a"),), mixture_samples=9), r"mixture_samples \(9\) needs weights"),
-        (lambda: FitConfig(eval_data=(Path("a/x.txt"), Path("b/x.jsonl"))), "names must differ: x"),
-        (lambda: FitConfig(eval_data=(Path("held_out.txt"),)), "names must differ: held_out"),
+        (lambda: FitConfig(eval_every=0, max_steps=0), r"max_steps \(0\), eval_every \(0\)"),
+        (lambda: CheckpointConfig(checkpoint_every=0, keep_last=0), r"checkpoint_every \(0\), keep_last \(0\)"),
+        (lambda: FitConfig(checkpoints=CheckpointConfig(keep_best=1)), r"keep_best \(1\) needs eval_every"),
+        (lambda: FitConfig(directory=DirectoryConfig(resume_from="best")), "from best needs resume"),
+        (
+            lambda: FitConfig(directory=DirectoryConfig(run_dir=Path("a"), resume=Path("b"))),
+            r"run_dir \(a\) and resume \(b\)",
+        ),
+        (lambda: FitConfig(data=DataConfig(files=(Path("a"),), weights=(1.0, 2.0))), "one for each file"),
+        (
+            lambda: FitConfig(data=DataConfig(files=(Path("a"),), mixture_samples=9)),
+            r"mixture_samples \(9\) needs weights",
+        ),
+        (lambda: FitConfig(data=DataConfig(eval_data=(Path("a/x.txt"), Path("b/x.jsonl")))), "names must differ: x"),
+        (lambda: FitConfig(data=DataConfig(eval_data=(Path("held_out.txt"),))), "names must differ: held_out"),
         (lambda: TransformerConfig(width=10, num_heads=4), r"width \(10\)"),
     ],
 )
@@ -77,9 +98,10 @@ def test_differing_settings_are_named_with_both_values():
     assert list(map(str, changes_between(FitConfig(), other))) == ["seed: 0, 3", "plan.max_tokens: 4096, 8192"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"seed": "three"}', '{"unknown": 1}', '{"plan": {"max_tokens": 0}}', '{"plan": 3}']
-)
+WRONG = ('"seed": "three"', '"no": 1', '"plan": {"max_tokens": 0}', '"data": {"field": "body"}', '"plan": 3')
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", *(f'{{"format": 2, {wrong}}}' for wrong in WRONG)])
 def test_damaged_settings_are_refused_by_name(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -93,7 +115,7 @@ def test_what_belongs_to_one_call_is_not_kept(tmp_path):
         "runs_dir": tmp_path, "resume": tmp_path / "run", "profile": 3,
     }  # fmt: skip
     options = CompileOptions(cache_dir=tmp_path, xla_options=("xla_cpu_enable_fast_math=false",))
-    config = FitConfig(seed=3, compile=options, **of_this_call)
+    config = changed(FitConfig(), seed=3, compile=options, **of_this_call)
     save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == FitConfig(seed=3)
 
@@ -118,9 +140,10 @@ def test_the_file_is_plain_json(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["plan"]["max_tokens"] == 4096
 
 
-def test_settings_saved_with_a_single_field_are_read(tmp_path):
-    path = tmp_path / "config.json"
-    save_config(FitConfig(field=("body",)), path)
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"field": "body"}))
-    assert load_config(path).field == ("body",)
+@pytest.mark.parametrize(("settings", "reader"), [({"seed": 3}, "jvarlen 0.1.0"), ({"format": 3}, "a newer version")])
+def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(tmp_path, settings, reader):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "metrics.jsonl").touch()
+    for read in (lambda: load_config(tmp_path / "config.json"), lambda: read_runs([tmp_path])):
+        with pytest.raises(ValueError, match=rf"config\.json .* which {reader} reads; this version reads format 2$"):
+            read()

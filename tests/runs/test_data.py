@@ -13,6 +13,7 @@ from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.data import open_training_data
+from tests.settings import changed
 
 
 def samples_of(dataset):
@@ -30,7 +31,7 @@ def files(tmp_path):
 
 
 def config_of(*paths, **settings):
-    return FitConfig(data=paths, held_out_fraction=0.1, progress=False, **settings)
+    return changed(FitConfig(), files=paths, held_out_fraction=0.1, progress=False, **settings)
 
 
 @pytest.mark.slow
@@ -48,7 +49,7 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
             field=("q", "a"),
             loss_on=("a",),
             max_steps=1,
-            model=model,
+            decoder=model,
             plan=PlanConfig(max_tokens=64, max_shapes=2, pack=pack),
             compile=CompileOptions(cache_dir=None),
             runs_dir=tmp_path / "runs",
@@ -121,7 +122,7 @@ def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):
     assert sorted(
         found + [data.evaluation["held_out"][i].tolist() for i in range(len(data.evaluation["held_out"]))]
     ) == (sorted(wanted))
-    larger = open_training_data(config_of(path, field="body", model=TransformerConfig(vocab_size=1000)))
+    larger = open_training_data(config_of(path, field="body", decoder=TransformerConfig(vocab_size=1000)))
     assert larger.vocab_size == 1000
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+from jvarlen.runs.config import DirectoryConfig, FitConfig, is_run_dir, load_config
 from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.plan_config import PlanConfig, epoch_plan, shapes_for
 
@@ -96,42 +96,48 @@ def resume(config, run_dir):
 
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path):
-    config = FitConfig(run_dir=tmp_path / "run")
-    assert not is_run_dir(config.run_dir)
-    assert begin(config) == config.run_dir
-    assert is_run_dir(config.run_dir)
+    config = FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run"))
+    assert not is_run_dir(config.directory.run_dir)
+    assert begin(config) == config.directory.run_dir
+    assert is_run_dir(config.directory.run_dir)
     with pytest.raises(ValueError, match="holds a run already"):
         begin(dataclasses.replace(config, seed=3))
-    assert load_config(config.run_dir / "config.json").seed == 0
+    assert load_config(config.directory.run_dir / "config.json").seed == 0
 
 
 def test_checkpoints_without_settings_are_not_taken_over(tmp_path):
     (tmp_path / "run" / "checkpoints" / "4").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds a run already"):
-        begin(FitConfig(run_dir=tmp_path / "run"))
+        begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
 
 
 def test_a_directory_that_a_kill_left_without_settings_is_begun_anew(tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "plan.npz").write_bytes(b"half")
-    begin(FitConfig(run_dir=run_dir))
+    begin(FitConfig(directory=DirectoryConfig(run_dir=run_dir)))
     assert resume(FitConfig(), run_dir) == []
 
 
 def test_the_same_settings_with_the_same_cost_model_continue_a_run(tmp_path):
     CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
-    config = FitConfig(run_dir=tmp_path / "run", plan=PlanConfig(cost_model=tmp_path / "cost.json"))
+    config = FitConfig(
+        directory=DirectoryConfig(run_dir=tmp_path / "run"), plan=PlanConfig(cost_model=tmp_path / "cost.json")
+    )
     begin(config)
-    assert resume(config, config.run_dir) == []
+    assert resume(config, config.directory.run_dir) == []
     CostModel(1e-3, 1e-5, 2e-7).save(tmp_path / "cost.json")
     with pytest.raises(ValueError, match=r"differ: plan\.cost_model"):
-        resume(config, config.run_dir)
+        resume(config, config.directory.run_dir)
 
 
 def test_a_moved_directory_is_continued(tmp_path):
     CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
-    run_dir = begin(FitConfig(run_dir=tmp_path / "run", plan=PlanConfig(cost_model=tmp_path / "cost.json")))
+    run_dir = begin(
+        FitConfig(
+            directory=DirectoryConfig(run_dir=tmp_path / "run"), plan=PlanConfig(cost_model=tmp_path / "cost.json")
+        )
+    )
     (tmp_path / "cost.json").unlink()
     moved = run_dir.rename(tmp_path / "moved")
     assert resume(load_config(moved / "config.json"), moved) == []
@@ -139,7 +145,7 @@ def test_a_moved_directory_is_continued(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}'])
 def test_damaged_keys_of_the_data_are_refused_by_name(tmp_path, content):
-    run_dir = begin(FitConfig(run_dir=tmp_path / "run"))
+    run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
     (run_dir / "data.json").write_text(content)
     with pytest.raises(ValueError, match=r"data\.json holds no keys of data"):
         resume(FitConfig(), run_dir)

@@ -1,7 +1,6 @@
 """Faults in a run, its processes or its files: nothing is lost, mistaken or waited for."""
 
 import collections
-import dataclasses
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from jvarlen.reports.run_records import read_metrics
 from tests import forks, processes
 from tests.run_faults_of_processes import HEARTBEAT_S
 from tests.run_fit import make_config, make_data
+from tests.settings import changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -92,8 +92,8 @@ def test_processes_that_lose_one_name_it_and_a_restart_goes_on(tmp_path, compila
         before, saved = saved, max(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
         assert saved > before, "it went on from there"
     config = make_config(tmp_path / "alone", compilation_cache)
-    config = dataclasses.replace(config, checkpoint_every=30, max_steps=60)
-    assert fit(dataclasses.replace(config, resume=run_dir), make_data()).summary.num_steps == 60
+    config = changed(config, checkpoint_every=30, max_steps=60)
+    assert fit(changed(config, resume=run_dir), make_data()).summary.num_steps == 60
     alone, found = steps(fit(config, make_data()).run_dir), steps(run_dir)
     assert [row[2:] for row in found] == [row[2:] for row in alone]
     np.testing.assert_allclose([row[1] for row in found], [row[1] for row in alone], rtol=1e-5)
@@ -124,7 +124,7 @@ def ended_run(tmp_path_factory):
 SMALL = [
     "--held-out-fraction", "0.1", "--max-steps", "4", "--num-epochs", "9", "--checkpoint-every", "2", "--no-progress",
     "--compile.cache-dir", "None", "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
-    "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
+    "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1",
 ]  # fmt: skip
 
 

@@ -19,12 +19,13 @@ from jvarlen import CompileOptions, FitConfig, Ledger, Plan, fit
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import OptimizerConfig, PlanConfig, load_config
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig, load_config
 from jvarlen.runs.directory import lock_run_dir
 from tests.conftest import random_dataset
 from tests.forks import Fork
 from tests.processes import ROOT
 from tests.run_fit import Interrupting, make_data
+from tests.settings import changed
 
 pytestmark = pytest.mark.slow
 
@@ -33,12 +34,12 @@ def make_config(runs_dir, compilation_cache):
     return FitConfig(
         max_steps=25,
         num_epochs=2,
-        checkpoint_every=4,
-        runs_dir=runs_dir,
+        checkpoints=CheckpointConfig(checkpoint_every=4),
+        directory=DirectoryConfig(runs_dir=runs_dir),
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2),
-        model=TransformerConfig(num_layers=1, width=16, num_heads=1),
+        decoder=TransformerConfig(num_layers=1, width=16, num_heads=1),
     )
 
 
@@ -98,7 +99,7 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
         "summary.json",
     }  # fmt: skip
     saved = load_config(result.run_dir / "config.json")
-    assert dataclasses.replace(saved, runs_dir=config.runs_dir, compile=config.compile) == config
+    assert changed(saved, runs_dir=config.directory.runs_dir, compile=config.compile) == config
 
     summary = json.loads((result.run_dir / "summary.json").read_text())
     assert summary == dataclasses.asdict(result.summary)
@@ -129,7 +130,7 @@ def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, w
     assert 0 < interrupted.summary.num_steps < 25
     assert interrupted.summary.held_out_after is None
     assert f"--resume {interrupted.run_dir}" in capsys.readouterr().out
-    resumed = fit(dataclasses.replace(config, resume=interrupted.run_dir), split)
+    resumed = fit(changed(config, resume=interrupted.run_dir), split)
     assert resumed.run_dir.resolve() == interrupted.run_dir.resolve()
     assert same_training(whole, resumed)
     assert resumed.summary.held_out_before == whole.summary.held_out_before
@@ -140,18 +141,18 @@ def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, w
 
 def test_resuming_a_finished_run_changes_nothing(config, split, whole, tmp_path):
     copy = shutil.copytree(whole.run_dir, tmp_path / "copy")
-    again = fit(dataclasses.replace(config, resume=copy), split)
+    again = fit(changed(config, resume=copy), split)
     assert same_training(whole, again)
     assert again.summary.num_steps == 25
 
 
 def test_packed_rows_and_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config, split, whole):
-    config = dataclasses.replace(
+    config = changed(
         config,
         num_epochs=6,
         plan=dataclasses.replace(config.plan, pack=True),
         optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
-        model=dataclasses.replace(config.model, compute_dtype="bfloat16"),
+        decoder=dataclasses.replace(config.decoder, compute_dtype="bfloat16"),
     )
     result = fit(config, split)
     plan = Plan.load(result.run_dir / "plan.npz")
@@ -166,10 +167,10 @@ def test_packed_rows_and_rates_counted_in_samples_and_tokens_and_bfloat16_resume
         assert row["learning_rate_scale"] == pytest.approx((row["num_tokens"] / 100) ** 0.5, rel=1e-12)
         assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
     interrupting = split._replace(train=Interrupting(split.train, after=len(split.train) + 150))
-    stopped = fit(dataclasses.replace(config, runs_dir=config.runs_dir / "stopped"), interrupting)
+    stopped = fit(changed(config, runs_dir=config.directory.runs_dir / "stopped"), interrupting)
     assert stopped.summary.interrupted
     assert 0 < stopped.summary.num_steps < 25
-    resumed = fit(dataclasses.replace(load_config(stopped.run_dir / "config.json"), resume=stopped.run_dir), split)
+    resumed = fit(changed(load_config(stopped.run_dir / "config.json"), resume=stopped.run_dir), split)
     assert same_training(resumed, result)
 
 
@@ -180,7 +181,7 @@ def test_more_steps_can_be_asked_for_on_resuming_and_a_run_keeps_its_own_cost_mo
     with_costs = dataclasses.replace(of_one_shape.plan, cost_model=tmp_path / "cost.json")
     run_dir = fit(dataclasses.replace(of_one_shape, plan=with_costs, max_steps=3), split).run_dir
     CostModel(1e-3, 1e-5, 0.0).save(tmp_path / "cost.json")
-    again = dataclasses.replace(load_config(run_dir / "config.json"), resume=run_dir, max_steps=7)
+    again = changed(load_config(run_dir / "config.json"), resume=run_dir, max_steps=7)
     capsys.readouterr()
     assert fit(again, split).summary.num_steps == 7
     assert "changed: max_steps: 3, 7" in capsys.readouterr().out
@@ -188,37 +189,39 @@ def test_more_steps_can_be_asked_for_on_resuming_and_a_run_keeps_its_own_cost_mo
 
 
 def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split, run_of_one_step):
-    other = dataclasses.replace(config, resume=run_of_one_step, plan=dataclasses.replace(config.plan, max_tokens=96))
+    other = changed(config, resume=run_of_one_step, plan=dataclasses.replace(config.plan, max_tokens=96))
     with pytest.raises(ValueError, match=r"with its own settings; these differ: plan\.max_tokens: 128, 96"):
         fit(other, split)
     with pytest.raises(ValueError, match="the data differ"):
         fit(
-            dataclasses.replace(config, max_steps=1, resume=run_of_one_step),
+            changed(config, max_steps=1, resume=run_of_one_step),
             split._replace(train=random_dataset(90, 40)),
         )
 
 
 def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_of_one_step):
-    other = dataclasses.replace(
-        config, resume=run_of_one_step, model=TransformerConfig(num_layers=1, width=32, num_heads=1)
+    other = changed(
+        config,
+        resume=run_of_one_step,
+        decoder=TransformerConfig(num_layers=1, width=32, num_heads=1),
     )
     with pytest.raises(ValueError, match=r"with its own settings; these differ: model\.width: 16, 32$"):
         fit(other, split)
     with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):
-        fit(dataclasses.replace(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
+        fit(changed(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
 
 
 def test_resuming_what_is_no_run_is_refused(config, split, run_of_one_step, tmp_path):
     with pytest.raises(FileNotFoundError, match="no run to resume"):
-        fit(dataclasses.replace(config, resume=tmp_path), split)
+        fit(changed(config, resume=tmp_path), split)
     with pytest.raises(FileNotFoundError, match="no run to resume"):
-        fit(dataclasses.replace(config, resume=tmp_path / "file" / "below"), split)
+        fit(changed(config, resume=tmp_path / "file" / "below"), split)
     run_dir = shutil.copytree(run_of_one_step, tmp_path / "copy")
     damaged = bytearray((run_dir / "plan.npz").read_bytes())
     damaged[len(damaged) // 2] ^= 255
     (run_dir / "plan.npz").write_bytes(damaged)
     with pytest.raises(ValueError, match=r"plan\.npz"):
-        fit(dataclasses.replace(config, resume=run_dir), split)
+        fit(changed(config, resume=run_dir), split)
 
 
 def test_a_learned_text_is_predicted(of_one_shape):
@@ -228,7 +231,7 @@ def test_a_learned_text_is_predicted(of_one_shape):
 
     words = TokenDataset.from_bytes([b"abcdefgh" * (1 + i % 4) for i in range(200)])
     fast = OptimizerConfig(learning_rate=0.02)
-    config = dataclasses.replace(of_one_shape, max_steps=None, num_epochs=10, checkpoint_every=1000, optimizer=fast)
+    config = changed(of_one_shape, max_steps=None, num_epochs=10, checkpoint_every=1000, optimizer=fast)
     result = fit(config, Split(words, words))
     assert result.summary.held_out_after < 0.8
     losses = np.array([row["loss"] for row in step_records(result.run_dir)])
@@ -288,7 +291,7 @@ if __name__ == "__main__":
          "--no-progress", "--compile.cache-dir", "None",
          "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
          "--plan.microbatches-per-step", "4",
-         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
+         "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     ))
 """
 
@@ -358,7 +361,7 @@ def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_numbe
     """
     compiling, stepping = signalled("compiling", "0"), signalled("stepping", "1")
     stepping.wait_for_steps()
-    resume_steps = dataclasses.replace(
+    resume_steps = changed(
         load_config(stepping.latest / "config.json"),
         resume=stepping.latest,
         num_workers=0,
@@ -371,10 +374,10 @@ def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_numbe
 
     assert compiling.process.wait(60) == 143, compiling.errors
     assert compiling.errors.endswith("jvarlen: interrupted\n")
-    (begun,) = compiling.runs_dir.iterdir()
+    (begun,) = compiling.directory.runs_dir.iterdir()
     assert not any((begun / "checkpoints").iterdir())
 
-    whole = fit(dataclasses.replace(resume_steps, runs_dir=compiling.runs_dir, resume=begun), make_data())
+    whole = fit(changed(resume_steps, runs_dir=compiling.directory.runs_dir, resume=begun), make_data())
     resumed = fit(resume_steps, make_data())
     assert whole.summary.num_steps == resumed.summary.num_steps == 40
     assert same_training(whole, resumed)
@@ -386,6 +389,6 @@ def test_a_loss_that_is_no_number_ends_the_run_and_frees_its_directory(of_one_sh
         fit(failing, split)
     (run_dir,) = (path for path in failing.runs_dir.iterdir() if not path.is_symlink())
     with lock_run_dir(run_dir), pytest.raises(ValueError, match=f"{run_dir} is in use"):
-        fit(dataclasses.replace(failing, resume=run_dir), split)
+        fit(changed(failing, resume=run_dir), split)
     with pytest.raises(FloatingPointError):
-        fit(dataclasses.replace(failing, resume=run_dir), split)
+        fit(changed(failing, resume=run_dir), split)

@@ -11,8 +11,9 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.models import TransformerConfig
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import PlanConfig, load_config
+from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig, load_config
 from tests.run_fit import make_data
+from tests.settings import changed
 
 pytestmark = pytest.mark.slow
 
@@ -30,25 +31,25 @@ def text_file(path, seed, num_lines):
 def config(tmp_path_factory, compilation_cache):
     folder = tmp_path_factory.mktemp("options")
     return FitConfig(
-        data=(text_file(folder / "train.jsonl", 0, 150), text_file(folder / "small.jsonl", 1, 40)),
-        weights=(3.0, 1.0),
-        mixture_samples=100,
-        field="body",
-        eval_data=(text_file(folder / "other.jsonl", 2, 30),),
-        held_out_fraction=0.1,
+        data=DataConfig(
+            files=(text_file(folder / "train.jsonl", 0, 150), text_file(folder / "small.jsonl", 1, 40)),
+            weights=(3.0, 1.0),
+            mixture_samples=100,
+            field="body",
+            eval_data=(text_file(folder / "other.jsonl", 2, 30),),
+            held_out_fraction=0.1,
+        ),
         max_steps=NUM_STEPS,
         num_epochs=8,
         eval_every=EVAL_EVERY,
-        checkpoint_every=8,
-        keep_last=1,
-        keep_best=1,
-        run_dir=folder / "run",
+        checkpoints=CheckpointConfig(checkpoint_every=8, keep_last=1, keep_best=1),
+        directory=DirectoryConfig(run_dir=folder / "run"),
         trackers=("tensorboard",),
         profile=2,
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
-        model=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
     )
 
 
@@ -77,7 +78,7 @@ def test_every_set_is_evaluated_when_it_is_due(result, records):
 
 
 def evaluations_file(result):
-    return load_config(result.run_dir / "config.json").eval_data[0]
+    return load_config(result.run_dir / "config.json").data.eval_data[0]
 
 
 def test_the_newest_and_the_best_are_kept(result, records):
@@ -130,9 +131,9 @@ def read_metrics_of(result):
 
 
 def test_a_directory_that_is_named_is_made_and_then_continued(config, result, capsys):
-    assert result.run_dir == config.run_dir
+    assert result.run_dir == config.directory.run_dir
     again = fit(dataclasses.replace(config, max_steps=NUM_STEPS + 2, profile=0))
-    assert again.run_dir.resolve() == config.run_dir.resolve()
+    assert again.run_dir.resolve() == config.directory.run_dir.resolve()
     assert "changed: max_steps: 20, 22" in capsys.readouterr().out
     assert [row["step"] for row in read_metrics_of(again)] == list(range(NUM_STEPS + 2))
     # What was evaluated at its end was the end of the run then.
@@ -142,7 +143,7 @@ def test_a_directory_that_is_named_is_made_and_then_continued(config, result, ca
 
 
 def test_other_data_of_the_same_lengths_are_refused(config, result):
-    path = config.eval_data[0]
+    path = config.data.eval_data[0]
     before = path.read_text()
     try:
         path.write_text(before.replace("a", "e"))
@@ -174,16 +175,16 @@ def test_a_sample_that_is_not_as_planned_ends_the_run_or_is_counted(config, tmp_
     num_steps = -(-len(data.train) // 8)  # the whole epoch, in steps of 2 × 4 rows
     strict = FitConfig(
         max_steps=num_steps,
-        runs_dir=tmp_path,
+        directory=DirectoryConfig(runs_dir=tmp_path),
         compile=config.compile,
         progress=False,
         plan=config.plan,
-        model=config.model,
+        decoder=config.decoder,
     )
     length = data.train.lengths[longest]
     with pytest.raises(ValueError, match=rf"id {longest}: {length - 1} tokens, planned {length} tokens"):
         fit(strict, data)
     (run_dir,) = (path for path in tmp_path.iterdir() if not path.is_symlink())
-    resumed = fit(dataclasses.replace(strict, resume=run_dir, on_mismatch="adjust"), data)
+    resumed = fit(changed(strict, resume=run_dir, on_mismatch="adjust"), data)
     assert resumed.summary.num_steps == num_steps
     assert resumed.summary.num_adjusted == 1

@@ -13,8 +13,10 @@ from jvarlen import CompileOptions, FitConfig, Plan, fit, scale_by_batch_size
 from jvarlen.data.split import Split
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs.config import DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.checkpoint import open_checkpoints
+from tests.settings import changed
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +75,8 @@ def own(**changes):
 
 
 def make_config(folder, **changes):
-    return FitConfig(
+    return changed(
+        FitConfig(),
         max_steps=NUM_STEPS,
         num_epochs=20,
         checkpoint_every=4,
@@ -185,7 +188,7 @@ def test_a_run_goes_on_from_its_best_checkpoint_and_forgets_what_came_later(tmp_
     whole = fit(config, DATA, **own(eval_loss_fn=growing))
     with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
         assert (checkpoints.best_step, checkpoints.steps) == (5, [5, 10, 12])
-    shorter = dataclasses.replace(config, resume_from="best", max_steps=7)
+    shorter = changed(config, resume_from="best", max_steps=7)
     again = fit(shorter, DATA, **own(eval_loss_fn=growing))
     assert int(again.state.step) == 7
     with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
@@ -205,7 +208,7 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
 
     config = FitConfig(
         num_epochs=2,
-        runs_dir=tmp_path,
+        directory=DirectoryConfig(runs_dir=tmp_path),
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(

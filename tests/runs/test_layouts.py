@@ -18,6 +18,7 @@ from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
 from jvarlen.training.checkpoint import read_params
 from tests import run_fit
+from tests.settings import changed
 
 NUM_STEPS = 20
 MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)  # with matrices that are large enough for shards
@@ -42,7 +43,7 @@ class StoppingAfter:
 def config(tmp_path_factory, compilation_cache):
     config = run_fit.make_config(tmp_path_factory.mktemp("runs"), compilation_cache)
     plan = dataclasses.replace(config.plan, max_tokens=64)
-    return dataclasses.replace(config, model=MODEL, plan=plan, max_steps=NUM_STEPS)
+    return changed(config, decoder=MODEL, plan=plan, max_steps=NUM_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def changing(config, alone):
     stops = ((None, 3), ("data2.context2.zero3", 10))
     for parallel, step in (*stops, (ALL_AXES, None)):
         trackers = {} if step is None else {"stop": StoppingAfter(step)}
-        run = fit(dataclasses.replace(config, parallel=parallel, resume=resume), data, trackers=trackers)
+        run = fit(changed(config, parallel=parallel, resume=resume), data, trackers=trackers)
         resume = run.run_dir
         if step is not None:
             assert run.summary.interrupted
@@ -82,7 +83,7 @@ def changing(config, alone):
 @pytest.mark.slow
 def test_a_run_that_changes_layouts_is_the_uninterrupted_one(changing, alone):
     assert_same_training(changing, alone)
-    assert load_config(changing.run_dir / "config.json").parallel == ALL_AXES
+    assert load_config(changing.run_dir / "config.json").hardware.parallel == ALL_AXES
 
 
 @pytest.mark.slow
@@ -110,10 +111,10 @@ def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys)
     """Of 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
     cluster = tmp_path / "cluster.json"
     Cluster.preset("dgx-h100").save(cluster)
-    auto = dataclasses.replace(config, parallel="auto", cluster=str(cluster), devices=8)
+    auto = changed(config, parallel="auto", cluster=str(cluster), devices=8)
     run = fit(auto, run_fit.make_data())
     assert_same_training(run, alone)
-    chosen = Layout.parse(load_config(run.run_dir / "config.json").parallel)
+    chosen = Layout.parse(load_config(run.run_dir / "config.json").hardware.parallel)
     assert chosen.num_devices == 8 > chosen.data
     said = capsys.readouterr().out
     assert f"{chosen}: " in said
@@ -123,7 +124,7 @@ def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys)
     with pytest.raises(ValueError, match="the cluster dgx-h100 has 4 devices, and the run 8"):
         fit(auto, run_fit.make_data())
     with pytest.raises(ValueError, match=r"cluster \(.*\) is for parallel auto, not data8"):
-        dataclasses.replace(auto, parallel="data8")
+        changed(auto, parallel="data8")
 
 
 def own_model():
@@ -165,21 +166,21 @@ def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
     }
     whole = fit(config, run_fit.make_data(), **own)
     stopped = fit(
-        dataclasses.replace(config, parallel="data1.stage2.tensor2"),
+        changed(config, parallel="data1.stage2.tensor2"),
         run_fit.make_data(),
         trackers={"stop": StoppingAfter(8)},
         **own,
     )
     assert stopped.summary.interrupted
-    further = dataclasses.replace(config, parallel="data2.tensor2.zero1", resume=stopped.run_dir)
+    further = changed(config, parallel="data2.tensor2.zero1", resume=stopped.run_dir)
     assert_same_training(fit(further, run_fit.make_data(), **own), whole)
 
 
 def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
         "--parallel", "data1.stage2.tensor2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64",
-        "--dry-run", "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "2",
-        "--model.width", "8", "--model.num-heads", "2", "--no-progress", "--runs-dir", str(tmp_path),
+        "--dry-run", "--plan.max-shapes", "1", "--plan.max-length", "16", "--decoder.num-layers", "2",
+        "--decoder.width", "8", "--decoder.num-heads", "2", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     assert cli.main(["train", *settings]) == 0
     planned, rest = capsys.readouterr().out.split("Memory of a step of 4×16 on data1.stage2.tensor2\n")
@@ -200,7 +201,7 @@ def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, caps
 def test_layouts_that_do_not_fit_the_model_are_named_before_anything_is_read(config, parallel, message):
     nothing = run_fit.make_data()._replace(train=[])
     with pytest.raises(ValueError, match=message):
-        fit(dataclasses.replace(config, parallel=parallel), nothing)
+        fit(changed(config, parallel=parallel), nothing)
 
 
 def test_models_of_ones_own_are_compared_with_the_layout_as_well(config):
@@ -222,4 +223,4 @@ def test_models_of_ones_own_are_compared_with_the_layout_as_well(config):
     ):
         given = {"loss_fn": model, "params": params} | own
         with pytest.raises(ValueError, match=message):
-            fit(dataclasses.replace(config, parallel=parallel), nothing, **given)
+            fit(changed(config, parallel=parallel), nothing, **given)

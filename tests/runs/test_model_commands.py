@@ -12,8 +12,9 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit, init_train_state
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig, flat_params, generate, init_params
-from jvarlen.runs.config import PlanConfig, save_config
+from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
 from jvarlen.training.checkpoint import Place, open_checkpoints
+from tests.settings import changed
 
 MODEL = TransformerConfig(num_layers=1, width=16, num_heads=1)
 BEST, LATEST = 1, 2
@@ -32,7 +33,7 @@ def scaled(step):
 def make_run(folder, params_of_step=scaled, **settings):
     """A run directory as `fit` leaves it, without the training: checkpoint 1 is the best, checkpoint 2 the latest."""
     folder.mkdir()
-    save_config(FitConfig(model=MODEL, **settings), folder / "config.json")
+    save_config(changed(FitConfig(), decoder=MODEL, **settings), folder / "config.json")
     with open_checkpoints(folder / "checkpoints") as checkpoints:
         for step, metric in ((BEST, 1.0), (LATEST, 2.0)):
             place = Place(num_steps_done=step, epoch=0, step=step, plan_digest="")
@@ -109,15 +110,13 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_is_exported_w
     tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
     (tmp_path / "train.txt").write_text("a plan of steps\n" * 40 + "".join(f"w{i} a plan\n" for i in range(7, 27)))
     config = FitConfig(
-        data=(tmp_path / "train.txt",),
-        tokenizer=tokenizer,
-        held_out_fraction=0.3,
+        data=DataConfig(files=(tmp_path / "train.txt",), tokenizer=tokenizer, held_out_fraction=0.3),
         max_steps=200,
-        run_dir=tmp_path / "run",
+        directory=DirectoryConfig(run_dir=tmp_path / "run"),
         progress=False,
         compile=CompileOptions(cache_dir=None),
         plan=PlanConfig(max_tokens=64, max_shapes=1),
-        model=MODEL,
+        decoder=MODEL,
     )
     trained = fit(config)
     capsys.readouterr()

@@ -17,10 +17,11 @@ from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.step_costs import RunCosts, costs_from_ledger, costs_path, load_costs, save_costs
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.config import PlanConfig, load_config
+from jvarlen.runs.config import DirectoryConfig, PlanConfig, load_config
 from jvarlen.runs.plan_config import ChosenShapes, shapes_for
 from tests.runs.test_fit_own_model import DATA
 from tests.runs.test_fit_own_model import own as own_with_batches
+from tests.settings import changed
 
 
 @pytest.fixture
@@ -33,11 +34,11 @@ def cache_dir(compilation_cache, tmp_path):
 def config(tmp_path, cache_dir):
     return FitConfig(
         max_steps=8,
-        runs_dir=tmp_path / "runs",
+        directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate"),
-        model=TransformerConfig(num_layers=1, width=16, num_heads=1),
+        decoder=TransformerConfig(num_layers=1, width=16, num_heads=1),
     )
 
 
@@ -84,7 +85,7 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
 
 def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, split, cache_dir, tmp_path):
     run_dir = tmp_path / "run"
-    config = dataclasses.replace(config, runs_dir=config.runs_dir, run_dir=run_dir, max_steps=4)
+    config = changed(config, runs_dir=config.directory.runs_dir, run_dir=run_dir, max_steps=4)
     fit_frequencies(config, split)
     before = chosen_by(run_dir)
     (path,) = (cache_dir / "costs").iterdir()
@@ -114,7 +115,7 @@ def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
 def test_packed_rows_and_other_strategies_have_the_usual_number(config, split, changes):
     result = fit_frequencies(with_plan(config, **changes), split)
     chosen = chosen_by(result.run_dir)
-    usual = dataclasses.replace(with_plan(config, max_shapes=12, **changes), runs_dir=result.run_dir)
+    usual = changed(with_plan(config, max_shapes=12, **changes), runs_dir=result.run_dir)
     assert chosen == chosen_by(fit_frequencies(usual, split).run_dir)
     assert (chosen.eval_lengths, chosen.new_shape_every) == ((), 0)
 
@@ -207,7 +208,7 @@ def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, sp
         stuck.set()
     assert interrupted.summary.interrupted
     assert interrupted.summary.num_steps < 8
-    resumed = fit_frequencies(dataclasses.replace(config, resume=interrupted.run_dir), split)
+    resumed = fit_frequencies(changed(config, resume=interrupted.run_dir), split)
     assert not resumed.summary.interrupted
     assert resumed.summary.held_out_after == pytest.approx(whole.summary.held_out_after, rel=1e-6)
     assert resumed.summary.num_tokens == whole.summary.num_tokens

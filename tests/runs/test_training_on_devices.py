@@ -17,9 +17,10 @@ from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import load_config
+from jvarlen.runs.config import HardwareConfig, load_config
 from tests import forks, run_fit
 from tests.processes import COMPILE_FAST, ROOT, run, started
+from tests.settings import changed
 
 TRAINING = Path(__file__).parents[1] / "run_training.py"
 FITTING = Path(__file__).parents[1] / "run_fit.py"
@@ -88,13 +89,13 @@ def on_one_device(tmp_path_factory, compilation_cache):
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cache):
-    config = dataclasses.replace(run_fit.make_config(tmp_path, compilation_cache), devices=4)
+    config = changed(run_fit.make_config(tmp_path, compilation_cache), devices=4)
     spread = fit(config, run_fit.make_data())
     assert_same_course(records(spread.run_dir), records(on_one_device.run_dir))
     assert all(leaf.sharding.num_devices == 4 for leaf in jax.tree.leaves(spread.state))
     assert spread.summary.compilations_after_first_step == 0
     np.testing.assert_allclose(spread.summary.held_out_after, on_one_device.summary.held_out_after, rtol=1e-5)
-    further = dataclasses.replace(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
+    further = changed(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
     assert fit(further, run_fit.make_data()).summary.num_steps == run_fit.NUM_STEPS
     with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
         fit(config, run_fit.make_data(), mesh=data_mesh(3))
@@ -105,18 +106,18 @@ def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilatio
     config = run_fit.make_config(tmp_path, compilation_cache)
     model = TransformerConfig(num_layers=1, width=16, num_heads=1)  # with matrices that are large enough for shards
     plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12)
-    config, data = dataclasses.replace(config, model=model, plan=plan), run_fit.make_data()
+    config, data = changed(config, decoder=model, plan=plan), run_fit.make_data()
     alone = fit(config, data)
     interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
-    stopped = fit(dataclasses.replace(config, parallel="zero2.data3"), interrupting)
+    stopped = fit(changed(config, parallel="zero2.data3"), interrupting)
     assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
     moments = [leaf for leaf in jax.tree.leaves(stopped.state.opt_state) if leaf.size >= 1024]
     assert moments
     assert all(leaf.addressable_shards[0].data.size == leaf.size // 3 for leaf in moments)
     assert {leaf.shape for leaf in moments} >= {(258, 16), (16, 66)}  # three divides neither 256 nor 64
     saved = load_config(stopped.run_dir / "config.json")
-    assert saved.parallel == "zero2.data3"
-    resumed = fit(dataclasses.replace(saved, resume=stopped.run_dir, parallel="data4.zero3"), data)
+    assert saved.hardware.parallel == "zero2.data3"
+    resumed = fit(changed(saved, resume=stopped.run_dir, parallel="data4.zero3"), data)
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert resumed.summary.compilations_after_first_step == 0
     assert_same_course(records(stopped.run_dir), records(alone.run_dir))
@@ -145,14 +146,14 @@ def test_a_model_by_layers_of_ones_own_stops_on_one_layout_and_goes_on_with_anot
     plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12)
     config = dataclasses.replace(config, plan=plan, eval_every=None)
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
-        fit(dataclasses.replace(config, parallel="data4.zero3"), data, **own | {"loss_fn": layered_loss_fn(model)})
+        fit(changed(config, parallel="data4.zero3"), data, **own | {"loss_fn": layered_loss_fn(model)})
     jax.config.update("jax_enable_x64", True)  # also for threads
     try:
         whole = fit(config, data, **own)
         interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
-        stopped = fit(dataclasses.replace(config, parallel="data3.stage2.zero1"), interrupting, **own)
+        stopped = fit(changed(config, parallel="data3.stage2.zero1"), interrupting, **own)
         assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
-        further = dataclasses.replace(config, resume=stopped.run_dir, parallel="data4.zero3")
+        further = changed(config, resume=stopped.run_dir, parallel="data4.zero3")
         resumed = fit(further, data, **own)
     finally:
         jax.config.update("jax_enable_x64", False)
@@ -171,8 +172,8 @@ def assert_trees_agree(one, other):
 def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
         "--parallel", "data2.zero2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--dry-run",
-        "--plan.max-shapes", "2", "--plan.max-length", "32", "--model.num-layers", "1", "--model.width", "16",
-        "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
+        "--plan.max-shapes", "2", "--plan.max-length", "32", "--decoder.num-layers", "1", "--decoder.width", "16",
+        "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     assert cli.main(["train", *settings]) == 0
     _, memory = capsys.readouterr().out.split("Memory of a step of 2×32 on data2.zero2\n")
@@ -191,8 +192,8 @@ def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
     environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     settings = [
         "--parallel", "data2.zero1", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--max-steps", "2",
-        "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "1", "--model.width", "8",
-        "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
+        "--plan.max-shapes", "1", "--plan.max-length", "16", "--decoder.num-layers", "1", "--decoder.width", "8",
+        "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     ended = forks.run(ROOT / "jvarlen" / "__main__.py", "train", *settings, env=environment)
     assert ended.returncode == 0, ended.stderr
@@ -209,9 +210,9 @@ def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
 )
 def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(parallel, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        fit(dataclasses.replace(run_fit.make_config(tmp_path), parallel=parallel), run_fit.make_data())
-    with pytest.raises(ValueError, match="'data' 4 where the layout has 2"):
-        fit(dataclasses.replace(run_fit.make_config(tmp_path), parallel="data2", devices=4), run_fit.make_data())
+        fit(changed(run_fit.make_config(tmp_path), parallel=parallel), run_fit.make_data())
+    with pytest.raises(ValueError, match="takes 2 devices, not the 4 given ones"):
+        fit(changed(run_fit.make_config(tmp_path), parallel="data2", devices=4), run_fit.make_data())
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +242,8 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     assert was_interrupted, "process 1 was, and process 0 stopped with it"
     assert 0 < num_steps < run_fit.NUM_STEPS
     saved = load_config(Path(run_dir) / "config.json")
-    assert (saved.coordinator, saved.num_processes, saved.process_id) == (None, None, None)
-    resumed = fit(dataclasses.replace(saved, resume=Path(run_dir), devices=2), run_fit.make_data())
+    assert (saved.hardware.coordinator, saved.hardware.num_processes, saved.hardware.process_id) == (None, None, None)
+    resumed = fit(changed(saved, resume=Path(run_dir), devices=2), run_fit.make_data())
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
 
@@ -284,7 +285,7 @@ def test_keys_are_replicated_as_well():
 
 
 def test_processes_are_no_setting_to_keep(tmp_path):
-    assert FitConfig(coordinator="host:1").has_processes
-    assert not FitConfig(devices=2).has_processes
+    assert FitConfig(hardware=HardwareConfig(coordinator="host:1")).has_processes
+    assert not FitConfig(hardware=HardwareConfig(devices=2)).has_processes
     with pytest.raises(ValueError, match=r"devices \(0\)"):
-        FitConfig(devices=0)
+        FitConfig(hardware=HardwareConfig(devices=0))

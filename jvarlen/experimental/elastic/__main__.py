@@ -51,18 +51,19 @@ def _supervise(num_workers: int, args: list[str]) -> int:
     check_at_least_one(num_workers=num_workers)
     settings = [arg for arg in args if arg != "--traceback"]
     config = tyro.cli(FitConfig, prog="jvarlen train", args=settings, default=default_settings(settings))
-    if config.run_dir is None and config.resume is None:
+    given = config.directory.run_dir or config.directory.resume
+    if given is None:
         raise UserError("elastic training needs run_dir, where later starts find the run")
     if config.has_processes:
         raise UserError("elastic training starts the processes itself, and tells them where to meet")
-    if config.parallel == AUTO:
+    if config.hardware.parallel == AUTO:
         raise UserError(
             "parallel auto would choose anew for the survivors: name a layout; `jvarlen plan --cluster --model` shows "
             "the choice"
         )
-    devices = config.devices or 1
-    run_dir = cast(Path, config.run_dir or config.resume).resolve()  # once: the link `latest` may come to mean another
-    layout = (config.layout or Layout()).for_devices(num_workers * devices)
+    devices = config.hardware.devices or 1
+    run_dir = given.resolve()  # once: the link `latest` may come to mean another
+    layout = (config.hardware.layout or Layout()).for_devices(num_workers * devices)
 
     def layout_on(num_devices: int) -> Layout:
         return surviving_layout(layout, num_devices, config.plan.microbatches_per_step)
@@ -83,7 +84,7 @@ def _supervise(num_workers: int, args: list[str]) -> int:
     def run(start: Start) -> int:
         own = ["--coordinator", start.coordinator, "--num-processes", str(start.num_processes)]
         own += ["--process-id", str(start.process_id)]
-        if config.layout is not None:
+        if config.hardware.layout is not None:
             own += ["--parallel", str(layout_on(start.num_processes * devices))]
         # The latest, once a start has gone back to the best, which removes later ones, or has gone on from there.
         if checkpoints() != found:
