@@ -141,7 +141,7 @@ def restricted(model: LayeredModel, fixed: dict[str, Any]) -> LayeredModel:
 
 def waiting(form: Form) -> Case:
     bucket = form.buckets[0]
-    flops_per_second = 2 * bucket.num_positions * WIDTH * WIDTH / (1e-3 * form.wait_ms)
+    flops_per_second = 2 * bucket.padded_tokens * WIDTH * WIDTH / (1e-3 * form.wait_ms)
     kernels = 0.1 * np.random.default_rng(0).normal(size=(2, form.num_layers, WIDTH, WIDTH)).astype(np.float32)
     cluster = Cluster(
         name="waits",
@@ -289,7 +289,7 @@ def main() -> None:
         "",
         "## Products that wait",
         "",
-        f"A layer has two products. In the whole model, one of {form.buckets[0].num_positions} positions waits "
+        f"A layer has two products. In the whole model, one of {form.buckets[0].padded_tokens} positions waits "
         f"{form.wait_ms:g} ms. Buckets: {', '.join(map(str, form.buckets))}.",
         "",
         *waits,

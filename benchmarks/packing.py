@@ -250,7 +250,7 @@ def main() -> None:
         "dataset order, and its seconds include copying them into rows (from memory, without threads).",
         "",
         "Fill: the share of the rows' positions that hold a token. Positions: of an epoch in batches of as many rows "
-        "as the budget holds, the last one of each length filled up with dummy rows. Pairs: positions times their "
+        "as the budget holds, the last one of each length filled up with padding rows. Pairs: positions times their "
         "row's length, which is what attention grows with. Cut: samples in more than one row.",
         "",
         f"Uniform lengths: `np.random.seed(2023); np.random.randint(128, 4096, {num_samples})`. Long-tailed: "

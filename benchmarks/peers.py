@@ -193,7 +193,7 @@ def main() -> None:
         f"{LIMIT_S:.0f} s); ratios to the first row of a table. Uniform lengths: `np.random.seed(2023); "
         "np.random.randint(128, 4096, 200000)`. Sentences: lognormal, median 22 tokens, at most 512.",
         "",
-        "Padding: the share of positions, dummy rows included, that hold no token. Shapes: distinct (rows, length), "
+        "Padding: the share of positions, padding rows included, that hold no token. Shapes: distinct (rows, length), "
         "each of which XLA compiles. A plan's batches have the shape of their bucket; all others are padded to their "
         "longest sample. Largest / budget: rows × length of the largest batch over the budget.",
         "",

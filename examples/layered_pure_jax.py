@@ -66,7 +66,7 @@ def layer(own, x_BxTxD, microbatch, axes):
 
 
 def loss(ends, x_BxTxD, microbatch, axes):
-    """Sums over real tokens: padding and dummy rows have weight 0."""
+    """Sums over real tokens: padding and padding rows have weight 0."""
     logits_BxTxV = normalize(x_BxTxD, ends["scale"]) @ ends["table"].T
     losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
     correct = (jnp.argmax(logits_BxTxV, axis=-1) == microbatch.tokens) * microbatch.weights

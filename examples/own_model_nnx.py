@@ -51,7 +51,7 @@ graphdef, params, rest = nnx.split(Classifier(rngs=nnx.Rngs(0)), nnx.Param, ...)
 
 
 def loss_fn(params, microbatch):
-    """Sums over real rows: a dummy row has length 0, and so weight 0."""
+    """Sums over real rows: a padding row has length 0, and so weight 0."""
     labels_B, text_BxT = microbatch.tokens[:, 0], microbatch.tokens[:, 1:]
     logits_BxC = nnx.merge(graphdef, params, rest)(text_BxT, jnp.maximum(microbatch.lengths - 1, 0))
     losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxC, labels_B)

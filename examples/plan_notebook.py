@@ -64,7 +64,7 @@ print(plan.report())
 # Where the padding is: each shape's positions, with tokens and without.
 
 # %%
-positions = np.bincount(plan.step_bucket, plan.positions_per_step, len(plan.buckets)) / 1e3
+positions = np.bincount(plan.step_bucket, plan.padded_tokens_per_step, len(plan.buckets)) / 1e3
 tokens = np.bincount(plan.step_bucket, plan.num_tokens, len(plan.buckets)) / 1e3
 figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
 axis.bar(list(map(str, plan.buckets)), positions, color="lightgray", label="padding")

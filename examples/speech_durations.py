@@ -19,7 +19,7 @@ class SpeechBatch(NamedTuple):
     """One step: what is not a scalar has axes M and B first, and `num_sequences` counts real recordings."""
 
     features: Any  # float32[M, B, T, F]
-    lengths: Any  # int32[M, B], 0 for a dummy row
+    lengths: Any  # int32[M, B], 0 for a padding row
     num_sequences: Any  # float32[]
 
 

@@ -15,7 +15,7 @@ import torch_ref
 
 
 class Countings(Dataset):
-    """Counting in bytes from somewhere on; sample -1 stands for a dummy row."""
+    """Counting in bytes from somewhere on; sample -1 stands for a padding row."""
 
     def __init__(self, num_samples):
         rng = np.random.default_rng(0)

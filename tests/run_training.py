@@ -46,7 +46,7 @@ def loss_fn(params, microbatch):
 
 
 def make_plans(dataset, buckets):
-    """Epochs without end: dummy rows in the last step of each."""
+    """Epochs without end: padding rows in the last step of each."""
     lengths = np.array([len(sample) for sample in dataset])
 
     def plan_of_epoch(epoch):

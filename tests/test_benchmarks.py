@@ -120,7 +120,7 @@ def test_peers_that_are_missing_or_broken_are_listed(peers):
     assert rows[1][1].startswith("cannot be imported: ")
 
 
-def test_full_cut_and_dummy_rows_of_a_packing_are_counted(packing, peer_calls, monkeypatch):
+def test_full_cut_and_padding_rows_of_a_packing_are_counted(packing, peer_calls, monkeypatch):
     monkeypatch.setattr(peer_calls, "LIMIT_S", 0)
     lines = packing.compare(peer_calls.Lengths("four", np.array([160, 160, 128, 224]), 512))
     rows = [line for line in lines if line.startswith("| ")]
@@ -128,7 +128,7 @@ def test_full_cut_and_dummy_rows_of_a_packing_are_counted(packing, peer_calls, m
     whole, cut = named["jvarlen: pack_samples, rows of one length"], named["Grain: ConcatThenSplit"]
     assert (whole["fill"], whole["rows"], whole["samples lost"], whole["cut"]) == (f"{21 / 32:.2%}", "4", "0", "0")
     assert (cut["fill"], cut["rows"], cut["samples lost"], cut["cut"]) == (f"{21 / 24:.2%}", "3", "0", "2")
-    # Two batches of two rows of 256 each: the packer that cuts has one dummy row.
+    # Two batches of two rows of 256 each: the packer that cuts has one padding row.
     assert whole["positions / tokens"] == cut["positions / tokens"] == f"{32 / 21:.4f}"
     assert named["first-fit-decreasing in Python"]["rows"] == "4"
 

@@ -102,7 +102,7 @@ def check_is_whole(plan, path):
     ids = np.concatenate([ids_MxB[ids_MxB >= 0] for ids_MxB in rows])
     assert sorted(ids.tolist()) == sorted(plan.sample_ids.tolist())
     assert len(set(ids.tolist())) == plan.num_samples
-    positions = [plan.buckets[bucket].num_positions * plan.microbatches_per_step for bucket in plan.step_bucket]
+    positions = [plan.buckets[bucket].padded_tokens * plan.microbatches_per_step for bucket in plan.step_bucket]
     assert all(n <= t <= p for n, t, p in zip(plan.num_sequences, plan.num_tokens, positions, strict=True))
 
 

@@ -156,7 +156,7 @@ def rank_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float6
         num_ranks: as in `balance_plan`.
 
     Returns:
-        float64[S, num_ranks], 0 for a rank that has only dummy rows in a short step.
+        float64[S, num_ranks], 0 for a rank that has only padding rows in a short step.
 
     Raises:
         ValueError: as `balance_plan` does.

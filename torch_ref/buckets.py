@@ -29,7 +29,7 @@ class Bucket(NamedTuple):
     """A static shape: `rows` samples of up to `length` tokens each.
 
     Attributes:
-        rows: samples of a microbatch, dummy rows included.
+        rows: samples of a microbatch, padding rows included.
         length: tokens that each row has room for.
     """
 
@@ -41,7 +41,7 @@ class PairBucket(NamedTuple):
     """A static shape: `rows` pairs of up to `source_length` and `target_length` tokens.
 
     Attributes:
-        rows: pairs of a microbatch, dummy rows included.
+        rows: pairs of a microbatch, padding rows included.
         source_length: tokens that each row has room for on the source side.
         target_length: the same on the target side.
     """

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: int64[m, B, T], 0 where there is no token.
-        lengths: int64[m, B], real tokens of each row, 0 for a dummy row.
+        lengths: int64[m, B], real tokens of each row, 0 for a padding row.
         weights: float32[m, B, T], of real tokens in the loss: 1 unless their samples have their own; 0 elsewhere.
         num_sequences: real samples of the whole step, over all replicas.
         segment_ids: int64[m, B, T] in batches of packed rows: 1 on the first sample of a row, 2 on the next and so on,
@@ -47,7 +47,7 @@ class SampleSource(Protocol):
 class PlanBatchSampler(Sampler[list[Any]]):
     """The microbatches of one replica, in the plan's order, for a DataLoader's `batch_sampler`.
 
-    Yields the B sample ids of a microbatch, -1 marking a dummy row, M / num_replicas microbatches a step; for packed
+    Yields the B sample ids of a microbatch, -1 marking a padding row, M / num_replicas microbatches a step; for packed
     rows B lists of P ids, -1 where there is no sample. Every replica gets the same number of microbatches. A dataset
     behind it must know what -1 stands for.
 

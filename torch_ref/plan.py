@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that are no dummies; as many as samples where these are not packed."""
+        """The number of rows that hold samples; as many as samples where these are not packed."""
         return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
 
     @property
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def padding(self) -> float:
-        """The share of all positions, dummy rows included, that hold no real token."""
+        """The share of all positions, padding rows included, that hold no real token."""
         return 1.0 - int(self.num_tokens.sum()) / int(self._positions().sum())
 
     @property
@@ -127,7 +127,7 @@ class Plan:
             step: 0 <= step < num_steps.
 
         Returns:
-            int64[M, B] sample ids, -1 for a dummy row. Row j of the step lies in microbatch j mod M at slot j // M.
+            int64[M, B] sample ids, -1 for a padding row. Row j of the step lies in microbatch j mod M at slot j // M.
             For packed rows int64[M, B, P], P the most samples of a row in this step, -1 where there is none.
 
         Raises:

@@ -16,7 +16,7 @@ def steps_table(
     step_bucket: NDArray[np.int32],
     num_sequences: NDArray[np.int64],
     num_tokens: NDArray[np.int64],
-    num_positions: NDArray[np.int64],
+    padded_tokens: NDArray[np.int64],
     *,
     first_steps: bool = False,
 ) -> str:
@@ -27,13 +27,13 @@ def steps_table(
         step_bucket: int32[S], the bucket of each step.
         num_sequences: int64[S], real samples.
         num_tokens: int64[S], real tokens.
-        num_positions: int64[S], rows times length over all microbatches.
+        padded_tokens: int64[S], rows times length over all microbatches.
         first_steps: whether to name the first step of each bucket.
 
     Returns:
         One line a bucket and one for all: shape, samples, steps, padding as a share of the positions ("-" without any).
     """
-    per_step = np.stack([num_sequences, np.ones_like(num_tokens), num_tokens, num_positions], axis=1)
+    per_step = np.stack([num_sequences, np.ones_like(num_tokens), num_tokens, padded_tokens], axis=1)
     sums = torch.zeros((len(buckets), 4), dtype=torch.int64)
     sums.index_add_(0, to_tensor(step_bucket), to_tensor(per_step))
     names = [*(f"{rows} x {' + '.join(map(str, lengths))}" for rows, *lengths in buckets), "total"]

@@ -42,7 +42,7 @@ def choose_row_lengths(
 
     That plan has the rows of `pack_samples(lengths, row_lengths)`, in buckets of these lengths as `make_buckets` gives
     them to the rows, `strategy=row_lengths`, with the other arguments as here. All positions of its steps count, those
-    of rows that are not full and of dummy rows too, or the cost of its microbatches; `compile_seconds` once a length.
+    of rows that are not full and of padding rows too, or the cost of its microbatches; `compile_seconds` once a length.
     Equal costs: the fewest lengths, then, from the longest down, the smaller ones.
 
     Row lengths are rounded lengths of samples, D distinct ones, the longest always among them. With V distinct lengths

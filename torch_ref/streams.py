@@ -29,9 +29,9 @@ class StreamStep(NamedTuple):
     Attributes:
         bucket_index: which of the buckets it is of.
         bucket: its shape, B rows of T tokens.
-        ids: int64[M, B], places in the stream, -1 for a dummy row. Row j of the step lies in microbatch j mod M at slot
-            j // M.
-        lengths: int64[M, B], in tokens, cut to the longest bucket; 0 for a dummy row.
+        ids: int64[M, B], places in the stream, -1 for a padding row. Row j of the step lies in microbatch j mod M at
+            slot j // M.
+        lengths: int64[M, B], in tokens, cut to the longest bucket; 0 for a padding row.
     """
 
     bucket_index: int
@@ -192,7 +192,7 @@ def stream_batches(
             `make_buckets` of the first samples, as many rows as fit.
         num_estimate: how many samples are read ahead to choose the buckets.
         max_waiting: at most this many samples wait in all; if one more would, the queue that is fullest in proportion
-            becomes a step with dummy rows.
+            becomes a step with padding rows.
         shuffle_buffer: read this many samples ahead, and take them out at random; None keeps the order of the stream.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.

@@ -37,7 +37,7 @@ def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
 
     Returns:
         (sum of cross-entropy times weight, sum of weights): scalars, the first in nats and in the logits' dtype. Both
-        are 0 for a microbatch of dummy rows.
+        are 0 for a microbatch of padding rows.
     """
     return sum_losses(model(microbatch.tokens, **segments_of(microbatch)), microbatch)
 

@@ -47,7 +47,7 @@ def attend(
       query: float[B, T, H, K].
       key: float[B, T, N, K]; N divides H, and head h of the queries attends to head h // (H / N).
       value: float[B, T, N, K].
-      lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
+      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. With
         `"xla"` the mask is made on the fly, but the logits of all pairs of positions take memory. `"cudnn"` holds

@@ -15,7 +15,7 @@ def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, 
     """Which positions hold tokens.
 
     Args:
-      lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
+      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
       seq_length: T.
 
     Returns:
@@ -32,7 +32,7 @@ def attention_mask(lengths: Integer[Array, " B"], seq_length: int, *, causal: bo
     """Which positions (last axis) each position (middle axis) may attend to.
 
     Args:
-      lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
+      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
       seq_length: T.
       causal: whether a position sees only itself and what comes before it.
 

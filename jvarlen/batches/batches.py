@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
-      lengths: int32[M, B], tokens a row; 0 marks a dummy row.
+      lengths: int32[M, B], tokens a row; 0 marks a padding row.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
     """
@@ -67,7 +67,7 @@ class PairBatch(NamedTuple):
 
     Attributes:
       source_tokens: int32[M, B, S], zero where there is no token.
-      source_lengths: int32[M, B], 0 for a dummy row.
+      source_lengths: int32[M, B], 0 for a padding row.
       target_tokens: int32[M, B, U].
       target_lengths: int32[M, B].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.

@@ -221,7 +221,7 @@ class Ledger(Sequence[LedgerRow]):
         """The share of the plan's positions in these buckets that hold no token, in [0, 1); None without a plan."""
         if not self.planned_steps:
             return None
-        positions = [(row.planned_steps or 0) * row.bucket.num_positions for row in self._rows]
+        positions = [(row.planned_steps or 0) * row.bucket.padded_tokens for row in self._rows]
         padded = sum(count * (row.padding or 0.0) for count, row in zip(positions, self._rows, strict=True))
         return padded / sum(positions)
 

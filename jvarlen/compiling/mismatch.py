@@ -111,7 +111,7 @@ def nearest_larger(batch: Any, specs: Mapping[AnyBucket, Any]) -> AnyBucket | No
         spec = specs[bucket]
         return have_same_containers(batch, spec) and all(map(_fits, jax.tree.leaves(batch), jax.tree.leaves(spec)))
 
-    return min(filter(holds, specs), key=lambda bucket: (bucket.num_positions, bucket.lengths), default=None)
+    return min(filter(holds, specs), key=lambda bucket: (bucket.padded_tokens, bucket.lengths), default=None)
 
 
 def pad_to_spec(batch: Any, spec: Any) -> Any:

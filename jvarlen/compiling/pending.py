@@ -39,7 +39,7 @@ _CACHED_S = 0.1  # to read a program from a cache: a step that waits longer lets
 
 def largest_first(buckets: Sequence[AnyBucket]) -> list[AnyBucket]:
     """Buckets by positions, descending."""
-    return sorted(buckets, key=lambda bucket: -bucket.num_positions)
+    return sorted(buckets, key=lambda bucket: -bucket.padded_tokens)
 
 
 @dataclasses.dataclass

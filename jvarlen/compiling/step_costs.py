@@ -113,7 +113,7 @@ def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_de
         lowered = recipe.lower(bucket)
         counted = (lowered.program.cost_analysis() or {}).get("flops", math.nan)
         if counted > 0:
-            positions.append(bucket.num_positions)
+            positions.append(bucket.padded_tokens)
             lengths.append(bucket.length)
             operations.append(counted)
         lower_s.append(lowered.seconds)
@@ -143,7 +143,7 @@ def costs_from_ledger(ledger: Ledger, microbatches_per_step: int, before: RunCos
     cold = [row.lower_s + row.compile_s for row in ledger if not row.cache_hit]
     seconds, is_estimate = before.seconds, before.is_estimate
     if timed:
-        positions = np.array([row.bucket.num_positions for row in timed])
+        positions = np.array([row.bucket.padded_tokens for row in timed])
         measured = np.array([row.step_s for row in timed]) / microbatches_per_step / positions
         linear, quadratic = _line([row.bucket.lengths[0] for row in timed], measured)
         seconds, is_estimate = CostModel(0.0, linear, quadratic, device=before.device, model="measured in a run"), False

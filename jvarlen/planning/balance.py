@@ -89,7 +89,7 @@ def balance_plan(
 
     Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
     The buckets, the steps of each bucket and their order, the real rows of each step and of each of its ranks, and the
-    dummy rows stay as they are; only which row is where changes, and with it the digest.
+    padding rows stay as they are; only which row is where changes, and with it the digest.
 
     Rows are dealt in rounds. Each round gives the costliest rows that are left to the ranks, one each, the costliest to
     the rank with the least so far. Where the ranks of a short step have different numbers of rows, those with more

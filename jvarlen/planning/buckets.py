@@ -79,7 +79,7 @@ class Bucket(NamedTuple):
         return self[1:]
 
     @property
-    def num_positions(self) -> int:
+    def padded_tokens(self) -> int:
         """Tokens that fit into the bucket."""
         return self.rows * self.length
 
@@ -106,7 +106,7 @@ class PairBucket(NamedTuple):
         return self[1:]
 
     @property
-    def num_positions(self) -> int:
+    def padded_tokens(self) -> int:
         """Tokens of both sides that fit into the bucket."""
         return self.rows * (self.source_length + self.target_length)
 

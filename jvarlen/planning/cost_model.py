@@ -29,13 +29,13 @@ _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over 
 class CostModel:
     """The cost of one microbatch: constant + B·T·(linear + quadratic·T).
 
-    The linear term is the cost of every position. The quadratic term is attention, where a position attends to all
-    others of its row.
+    The linear term is the cost of every token, padding included. The quadratic term is attention, where it attends to
+    all others of its row.
 
     Attributes:
       constant: the same for any shape.
-      linear: for each position.
-      quadratic: for each position, times the positions of its row.
+      linear: for each token, padding included.
+      quadratic: for each token, times the length of its row.
       unit: "seconds" or "bytes".
       device: the device that was measured.
       model: the model that was measured.

@@ -36,7 +36,7 @@ def make_pair_buckets(
 ) -> tuple[PairBucket, ...]:
     """Chooses the static shapes for a dataset of pairs, such as translations.
 
-    Two families are searched, each exactly by dynamic programming, and the set with the fewest padded positions wins.
+    Two families are searched, each exactly by dynamic programming; the set with the fewest tokens, with padding, wins.
     In a chain, both lengths grow from bucket to bucket, which suits sides of nearly the same length. In a nested set,
     source lengths cut the samples into classes, and every class has target lengths of its own, which suits sides whose
     lengths are hardly correlated.
@@ -91,7 +91,7 @@ def make_pair_buckets(
 
 
 class _Found(NamedTuple):
-    """Padded positions of all steps, and the buckets."""
+    """Tokens with padding of all steps, and the buckets."""
 
     cost: int
     buckets: tuple[PairBucket, ...]

@@ -112,7 +112,7 @@ class Plan(PlannedSteps):
           step: 0 ≤ step < S.
 
         Returns:
-          int64[M, B] of sample ids, −1 for a dummy row. For a packed plan int64[M, B, P]: a row's samples from its
+          int64[M, B] of sample ids, −1 for a padding row. For a packed plan int64[M, B, P]: a row's samples from its
           beginning, then −1, where P is the most samples of any row of the step. Row j of the step is in microbatch j
           mod M, slot j // M, so that all microbatches hold nearly the same number of tokens.
 

@@ -221,7 +221,7 @@ def _check_structure(fields: Fields) -> None:
         sizes = np.diff(np.searchsorted(row_offsets, offsets))
         if (sizes < 1).any() or (sizes > microbatches * rows[step_bucket]).any():
             wrong.append("step_offsets give steps without samples, or with more than they have rows")
-        most = np.array([min(microbatches * bucket.num_positions, 2**63 - 1) for bucket in buckets])[step_bucket]
+        most = np.array([min(microbatches * bucket.padded_tokens, 2**63 - 1) for bucket in buckets])[step_bucket]
         tokens = fields["num_tokens"]
         if (tokens < np.diff(offsets)).any() or (tokens > most).any():
             wrong.append("num_tokens are fewer than samples, or more than their steps have room for")

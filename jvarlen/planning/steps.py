@@ -143,10 +143,10 @@ class PlannedSteps:
         return _fixed(np.diff(self.step_offsets))
 
     @functools.cached_property
-    def positions_per_step(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], positions in the arrays of each step: M × rows × length."""
-        num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
-        return _fixed((self.microbatches_per_step * num_positions)[self.step_bucket])
+    def padded_tokens_per_step(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], tokens with padding of each step: M × rows × length."""
+        padded_tokens = np.array([bucket.padded_tokens for bucket in self.buckets], np.int64)
+        return _fixed((self.microbatches_per_step * padded_tokens)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
         """How many steps each bucket has; possibly 0.
@@ -163,8 +163,8 @@ class PlannedSteps:
 
     @property
     def padding(self) -> float:
-        """The share of all positions that hold no token, dummy rows included, in [0, 1)."""
-        return 1.0 - int(self.num_tokens.sum()) / int(self.positions_per_step.sum())
+        """The share of tokens with padding that are none, padding rows included, in [0, 1)."""
+        return 1.0 - int(self.num_tokens.sum()) / int(self.padded_tokens_per_step.sum())
 
     @property
     def neighbour_correlation(self) -> float:
@@ -214,25 +214,25 @@ class BucketFigures(NamedTuple):
       num_samples: int64[K].
       num_steps: int64[K].
       num_tokens: int64[K], real ones.
-      num_positions: int64[K], positions of the steps.
+      padded_tokens: int64[K], of the steps.
       seconds: float64[K], predicted by the cost for all steps of the bucket; None without one.
     """
 
     num_samples: Int64[np.ndarray, " K"]
     num_steps: Int64[np.ndarray, " K"]
     num_tokens: Int64[np.ndarray, " K"]
-    num_positions: Int64[np.ndarray, " K"]
+    padded_tokens: Int64[np.ndarray, " K"]
     seconds: Float64[np.ndarray, " K"] | None
 
     @property
     def padding(self) -> Float64[np.ndarray, " K"]:
         """float64[K], NaN where a bucket has no step."""
         with np.errstate(invalid="ignore"):
-            return 1.0 - self.num_tokens / self.num_positions
+            return 1.0 - self.num_tokens / self.padded_tokens
 
 
 def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigures:
-    """Counts samples, steps, tokens and positions of each bucket; with a cost, predicts the seconds as well."""
+    """Counts samples, steps and tokens of each bucket, also with padding; with a cost, predicts the seconds as well."""
     num_buckets = len(plan.buckets)
     num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)
     microbatches = plan.microbatches_per_step * num_steps
@@ -246,8 +246,8 @@ def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigu
     if cost is not None:
         rows, *lengths = np.array(plan.buckets, np.int64).T
         seconds = microbatches * checked_cost(cost, rows, *lengths)
-    num_positions = microbatches * np.array([bucket.num_positions for bucket in plan.buckets])
-    return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), num_positions, seconds)
+    padded_tokens = microbatches * np.array([bucket.padded_tokens for bucket in plan.buckets])
+    return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)
 
 
 def plan_table(
@@ -276,7 +276,7 @@ def plan_table(
         rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
     lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
     lines.append(
-        f"{int(plan.num_tokens.sum()):,} real tokens in {int(plan.positions_per_step.sum()):,} positions; "
+        f"{int(plan.num_tokens.sum()):,} tokens, {int(plan.padded_tokens_per_step.sum()):,} with padding; "
         f"microbatches a step: {plan.microbatches_per_step}"
     )
     if plan.is_packed:

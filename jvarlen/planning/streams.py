@@ -58,9 +58,9 @@ class StreamStep(NamedTuple):
     Attributes:
       bucket_index: the index of the bucket.
       bucket: its shape.
-      ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a dummy row. Row j of the step is
-        in microbatch j mod M, slot j // M.
-      lengths: int64[M, B], tokens of each row, cut at the bucket; 0 for a dummy row.
+      ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a padding row. Row j of the step
+        is in microbatch j mod M, slot j // M.
+      lengths: int64[M, B], tokens of each row, cut at the bucket; 0 for a padding row.
     """
 
     bucket_index: int
@@ -85,7 +85,7 @@ def stream_batches(
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
 
     A sample waits in the queue of the smallest bucket that holds it; M × rows waiting samples make a step. At the end
-    of the stream the remaining samples come by bucket, ascending, filled up with dummy rows.
+    of the stream the remaining samples come by bucket, ascending, filled up with padding rows.
 
     Args:
       lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
@@ -95,7 +95,7 @@ def stream_batches(
         budget allows.
       num_estimate: how many samples the buckets are estimated from.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
-        the shorter) gives a step with dummy rows. None: as many as the buckets hold.
+        the shorter) gives a step with padding rows. None: as many as the buckets hold.
       shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
         the order of the stream.
       seed: 0 ≤ seed < 2**63, of the shuffle buffer.

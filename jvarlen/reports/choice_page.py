@@ -34,7 +34,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
       OSError: the file cannot be written; an existing file stays.
     """
     candidates = choice.candidates
-    positions = float(plan.positions_per_step.sum())
+    positions = float(plan.padded_tokens_per_step.sum())
     memory = choice.num_bytes / choice.memory_bytes
     num_rejected = len(candidates.reasons) - candidates.num_fitting
     flops = float(choice.costs.step_flops @ np.bincount(plan.step_bucket, minlength=len(plan.buckets)))

@@ -39,11 +39,11 @@ class StrategyFigures(NamedTuple):
       is_plan: whether all its shapes are known, and few, before the first step.
       num_shapes: shapes to compile.
       num_steps: steps of an epoch.
-      num_positions: positions of all steps.
+      padded_tokens: tokens with padding of all steps.
       padding: the share of these that hold no token.
       seconds: predicted for an epoch by the cost, compiling included where its seconds are given; None without a cost.
-      relative: seconds, or positions without a cost, over those of the best plan.
-      unevenness: seconds, or positions without a cost, of the largest step over those of the mean step.
+      relative: seconds, or tokens with padding without a cost, over those of the best plan.
+      unevenness: seconds, or tokens with padding without a cost, of the largest step over the mean step.
       num_samples: samples of an epoch.
       num_dropped: samples left out because they are too long.
       num_truncated: samples cut because they are too long.
@@ -54,7 +54,7 @@ class StrategyFigures(NamedTuple):
     is_plan: bool
     num_shapes: int = 0
     num_steps: int = 0
-    num_positions: int = 0
+    padded_tokens: int = 0
     padding: float = float("nan")
     seconds: float | None = None
     relative: float = float("nan")
@@ -66,10 +66,10 @@ class StrategyFigures(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """An epoch: its shapes, and the positions and cost of each step."""
+    """An epoch: its shapes, and the tokens with padding and cost of each step."""
 
     num_shapes: int
-    num_positions: Int64[np.ndarray, " S"]
+    padded_tokens: Int64[np.ndarray, " S"]
     seconds: Float64[np.ndarray, " S"] | None
 
 
@@ -91,7 +91,7 @@ def compare_strategies(
     Args:
       lengths: integers[N], tokens a sample.
       max_tokens: budget of one microbatch in tokens, padding included; or a `Budget`. With a cost, strategies are
-        compared by seconds, not positions.
+        compared by seconds, not tokens with padding.
       overlong: what happens to samples longer than `max_length`: `"error"`, `"drop"` or `"truncate"`.
       budget: the other fields of `Budget`, as keywords.
 
@@ -158,7 +158,7 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
         (each.num_samples, each.num_dropped, each.num_truncated) for each in figures if not each.problem
     ):
         lines.append(f"{samples:,} samples; {cut:,} cut, {dropped:,} dropped")
-    what = "seconds" if has_seconds else "positions"
+    what = "seconds" if has_seconds else "tokens with padding"
     lines.append(f"× best: {what} over those of the best plan; uneven: {what} of the largest step over the mean step")
     return "\n".join(lines)
 
@@ -174,7 +174,7 @@ def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], lis
     rows = []
     for each in figures:
         row = [each.name, f"{each.num_shapes:,}", f"{each.num_steps:,}", f"{each.padding:.2%}"]
-        row += [f"{each.num_positions:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
+        row += [f"{each.padded_tokens:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
         row += [f"{each.relative:.3f}", f"{each.unevenness:.2f}"]
         rows.append([each.name, f"not possible: {each.problem}"] if each.problem else row)
     return ["Strategy", "Shapes", "Steps", "Padding", "Positions", *predicted, "× best", "Uneven"], rows, best
@@ -182,7 +182,7 @@ def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], lis
 
 def _spent(figures: StrategyFigures) -> float:
     """The figure that strategies are compared by."""
-    return float(figures.num_positions) if figures.seconds is None else figures.seconds
+    return float(figures.padded_tokens) if figures.seconds is None else figures.seconds
 
 
 class _Epoch(NamedTuple):
@@ -225,7 +225,7 @@ class _Epoch(NamedTuple):
         if self.budget.cost is not None:
             per_microbatch = checked_cost(self.budget.cost, *np.array(buckets, np.int64).T)
             seconds = plan.microbatches_per_step * per_microbatch[plan.step_bucket]
-        return _Steps(len(buckets), plan.positions_per_step, seconds)
+        return _Steps(len(buckets), plan.padded_tokens_per_step, seconds)
 
     def _batched(self, ordered: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " b"]) -> _Steps:
         """M consecutive batches a step, each padded to its own longest; the last step may have fewer."""
@@ -242,8 +242,8 @@ class _Epoch(NamedTuple):
 def _figures_of(
     name: str, is_plan: bool, steps: _Steps, counted: FittedLengths, compile_seconds: float | None
 ) -> StrategyFigures:
-    num_positions = int(steps.num_positions.sum())
-    per_step = steps.num_positions if steps.seconds is None else steps.seconds
+    padded_tokens = int(steps.padded_tokens.sum())
+    per_step = steps.padded_tokens if steps.seconds is None else steps.seconds
     seconds = None
     if steps.seconds is not None:
         seconds = float(steps.seconds.sum()) + steps.num_shapes * (compile_seconds or 0.0)
@@ -251,9 +251,9 @@ def _figures_of(
         name=name,
         is_plan=is_plan,
         num_shapes=steps.num_shapes,
-        num_steps=len(steps.num_positions),
-        num_positions=num_positions,
-        padding=1.0 - int(counted.lengths.sum()) / num_positions,
+        num_steps=len(steps.padded_tokens),
+        padded_tokens=padded_tokens,
+        padding=1.0 - int(counted.lengths.sum()) / padded_tokens,
         seconds=seconds,
         unevenness=float(per_step.max() / per_step.mean()),
         num_samples=len(counted.lengths),

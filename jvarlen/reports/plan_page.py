@@ -114,11 +114,11 @@ def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " 
 def _key_figures(plan: Plan, cost: CostFn | None) -> list[tuple[str, str, str]]:
     num_sequences = plan.num_sequences
     least, most = int(num_sequences.min()), int(num_sequences.max())
-    num_tokens, num_positions = int(plan.num_tokens.sum()), int(plan.positions_per_step.sum())
+    num_tokens, num_positions = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
     correlation, m = plan.neighbour_correlation, plan.microbatches_per_step
     figures = [
         ("Padding", f"{plan.padding:.2%}", f"{num_positions - num_tokens:,} of {num_positions:,} positions"),
-        ("Shapes", f"{len(plan.buckets):,}", f"up to {max(b.num_positions for b in plan.buckets):,} positions"),
+        ("Shapes", f"{len(plan.buckets):,}", f"up to {max(b.padded_tokens for b in plan.buckets):,} positions"),
         ("Steps", f"{plan.num_steps:,}", f"of {m:,} microbatch{'' if m == 1 else 'es'}"),
         ("Samples a step", f"{np.median(num_sequences):,.0f}", f"median; {least:,} to {most:,}"),
         ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
@@ -141,9 +141,9 @@ def _bucket_table(plan: Plan, cost: CostFn | None) -> Table:
     rows = []
     for k, bucket in enumerate(plan.buckets):
         padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
-        counts = (figures.num_samples[k], figures.num_steps[k], figures.num_tokens[k], figures.num_positions[k])
+        counts = (figures.num_samples[k], figures.num_steps[k], figures.num_tokens[k], figures.padded_tokens[k])
         rows.append([f"{bucket.rows:,} × {_length_of(bucket)}", *(f"{count:,}" for count in counts), padding])
-    totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.positions_per_step.sum()))
+    totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
     total = ["Total", *(f"{count:,}" for count in totals), f"{plan.padding:.2%}"]
     if seconds is not None:
         header.append("Predicted s")
@@ -232,7 +232,7 @@ def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[Picture]:
     mean = 100 * plan.padding
     yield _bucket_bars(plan, "padding", "Padding of each bucket", caption, "padding in %", padding, line=mean)
     caption = "Positions of all steps of a bucket: tokens in blue, padding above them in orange."
-    positions = {"first": figures.num_tokens, "second": figures.num_positions - figures.num_tokens}
+    positions = {"first": figures.num_tokens, "second": figures.padded_tokens - figures.num_tokens}
     yield _bucket_bars(plan, "positions", "Positions of each bucket", caption, "positions", positions)
     if figures.seconds is not None:
         caption = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."

@@ -160,7 +160,7 @@ class Course:
             step=step,
             plan_digest=self.plan_of_epoch(epoch).digest,
             num_tokens_done=place.num_tokens_done + int(plan.num_tokens[place.step]),
-            num_positions_done=place.num_positions_done + int(plan.positions_per_step[place.step]),
+            num_positions_done=place.num_positions_done + int(plan.padded_tokens_per_step[place.step]),
         )
 
     def buckets_left(self, place: Place) -> list[AnyBucket]:
@@ -201,7 +201,7 @@ class Course:
         """The plan's figures of the step at `place`, for the log."""
         plan = self.plan_of_epoch(place.epoch)
         bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
-        num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.positions_per_step[place.step])
+        num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
         record = {
             "step": place.num_steps_done,
             "epoch": place.epoch,

@@ -171,7 +171,7 @@ def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerP
     per_position = []  # [known lengths, 2, 3]
     for bucket in map(of_length.__getitem__, known.tolist()):
         parts = traced.passes(bucket, "data1")
-        per_position.append([[counts["flops"] / bucket.num_positions for counts in part] for part in parts])
+        per_position.append([[counts["flops"] / bucket.padded_tokens for counts in part] for part in parts])
 
     def in_buckets(values: np.ndarray) -> Float64[np.ndarray, " K"]:
         """Between known lengths, and beyond the last by the slope before it."""

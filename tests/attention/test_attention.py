@@ -97,7 +97,7 @@ def test_all_forms_of_mask_and_groups_of_query_heads_give_what_each_sample_gives
 
         for grads, outputs in in_all_forms(*qkv).values():
             assert outputs.dtype == dtype
-            assert jnp.isfinite(outputs).all()  # those of padding and of the dummy row as well
+            assert jnp.isfinite(outputs).all()  # those of padding and of the padding row as well
             assert all((np.asarray(grad)[~is_token] == 0).all() for grad in grads)
             for row, n in enumerate(ROWS):
                 expected, expected_grads = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), causal)

@@ -512,7 +512,7 @@ def test_no_more_executables_than_wanted_are_live_and_none_is_compiled_again():
             assert int(metrics["tokens"]) == batch.tokens.size
             assert num_executables() == before + 1
     assert count.num_compilations == 0
-    assert float(state) == 2 * 2 * sum(bucket.num_positions for bucket in BUCKETS)
+    assert float(state) == 2 * 2 * sum(bucket.padded_tokens for bucket in BUCKETS)
     compiled.release(*BUCKETS)
     assert num_executables() == before
 

@@ -30,7 +30,7 @@ def plan_of(package, lengths):
 def plan(lengths):
     plan = plan_of(jvarlen, lengths)
     assert len(set(plan.step_bucket[:NUM_STEPS].tolist())) == 2
-    assert any((plan.rows(step) < 0).any() for step in range(NUM_STEPS)), "no dummy row"
+    assert any((plan.rows(step) < 0).any() for step in range(NUM_STEPS)), "no padding row"
     return plan
 
 
@@ -122,7 +122,7 @@ def test_command_buffers_change_no_loss_and_compile_nothing(initial, plan, batch
 
 @pytest.mark.parametrize("attention", ["xla", "chunked", "cudnn"])
 def test_steps_in_bfloat16_are_finite_and_learn(initial, plan, batches, losses, attention, on_gpu):
-    """Dummy rows are among them."""
+    """Padding rows are among them."""
     if attention != "xla" and not on_gpu:
         pytest.skip("cuDNN is for GPUs, and chunks of a processor are tested elsewhere")
     model = dataclasses.replace(MODEL, compute_dtype="bfloat16", attention=attention)

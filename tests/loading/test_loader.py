@@ -50,7 +50,7 @@ def plan_of_epoch(epoch, **options):
 
 
 def rows_of(batch):
-    """Texts of all rows of a batch, microbatch by microbatch; None for a dummy row."""
+    """Texts of all rows of a batch, microbatch by microbatch; None for a padding row."""
     tokens, lengths = np.asarray(batch.tokens), np.asarray(batch.lengths)
     return [
         [tokens[m, b, :n].astype(np.uint8).tobytes() if (n := lengths[m, b]) else None for b in range(lengths.shape[1])]

@@ -1,4 +1,4 @@
-"""The demo model: causal, blind to padding and dummy rows, the same for the same seed and with every form of mask."""
+"""The demo model: causal, blind to padding and padding rows, the same for the same seed and with every form of mask."""
 
 import dataclasses
 import functools
@@ -58,14 +58,14 @@ def test_a_byte_is_predicted_from_those_before_it_only():
             )
 
 
-def test_padding_and_dummy_rows_change_nothing():
+def test_padding_and_padding_rows_change_nothing():
     alone, weight = LOSS_FN(initial_params(), microbatch([[5, 6, 7]], [3], 3))
     padded, padded_weight = LOSS_FN(initial_params(), microbatch([[5, 6, 7], []], [3, 0], 8))
     np.testing.assert_allclose(padded, alone, rtol=1e-6)
     assert weight == padded_weight == 3
 
 
-def test_gradients_of_dummy_rows_are_zero_and_finite():
+def test_gradients_of_padding_rows_are_zero_and_finite():
     grads = jax.grad(lambda params: LOSS_FN(params, microbatch([[], []], [0, 0], 8))[0])(initial_params())
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(grads))
 

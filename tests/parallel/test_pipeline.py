@@ -138,7 +138,7 @@ def test_sums_without_gradients_are_the_same(text):
 
 @functools.cache
 def batches_of(packed):
-    """Three steps of eight microbatches; the last one has dummy rows."""
+    """Three steps of eight microbatches; the last one has padding rows."""
     dataset = random_dataset(3 * 8 * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths

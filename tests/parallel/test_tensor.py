@@ -404,7 +404,7 @@ def test_other_mistakes_are_refused():
 
 @functools.cache
 def plan_and_data():
-    """Two steps of four microbatches, the last one with dummy rows."""
+    """Two steps of four microbatches, the last one with padding rows."""
     dataset = random_dataset(2 * 4 * 3 - 2, 8)
     return make_plan(np.diff(dataset.offsets), [Bucket(3, 8)], order="length", microbatches_per_step=4), dataset
 

@@ -119,7 +119,7 @@ def state_bytes(tree):
 
 @functools.cache
 def batches_of(num_microbatches, packed):
-    """Three steps; the last one has dummy rows."""
+    """Three steps; the last one has padding rows."""
     dataset = random_dataset(3 * num_microbatches * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths

@@ -505,7 +505,7 @@ def paced_order(
 
 
 def step_rows(ids: Sequence[int], rows: int, num_microbatches: int) -> list[list[int]]:
-    """Return the [M, B] sample ids of a step, -1 for a dummy row."""
+    """Return the [M, B] sample ids of a step, -1 for a padding row."""
     microbatches = [[-1] * rows for _ in range(num_microbatches)]
     for j, sample_id in enumerate(ids):
         microbatches[j % num_microbatches][j // num_microbatches] = sample_id

@@ -66,7 +66,7 @@ def test_rows_interleave_and_stay_inside_the_bucket(package: ModuleType, argumen
 @moderate
 @given(arguments=plan_arguments())
 def test_counts_of_a_plan_add_up(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """num_sequences, num_tokens (cut lengths) and padding (dummy rows included), with the contract's dtypes."""
+    """num_sequences, num_tokens (cut lengths) and padding (padding rows included), with the contract's dtypes."""
     plan = make_plan(package, arguments)
     steps = steps_of(plan)
     longest = arguments["buckets"][-1][1]
@@ -88,7 +88,7 @@ def test_counts_of_a_plan_add_up(package: ModuleType, arguments: dict[str, Any])
 def test_no_two_microbatches_of_a_step_differ_by_more_than_a_row(
     package: ModuleType, arguments: dict[str, Any], num_replicas: int
 ) -> None:
-    """Interleaving spreads dummy rows evenly, so every shard has the same work."""
+    """Interleaving spreads padding rows evenly, so every shard has the same work."""
     arguments |= {"microbatches_per_step": num_replicas}
     plan = make_plan(package, arguments)
     for step in range(plan.num_steps):

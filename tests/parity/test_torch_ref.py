@@ -553,7 +553,7 @@ def reference_gradients(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
 def test_any_split_of_a_step_gives_the_same_gradient(
     lengths: list[int], num_microbatches: int, extra_rows: int, num_replicas: int
 ) -> None:
-    """Rows, microbatches, dummy rows and all-dummy microbatches make no difference in float64."""
+    """Rows, microbatches, padding rows and all-dummy microbatches make no difference in float64."""
     total = num_microbatches * num_replicas
     samples = dataset_of(lengths)
     plan = torch_ref.make_plan(

@@ -85,7 +85,7 @@ class Trained:
 
 
 def make_plan(package: ModuleType, setting: Setting, epoch: int) -> Any:
-    """The plan of an epoch, in shuffled order, with some dummy rows."""
+    """The plan of an epoch, in shuffled order, with some padding rows."""
     options = {"order": "shuffle", "seed": 5, "epoch": epoch, "microbatches_per_step": 4}
     if setting.packed:
         packing = package.pack_samples(LENGTHS, [32, 48], order="shuffle", seed=2, epoch=epoch)
@@ -197,7 +197,7 @@ def train_in_both(setting: Setting) -> tuple[Trained, Trained, list[float]]:
     assert [plan.digest for plan in plans] == [plan.digest for plan in torch_plans]
     assert set(plans[0].step_bucket.tolist()) == set(range(len(plans[0].buckets)))
     assert len(plans[0].buckets) > 1
-    assert any(has_dummy_row(plans[0].rows(step)) for step in range(plans[0].num_steps))
+    assert any(has_padding_row(plans[0].rows(step)) for step in range(plans[0].num_steps))
     initial = init_params(setting.model, seed=0)
     # First, because the steps of JAX give up the memory of the initial weights.
     expected, norms = train_in_torch(setting, torch_plans, initial)
@@ -207,7 +207,7 @@ def train_in_both(setting: Setting) -> tuple[Trained, Trained, list[float]]:
     return found, expected, norms
 
 
-def has_dummy_row(rows: np.ndarray) -> bool:
+def has_padding_row(rows: np.ndarray) -> bool:
     """Whether a step of [M, B] samples, or of [M, B, P] samples of packed rows, has a row without any."""
     return bool((rows < 0).all(axis=tuple(range(2, rows.ndim))).any())
 

@@ -201,5 +201,5 @@ def test_packed_pairs_train_in_shapes_compiled_ahead():
         state, _ = step(state, batch)
     assert int(state) == LENGTHS.sum()
     full = full_batch(packed_pair_batch_spec(plan.buckets[0], 2))
-    assert count_tokens(full) == 2 * plan.buckets[0].num_positions
+    assert count_tokens(full) == 2 * plan.buckets[0].padded_tokens
     assert full.target_positions[0, 0].tolist() == list(range(plan.buckets[0].target_length))

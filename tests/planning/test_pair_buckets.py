@@ -33,7 +33,7 @@ def test_boundaries_on_both_sides_beat_the_same_number_on_one(lengths):
     plan = make_plan(lengths, make_pair_buckets(lengths, 8192, max_shapes=16), order="length")
     longer = lengths.max(axis=1)
     on_one_side = make_plan(longer, make_buckets(longer, 4096, max_shapes=16), order="length")
-    padding_on_one_side = 1 - lengths.sum() / (2 * on_one_side.positions_per_step.sum())
+    padding_on_one_side = 1 - lengths.sum() / (2 * on_one_side.padded_tokens_per_step.sum())
     assert plan.padding < padding_on_one_side
     assert plan.padding < 0.2
     assert (np.sort(plan.sample_ids) == np.arange(len(lengths))).all()

@@ -56,13 +56,13 @@ def test_the_figures_are_those_of_the_plans(max_length, overlong, cost):
 def check(figures, plan, cost):
     assert figures.num_shapes == len(plan.buckets)
     assert figures.num_steps == plan.num_steps
-    assert figures.num_positions == plan.positions_per_step.sum()
+    assert figures.padded_tokens == plan.padded_tokens_per_step.sum()
     assert figures.padding == pytest.approx(plan.padding, abs=1e-12)
     assert (figures.num_samples, figures.num_dropped) == (plan.num_samples, plan.num_dropped)
     assert figures.num_truncated == plan.num_truncated
     if cost is None:
         assert figures.seconds is None
-        per_step = plan.positions_per_step
+        per_step = plan.padded_tokens_per_step
     else:
         assert figures.seconds == pytest.approx(bucket_figures(plan, cost).seconds.sum())
         rows, length = np.array(plan.buckets)[plan.step_bucket].T
@@ -101,7 +101,7 @@ def test_what_there_is_without_a_plan_is_counted_batch_by_batch(cost):
         positions = [sum(b * t for b, t in step) for step in grouped(shapes, microbatches)]
         assert figures[name].num_shapes == len(set(shapes))
         assert figures[name].num_steps == len(positions)
-        assert figures[name].num_positions == sum(positions)
+        assert figures[name].padded_tokens == sum(positions)
         assert figures[name].padding == pytest.approx(1 - LENGTHS.sum() / sum(positions))
         if cost is None:
             per_step = np.array(positions)
@@ -119,7 +119,7 @@ def test_all_is_relative_to_the_best_plan(cost):
     assert best.is_plan
     assert best.relative == 1
     for each in figures:
-        spent, least = (each.num_positions, best.num_positions) if cost is None else (each.seconds, best.seconds)
+        spent, least = (each.padded_tokens, best.padded_tokens) if cost is None else (each.seconds, best.seconds)
         assert each.relative == pytest.approx(spent / least)
         assert not each.is_plan or each.relative >= 1
     named = by_name(figures)

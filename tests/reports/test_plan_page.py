@@ -82,7 +82,7 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
     for k, bucket in enumerate(plan.buckets):
         of_bucket = plan.step_bucket == k
         tokens = plan.num_tokens[of_bucket].sum()
-        positions = plan.positions_per_step[of_bucket].sum()
+        positions = plan.padded_tokens_per_step[of_bucket].sum()
         counts = [plan.num_sequences[of_bucket].sum(), of_bucket.sum(), tokens, positions]
         expected = [f"{count:,}" for count in counts]
         expected += [f"{1 - tokens / positions:.2%}", f"{of_bucket.sum() * COST(*bucket):,.1f}"]

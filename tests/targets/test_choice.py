@@ -35,7 +35,7 @@ class AnyMemory:
 
     def __init__(self, seed, buckets):
         self._weights = np.random.default_rng(seed).uniform(0.2, 2, 10)
-        self._positions = np.array([bucket.num_positions for bucket in buckets])
+        self._positions = np.array([bucket.padded_tokens for bucket in buckets])
         self._buckets = buckets
 
     def state_bytes(self, table):

@@ -27,7 +27,7 @@ def test_operations_are_those_of_the_products():
     costs, layer = counted(), counted().layer_flops
     of_position = 2 * 12 * WIDTH**2  # four products of attention, two of the hidden layer, four times as wide
     attention = [4 * bucket.length * WIDTH for bucket in (SHORT, LONG)]
-    assert layer.forward.tolist() == [bucket.num_positions * (of_position + each) for bucket, each in
+    assert layer.forward.tolist() == [bucket.padded_tokens * (of_position + each) for bucket, each in
                                       zip((SHORT, LONG), attention, strict=True)]  # fmt: skip
     assert (layer.backward >= 2 * layer.forward).all()
     assert (layer.backward <= 2.5 * layer.forward).all()

@@ -1,4 +1,4 @@
-"""Training step: the same numbers however a step is split, dummy rows without effect, one division."""
+"""Training step: the same numbers however a step is split, padding rows without effect, one division."""
 
 import functools
 from typing import NamedTuple
@@ -106,7 +106,7 @@ def test_the_step_is_one_division_and_not_a_mean_of_means():
         assert abs(np.mean(means) - float(metrics.loss)) > 1e-4
 
 
-def test_dummy_rows_and_microbatches_contribute_nothing():
+def test_padding_rows_and_microbatches_contribute_nothing():
     x, weights = make_rows(num_dummies=0)
     more_x, more_weights = np.concatenate([x, np.full((24, 4), 1e3)]), np.concatenate([weights, np.zeros(24)])
     with jax.enable_x64(True):

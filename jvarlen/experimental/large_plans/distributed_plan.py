@@ -58,7 +58,7 @@ class DistributedPlan(PlannedSteps):
       microbatches: int64[m], which of the M microbatches of every step belong to this process, ascending.
       first_rows: int64[S], where each step begins in `row_ids`.
       own_num_tokens: int64[S], real tokens of each step in these microbatches.
-      row_ids: int64[U, m], the samples of this process's microbatches, one step after the other; −1 for a dummy row.
+      row_ids: int64[U, m], the samples of this process's microbatches, one step after the other; −1 for a padding row.
     """
 
     digest: str
@@ -74,7 +74,7 @@ class DistributedPlan(PlannedSteps):
           step: 0 ≤ step < S.
 
         Returns:
-          int64[m, B] of sample ids, −1 for a dummy row: the microbatches of this process in `Plan.rows`.
+          int64[m, B] of sample ids, −1 for a padding row: the microbatches of this process in `Plan.rows`.
 
         Raises:
           IndexError: no such step.

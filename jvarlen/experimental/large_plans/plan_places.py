@@ -3,10 +3,10 @@
 Letters: N samples, p shards, M microbatches a step, A = M / p of them on a shard, m on this process, B rows of a
 microbatch, S steps, K buckets, U rows of a microbatch in all steps together.
 
-Counting dummy rows, a plan in canonical order has U·M places: place v belongs to microbatch v mod M, and so to shard
+Counting padding rows, a plan in canonical order has U·M places: place v belongs to microbatch v mod M, and so to shard
 (v mod M) // A. Bucket k begins at place P_k and at rank R_k and has n_k samples; its place v holds the sample of rank
-R_k + (v − P_k) if v − P_k < n_k, and otherwise a dummy row. So each shard sorts the ranks of one block of places, moves
-them to their places, and deals these out, A to each shard in turn.
+R_k + (v − P_k) if v − P_k < n_k, and otherwise a padding row. So each shard sorts the ranks of one block of places,
+moves them to their places, and deals these out, A to each shard in turn.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def sort_to_places(
       longest: what samples are cut to, in tokens.
 
     Returns:
-      int64[U, m], the sample ids of this process's microbatches, −1 for a dummy row; int64[S], the tokens of each
+      int64[U, m], the sample ids of this process's microbatches, −1 for a padding row; int64[S], the tokens of each
       canonical step in these; and int64[S], in all microbatches.
     """
     num_shards = num_shards_of(mesh, axis_name)

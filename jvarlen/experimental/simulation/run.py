@@ -39,7 +39,7 @@ class Simulation:
       step_seconds: float64[S], of every step where nothing fails.
       step_ends: float64[S], seconds since the begin when a step was done for good.
       num_tokens: int64[S], real tokens of each step.
-      num_positions: int64[S], positions in the arrays of each step.
+      padded_tokens: int64[S], positions in the arrays of each step.
       interruptions: failures in order of time.
       num_flops: of all steps, without what failures undid; None where not given.
     """
@@ -51,7 +51,7 @@ class Simulation:
     step_seconds: Float64[np.ndarray, " S"]
     step_ends: Float64[np.ndarray, " S"]
     num_tokens: Int64[np.ndarray, " S"]
-    num_positions: Int64[np.ndarray, " S"]
+    padded_tokens: Int64[np.ndarray, " S"]
     interruptions: tuple[Interruption, ...]
     num_flops: float | None
 
@@ -73,12 +73,12 @@ class Simulation:
     @property
     def positions_per_second(self) -> float:
         """Tokens and padding over all seconds."""
-        return int(self.num_positions.sum()) / self.total_s
+        return int(self.padded_tokens.sum()) / self.total_s
 
     @property
     def padding(self) -> float:
         """The share of positions without a token."""
-        return 1 - int(self.num_tokens.sum()) / int(self.num_positions.sum())
+        return 1 - int(self.num_tokens.sum()) / int(self.padded_tokens.sum())
 
     @property
     def mfu(self) -> float | None:
@@ -227,7 +227,7 @@ def simulate(
         step_seconds=step_seconds,
         step_ends=run.step_ends + start_s,
         num_tokens=plan.num_tokens[places],
-        num_positions=plan.positions_per_step[places],
+        padded_tokens=plan.padded_tokens_per_step[places],
         interruptions=tuple(each._replace(at_s=each.at_s + start_s) for each in run.interruptions),
         num_flops=None if flops is None else float(num_of_bucket @ _checked_flops(plan, flops)),
     )

@@ -191,7 +191,7 @@ def test_the_transformer_trains_as_one_device(text, packed, slices):
         assert ((segments[..., 4] == segments[..., 5]) & (segments[..., 5] > 0)).any()
         assert (segments[..., 6] > segments[..., 5]).any()
     else:
-        assert not batches[-1].lengths[-1].any()  # a microbatch of dummy rows
+        assert not batches[-1].lengths[-1].any()  # a microbatch of padding rows
     expected_losses, expected_first, expected = trained_whole(packed)
     model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
     rtol = 1e-11 if "tensor" in text else 1e-12
