@@ -10,7 +10,6 @@ import contextlib
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ __all__ = [
     "Picture",
     "colour_of",
     "draw_bars",
-    "draw_curve",
     "draw_line",
     "draw_steps",
     "drawing_settings",
@@ -34,41 +32,29 @@ __all__ = [
     "look_of",
     "new_figure",
     "range_starts",
-    "save_png",
     "style_of_colours",
     "to_svg",
     "where_known",
 ]
 
-# Figures are drawn in these; where surroundings are dark, SVG shows those of `DARK` in their place.
-COLOURS = {
-    "ink": "#1d232b",
-    "muted": "#5a6573",
-    "line": "#d6dbe2",
-    "first": "#2a6ebb",
-    "second": "#c8590a",
-    "third": "#1d8348",
-    "fourth": "#8e44ad",
-    "fifth": "#c2255c",
-    "sixth": "#0b7f8c",
+_PALETTE = {
+    "ink": ("#1d232b", "#e7eaef"),
+    "muted": ("#5a6573", "#9ea9b6"),
+    "line": ("#d6dbe2", "#38404b"),
+    "first": ("#2a6ebb", "#74b0f0"),
+    "second": ("#c8590a", "#f5a25d"),
+    "third": ("#1d8348", "#6fce93"),
+    "fourth": ("#8e44ad", "#c9a2f2"),
+    "fifth": ("#c2255c", "#f78fb3"),
+    "sixth": ("#0b7f8c", "#5fd3dc"),
 }
-DARK = {
-    "ink": "#e7eaef",
-    "muted": "#9ea9b6",
-    "line": "#38404b",
-    "first": "#74b0f0",
-    "second": "#f5a25d",
-    "third": "#6fce93",
-    "fourth": "#c9a2f2",
-    "fifth": "#f78fb3",
-    "sixth": "#5fd3dc",
-}
+COLOURS = {name: light for name, (light, _) in _PALETTE.items()}  # in which figures are drawn
+DARK = {name: dark for name, (_, dark) in _PALETTE.items()}  # what SVG shows where surroundings are dark
 _OF_LINES = ("first", "second", "third", "fourth", "fifth", "sixth")
 # In points: what is drawn, and what is not, along a line. The second half of the runs looks different from the first.
 _DASHES = ((), (5.0, 2.0), (1.0, 1.5), (5.0, 1.5, 1.0, 1.5))
 
 _WIDTH, _HEIGHT = 4.4, 2.7  # inches of 72 points
-_PNG_DPI = 200
 _MOST_POINTS = 500  # steps that are drawn one by one, of all lines together
 _FEW_RANGES = 50  # of steps that are drawn together, where it is several lines, and of a short one
 _MOST_RANGES = 300  # where it is one line
@@ -184,11 +170,6 @@ def style_of_colours(colours: Mapping[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
-def save_png(figure: Any, path: Path) -> None:
-    """Writes the figure, drawn with `drawing_settings`, as a PNG file on white, replacing an existing file."""
-    figure.savefig(path, dpi=_PNG_DPI, facecolor="white")
-
-
 def look_of(place: int) -> Look:
     """How the line at a place of the list is drawn; there are as many looks as colours times dashes."""
     dashes, colour = divmod(place, len(_OF_LINES))
@@ -213,31 +194,29 @@ def draw_steps(
     detail: Detail,
     place: int = 0,
     weights: Float64[np.ndarray, " S"] | None = None,
+    *,
     label: str | None = None,
+    as_curve: bool = False,
 ) -> bool:
-    """Draws a point a step, or the weighted mean, least and most of ranges of steps; False if all are NaN."""
+    """Draws a point a step, or the weighted mean, least and most of ranges of steps; False if all are NaN.
+
+    Few steps of a curve are a faint line, with the mean of neighbours on top.
+    """
     x, y, weights = where_known(x, y, np.ones(len(y)) if weights is None else weights)
     if not len(y):
         return False
-    if detail.is_long:
-        _draw_ranges(axis, x, y, detail, place, weights, label)
-    else:
+    if not detail.is_long and not as_curve:
         _draw_points(axis, x, y, place, label)
-    return True
-
-
-def draw_curve(
-    axis: Any, x: Float64[np.ndarray, " S"], y: Float64[np.ndarray, " S"], detail: Detail, place: int = 0
-) -> bool:
-    """Like `draw_steps`, but few steps are drawn as a faint line, with the mean of neighbours on top."""
-    x, y = where_known(x, y)
-    if detail.is_long and len(y):
-        _draw_ranges(axis, x, y, detail, place)
-    elif len(y):
+        return True
+    starts = range_starts(len(y), detail.num_ranges if detail.is_long else _FEW_RANGES)
+    centres = _means(x, starts, np.ones(len(x)))
+    if not detail.is_long:
         axis.plot(x, y, color=colour_of(place), alpha=0.35, linewidth=0.8)
-        starts = range_starts(len(y), _FEW_RANGES)
-        draw_line(axis, _means(x, starts), _means(y, starts), place)
-    return bool(len(y))
+    elif detail.has_bands:
+        low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+        axis.fill_between(centres, low, high, color=colour_of(place), alpha=0.25, linewidth=0)
+    draw_line(axis, centres, _means(y, starts, weights), place, label=label)
+    return True
 
 
 def draw_bars(
@@ -248,13 +227,12 @@ def draw_bars(
     bottom: Real[np.ndarray, " K"] | float = 0.0,
     slot: int = 0,
     num_slots: int = 1,
-    **options: Any,
 ) -> None:
-    """One of `num_slots` bars of each bucket, none where a height is NaN; `options` are those of `axis.bar`."""
+    """One of `num_slots` bars of each bucket, none where a height is NaN."""
     known = np.isfinite(heights)
     width = 0.8 / num_slots
     places = np.arange(len(heights)) + (slot - (num_slots - 1) / 2) * width
-    axis.bar(places[known], heights[known], width, np.broadcast_to(bottom, known.shape)[known], color=colour, **options)
+    axis.bar(places[known], heights[known], width, np.broadcast_to(bottom, known.shape)[known], color=colour)
 
 
 def finish_bars(axis: Any, labels: Sequence[str], name: str) -> None:
@@ -303,23 +281,6 @@ def where_known(*values: Real[np.ndarray, " S"]) -> list[Float64[np.ndarray, " n
     return list(stacked[:, np.isfinite(stacked).all(axis=0)])
 
 
-def _draw_ranges(
-    axis: Any,
-    x: Float64[np.ndarray, " S"],
-    y: Float64[np.ndarray, " S"],
-    detail: Detail,
-    place: int,
-    weights: Float64[np.ndarray, " S"] | None = None,
-    label: str | None = None,
-) -> None:
-    starts = range_starts(len(y), detail.num_ranges)
-    centres = _means(x, starts)
-    if detail.has_bands:
-        low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-        axis.fill_between(centres, low, high, color=colour_of(place), alpha=0.25, linewidth=0)
-    draw_line(axis, centres, _means(y, starts, weights), place, label=label)
-
-
 def _draw_points(
     axis: Any, x: Float64[np.ndarray, " S"], y: Float64[np.ndarray, " S"], place: int, label: str | None
 ) -> None:
@@ -339,11 +300,9 @@ def _draw_points(
 
 
 def _means(
-    values: Float64[np.ndarray, " S"], starts: np.ndarray, weights: Float64[np.ndarray, " S"] | None = None
-) -> np.ndarray:
-    """float64[ranges], NaN where all weights of a range are 0."""
-    if weights is None:
-        weights = np.ones(len(values))
+    values: Float64[np.ndarray, " S"], starts: np.ndarray, weights: Float64[np.ndarray, " S"]
+) -> Float64[np.ndarray, " ranges"]:
+    """Of each range; NaN where all weights are 0."""
     of_range = np.add.reduceat(weights, starts)
     return np.add.reduceat(values * weights, starts) / np.where(of_range > 0, of_range, np.nan)
 

@@ -18,14 +18,12 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
-from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.figures import (
     COLOURS,
     Detail,
     Picture,
     colour_of,
     draw_bars,
-    draw_curve,
     draw_line,
     draw_steps,
     drawing_settings,
@@ -34,7 +32,6 @@ from jvarlen.reports.figures import (
     format_ticks,
     new_figure,
     range_starts,
-    save_png,
     to_svg,
     where_known,
 )
@@ -58,18 +55,9 @@ _MOST_BUCKETS = 256
 _MARKERS = {"o": "circles", "s": "squares", "D": "diamonds", "^": "triangles", "v": "triangles down", "*": "stars"}
 _MOST_BARS = 96
 _MOST_MARKS = 500  # of evaluations
-_BUCKET_HEADER = (
-    "Rows × length",
-    "Steps",
-    "Planned steps",
-    "Real tokens",
-    "Padding",
-    "Seconds",
-    "ms a step",
-    "Lower s",
-    "Compile s",
-    "From cache",
-)
+_PNG_DPI = 200
+_BUCKET_HEADER = ["Rows × length", "Steps", "Planned steps", "Real tokens", "Padding", "Seconds", "ms a step"]
+_BUCKET_HEADER += ["Lower s", "Compile s", "From cache"]
 
 
 class RunReport(NamedTuple):
@@ -90,11 +78,6 @@ class RunReport(NamedTuple):
         columns = [_key_figures(run, unit) for run in self.runs]
         kinds = dict.fromkeys(kind for run in self.runs for kind in run.evaluations)
         evaluations = [(f"Evaluation {kind}{unit}", [_evaluation(run, kind) for run in self.runs]) for kind in kinds]
-        if any(
-            run.summary and run.summary["held_out_before"] is not None and HELD_OUT not in run.evaluations
-            for run in self.runs
-        ):  # of a run that did not log its evaluations
-            evaluations.append((f"Held out{unit}", [_held_out(run) for run in self.runs]))
         return [*((name, [column[name] for column in columns]) for name in columns[0]), *evaluations]
 
     def table(self) -> str:
@@ -208,15 +191,7 @@ def _evaluation(run: Run, kind: str) -> str:
     if kind not in run.evaluations:
         return _UNKNOWN
     loss = run.evaluations[kind].loss
-    ends = [_number(value, "{:.3f}") for value in (loss[0], loss[-1])]
-    return f"{ends[0]}, then {ends[1]}" if len(loss) > 1 else ends[0]
-
-
-def _held_out(run: Run) -> str:
-    """Before the first step, and after the last."""
-    summary = run.summary or {}
-    before, after = (_number(summary.get(f"held_out_{when}"), "{:.3f}") for when in ("before", "after"))
-    return before if after == _UNKNOWN else f"{before}, then {after}"
+    return ", then ".join(_number(value, "{:.3f}") for value in (loss[0], *loss[1:][-1:]))
 
 
 def _bucket_rows(uses: Sequence[BucketUse]) -> tuple[list[list[str]], str]:
@@ -278,7 +253,7 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
             finish_steps(axis, label)
         for axis in axes[:-1]:
             axis.set_xlabel("")
-        save_png(figure, path)
+        figure.savefig(path, dpi=_PNG_DPI, facecolor="white")
 
 
 def _of_steps(runs: Sequence[Run]) -> Iterator[Picture]:
@@ -346,7 +321,7 @@ def _loss(
 def _draw_losses(axis: Any, places: Sequence[Float64[np.ndarray, " _"]], runs: Sequence[Run]) -> list[int]:
     """Draws losses at these places of the axis; returns which runs are drawn."""
     losses = enumerate(zip(places, runs, strict=True))
-    drawn = [k for k, (x, run) in losses if draw_curve(axis, x, run.losses, _detail(runs), k)]
+    drawn = [k for k, (x, run) in losses if draw_steps(axis, x, run.losses, _detail(runs), k, as_curve=True)]
     axis.set_ylabel(f"loss{loss_unit(runs)}")
     format_ticks(axis.yaxis)
     return drawn

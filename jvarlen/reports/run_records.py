@@ -55,7 +55,7 @@ _STEP_FIELDS = (
 )
 _OWN_LOSS = "mean_loss"  # what evaluations of a loss of the user's own have in place of bits
 _EVALUATION_FIELDS = ("step", "bits_per_token", _OWN_LOSS)
-_SUMMARY_FIELDS = ("num_steps", "held_out_before", "held_out_after", "compile_s", "evaluated_in")
+_SUMMARY_FIELDS = ("num_steps", "compile_s", "evaluated_in")
 _MOST_CHARACTERS = 60  # of a setting
 
 
