@@ -13,7 +13,6 @@ H heads of queries, J of keys and values, K head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -26,19 +25,12 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend, attend_last, attend_within_segments
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
-from jvarlen.parallel.layers import Axes, LayeredModel
+from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 
 __all__ = [
-    "CONTEXT_AXIS",
-    "OverAxisImplementation",
-    "attend_over_axis",
-    "context_model",
-    "context_positions",
-    "row_length",
-    "shard_positions",
-    "spread_rows",
-    "unspread_rows",
-]
+    "CONTEXT_AXIS", "OverAxisImplementation", "attend_over_axis", "context_model", "context_positions", "row_length",
+    "shard_positions", "spread_rows", "unspread_rows",
+]  # fmt: skip
 
 CONTEXT_AXIS = "context"
 """The mesh axis that positions are spread over."""
@@ -92,16 +84,7 @@ def shard_positions(seq_length: int) -> Int32[Array, " S"]:
 
 
 def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
-    """T: what `embed` returns for whole rows is `[B, T, …]`.
-
-    Args:
-      model: works by positions.
-      ends: its parameters of `embed`; arrays or shapes.
-      batch: of a step; arrays or shapes, with a leading axis of microbatches.
-
-    Raises:
-      ValueError: `embed` returns something else.
-    """
+    """T: what `embed` returns for whole rows is `[B, T, …]`; raises ValueError if it returns something else."""
 
     def embed(ends: Any, batch: Any) -> Any:
         microbatch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
@@ -116,28 +99,11 @@ def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
 
 
 def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
-    """A model whose functions compute the positions of this device, inside `shard_map` over the context axis.
-
-    Args:
-      model: works by positions.
-      seq_length: T, of whole rows.
-
-    Returns:
-      A model for `layered_loss_fn`. Its sums are those of the positions of this device.
-
-    Raises:
-      ValueError: a length that is not a multiple of 2N.
-    """
-
-    def bound(call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_with_axes(*args: Any) -> Any:
-            *others, given = args
-            return call(*others, given._replace(context=CONTEXT_AXIS, positions=shard_positions(seq_length)))
-
-        return call_with_axes
+    """A model whose functions compute the positions of this device, inside `shard_map` over the context axis."""
+    bound = bind_axes(model, lambda: {"context": CONTEXT_AXIS, "positions": shard_positions(seq_length)})
 
     def embed(ends: Any, microbatch: Any, axes: Axes) -> Any:
-        x = bound(model.embed)(ends, microbatch, axes)
+        x = bound.embed(ends, microbatch, axes)
         positions = seq_length // axis_size(CONTEXT_AXIS)
         if axes.sequence_parallel and axes.tensor is not None:
             positions //= axis_size(axes.tensor)
@@ -149,7 +115,7 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
             )
         return x
 
-    return model._replace(embed=embed, layer=bound(model.layer), loss=bound(model.loss))
+    return bound._replace(embed=embed)
 
 
 def spread_rows(arrays: Any, num_shards: int) -> Any:

@@ -17,15 +17,9 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.training.losses import LossFn
 
 __all__ = [
-    "Axes",
-    "LayeredModel",
-    "LayeredParams",
-    "axes_at",
-    "check_layer",
-    "layered_loss_fn",
-    "num_layers_of",
+    "Axes", "LayeredModel", "LayeredParams", "axes_at", "bind_axes", "check_layer", "layered_loss_fn", "num_layers_of",
     "rematerialized",
-]
+]  # fmt: skip
 
 
 class Axes(NamedTuple):
@@ -139,6 +133,15 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
 def axes_at(key: Any, index: Any, **others: Any) -> Axes:
     """The axes of a layer: its key is that of the microbatch, if there is one, with the layer's index folded in."""
     return Axes(key=None if key is None else jax.random.fold_in(key, index), **others)
+
+
+def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> LayeredModel:
+    """The model whose functions get axes with these fields, made inside `shard_map`, in place of their own."""
+
+    def binding(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: call(*args[:-1], args[-1]._replace(**bound()))
+
+    return model._replace(embed=binding(model.embed), layer=binding(model.layer), loss=binding(model.loss))
 
 
 def rematerialized(model: LayeredModel) -> LayeredModel:

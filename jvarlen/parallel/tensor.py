@@ -32,29 +32,14 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, bind_axes
 
 __all__ = [
-    "TENSOR_AXIS",
-    "TensorSpec",
-    "check_tensor_divides",
-    "column_linear",
-    "crop_vocabularies",
-    "enter_tensor_parallel",
-    "leave_tensor_parallel",
-    "map_splits",
-    "merge_params",
-    "partition_specs",
-    "row_linear",
-    "split_params",
-    "sum_over_positions",
-    "swap_blocks",
-    "take_features",
-    "take_positions",
-    "tensor_parallel_model",
-    "vocabulary_cross_entropy",
-    "vocabulary_embedding",
-]
+    "TENSOR_AXIS", "TensorSpec", "check_tensor_divides", "column_linear", "crop_vocabularies", "enter_tensor_parallel",
+    "leave_tensor_parallel", "map_splits", "merge_params", "partition_specs", "row_linear", "split_params",
+    "sum_over_positions", "swap_blocks", "take_features", "take_positions", "tensor_parallel_model",
+    "vocabulary_cross_entropy", "vocabulary_embedding",
+]  # fmt: skip
 
 TENSOR_AXIS = "tensor"
 
@@ -338,14 +323,8 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
         summed = iter(_copy(jax.tree.leaves(whole), axes.tensor))
         return jax.tree.map(lambda spec, leaf: next(summed) if _dim_of(spec) is None else leaf, specs, stacked)
 
-    def bound(call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_with_axes(*args: Any) -> Any:
-            *others, given = args
-            return call(*others, given._replace(tensor=axes.tensor, sequence_parallel=axes.sequence_parallel))
-
-        return call_with_axes
-
-    return model._replace(embed=bound(model.embed), layer=bound(model.layer), loss=bound(model.loss), stack=stack)
+    bound = bind_axes(model, lambda: {"tensor": axes.tensor, "sequence_parallel": axes.sequence_parallel})
+    return bound._replace(stack=stack)
 
 
 def partition_specs(specs: LayeredParams) -> LayeredParams:
@@ -418,15 +397,7 @@ def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 
 
 def crop_vocabularies(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
-    """The result of `split_params` without zeros, otherwise in its order.
-
-    Args:
-      params: whole arrays, or shapes.
-      specs: those of the model.
-
-    Returns:
-      `LayeredParams` of the same.
-    """
+    """The result of `split_params`, arrays or shapes, without zeros, otherwise in its order."""
 
     def crop(spec: TensorSpec, leaf: Any, dim: int) -> Any:
         if spec.num_values is None or spec.num_values == leaf.shape[dim]:
@@ -460,10 +431,8 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
             values = "" if spec.num_values is None else f", not {spec.num_values}"
             offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{blocks}{values})")
 
-    names = LayeredParams(
-        *(jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params)
-    )
-    map_splits(check, specs, params, names)
+    names = [jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params]
+    map_splits(check, specs, params, LayeredParams(*names))
     if offenders:
         raise UserError(f"the {num_devices} devices of the axis {TENSOR_AXIS!r} do not divide {list_first(offenders)}")
 
@@ -513,15 +482,7 @@ def _copy(x: Any, axis_name: str) -> Any:
     return x
 
 
-def _copy_forward(x: Any, axis_name: str) -> tuple[Any, None]:
-    return x, None
-
-
-def _copy_backward(axis_name: str, _: None, grad: Any) -> tuple[Any]:
-    return (lax.psum(grad, axis_name),)
-
-
-_copy.defvjp(_copy_forward, _copy_backward)
+_copy.defvjp(lambda x, axis_name: (x, None), lambda axis_name, _, grad: (lax.psum(grad, axis_name),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -530,12 +491,4 @@ def _sum(x: Any, axis_name: str) -> Any:
     return lax.psum(x, axis_name)
 
 
-def _sum_forward(x: Any, axis_name: str) -> tuple[Any, None]:
-    return lax.psum(x, axis_name), None
-
-
-def _sum_backward(axis_name: str, _: None, grad: Any) -> tuple[Any]:
-    return (grad,)
-
-
-_sum.defvjp(_sum_forward, _sum_backward)
+_sum.defvjp(lambda x, axis_name: (lax.psum(x, axis_name), None), lambda axis_name, _, grad: (grad,))

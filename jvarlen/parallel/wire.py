@@ -15,14 +15,8 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, check_at_least_zero
 
 __all__ = [
-    "ALGORITHMS",
-    "Link",
-    "WireBytes",
-    "check_algorithm",
-    "collective_seconds",
-    "tree_rounds",
-    "wire_bytes",
-]
+    "ALGORITHMS", "Link", "WireBytes", "check_algorithm", "collective_seconds", "tree_rounds", "wire_bytes",
+]  # fmt: skip
 
 ALGORITHMS = {
     "broadcast": ("tree", "star"),

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from jvarlen.distributed.layout import Layout
@@ -24,51 +23,27 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
 __all__ = [
-    "MIN_SHARDED",
-    "Tapped",
-    "crop",
-    "gather_shards",
-    "gathering_model",
-    "pad",
-    "padded",
-    "padded_shape",
-    "shard_specs",
-    "staged_specs",
-    "state_specs",
-    "tapped_loss_fn",
-    "unpadded",
-]
+    "MIN_SHARDED", "Tapped", "crop", "gather_shards", "gathering_model", "pad", "padded", "padded_shape", "shard_specs",
+    "staged_specs", "state_specs", "tapped_loss_fn", "unpadded",
+]  # fmt: skip
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
 
 _WHOLE = PartitionSpec()
 # What the backward pass computes again: gathered parameters, and what is next to free and may have been made from them.
 _NOT_SAVED = {
-    "all_gather",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "sharding_constraint",
-    "slice",
-    "squeeze",
-    "transpose",
-}
+    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "reshape", "sharding_constraint", "slice",
+    "squeeze", "transpose",
+}  # fmt: skip
 
 
 def shard_specs(params: Any, layout: Layout, *, padded: bool = True, other_specs: Any = None) -> Any:
     """How parameters, their gradients and their optimizer state lie over the data axes where they are sharded.
 
-    Args:
-      params: pytree of arrays or shapes.
-      layout: tells N and the axes.
-      padded: whether dimensions that N does not divide may be sharded, as of gradients and optimizer state.
-      other_specs: which dimensions of each lie along `"stage"` or `"tensor"`, and so not along these; None: none.
-
-    Returns:
-      A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones; or else,
-      if `padded`, the largest that has at least N elements. Arrays with no such dimension, or with fewer than 1,024
-      elements, are whole. Of `LayeredParams`, both count within a layer.
+    Each is sharded along the largest dimension that N divides, the first of equal ones; or else, if `padded` (of
+    gradients and optimizer state), along the largest that has at least N elements. Arrays with no such dimension, or
+    with fewer than 1,024 elements, are whole. Of `LayeredParams`, both count within a layer. `other_specs` tell which
+    dimensions lie along `"stage"` or `"tensor"`, and so not along these.
     """
     spec = functools.partial(_spec, layout=layout, padded=padded)
     taken = jax.tree.map(lambda _: _WHOLE, params) if other_specs is None else other_specs
@@ -136,17 +111,10 @@ def _by_params(state: TrainState, layout: Layout, other_specs: Any) -> Any:
 
 
 def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
-    """How a state lies over the axes.
+    """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded.
 
-    Args:
-      state: arrays or shapes; those of the optimizer may be padded.
-      layout: what is sharded.
-      other_specs: as for `shard_specs`.
-
-    Returns:
-      A `TrainState` of `PartitionSpec`. From level 1 on, or with `other_specs`, an array of the optimizer lies as the
-      parameter whose path is the end of its own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own
-      or the end of it; others are whole.
+    From level 1 on, or with `other_specs`, an array of the optimizer lies as the parameter whose path is the end of its
+    own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
     """
     whole = jax.tree.map(lambda _: _WHOLE, state)
     if layout.zero == 0 and other_specs is None:
@@ -157,18 +125,14 @@ def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> T
     of_params = _by_params(state, layout, other_specs)
     return whole._replace(
         params=params,
-        opt_state=jax.tree.map(lambda of_param: of_param.spec, of_params, is_leaf=_is_of_param),
+        opt_state=jax.tree.map(
+            lambda of_param: of_param.spec, of_params, is_leaf=lambda leaf: isinstance(leaf, _OfParam)
+        ),
     )
 
 
 def unpadded(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
-    """A state whose optimizer has arrays in the shapes of their parameters.
-
-    Args:
-      state: arrays or shapes.
-      layout: what is sharded.
-      other_specs: as for `shard_specs`.
-    """
+    """A state whose optimizer has arrays in the shapes of their parameters."""
     return _with_arrays(state, layout, other_specs, lambda leaf, of_param: crop(leaf, of_param.shape))
 
 
@@ -184,7 +148,10 @@ def _with_arrays(
         return state
     of_params = _by_params(state, layout, other_specs)
     changed = jax.tree.map(
-        lambda of_param, leaf: change(leaf, of_param), of_params, state.opt_state, is_leaf=_is_of_param
+        lambda of_param, leaf: change(leaf, of_param),
+        of_params,
+        state.opt_state,
+        is_leaf=lambda leaf: isinstance(leaf, _OfParam),
     )
     return state._replace(opt_state=changed)
 
@@ -208,10 +175,6 @@ def crop(leaf: Any, shape: tuple[int, ...]) -> Any:
     return leaf[tuple(map(slice, shape))]
 
 
-def _is_of_param(leaf: Any) -> bool:
-    return isinstance(leaf, _OfParam)
-
-
 class Tapped(NamedTuple):
     """Parameters in shards, and zeros of their whole shapes: where a loss puts gradients that are not reduced."""
 
@@ -223,15 +186,8 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bo
     """A model whose functions take shards of their parameters, inside `shard_map` over the data axes.
 
     Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
-    whole. Their gradients are reduced to the same shards; of `Tapped` parameters, they become those of the taps.
-
-    Args:
-      model: its functions take whole parameters.
-      specs: how the parameters lie, as of `shard_specs`, of `LayeredParams`.
-      recomputes: whether layers hold only their inputs for the backward pass, and are run again in it.
-
-    Returns:
-      A model for `layered_loss_fn`.
+    whole. Their gradients are reduced to the same shards; of `Tapped` parameters, they become those of the taps. If it
+    recomputes, layers hold only their inputs for the backward pass.
     """
     specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers)
 
@@ -247,7 +203,9 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bo
                 return call(params, *arrays, axes)
 
             if again:  # forward and backward of a loop are different loops, and have no common subexpressions
-                policy = None if in_loop and recomputes else _is_saved
+                policy = (
+                    None if in_loop and recomputes else lambda primitive, *_, **__: primitive.name not in _NOT_SAVED
+                )
                 on_shards = jax.checkpoint(on_shards, policy=policy, prevent_cse=not in_loop)
             return on_shards(params, *arrays)
 
@@ -261,13 +219,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bo
 
 
 def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LossFn:
-    """The loss of a model that gathers, as a function of `Tapped` parameters.
-
-    Args:
-      model: as for `gathering_model`.
-      specs: likewise.
-      recomputes: likewise.
-    """
+    """The loss of a model that gathers, as a function of `Tapped` parameters."""
     stack = model.stack or (lambda params: params)
 
     def stack_both(params: Tapped) -> LayeredParams:
@@ -280,10 +232,6 @@ def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, recomputes: boo
 def gather_shards(params: Any, specs: Any) -> Any:
     """Whole parameters from shards, inside `shard_map` over the data axes; gradients are reduced to the same shards."""
     return jax.tree.map(_gather, params, specs)
-
-
-def _is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _NOT_SAVED
 
 
 class _Along(NamedTuple):
@@ -314,11 +262,6 @@ def _gather_dim(shard: jax.Array, along: _Along) -> jax.Array:
     return _all_gather(shard, along)
 
 
-def _gather_dim_forward(shard: jax.Array, along: _Along) -> tuple[jax.Array, None]:
-    # Not by `_gather_dim`: the policy of what is saved must see the primitive.
-    return _all_gather(shard, along), None
-
-
 def _gather_dim_backward(along: _Along, _: None, grad: jax.Array) -> tuple[jax.Array]:
     """Sums over the shards in float32 at least, which the transpose of a gather would not do."""
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
@@ -326,7 +269,8 @@ def _gather_dim_backward(along: _Along, _: None, grad: jax.Array) -> tuple[jax.A
     return (summed.astype(grad.dtype),)
 
 
-_gather_dim.defvjp(_gather_dim_forward, _gather_dim_backward)
+# Forward not by `_gather_dim`: the policy of what is saved must see the primitive.
+_gather_dim.defvjp(lambda shard, along: (_all_gather(shard, along), None), _gather_dim_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -334,12 +278,6 @@ def _gather_dim_tapped(shard: jax.Array, tap: jax.Array, along: _Along | None) -
     return _all_gather(shard, along)
 
 
-def _gather_dim_tapped_forward(shard: jax.Array, tap: jax.Array, along: _Along | None) -> tuple[jax.Array, None]:
-    return _all_gather(shard, along), None
-
-
-def _gather_dim_tapped_backward(along: _Along | None, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
-    return None, grad
-
-
-_gather_dim_tapped.defvjp(_gather_dim_tapped_forward, _gather_dim_tapped_backward)
+_gather_dim_tapped.defvjp(
+    lambda shard, tap, along: (_all_gather(shard, along), None), lambda along, _, grad: (None, grad)
+)
