@@ -65,7 +65,7 @@ def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_s
         run = train_async(
             loss_fn,
             optimizer,
-            jvarlen.init_train_state(jnp.float32(1), optimizer),
+            jvarlen.make_train_step(loss_fn, optimizer).init(jnp.float32(1)),
             plan,
             jvarlen.load(plan, samples),
             num_workers=len(seconds),
@@ -108,7 +108,7 @@ class Setting(NamedTuple):
 
     def state(self, optimizer: Any) -> Any:
         """The first state."""
-        return jvarlen.init_train_state(init_params(self.model, seed=0), optimizer)
+        return jvarlen.make_train_step(make_loss_fn(self.model), optimizer).init(init_params(self.model, seed=0))
 
 
 def smoothed(losses: np.ndarray, num_gradients: int, microbatches_per_step: int) -> float:

@@ -64,13 +64,17 @@ def plan_of(setting: Setting, new_shape_every: int) -> jvarlen.Plan:
     return jvarlen.make_plan(setting.lengths, buckets, order=jvarlen.Order(new_shape_every=new_shape_every))
 
 
+def train_step_of(setting: Setting) -> jvarlen.TrainStep:
+    return jvarlen.make_train_step(make_loss_fn(setting.model), OPTIMIZER)
+
+
 def init_state(setting: Setting) -> Any:
-    return jax.block_until_ready(jvarlen.init_train_state(init_params(setting.model, seed=0), OPTIMIZER))
+    return jax.block_until_ready(train_step_of(setting).init(init_params(setting.model, seed=0)))
 
 
 def compile_for(setting: Setting, state: Any, plan: jvarlen.Plan, when: When) -> jvarlen.CompiledBuckets:
     options = jvarlen.CompileOptions(cache_dir=None, when=when)
-    step = jvarlen.make_train_step(make_loss_fn(setting.model), OPTIMIZER)
+    step = train_step_of(setting)
     return jvarlen.compile_buckets(step, state, plan, progress=False, options=options)
 
 

@@ -35,7 +35,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import layout_mesh, split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout, init_state, make_train_step
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
     leave_tensor_parallel,
@@ -191,9 +191,9 @@ def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
 def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     """Of an epoch, by the fastest step of each bucket."""
     mesh, optimizer = layout_mesh(layout), optax.sgd(1e-4)
-    state = init_state(case.params, optimizer, mesh=mesh, layout=layout, model=case.model)
+    state = make_train_step(case.model, optimizer, layout=layout).init(case.params)
     compiled = compile_buckets(
-        make_train_step(case.model, optimizer, mesh=mesh, layout=layout),
+        make_train_step(case.model, optimizer, layout=layout),
         state,
         BatchShapes(plan.buckets, microbatches_per_step=NUM_MICROBATCHES, layout=mesh),
         progress=False,

@@ -47,11 +47,11 @@ class Training:
     """A training of some steps that can be run again and again with other ways of loading."""
 
     def __init__(self, config: FitConfig, course: Course, data: Split, num_steps: int):
-        self._init = lambda: jvarlen.init_train_state(init_params(config.decoder, config.seed), course.optimizer)
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
+        self._init = lambda: step.init(init_params(config.decoder, config.seed))
         self._plan = course.plan_of_epoch(0)
         self._dataset = data.train
         self.num_steps = min(num_steps, self._plan.num_steps)
-        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
         self._step = jvarlen.compile_buckets(
             step,
             self._init(),

@@ -56,9 +56,10 @@ def compile_step(
     model: TransformerConfig, params: nnx.State, form: Form, bucket: Bucket
 ) -> tuple[CompiledBuckets, jvarlen.TrainState]:
     config, optimizer = dataclasses.replace(model, **form.setting), optax.adamw(1e-3)
-    state = jvarlen.init_train_state(params, optimizer)
+    train_step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
+    state = train_step.init(params)
     compiled = jvarlen.compile_buckets(
-        jvarlen.make_train_step(make_loss_fn(config), optimizer),
+        train_step,
         state,
         BatchShapes(
             [bucket],

@@ -20,7 +20,7 @@ from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import Layout, estimate_memory, init_state, layout_mesh, make_train_step
+from jvarlen.parallel import Layout, estimate_memory, layout_mesh, make_train_step
 
 
 class Case(NamedTuple):
@@ -106,8 +106,8 @@ def measure(case: Case) -> Held:
     params, model = stack_layers(init_params(config, seed=0)), layered(config)
     num_microbatches = case.of_shard * layout.data
     estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
-    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
-    train_step = make_train_step(model, optimizer, mesh=mesh, layout=layout)
+    train_step = make_train_step(model, optimizer, layout=layout)
+    state = train_step.init(params)
     step = compile_buckets(
         train_step, state, BatchShapes([bucket], microbatches_per_step=num_microbatches, layout=mesh), progress=False
     )

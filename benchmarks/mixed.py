@@ -115,13 +115,13 @@ def epoch_seconds(step: Any, state: Any, batches: Sequence[Any]) -> float:
 
 def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: Sequence[int]) -> list[list[str]]:
     mesh, optimizer = jvarlen.data_mesh(NUM_RANKS), optax.sgd(0.1)
-    state = jvarlen.replicate(jvarlen.init_train_state(jnp.float32(1), optimizer), mesh)
     rows = []
     for per_rank in each_per_rank:
         plans = make_plans(num_samples, 2048, NUM_RANKS * per_rank, max_shapes=max_shapes)
         samples = [np.ones(length, np.int32) for length in plans.lengths]
-        ordinary = jax.jit(jvarlen.make_train_step(waiting_loss(scale), optimizer, mesh=mesh))
-        mixed = jax.jit(make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, mesh=mesh))
+        train_step = jvarlen.make_train_step(waiting_loss(scale), optimizer, layout=mesh)
+        state, ordinary = train_step.init(jnp.float32(1)), jax.jit(train_step)
+        mixed = jax.jit(make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, layout=mesh))
         loaded = (
             (ordinary, list(jvarlen.load(plans.ordinary, samples, layout=mesh))),
             (mixed, list(load_mixed(plans.mixed, samples, mesh=mesh, cost=COST))),
@@ -143,9 +143,9 @@ def program_cost(
 ) -> list[list[str]]:
     """Seconds of the same microbatches by both programs, on one device."""
     mesh, optimizer, loss_fn = jvarlen.data_mesh(1), optax.adamw(1e-3), make_loss_fn(config)
-    state = jvarlen.replicate(jvarlen.init_train_state(init_params(config, seed=0), optimizer), mesh)
-    ordinary = jax.jit(jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh))
-    mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, mesh=mesh))
+    train_step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
+    state, ordinary = train_step.init(init_params(config, seed=0)), jax.jit(train_step)
+    mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, layout=mesh))
     lengths = np.repeat([bucket.length for bucket in buckets], [num_microbatches * bucket.rows for bucket in buckets])
     samples = [np.ones(length, np.int32) for length in lengths]
     of_ordinary = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)

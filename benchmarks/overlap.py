@@ -70,7 +70,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
 
     import jvarlen
     from jvarlen.compiling.lowering import make_recipe
-    from jvarlen.distributed.mesh import batch_shardings, replicate
+    from jvarlen.distributed.mesh import batch_shardings
 
     jvarlen.initialize_processes(f"127.0.0.1:{port}", 2, rank)
 
@@ -93,9 +93,10 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
             "grad_bucket_bytes": sizes.num_layers * layer_bytes // max(1, num_buckets),
             "first_grad_bucket_bytes": sizes.num_layers * layer_bytes // max(1, num_buckets),
         }
-        state = replicate(jvarlen.init_train_state(params, optimizer), mesh)
+        step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
+        state = step.init(params)
         recipe = make_recipe(
-            jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh),
+            step,
             state,
             len(devices),
             mesh,

@@ -49,8 +49,8 @@ def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, f
     optimizer = Course(config, lengths, {HELD_OUT: lengths}).optimizer
     spec = token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
     batch = jax.device_put(jvarlen.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
-    state = jvarlen.init_train_state(init_params(config.decoder, config.seed), optimizer)
     step = jvarlen.make_train_step(make_loss_fn(config.decoder), optimizer)
+    state = step.init(init_params(config.decoder, config.seed))
     begun = time.perf_counter()
     executable = jax.jit(step, donate_argnums=0).lower(state, spec).compile()
     compile_s = time.perf_counter() - begun

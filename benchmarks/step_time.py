@@ -69,9 +69,10 @@ def measured_seconds(planned: Planned, model: TransformerConfig, known: dict[Buc
     missing = [bucket for bucket in planned.plan.buckets if bucket not in known]
     if missing:
         optimizer = optax.adamw(1e-3)
-        state = jvarlen.init_train_state(init_params(model, seed=0), optimizer)
+        train_step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
+        state = train_step.init(init_params(model, seed=0))
         compiled = jvarlen.compile_buckets(
-            jvarlen.make_train_step(make_loss_fn(model), optimizer),
+            train_step,
             state,
             BatchShapes(missing, batch_spec=packed_batch_spec if planned.plan.is_packed else token_batch_spec),
             progress=False,

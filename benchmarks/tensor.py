@@ -38,7 +38,6 @@ from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Axes,
     Layout,
-    init_state,
     layered_loss_fn,
     layout_mesh,
     make_train_step,
@@ -107,9 +106,9 @@ def compile_passes(form: Form, text: str) -> Measured:
         programs[name] = jax.jit(split).lower(*arguments).compile()
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
-    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+    state = make_train_step(model, optimizer, layout=layout).init(params)
     step = jvarlen.compile_buckets(
-        make_train_step(model, optimizer, mesh=mesh, layout=layout),
+        make_train_step(model, optimizer, layout=layout),
         state,
         BatchShapes.of_plan(plan, layout=mesh),
         progress=False,

@@ -37,13 +37,13 @@ class BareLoop:
     """The steps of a training, compiled, with their batches on the device: nothing but calls of executables."""
 
     def __init__(self, config: FitConfig, course: Course, data: Split):
-        self._init = lambda: jvarlen.init_train_state(init_params(config.decoder, config.seed), course.optimizer)
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
+        self._init = lambda: step.init(init_params(config.decoder, config.seed))
         plan = course.plan_of_epoch(0)
         self.num_steps = course.num_steps
         self.num_tokens = int(plan.num_tokens[: course.num_steps].sum())
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(course.num_steps)]
-        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
         specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self._init(), spec).compile() for spec in specs
@@ -72,10 +72,10 @@ def compiled_step(
     model: TransformerConfig, optimizer: optax.GradientTransformation, bucket: jvarlen.Bucket
 ) -> Callable[[], Any]:
     """One step of the model in a bucket, to be called again and again."""
-    state = jvarlen.init_train_state(init_params(model, seed=0), optimizer)
+    step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
+    state = step.init(init_params(model, seed=0))
     spec = token_batch_spec(bucket, 1)
     batch = jax.device_put(jvarlen.full_batch(spec))
-    step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
     executable = jax.jit(step, donate_argnums=0).lower(state, spec).compile()
 
     def call() -> None:

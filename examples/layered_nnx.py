@@ -18,12 +18,6 @@ from jvarlen.distributed import split_cpu
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
-    Layout,
-    gather_params,
-    init_state,
-    layered_loss_fn,
-    layout_mesh,
-    make_train_step,
 )
 
 split_cpu(4)  # before anything is computed; leave it out on a machine with accelerators
@@ -109,9 +103,10 @@ plan = jvarlen.make_plan(packing, [(4, ROW_LENGTH)], order="shuffle", microbatch
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
-def train(train_step, state, mesh):
+def train(train_step, layout):
     """The state after the plan, and the loss of each step."""
-    batches = jvarlen.load(plan, samples, layout=mesh)
+    state = train_step.init(params, seed=0)
+    batches = jvarlen.load(plan, samples, layout=layout)
     step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     losses = []
     with jvarlen.no_recompiles():
@@ -121,22 +116,20 @@ def train(train_step, state, mesh):
     return state, losses
 
 
-layout = Layout.parse("data4.zero3")
-mesh = layout_mesh(layout)
-state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model, seed=0)
-state, losses = train(make_train_step(model, optimizer, mesh=mesh, layout=layout), state, mesh)
+layout = "data4.zero3"
+train_step = jvarlen.make_train_step(model, optimizer, layout=layout)
+state, losses = train(train_step, layout)
 kernel = state.params.layers["up"]["kernel"]
 print(f"a device holds {kernel.addressable_shards[0].data.shape} of {kernel.shape}")
 
 # The same on one device, which holds everything.
-whole = jvarlen.init_train_state(params, optimizer, seed=0)
-whole, expected = train(jvarlen.make_train_step(layered_loss_fn(model), optimizer), whole, None)
+whole, expected = train(jvarlen.make_train_step(model, optimizer), None)
 np.testing.assert_allclose(losses, expected, rtol=1e-4)  # float32, added in another order
 print(f"{len(losses)} steps, with the losses of one device: {losses[0]:.3f} -> {losses[-1]:.3f}")
 
-trained = gather_params(state, mesh=mesh, layout=layout)  # whole NumPy arrays, to be saved or evaluated
+trained = train_step.gather_params(state)  # whole NumPy arrays, to be saved or evaluated
 batch = next(jvarlen.load(plan, samples))
-evaluate = jax.jit(jvarlen.make_eval_step(layered_loss_fn(model)))
+evaluate = jax.jit(jvarlen.make_eval_step(model))
 _, metrics = evaluate(trained, batch)  # no dropout: parameters alone have no key
 _, expected_metrics = evaluate(whole.params, batch)
 np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-4)

@@ -17,12 +17,6 @@ from jvarlen.distributed import split_cpu
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
-    Layout,
-    gather_params,
-    init_state,
-    layered_loss_fn,
-    layout_mesh,
-    make_train_step,
 )
 
 split_cpu(4)  # before anything is computed; leave it out on a machine with accelerators
@@ -81,9 +75,10 @@ plan = jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_ste
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), jvarlen.scale_by_batch_size(64, rule="sqrt"))
 
 
-def train(train_step, state, mesh):
+def train(train_step, layout):
     """The state after the plan, and the metrics of each step."""
-    batches = jvarlen.load(plan, samples, layout=mesh)
+    state = train_step.init(params)
+    batches = jvarlen.load(plan, samples, layout=layout)
     step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     history = []
     with jvarlen.no_recompiles():
@@ -93,23 +88,21 @@ def train(train_step, state, mesh):
     return state, history
 
 
-layout = Layout.parse("data4.zero3")
-mesh = layout_mesh(layout)
+layout = "data4.zero3"
 params = jax.tree.map(np.asarray, jax.jit(init_params)(jax.random.key(0)))
-state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
-state, sharded = train(make_train_step(model, optimizer, mesh=mesh, layout=layout), state, mesh)
+train_step = jvarlen.make_train_step(model, optimizer, layout=layout)
+state, sharded = train(train_step, layout)
 print(f"a device holds {state.params.layers['up'].addressable_shards[0].data.shape} of {(L, D, 2 * D)}")
 
 # The same on one device, which holds everything.
-whole = jvarlen.init_train_state(params, optimizer)
-whole, expected = train(jvarlen.make_train_step(layered_loss_fn(model), optimizer), whole, None)
+whole, expected = train(jvarlen.make_train_step(model, optimizer), None)
 losses, expected_losses = ([float(metrics.loss) for metrics in history] for history in (sharded, expected))
 np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)  # float32, added in another order
 print(f"{len(losses)} steps, with the losses of one device")
 for name, total in (("first", sum(sharded[:10])), ("last", sum(sharded[-10:]))):
     print(f"{name} ten steps: loss {float(total.loss):.3f}, {total.sums['correct'] / total.weight_sum:.0%} correct")
 
-trained = gather_params(state, mesh=mesh, layout=layout)  # whole NumPy arrays, to be saved or evaluated
+trained = train_step.gather_params(state)  # whole NumPy arrays, to be saved or evaluated
 for leaf, expected_leaf in zip(jax.tree.leaves(trained), jax.tree.leaves(whole.params), strict=True):
     np.testing.assert_allclose(leaf, expected_leaf, atol=1e-4)
 print(f"parameters: {sum(leaf.size for leaf in jax.tree.leaves(trained)):,}")

@@ -42,12 +42,11 @@ def train():
     plan = jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=MICROBATCHES_PER_STEP)
     jvarlen.agree("the plan", plan.digest)  # raises on all where one differs
 
-    mesh = jvarlen.data_mesh()  # the devices of all processes
+    layout = "data"  # over the devices of all processes
     optimizer = optax.chain(optax.adam(0.3), jvarlen.scale_by_batch_size(32, rule="sqrt"))
-    train_step = jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh)
-    state = jvarlen.init_train_state(jnp.zeros((NUM_TOKENS, NUM_TOKENS)), optimizer)
-    state = jvarlen.replicate(state, mesh)
-    batches = jvarlen.load(plan, samples, layout=mesh)
+    train_step = jvarlen.make_train_step(loss_fn, optimizer, layout=layout)
+    state = train_step.init(jnp.zeros((NUM_TOKENS, NUM_TOKENS)))
+    batches = jvarlen.load(plan, samples, layout=layout)
     step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
     all_metrics = []
     for batch in batches:

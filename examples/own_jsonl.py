@@ -70,8 +70,9 @@ lengths = jvarlen.measure_lengths(dataset, progress=False)
 buckets = jvarlen.make_buckets(lengths, 2048, max_shapes=2, max_length=128, overlong="truncate")
 plan = jvarlen.make_plan(lengths, buckets, order="shuffle", overlong="truncate")
 optimizer = optax.chain(optax.adamw(1e-2), jvarlen.scale_by_batch_size(32, rule="sqrt"))
-state = jvarlen.init_train_state(init_params(model, seed=0), optimizer)
-step = jvarlen.compile_buckets(jvarlen.make_train_step(make_loss_fn(model), optimizer), state, plan, progress=False)
+train_step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
+state = train_step.init(init_params(model, seed=0))
+step = jvarlen.compile_buckets(train_step, state, plan, progress=False)
 all_metrics = []
 with jvarlen.no_recompiles():
     for batch in jvarlen.load(plan, dataset):

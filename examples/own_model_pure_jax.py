@@ -66,8 +66,9 @@ print("the same loss and gradient, in float64, on all of:", *splits, sep="\n  ")
 buckets = jvarlen.make_buckets(lengths, max_tokens=1024, max_shapes=2)
 plans = [jvarlen.make_plan(lengths, buckets, order="shuffle", epoch=epoch) for epoch in range(3)]
 optimizer = optax.chain(optax.adamw(3e-3), jvarlen.scale_by_batch_size(32, rule="sqrt"))
-state = jvarlen.init_train_state(params, optimizer)
-step = jvarlen.compile_buckets(jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], progress=False)
+train_step = jvarlen.make_train_step(loss_fn, optimizer)
+state = train_step.init(params)
+step = jvarlen.compile_buckets(train_step, state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
     loss_sum = weight_sum = 0.0
     for batch in jvarlen.load(plan, samples):

@@ -57,10 +57,11 @@ lengths = jvarlen.measure_lengths(samples, progress=False)
 buckets = jvarlen.make_buckets(lengths, max_tokens=1024, max_shapes=2, microbatches_per_step=2)
 plans = [jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=2, epoch=e) for e in range(3)]
 optimizer = optax.adamw(3e-3)
-state = jvarlen.init_train_state(params, optimizer, extra=extra, seed=0)
+train_step = jvarlen.make_train_step(loss_fn, optimizer)
+state = train_step.init(params, extra=extra, seed=0)
 batch = next(jvarlen.load(plans[0], samples))
 testing.assert_partition_invariant(loss_fn, params, batch, extra=extra, num_shards=[1], rtol=1e-5)
-step = jvarlen.compile_buckets(jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], progress=False)
+step = jvarlen.compile_buckets(train_step, state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
     total = 0
     with jvarlen.no_recompiles():

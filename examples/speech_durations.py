@@ -74,8 +74,8 @@ mean_s = plan.num_tokens / plan.num_sequences / FRAMES_PER_S
 print(f"mean duration: {mean_s[:10].mean():.1f} s in the first ten steps, {mean_s[-10:].mean():.1f} s in the last ten")
 
 optimizer = optax.chain(optax.adam(1e-2), jvarlen.scale_by_batch_size(16, rule="sqrt"))
-state = jvarlen.init_train_state(np.zeros((4, NUM_FEATURES, NUM_FEATURES), np.float32), optimizer)
 train_step = jvarlen.make_train_step(loss_fn, optimizer)
+state = train_step.init(np.zeros((4, NUM_FEATURES, NUM_FEATURES), np.float32))
 batches = jvarlen.load(plan, recordings, collate=pad_recordings, lengths=num_frames)
 step = jvarlen.compile_buckets(train_step, state, batches, progress=False)
 all_metrics = []

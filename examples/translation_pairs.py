@@ -64,8 +64,9 @@ to_longest = 1 - lengths.sum() / (len(lengths) * lengths.max(axis=0).sum())
 print(f"padding: {plans[0].padding:.2%}; padded to the longest of each side, it would be {to_longest:.2%}")
 
 optimizer = optax.chain(optax.adamw(1e-2), jvarlen.scale_by_batch_size(64, rule="sqrt"))
-state = jvarlen.init_train_state(jax.jit(init_params)(jax.random.key(0)), optimizer)
-step = jvarlen.compile_buckets(jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], progress=False)
+train_step = jvarlen.make_train_step(loss_fn, optimizer)
+state = train_step.init(jax.jit(init_params)(jax.random.key(0)))
+step = jvarlen.compile_buckets(train_step, state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
     loss_sum = weight_sum = 0.0
     for batch in jvarlen.load(plan, pairs):

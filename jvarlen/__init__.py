@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from jvarlen.loading.loader import Loader, load
     from jvarlen.loading.plan_source import planned_ids_digest
+    from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
     from jvarlen.planning.balance import assign_microbatches, balance_plan, packed_row_costs
     from jvarlen.planning.batching import Batches, batch_by_tokens
     from jvarlen.planning.budget import Budget
@@ -61,8 +62,7 @@ if TYPE_CHECKING:
     from jvarlen.targets.model_file import ModelFile
     from jvarlen.training.optimizers import planned_schedule, scale_by_batch_size, with_float32_master
     from jvarlen.training.rates import lr_scale, lr_sequence
-    from jvarlen.training.step import make_eval_step, make_train_step
-    from jvarlen.training.train_state import Metrics, TrainState, init_train_state
+    from jvarlen.training.train_state import Metrics, TrainState
 
 _NAMES_OF = {
     "_common.checks": ("UserError",),
@@ -90,6 +90,7 @@ _NAMES_OF = {
     ),
     "loading.loader": ("Loader", "load",),
     "loading.plan_source": ("planned_ids_digest",),
+    "parallel.train": ("TrainStep", "make_eval_step", "make_train_step",),
     "planning.balance": ("assign_microbatches", "balance_plan", "packed_row_costs",),
     "planning.batching": ("Batches", "batch_by_tokens",),
     "planning.budget": ("Budget",),
@@ -114,29 +115,24 @@ _NAMES_OF = {
     "targets.model_file": ("ModelFile",),
     "training.optimizers": ("planned_schedule", "scale_by_batch_size", "with_float32_master",),
     "training.rates": ("lr_scale", "lr_sequence",),
-    "training.step": ("make_eval_step", "make_train_step",),
-    "training.train_state": ("Metrics", "TrainState", "init_train_state",),
+    "training.train_state": ("Metrics", "TrainState",),
 }
 
 __all__ = [
-    "Batch", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
-    "CompiledBuckets", "CostModel", "FitConfig", "FitResult", "Ledger", "Loader", "Metrics",
-    "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
-    "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
-    "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
-    "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
-    "choose_row_lengths", "competence_pacing", "compile_buckets", "data_mesh",
-    "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "linear_pacing", "load", "load_compiled",
-    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step",
-    "make_pair_buckets", "make_plan", "make_train_step",
-    "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",
-    "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
-    "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
-    "padding_mask", "planned_ids_digest", "planned_schedule",
-    "remembered_interrupts", "replicate", "root_pacing", "sample_order", "sample_sort",
-    "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together",
-    "use_compilation_cache", "with_float32_master",
+    "Batch", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions", "CompiledBuckets", "CostModel", "FitConfig",
+    "FitResult", "Ledger", "Loader", "Metrics", "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram",
+    "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches",
+    "StreamStep", "TrainState", "TrainStep", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens",
+    "agree", "assign_microbatches", "attend", "attend_within_segments", "attention_mask", "balance_plan",
+    "batch_by_tokens", "check_lengths", "choose_layout", "choose_row_lengths", "competence_pacing", "compile_buckets",
+    "data_mesh", "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch",
+    "initialize_processes", "linear_pacing", "load", "load_compiled", "local_sort", "lr_scale", "lr_sequence",
+    "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_buckets",
+    "measure_cluster", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles",
+    "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_row_costs", "pad_pairs_to_bucket",
+    "pad_to_bucket", "padding_mask", "planned_ids_digest", "planned_schedule", "remembered_interrupts", "replicate",
+    "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows",
+    "stream_batches", "together", "use_compilation_cache", "with_float32_master",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

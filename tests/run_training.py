@@ -17,6 +17,7 @@ import optax
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import replicate
+from jvarlen.training.train_state import new_state
 
 MICROBATCHES_PER_STEP = 8
 NUM_STEPS = 50
@@ -66,9 +67,9 @@ def losses_of(dtype, mesh, dataset, num_steps=NUM_STEPS):
         jvarlen.scale_by_batch_size(8, rule="sqrt"),
     )
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), make_params())
-    state = replicate(jvarlen.init_train_state(params, optimizer), mesh)
+    state = replicate(new_state(params, optimizer), mesh)
     step = jvarlen.compile_buckets(
-        jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh),
+        jvarlen.make_train_step(loss_fn, optimizer, layout=mesh),
         state,
         BatchShapes.of_plan(plan_of_epoch(0), layout=mesh),
         progress=False,

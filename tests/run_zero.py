@@ -11,9 +11,8 @@ import numpy as np
 import optax
 
 import jvarlen
-from jvarlen.batches import BatchShapes
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
+from jvarlen.parallel import Layout, make_train_step
 
 MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
 
@@ -21,7 +20,6 @@ MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
 def train(text):
     """Losses, sums of squares of the parameters, and bytes of optimizer state on a device and in all."""
     layout = Layout.parse(text)
-    mesh = layout_mesh(layout)
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 9, 29)
     dataset = [rng.integers(0, 256, length).astype(np.uint8) for length in lengths]
@@ -29,14 +27,14 @@ def train(text):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     with jax.enable_x64(True):
         params = jax.tree.map(np.asarray, stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0))))
-        state = init_state(params, optimizer, mesh=mesh, layout=layout)
-        step = make_train_step(layered(MODEL), optimizer, mesh=mesh, layout=layout)
-        compiled = jvarlen.compile_buckets(step, state, BatchShapes.of_plan(plan, layout=mesh), progress=False)
+        step = make_train_step(layered(MODEL), optimizer, layout=layout)
+        state = step.init(params)
+        compiled = jvarlen.compile_buckets(step, state, plan, progress=False)
         losses = []
-        for batch in jvarlen.load(plan, dataset, layout=mesh):
+        for batch in jvarlen.load(plan, dataset, layout=layout):
             state, metrics = compiled(state, batch)
             losses.append(float(metrics.loss))
-        gathered = gather_params(state, mesh=mesh, layout=layout)
+        gathered = step.gather_params(state)
         squares = [float(np.sum(leaf**2)) for leaf in jax.tree.leaves(gathered)]
         leaves = jax.tree.leaves(state.opt_state)
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -50,7 +50,7 @@ def corpus(longest: int) -> TokenDataset:
 def build(model: dict[str, int]) -> Trained:
     config, optimizer = TransformerConfig(**model), optax.adamw(1e-3)
     step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
-    return Trained(step, jvarlen.init_train_state(init_params(config, seed=SEED), optimizer))
+    return Trained(step, step.init(init_params(config, seed=SEED)))
 
 
 def compile_all(trained: Trained, shapes: Iterable[Iterable[int]], is_packed: bool = False) -> jvarlen.CompiledBuckets:

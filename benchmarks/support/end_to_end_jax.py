@@ -164,7 +164,7 @@ class PlannedRun(JaxRun):
         with watch("compile"):
             self._optimizer = adamw(schedule)
             # A copy: steps take the buffers of their state over.
-            self._state = jvarlen.init_train_state(jax.tree.map(jnp.array, self.params), self._optimizer)
+            self._state = jvarlen.make_train_step(self.loss_fn, self._optimizer).init(self.params)
         self.num_compiled = len(buckets)
         self._samples = Gated(self._train)
         with watch("data"):
@@ -180,7 +180,7 @@ class PlannedRun(JaxRun):
         settings = self.settings
         optimizer = adamw(1e-3)
         step = jvarlen.make_train_step(self.loss_fn, optimizer)
-        state = jax.eval_shape(lambda params: jvarlen.init_train_state(params, optimizer), self.params)
+        state = step.init(jax.eval_shape(lambda: self.params))
         buckets = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
         recipe = make_recipe(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
         costs = estimate_costs(recipe, buckets, "")

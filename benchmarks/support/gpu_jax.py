@@ -54,7 +54,7 @@ class Trainer:
     def begin(self) -> None:
         """A state of its own: a step that fails may have taken the buffers of the one before with it."""
         self.state: Any = None
-        self.state = jvarlen.init_train_state(init_params(self._config, seed=SEED), self._optimizer)
+        self.state = self._step_fn.init(init_params(self._config, seed=SEED))
 
     def compile(self, shapes: Iterable[Shape], **options: Any) -> jvarlen.CompiledBuckets:
         """One executable for each shape; their lengths differ. Nothing is kept for the next time."""

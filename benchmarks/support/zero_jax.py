@@ -30,7 +30,6 @@ from jvarlen.parallel import (
     Layout,
     estimate_communication,
     estimate_memory,
-    init_state,
     layout_mesh,
     make_train_step,
 )
@@ -95,10 +94,10 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     """The step of AdamW over so many devices, which may be of several processes."""
     layout = Layout(data=num_shards, zero=case.zero)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-4)
-    state = init_state(make_params(sizes), optimizer, mesh=mesh, layout=layout, model=MODEL)
+    state = make_train_step(MODEL, optimizer, layout=layout).init(make_params(sizes))
     bucket = (sizes.rows, sizes.width)
     step = jvarlen.compile_buckets(
-        make_train_step(MODEL, optimizer, mesh=mesh, layout=layout),
+        make_train_step(MODEL, optimizer, layout=layout),
         state,
         BatchShapes(
             [bucket], microbatches_per_step=num_shards * case.num_microbatches, layout=mesh, batch_spec=batch_spec

@@ -7,10 +7,11 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from jvarlen._common.checks import check_at_least
+from jvarlen._common.checks import UserError, check_at_least, list_first
+from jvarlen.distributed.layout import Layout
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from jvarlen.distributed.mesh import Placement
 
 __all__ = ["DeviceConfig", "keep_memory_of_steps", "launch"]
 
@@ -45,18 +46,24 @@ class DeviceConfig:
         return self.distributed or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
 
 
-def launch(config: DeviceConfig) -> Mesh:
-    """Connects the processes; their mesh, of the axis "data". Call it before anything else that touches a device."""
+def launch(config: DeviceConfig, layout: Layout = Layout()) -> Placement:  # noqa: B008
+    """Connects the processes; a layout on their devices. Call it before anything else that touches a device."""
     import jax  # here: settings are read without JAX
 
-    from jvarlen.distributed.mesh import data_mesh, split_cpu
+    from jvarlen.distributed.mesh import split_cpu, split_hint
     from jvarlen.distributed.processes import initialize_processes
 
     if config.devices is not None:
         split_cpu(config.devices)
     if config.has_processes and not jax.distributed.is_initialized():
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
-    return data_mesh(config.devices, of_each_process=True)
+    devices, num_devices = jax.devices(), config.devices
+    by_process = [[device for device in devices if device.process_index == p] for p in range(jax.process_count())]
+    if few := [f"process {p} has {len(own)}" for p, own in enumerate(by_process) if len(own) < (num_devices or 1)]:
+        fewest = min(map(len, by_process))
+        hint = split_hint(devices, num_devices or 1)
+        raise UserError(f"devices must be between 1 and {fewest}, not {num_devices}: {list_first(few)}{hint}")
+    return layout.on([device for own in by_process for device in own[:num_devices]])
 
 
 def keep_memory_of_steps() -> None:

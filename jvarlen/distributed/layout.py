@@ -228,6 +228,11 @@ class Layout:
         return "data" if self.context == 1 else ("data", "context")
 
     @property
+    def is_data_parallel(self) -> bool:
+        """Whether microbatches alone are spread, over devices that all hold the whole state."""
+        return self == Layout(data=self.data, schedule=self.schedule, remat=self.remat)
+
+    @property
     def num_shards(self) -> int:
         """How many devices these axes have."""
         return self.axis_sizes["data"] * self.context

@@ -42,6 +42,7 @@ __all__ = [
     "placement_of",
     "replicate",
     "split_cpu",
+    "split_hint",
     "with_auto_axes",
 ]
 
@@ -69,7 +70,7 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     if num_devices is not None and not 1 <= num_devices <= fewest:
         few = [f"process {p} has {len(group)}" for p, group in enumerate(groups) if len(group) < num_devices]
         listed = f": {', '.join(few[:5])}" if of_each_process and few else ""
-        hint = _split_hint(devices, num_devices) if num_devices > fewest else ""
+        hint = split_hint(devices, num_devices) if num_devices > fewest else ""
         raise UserError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
     devices = [device for group in groups for device in group[:num_devices]]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
@@ -119,7 +120,14 @@ class Placement:
         return batch_shardings(batch, self.mesh, self.data_axis)
 
     def own_microbatches(self, microbatches_per_step: int) -> Int64[np.ndarray, " m"]:
-        """The microbatches of a step that are on devices of this process, as `own_microbatches` tells."""
+        """The microbatches of a step that are on devices of this process.
+
+        Args:
+          microbatches_per_step: M, a multiple of the data shards.
+
+        Returns:
+          int64[m], ascending.
+        """
         return own_microbatches(self.mesh, microbatches_per_step, self.data_axis)
 
 
@@ -158,7 +166,7 @@ def place(
     devices = jax.devices() if where is None else list(where)
     if where is None and layout.data != -1:
         if len(devices) < layout.num_devices:
-            hint = _split_hint(devices, layout.num_devices)
+            hint = split_hint(devices, layout.num_devices)
             raise UserError(
                 f"the layout {layout} takes {layout.num_devices} devices, and there are {len(devices)}{hint}"
             )
@@ -204,12 +212,12 @@ def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     return place(layout, devices).mesh
 
 
-def mesh_of(mesh: Mesh | None, layout: Layout | None) -> Mesh | None:
+def mesh_of(mesh: Mesh | None, layout: LayoutLike) -> Mesh | None:
     """The mesh that is given, or that of the layout; raises ValueError if both are given and their sizes differ."""
-    if layout is None:
-        return mesh
-    if mesh is None:
-        return layout_mesh(layout)
+    if mesh is None or layout is None:
+        return mesh if layout is None or (placement := placement_of(layout)) is None else placement.mesh
+    if not isinstance(layout, Layout):
+        raise UserError("give mesh or layout, not both")
     sizes = {**dict.fromkeys(mesh.axis_names, 1), **layout.axis_sizes}
     differing = [
         f"{name!r} {mesh.shape.get(name, 1)} where the layout has {size}"
@@ -221,7 +229,8 @@ def mesh_of(mesh: Mesh | None, layout: Layout | None) -> Mesh | None:
     return mesh
 
 
-def _split_hint(devices: Sequence[Any], needed: int) -> str:
+def split_hint(devices: Sequence[Any], needed: int) -> str:
+    """How a CPU is made into so many devices; nothing for others."""
     if devices[0].platform != "cpu":
         return ""
     return f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {needed})"
@@ -271,8 +280,8 @@ def check_compiled_for(mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> N
     num_shards = 1 if compiled is None else math.prod(compiled.shape.get(name, 1) for name in axes_in(axis_name))
     if mesh is None and num_shards > 1:
         raise UserError(
-            f"the step was made without a mesh and is compiled for one of {num_shards} shards, each of "
-            "which would compute the whole step: give make_train_step, or make_eval_step, the mesh as well"
+            f"the step was made for one device and is compiled for {num_shards} shards, each of which would compute "
+            "the whole step: give make_train_step, or make_eval_step, the same layout"
         )
 
 

@@ -2,7 +2,8 @@
 
 - `layers`: a model by layers, which most of the others split.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
-- `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
+- `train`: the train step and the eval step. `sharded`: those of layouts that shard state or rows. `zero`: the shards of
+  ZeRO.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `communication`: what a compiled step communicates.
@@ -23,7 +24,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
-    from jvarlen.distributed.mesh import layout_mesh
+    from jvarlen.distributed.mesh import Placement, layout_mesh
     from jvarlen.parallel.communication import estimate_communication
     from jvarlen.parallel.context import (
         attend_over_axis,
@@ -53,16 +54,19 @@ if TYPE_CHECKING:
         vocabulary_cross_entropy,
         vocabulary_embedding,
     )
-    from jvarlen.parallel.train import gather_params, init_state, make_eval_step, make_train_step
+    from jvarlen.parallel.train import EvalStep, TrainStep, make_eval_step, make_train_step
 
 __all__ = [
     "Axes",
+    "EvalStep",
     "LayeredModel",
     "LayeredParams",
     "Layout",
+    "Placement",
     "Schedule",
     "TensorSpec",
     "Timeline",
+    "TrainStep",
     "attend_over_axis",
     "check_tensor_divides",
     "column_linear",
@@ -70,8 +74,6 @@ __all__ = [
     "enter_tensor_parallel",
     "estimate_communication",
     "estimate_memory",
-    "gather_params",
-    "init_state",
     "layered_loss_fn",
     "layout_mesh",
     "leave_tensor_parallel",
@@ -96,7 +98,7 @@ __all__ = [
 
 _NAMES_OF = {
     "distributed.layout": ("Layout",),
-    "distributed.mesh": ("layout_mesh",),
+    "distributed.mesh": ("Placement", "layout_mesh"),
     "parallel.communication": ("estimate_communication",),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.memory": ("estimate_memory",),
@@ -126,6 +128,6 @@ _NAMES_OF = {
         "vocabulary_cross_entropy",
         "vocabulary_embedding",
     ),
-    "parallel.train": ("gather_params", "init_state", "make_eval_step", "make_train_step"),
+    "parallel.train": ("EvalStep", "TrainStep", "make_eval_step", "make_train_step"),
 }
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

@@ -20,11 +20,12 @@ from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
-from jvarlen.parallel.train import Accumulate, check_layout, other_specs_of
+from jvarlen.parallel.sharded import check_layout, other_specs_of
+from jvarlen.parallel.train import Accumulate
 from jvarlen.parallel.zero import shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import TrainState, init_train_state
+from jvarlen.training.train_state import TrainState, new_state
 
 __all__ = [
     "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "estimate_memory",
@@ -99,11 +100,11 @@ def estimate_memory(
 
     Args:
       layout: what is sharded, over any number of devices.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `init_state`.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       optimizer: any Optax optimizer.
       bucket: the shape of a microbatch; None counts no activations.
       model: as for `make_train_step`; None counts no activations.
-      extra: as for `init_state`.
+      extra: as for `TrainStep.init`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       accumulate: as for `make_train_step`.
       microbatches_per_step: those of a step over all devices, which stages count with; None: as many as stages for each
@@ -132,7 +133,7 @@ def estimate_memory(
     """
     check_layout(layout, params, model)
     params = shapes_on(layout, params, model)
-    state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
+    state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra), params)
     held = state_bytes(layout, state, model, accumulate)
     estimate = MemoryEstimate(
         params=held.params,

@@ -19,8 +19,8 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
+from jvarlen.parallel.sharded import model_on_axes, other_specs_of
 from jvarlen.parallel.tensor import split_params
-from jvarlen.parallel.train import model_on_axes, other_specs_of
 from jvarlen.parallel.zero import padded_shape
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss
@@ -86,7 +86,7 @@ class OneMicrobatch:
       model: as for `estimate_memory`.
       layout: binds "tensor" and "context", and tells what is kept.
       params: shapes of the whole parameters, split for "tensor".
-      extra: as for `init_state`.
+      extra: as for `TrainStep.init`.
       bucket: of the microbatch.
       batch_spec: as for `estimate_memory`.
       num_layers: how many layers are run; None: all.

@@ -20,18 +20,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import auto_axes
+from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
 from jvarlen.parallel.zero import MIN_SHARDED, crop
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import TrainState, init_train_state
+from jvarlen.training.train_state import TrainState, new_state
 
 __all__ = ["PortableForm", "check_portable", "portable_form", "portable_params", "stack_for"]
 
 
 def stack_for(layout: Layout, model: LayeredModel | LossFn | None, params: Any) -> tuple[Any, Any]:
-    """A model and its parameters as `init_state` and `make_train_step` take them.
+    """A model and its parameters as `make_train_step` and `TrainStep.init` take them.
 
     Args:
       layout: those with stages or `tensorN` take parameters that are stacked already.
@@ -74,20 +74,18 @@ def portable_form(
     params: Any,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
-    mesh: Mesh,
-    layout: Layout,
+    layout: Layout | str | Placement,
     model: LayeredModel | LossFn | None = None,
 ) -> PortableForm:
     """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
 
     Args:
-      state: the result of `init_state`.
+      state: the result of `TrainStep.init`.
       params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
-        `init_state` got.
+        `TrainStep.init` got.
       optimizer: that of the state.
-      mesh: that of the state.
-      layout: that of the state.
-      model: that of the state. It may have `stack`, for parameters that were stacked before `init_state`.
+      layout: that of the state, as for `make_train_step`.
+      model: that of the state. It may have `stack`, for parameters that were stacked before `TrainStep.init`.
 
     Returns:
       `PortableForm`.
@@ -97,16 +95,17 @@ def portable_form(
         likewise stacked and reordered; or `stack` does more than stack arrays. They are listed.
 
     Example:
-      >>> from jvarlen.parallel import LayeredParams, init_state, layout_mesh
-      >>> params, optimizer, layout = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3), Layout(data=1)
-      >>> mesh = layout_mesh(layout)
-      >>> state = init_state(params, optimizer, mesh=mesh, layout=layout)
-      >>> form = portable_form(state, params, optimizer, mesh=mesh, layout=layout)
+      >>> from jvarlen.parallel import LayeredParams, make_train_step
+      >>> params, optimizer = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3)
+      >>> state = make_train_step(lambda params, x: (jnp.sum(x), 1.0), optimizer, layout="data1").init(params)
+      >>> form = portable_form(state, params, optimizer, layout="data1")
       >>> form.save(state).params.layers.shape
       (2, 3)
     """
-    sources, structure = _sources_of_state(params, optimizer, layout, model)
-    return PortableForm(state, sources, structure, mesh)
+    placement = placement_of(layout)
+    assert placement is not None
+    sources, structure = _sources_of_state(params, optimizer, placement.layout, model)
+    return PortableForm(state, sources, structure, placement.program_mesh)
 
 
 def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredModel | LossFn | None) -> Any:
@@ -282,8 +281,7 @@ def _sources_of_state(
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     on_layout = stack_for(layout, model, params)[1]
     whole, there = (
-        jax.eval_shape(lambda params: init_train_state(params, optimizer), of_form)[:2]
-        for of_form in (params, on_layout)
+        jax.eval_shape(lambda params: new_state(params, optimizer), of_form)[:2] for of_form in (params, on_layout)
     )
     return _sources(params, on_layout, whole, there, layout, model), jax.tree.structure(whole)
 
@@ -335,7 +333,7 @@ class _Origin(NamedTuple):
 
 
 def _stack_for(layout: Layout, model: LayeredModel | LossFn | None) -> Callable[[Any], Any] | None:
-    """What stacks the parameters of one device before `init_state`; None if nothing does."""
+    """What stacks the parameters of one device before `TrainStep.init`; None if nothing does."""
     return model.stack if isinstance(model, LayeredModel) and (layout.stage > 1 or layout.tensor > 1) else None
 
 

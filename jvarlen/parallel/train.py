@@ -1,507 +1,284 @@
-"""The state and the train step of a layout.
+"""The train step and the eval step. What a layout does not name is not imported.
 
-Of a step's three parts, a ZeRO level replaces what it must: 1 the update, which runs on shards of the optimizer state,
-and the reduction, of gradients to the same shards; 2 also accumulation, of shards of gradients; 3 also the loss, which
-gathers its parameters layer by layer. Stages replace accumulation, and the reduction with it. The update is always that
-of whole arrays, which the compiler splits, so any Optax optimizer gives what it gives on one device.
+A step is three functions: accumulate, reduce, update. On one device, and where a layout spreads microbatches alone,
+they are those of `training`; `sharded` replaces what other layouts must.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.layout import Layout, ScheduleName
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
-from jvarlen.parallel.context import CONTEXT_AXIS, context_model, context_positions, row_length
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of, rematerialized
-from jvarlen.parallel.pipeline import check_layers_divide, sum_scheduled
-from jvarlen.parallel.schedules import check_chunks, make_schedule
-from jvarlen.parallel.tensor import (
-    TENSOR_AXIS,
-    crop_vocabularies,
-    merge_params,
-    partition_specs,
-    split_params,
-    tensor_parallel_model,
-)
-from jvarlen.parallel.zero import (
-    Tapped,
-    crop,
-    gathering_model,
-    pad,
-    padded,
-    shard_specs,
-    staged_specs,
-    state_specs,
-    tapped_loss_fn,
-    unpadded,
-)
-from jvarlen.training import step as training_step
+from jvarlen._common.checks import UserError
+from jvarlen.distributed.mesh import DATA_AXIS, LayoutLike, Placement, devices_of, placement_of, replicate
+from jvarlen.parallel.layers import LayeredModel, layered_loss_fn, num_layers_of, rematerialized
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
-from jvarlen.training.step_sums import StepSums, microbatches_of, sum_step
-from jvarlen.training.train_state import Metrics, TrainState, init_train_state
+from jvarlen.training.step_sums import sum_step
+from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
-__all__ = [
-    "Accumulate",
-    "check_bucket",
-    "check_layout",
-    "check_model",
-    "checked_mesh",
-    "gather_params",
-    "init_state",
-    "make_eval_step",
-    "make_train_step",
-    "model_on_axes",
-    "other_specs_of",
-    "pad_params",
-    "step_on_layout",
-    "sums_on_shards",
-]
+__all__ = ["Accumulate", "EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
 
 Accumulate = Literal["shards", "whole"]
 
 
-def init_state(
-    params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    *,
-    mesh: Mesh,
-    layout: Layout,
-    model: LayeredModel | LossFn | None = None,
-    extra: Any = None,
-    seed: int | None = None,
-) -> TrainState:
-    """The state before the first step, placed on a mesh. No device ever holds the whole optimizer state.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TrainStep:
+    """A train step, a plain function `step(state, batch) -> (state, Metrics)`, and the states that it takes.
 
-    Args:
-      params: `LayeredParams`, or without stages and below ZeRO-3 any pytree of arrays. If the devices belong to several
-        processes, each passes the same whole arrays. A step that donates its state may delete them: use only the
-        result.
-      optimizer: any Optax optimizer.
-      mesh: has the sizes of the layout, such as that of `layout_mesh`.
-      layout: what is sharded.
-      model: what `make_train_step` gets, to be checked against the parameters and the layout; None if unknown, which
-        layouts with `tensorN` do not take.
-      extra: as for `init_train_state`.
-      seed: as for `init_train_state`.
-
-    Returns:
-      `TrainState` of arrays on the mesh. Sharded arrays lie along their largest dimension that N, the size of `"data"`,
-      divides. Where N divides none, parameters are whole, and arrays of the optimizer are padded with zeros, which it
-      never sees. Arrays with fewer than 1,024 elements are whole on every device. With `tensorN`, parameters are those
-      of `split_params`, and arrays of the optimizer lie like them. With `stageN`, arrays of layers lie along `"stage"`
-      too: each stage has consecutive layers.
-
-    Raises:
-      ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
-        or not by layers at ZeRO-3 or with stages; layers that do not divide into stages and chunks.
+    `make_train_step` makes it, and `compile_buckets` compiles it.
     """
-    check_layout(layout, params, model)
-    if extra is not None and isinstance(model, LayeredModel):
-        raise UserError(
-            "a model by layers takes no extra: its functions have no place for it, and return no next value"
-        )
-    mesh = checked_mesh(mesh, layout)
-    params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
-    other_specs = other_specs_of(params, model, layout)
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        params = split_params(params, model.specs, layout.tensor)
-    shapes = jax.eval_shape(lambda params: init_train_state(_cropped(params, model, layout), optimizer), params)
-    shardings = _shardings(shapes, mesh, layout, other_specs)
-    params = jax.tree.map(_place, params, shardings.params)
 
-    def init(params: Any) -> Any:
-        return padded(init_train_state(_cropped(params, model, layout), optimizer), layout, other_specs).opt_state
+    __name__ = "train_step"
 
-    opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
-    whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
-    return TrainState(params, opt_state, *replicate((whole.extra, whole.key, whole.step), mesh))
+    function: StepFn
+    """What a call does."""
+    model: LayeredModel | LossFn
+    """A loss function, or a model by layers."""
+    optimizer: optax.GradientTransformation | optax.MultiSteps
+    """Any Optax optimizer."""
+    placement: Placement | None
+    """Where a step runs; None: on one device."""
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
+        """The state after a step, and its metrics."""
+        return self.function(state, batch)
+
+    def init(self, params: Any, *, extra: Any = None, seed: int | None = None) -> TrainState:
+        """The state before the first step, where the step takes it.
+
+        Args:
+          params: pytree of arrays, or of `jax.ShapeDtypeStruct`; what a model by layers or its `stack` takes. They are
+            copied, so that steps that donate their state leave them alone. If the devices belong to several processes,
+            each passes the same whole arrays. Where the layout spreads microbatches alone, arrays that are on its
+            devices keep their shardings, such as over an axis of the mesh that is left to the compiler.
+          extra: pytree of arrays that are not parameters, for a loss that takes `extra`.
+          seed: for a loss that takes `key`; it determines all keys.
+
+        Returns:
+          `TrainState`; of shapes with their shardings, if the parameters are shapes. What ZeRO shards lies along its
+          largest dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
+          arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
+          whole on every device. With `tensorN`, parameters are those of `split_params`, and with `stageN` each stage
+          has consecutive layers; arrays of the optimizer lie as their parameters.
+
+        Raises:
+          ValueError: parameters that are not those of the model, or not by layers at ZeRO-3 or with stages; layers that
+            do not divide into stages.
+
+        Example:
+          >>> step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
+          >>> state = step.init(jnp.ones(2), seed=0)
+          >>> state.params.tolist(), int(state.step)
+          ([1.0, 1.0], 0)
+        """
+        if isinstance(self.model, LayeredModel):
+            num_layers_of(params if self.model.stack is None else jax.eval_shape(self.model.stack, params))
+            if extra is not None:
+                raise UserError(
+                    "a model by layers takes no extra: its functions have no place for it, and return no next value"
+                )
+        if self.placement is not None and not self.placement.layout.is_data_parallel:
+            from jvarlen.parallel.sharded import init_sharded
+
+            return init_sharded(params, self.optimizer, self.placement, self.model, extra=extra, seed=seed)
+
+        def first(params: Any, extra: Any) -> TrainState:
+            return new_state(params, self.optimizer, extra=extra, seed=seed)
+
+        if has_shapes(params):
+            return jax.tree.map(self._shape_of, jax.eval_shape(first, params, extra)._replace(params=params))
+        if self.placement is None:
+            return first(*jax.tree.map(jnp.array, (params, extra)))
+        return jax.tree.map(self._placed, first(*own_copy((params, extra))))
+
+    def gather_params(self, state: TrainState) -> Any:
+        """The whole parameters of a state, as `init` got them, on any layout.
+
+        Args:
+          state: of `init` or of a step.
+
+        Returns:
+          A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
+          holds one whole array at a time.
+        """
+        params = jax.tree.map(self._gathered, state.params)
+        if self.placement is None or self.placement.layout.is_data_parallel:
+            return params
+        from jvarlen.parallel.sharded import merge_tensor_params
+
+        return merge_tensor_params(params, self.model, self.placement.layout)
+
+    def state_shardings(self, params: Any) -> TrainState:
+        """How the state of some parameters lies on the devices.
+
+        Args:
+          params: as for `init`.
+
+        Returns:
+          `TrainState` of `jax.sharding.Sharding`, without `extra`, `key` and `step`, which are whole everywhere.
+        """
+        shapes = jax.tree.map(lambda leaf: with_sharding(_sharding_on(leaf), leaf), params)
+        return jax.tree.map(lambda leaf: leaf.sharding or self._whole, self.init(shapes))
+
+    @property
+    def _whole(self) -> Any:
+        """The sharding of what is whole on every device."""
+        if self.placement is None:
+            return jax.sharding.SingleDeviceSharding(devices_of(None)[0])
+        return NamedSharding(self.placement.mesh, PartitionSpec())
+
+    def _shape_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        return with_sharding(_sharding_on(leaf) or (None if self.placement is None else self._whole), leaf)
+
+    def _placed(self, leaf: Any) -> jax.Array:
+        assert self.placement is not None
+        sharding = _sharding_on(leaf)
+        is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
+        return leaf if is_there else replicate(leaf, self.placement.mesh)
+
+    def _gathered(self, leaf: jax.Array) -> np.ndarray:
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+            leaf = jax.jit(lambda leaf: leaf, out_shardings=self._whole)(leaf)
+        return np.array(leaf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class EvalStep:
+    """An evaluation step, a plain function `step(state, batch) -> (state, Metrics)`. `make_eval_step` makes it."""
+
+    __name__ = "eval_step"
+
+    function: StepFn
+    """What a call does."""
+    placement: Placement | None
+    """Where a step runs; None: on one device."""
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
+        """The same state, and the metrics of a step."""
+        return self.function(state, batch)
 
 
 def make_train_step(
     model: LayeredModel | LossFn,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
-    mesh: Mesh,
-    layout: Layout,
+    layout: LayoutLike = None,
     norms: bool = False,
     accumulate: Accumulate | None = None,
-) -> StepFn:
-    """A train step that spreads over devices as a layout says, with the result of the unsplit step.
+) -> TrainStep:
+    """A train step with exact normalisation and accumulation over microbatches, with the same result on any layout.
+
+    The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. It may have further parameters, by
+    these names, and return more:
+
+    - `key`: a typed key of its own for every microbatch, the same on any number of devices:
+      `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init(…, seed=)` sets it.
+    - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
+      next values last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers
+      by the sum of the changes of microbatches that have weight; other types, such as keys, do not change.
+    - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
+
+    The gradient is that of Σ loss alone, divided by Σ weight: weights are not differentiated, even if they depend on
+    the parameters.
 
     Args:
-      model: a `LayeredModel`, or without stages and below ZeRO-3 any loss function: see `jvarlen.make_train_step`.
-      optimizer: any Optax optimizer. It gets whole arrays, which the compiler splits: global norms and the like are
-        those of the whole model.
-      mesh: has the sizes of the layout, such as that of `layout_mesh`.
-      layout: what is sharded, and the schedule of stages.
+      model: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
+        sums are scalars over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which
+        layouts with `zero3`, `stageN`, `tensorN` or `contextN` take.
+      optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. It gets whole arrays,
+        which the compiler splits: global norms and the like are those of the whole model. Its update gets the extra
+        arguments that it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of
+        the whole step; `value`, the loss of the step, and `grad`, its gradient; `value_fn(params)` and
+        `grad_fn(params)`, the loss of the same step and its gradient for other parameters.
+      layout: where a step runs: a `Layout`, its text, a `Placement`, or a mesh, for data parallelism; None: one device.
+        Gradients are reduced once a step. Axes of a mesh that the layout does not name are left to the compiler:
+        parameters may be sharded over them.
       norms: whether the metrics include the global norms of gradient and updates.
       accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
         each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
 
     Returns:
-      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
-      same mesh. The state is that of `init_state`, and is returned with the same shardings.
+      `TrainStep`: `step(state, batch) -> (state, Metrics)`, to be compiled by `compile_buckets`, whose `init` makes the
+      first state. The batch is any pytree whose leaves, except scalars, have leading axis M. A scalar field
+      `num_sequences` (attribute or key of a dict) counts the step's real samples. A field `num_tokens`, a scalar of the
+      step or a count for each microbatch, counts its tokens; the batch types of `jvarlen` do not need it.
 
     Raises:
-      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 or stages of a loss function; when it
-        is traced, as `jvarlen.make_train_step`, or microbatches or layers that a schedule cannot take.
+      ValueError: a layout that the devices do not make, or that is not for such a model. When it is traced: shards that
+        do not divide M; microbatches or layers that a schedule cannot take; a loss that takes a key or `extra` that the
+        state does not hold, returns another form, or reduces its sums over the mesh itself; a mesh other than the one
+        it is compiled for.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Xu et al. 2020,
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
-    mesh = checked_mesh(mesh, layout)
-    check_model(model, layout)
-    if layout.stage == 1 and layout.zero < 3 and layout.remat_in_force == "full" and isinstance(model, LayeredModel):
-        model = rematerialized(model)  # at ZeRO-3 the model that gathers does it
-    if layout.zero == 0 and layout.stage == layout.tensor == layout.context == 1:
-        return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
-    if accumulate is not None:
-        check_choices(accumulate=(accumulate, Accumulate))
-    sums_of, values_of = _sums_of(model, mesh, layout, accumulate), _sums_of(model, mesh, layout, with_grads=False)
-    return step_on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), model, mesh, layout)
+    placement = placement_of(layout)
+    of_step: dict[str, Any] = {"model": model, "optimizer": optimizer, "placement": placement}
+    if placement is not None and not placement.layout.is_data_parallel:
+        from jvarlen.parallel.sharded import make_sharded_step
+
+        function = make_sharded_step(model, optimizer, placement, norms=norms, accumulate=accumulate)
+        return TrainStep(function=function, **of_step)
+    if placement is not None and placement.layout.remat_in_force == "full":
+        if not isinstance(model, LayeredModel):
+            raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
+        model = rematerialized(model)
+    loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
+    sums_of, values_of = (
+        sum_step(loss_fn, with_grads=with_grads, **_mesh_of(placement)) for with_grads in (True, False)
+    )
+    return TrainStep(function=step_of_sums(sums_of, values_of, optimizer, norms=norms), **of_step)
 
 
-def step_on_layout(train_step_of_sums: StepFn, model: LayeredModel | LossFn, mesh: Mesh, layout: Layout) -> StepFn:
-    """A train step of states that lie as a layout says, from one whose optimizer gets whole arrays."""
+def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -> EvalStep:
+    """An evaluation step: the sums of a step without a gradient.
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        state = state._replace(params=_cropped(state.params, model, layout))
-        other_specs = other_specs_of(state.params, model, layout)
-        shardings = _shardings(state, mesh, layout, other_specs)
-        following, metrics = train_step_of_sums(unpadded(state, layout, other_specs), batch)
-        following, params = padded(following, layout, other_specs), following.params
-        if other_specs is not None:
-            params = pad_params(params, layout, other_specs)
-        if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
-            params = _on_shards(params, mesh, shard_specs(state.params, layout, other_specs=other_specs))
-        return following._replace(
-            params=_constrain(params, shardings.params),
-            opt_state=_constrain(following.opt_state, shardings.opt_state),
-            extra=_constrain(following.extra, shardings.extra),
-            step=_constrain(following.step, shardings.step),
-        ), metrics
-
-    return train_step
-
-
-def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) -> StepFn:
-    """An evaluation step for a state of `init_state`. At ZeRO-3 it gathers parameters layer by layer.
-
-    With stages, microbatches follow each other through them, whatever the schedule.
-
-    A model by layers gets no key, so that nothing is dropped out.
+    A model by layers gets no key, so that nothing is dropped out. With stages, microbatches follow each other through
+    them, whatever the schedule; at ZeRO-3 parameters are gathered layer by layer.
 
     Args:
       model: as for `make_train_step`.
-      mesh: as for `make_train_step`.
       layout: as for `make_train_step`.
 
     Returns:
-      `eval_step(state, batch) -> (state, Metrics)`, as of `jvarlen.make_eval_step`.
+      `EvalStep`, a plain function `step(state, batch) -> (state, Metrics)`. The state is that of a train step on the
+      layout, or, where that does not shard it, only parameters, for a loss that takes nothing else. It is returned
+      unchanged, and `compile_buckets` does not donate it.
 
     Raises:
       ValueError: as `make_train_step`.
     """
-    mesh = checked_mesh(mesh, layout)
-    check_model(model, layout)
-    if layout.zero < 3 and layout.stage == layout.tensor == layout.context == 1:
-        loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
-        return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
-    sums_of = _sums_of(model, mesh, layout, with_grads=False)
+    placement = placement_of(layout)
+    if placement is not None and not placement.layout.is_data_parallel:
+        from jvarlen.parallel.sharded import make_sharded_eval_step
 
-    def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        return state, metrics_of(sums_of(state._replace(key=None), batch), batch)
+        return EvalStep(function=make_sharded_eval_step(model, placement), placement=placement)
+    loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
+    sums_of = sum_step(loss_fn, with_grads=False, **_mesh_of(placement))
 
-    return eval_step
+    def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
+        sums = sums_of(state if isinstance(state, TrainState) else TrainState(state, None), batch)
+        return state, metrics_of(sums, batch)
 
-
-def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout, model: LayeredModel | LossFn | None = None) -> Any:
-    """The whole parameters of a state, as `init_state` got them, on any layout.
-
-    Args:
-      state: of `init_state` or of a step.
-      mesh: as for `init_state`.
-      layout: as for `init_state`.
-      model: likewise.
-
-    Returns:
-      A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
-      holds one whole array at a time.
-
-    Raises:
-      ValueError: a layout that is not supported, or not that of the mesh.
-    """
-    mesh = checked_mesh(mesh, layout)
-
-    def gather(leaf: jax.Array) -> np.ndarray:
-        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-            leaf = jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
-        return np.array(leaf)
-
-    _tensor_specs(model, layout)
-    params = jax.tree.map(gather, state.params)
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        return merge_params(params, model.specs, layout.tensor)
-    return params
+    return EvalStep(function=eval_step, placement=placement)
 
 
-def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
-    """Raises ValueError if a layout is not supported, or not for these parameters or this model (None: unknown)."""
-    _check_axes(layout)
-    _tensor_specs(model, layout)
-    if model is not None:
-        check_model(model, layout)
-    if isinstance(model, LayeredModel):
-        num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
-    elif isinstance(params, LayeredParams):
-        num_layers_of(params)
-    elif layout.zero == 3:
-        raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
-    if layout.stage > 1:
-        if not isinstance(params, LayeredParams):
-            raise UserError(f"stage{layout.stage} takes LayeredParams, not a {type(params).__name__}")
-        check_layers_divide(num_layers_of(params), layout.stage, layout.virtual)
+def _mesh_of(placement: Placement | None) -> dict[str, Any]:
+    if placement is None:
+        return {"mesh": None, "axis_name": DATA_AXIS}
+    return {"mesh": placement.mesh, "axis_name": placement.data_axis}
 
 
-def _check_axes(layout: Layout) -> None:
-    check_chunks(layout.schedule, layout.virtual)
-    without = {
-        "sequence_parallel": (layout.sequence_parallel, "tensor"),
-        f"context_from{layout.context_from}": (layout.context_from > 0, "context"),
-        f"virtual{layout.virtual}": (layout.virtual > 1, "stage"),
-    }
-    for word, (is_there, axis) in without.items():
-        if is_there and getattr(layout, axis) == 1:
-            raise UserError(f"{word} of the layout {layout} needs {axis}N, with several devices")
-
-
-def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step: int) -> None:
-    """Raises ValueError if steps of a bucket cannot be taken on a layout. Of buckets of pairs, nothing is known."""
-    if len(bucket) != 2:
-        return
-    length = bucket[1]
-    is_spread = layout.context > 1 and length >= layout.context_from
-    num_shards = layout.data if is_spread else layout.num_shards
-    if microbatches_per_step % num_shards:
-        raise UserError(
-            f"{microbatches_per_step} microbatches a step do not spread over the {num_shards} shards that {layout} has "
-            f"for rows of {length}"
-        )
-    if is_spread:
-        length = context_positions(length, layout.context).shape[1]
-    if layout.sequence_parallel and length % layout.tensor:
-        raise UserError(f"sequence_parallel of {layout} takes a multiple of {layout.tensor} positions, not {length}")
-    if layout.stage > 1:
-        _check_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.virtual)
-
-
-@functools.lru_cache(maxsize=4096)
-def _check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-    """Raises ValueError if there is no such schedule. Many layouts and buckets share one."""
-    make_schedule(name, num_stages, num_microbatches, num_chunks)
-
-
-def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
-    """How parameters lie along "stage" and "tensor"; None if both have one device."""
-    tensor_specs = _tensor_specs(model, layout)
-    if layout.stage == 1:
-        return tensor_specs
-    whole = jax.tree.map(lambda _: PartitionSpec(), params)
-    return staged_specs(whole if tensor_specs is None else tensor_specs)
-
-
-def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
-    """How parameters lie along "tensor"; None if that has one device."""
-    if layout.tensor == 1:
-        return None
-    if not isinstance(model, LayeredModel) or model.specs is None or model.stack is not None:
-        raise UserError(f"tensor{layout.tensor} takes a LayeredModel of LayeredParams, with specs")
-    return partition_specs(model.specs)
-
-
-def check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
-    """Raises ValueError if a layout does not take such a model."""
-    _tensor_specs(model, layout)
-    if layout.zero == 3 and not isinstance(model, LayeredModel):
-        name = getattr(model, "__name__", type(model).__name__)
-        raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
-    if layout.context > 1 and not (isinstance(model, LayeredModel) and model.by_positions):
-        raise UserError(
-            f"context{layout.context} takes a LayeredModel with by_positions=True, whose functions take the "
-            "positions of axes.positions and attend by attend_over_axis"
-        )
-    if layout.remat_in_force == "full" and not isinstance(model, LayeredModel) and layout.stage == 1:
-        raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
-    if layout.stage > 1 and not isinstance(model, LayeredModel):
-        name = getattr(model, "__name__", type(model).__name__)
-        raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
-    if layout.stage > 1 and isinstance(model, LayeredModel) and model.stack is not None:
-        raise UserError(
-            f"stage{layout.stage} takes LayeredParams, and the model has parameters of another form: stack them once, "
-            "before init_state, and leave out LayeredModel.stack"
-        )
-
-
-def checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
-    """The mesh with Auto axes; raises ValueError if the layout is not supported, or not that of the mesh."""
-    _check_axes(layout)
-    num_shards_of(mesh, DATA_AXIS)
-    mesh_of(mesh, layout)
-    return auto_axes(mesh)
-
-
-def _sums_of(
-    model: LayeredModel | LossFn,
-    mesh: Mesh,
-    layout: Layout,
-    accumulate: Accumulate | None = None,
-    *,
-    with_grads: bool = True,
-) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
-    whole_model = model
-
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
-        model, rows_along = model_on_axes(whole_model, layout, state.params, batch)
-        options: dict[str, Any] = {"axis_name": layout.data_axes, "rows_along": rows_along}
-        sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
-        params, other_specs = state.params, other_specs_of(state.params, whole_model, layout)
-        if other_specs is not None:
-            state = state._replace(params=pad_params(params, layout, other_specs))
-        specs_of = functools.partial(shard_specs, layout=layout, other_specs=other_specs)
-        specs = specs_of(state.params) if layout.zero else other_specs
-        if layout.stage > 1 and isinstance(model, LayeredModel):
-            sum_of = functools.partial(
-                sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.virtual, remat=layout.remat_in_force
-            )
-            options["param_specs"] = other_specs
-            if layout.zero == 3:
-                specs = options["param_specs"] = specs_of(state.params, padded=False)
-            if layout.zero >= 2 and accumulate == "shards" and with_grads:
-                num_shards = layout.data if rows_along else layout.num_shards
-                _refuse_shards(params, specs, layout, microbatches_of(batch) // num_shards)
-        elif layout.zero == 3 and isinstance(model, LayeredModel):
-            if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked
-                stacked = state.params
-            else:
-                stacked = jax.eval_shape(model.stack, state.params)
-            in_shards, recomputes = specs_of(stacked, padded=False), layout.remat_in_force == "full"
-            if accumulate == "whole" and with_grads:
-                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards, recomputes=recomputes), Tapped
-            else:
-                loss_fn = layered_loss_fn(gathering_model(model, in_shards, recomputes=recomputes))
-            specs = options["param_specs"] = specs_of(state.params, padded=False)
-            sum_of = functools.partial(sum_step, loss_fn)
-        else:
-            options["param_specs"] = other_specs
-            options["accumulates_shards"] = layout.zero == 2 and accumulate != "whole"
-            sum_of = functools.partial(sum_step, _loss_fn(model))
-        sums = sum_of(mesh=mesh, with_grads=with_grads, grad_specs=specs, **options)(state, batch)
-        return sums_on_shards(sums, params, specs, mesh)
-
-    return sums_of
-
-
-def sums_on_shards(sums: StepSums, params: Any, specs: Any, mesh: Mesh) -> StepSums:
-    """The sums, with gradients in the shapes of the parameters, where `specs` says (None: on every device)."""
-    if sums.grads is None or specs is None:
-        return sums
-    grads = _constrain(sums.grads, _on(mesh, specs))
-    return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, params))
-
-
-def model_on_axes(
-    model: LayeredModel | LossFn, layout: Layout, params: Any, batch: Any
-) -> tuple[LayeredModel | LossFn, str | None]:
-    """A model whose functions run inside `shard_map` over the axes of a layout.
-
-    Args:
-      model: of the whole.
-      layout: binds `"tensor"`, and `"context"` for rows that are long enough.
-      params: of the whole model; arrays or shapes.
-      batch: of a step; likewise.
-
-    Returns:
-      The model, and the axis over which rows are spread; None if they are whole.
-    """
-    if not isinstance(model, LayeredModel):
-        return model, None
-    rows_along = None
-    if layout.context > 1:
-        stacked = params if model.stack is None else jax.eval_shape(model.stack, params)
-        seq_length = row_length(model, stacked.ends, batch)
-        if seq_length >= layout.context_from:
-            model, rows_along = context_model(model, seq_length), CONTEXT_AXIS
-    if layout.tensor > 1:
-        axes = Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
-        model = tensor_parallel_model(model, axes)
-    return model, rows_along
-
-
-def _refuse_shards(params: Any, specs: Any, layout: Layout, of_shard: int) -> None:
-    """Raises ValueError for ZeRO-2 and 3 that would communicate in every microbatch of a pipeline, with the bytes."""
-    sharded = jax.tree.map(lambda leaf, spec: leaf.nbytes if DATA_AXIS in axes_in(spec) else 0, params, specs)
-    num_bytes = sum(jax.tree.leaves(sharded))
-    what = "gather parameters and reduce gradients" if layout.zero == 3 else "reduce gradients"
-    raise UserError(
-        f"zero{layout.zero} with stages and accumulate='shards' would {what} of {num_bytes:,} bytes in each of "
-        f"{of_shard} microbatches: leave accumulate out, and this is done once a step"
-    )
-
-
-def _cropped(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
-    """Parameters in the shapes that the optimizer sees."""
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        return crop_vocabularies(params, model.specs)
-    return params
-
-
-def pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:
-    """The inverse of `_cropped`."""
-    return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, other_specs)
-
-
-def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
-    return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
-
-
-def _shardings(state: TrainState, mesh: Mesh, layout: Layout, other_specs: Any) -> TrainState:
-    return _on(mesh, state_specs(state, layout, other_specs))
-
-
-def _on(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-
-
-def _on_shards(params: Any, mesh: Mesh, specs: Any) -> Any:
-    """Arrays that are computed in shards; those that these pad are cropped again."""
-
-    def on_shards(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        wide = jax.lax.with_sharding_constraint(pad(leaf, spec, mesh.shape), NamedSharding(mesh, spec))
-        return crop(wide, leaf.shape)
-
-    return jax.tree.map(on_shards, params, specs)
-
-
-def _constrain(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
-
-
-def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of which every process has the whole, on the devices."""
-    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not sharding.mesh.is_multi_process:
-        return jax.device_put(leaf, sharding)
-    array = np.asarray(leaf)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+def _sharding_on(leaf: Any) -> NamedSharding | None:
+    """The sharding over a mesh of an array or its shape; None if it has none."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None

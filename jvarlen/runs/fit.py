@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import remembered_interrupts
@@ -26,7 +26,8 @@ from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
-from jvarlen.distributed.mesh import replicate, split_cpu
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, split_cpu
 from jvarlen.distributed.processes import (
     agree,
     ending_stalled_processes,
@@ -43,7 +44,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, saved_settings
 from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
-from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_estimates, when_compiled
+from jvarlen.runs.prepare import Prepared, prepare, say, show_estimates, when_compiled
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
 from jvarlen.runs.task import Task
 from jvarlen.runs.trackers import Tracker, open_trackers
@@ -81,7 +82,7 @@ def fit(
     eval_loss_fn: LossFn | LayeredModel | None = None,
     extra: Any = None,
     batch_spec: BatchSpec | None = None,
-    mesh: Mesh | None = None,
+    layout: LayoutLike = None,
     trackers: Mapping[str, Tracker] | None = None,
 ) -> FitResult:
     """Trains the built-in language model or your own loss, with every shape compiled before the first step.
@@ -104,7 +105,8 @@ def fit(
       data: training and held-out samples, the same on all processes; None for the files of the settings, or the
         built-in corpus.
       loss_fn: a loss function, as for `make_train_step`, or a `jvarlen.parallel.LayeredModel`.
-      params: pytree of arrays, the initial parameters; arrays that are already placed on `mesh` keep their sharding.
+      params: pytree of arrays, the initial parameters; arrays that are already placed on these devices
+        keep their sharding, if the layout is data-parallel alone.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.
       collate: as for `load`; None for samples of tokens.
       length_fn: returns the length of a sample, as for `measure_lengths`; None for `len`, or for the attribute
@@ -112,7 +114,8 @@ def fit(
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
-      mesh: devices to train on, along an axis "data"; None: those of the settings.
+      layout: where to train, as for `make_train_step`; None: as the settings say. If they name a layout, a mesh with
+        its axes.
       trackers: more trackers besides those of the settings, by name; closed at the end. With several processes, only
         those of process 0 are used.
 
@@ -142,9 +145,9 @@ def fit(
     )
     if config.dry_run:
         raise UserError("fit trains, and dry_run does not: call dry_run(config)")
-    config, mesh = _launched(config, data, mesh)
+    config, placement = _launched(config, data, layout)
     with remembered_interrupts(), contextlib.ExitStack() as held:
-        return _fit(config, task, data, mesh, trackers or {}, held)
+        return _fit(config, task, data, placement, trackers or {}, held)
 
 
 def dry_run(config: FitConfig) -> None:
@@ -156,58 +159,60 @@ def dry_run(config: FitConfig) -> None:
     Raises:
       ValueError: as `fit`, before its first step.
     """
-    config, mesh = _launched(config, None, None)
+    config, placement = _launched(config, None, None)
     with remembered_interrupts():
-        show_estimates(prepare(config, Task(), None, mesh))
+        show_estimates(prepare(config, Task(), None, placement))
 
 
-def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple[FitConfig, Mesh | None]:
-    """The settings of this process, and the devices that it trains on."""
+def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple[FitConfig, Placement | None]:
+    """The settings of this process, and where it trains."""
     # Before interrupts are remembered: where processes meet, JAX takes SIGTERM for itself.
-    hardware, layout = config.hardware, config.hardware.layout
-    num_devices = hardware.devices
+    hardware, layout, num_devices = config.hardware, config.hardware.layout, config.hardware.devices
     has_processes = hardware.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
-    if layout is not None and mesh is None and num_devices is None and not has_processes:
-        if layout.data == -1:
-            split_cpu(dataclasses.replace(layout, data=1, zero=0).num_devices, again=False)
+    placement = None
+    if where is not None:
+        if layout is None:
+            placement = placement_of(where)
+        elif isinstance(where, Mesh):
+            placement = layout.on(where)
         else:
-            num_devices = layout.num_devices
-    if mesh is None and (
-        num_devices is not None or has_processes or hardware.parallel is not None or jax.process_count() > 1
-    ):
-        mesh = launch(dataclasses.replace(hardware, devices=num_devices))
-        if layout is not None:
-            layout = layout.for_devices(mesh.devices.size)
-            hardware, mesh = dataclasses.replace(hardware, parallel=str(layout)), mesh_for(layout, mesh)
-    elif layout is not None and mesh is not None:
-        hardware = dataclasses.replace(hardware, parallel=str(layout.on(mesh).layout))
-    config = dataclasses.replace(config, hardware=hardware)
+            raise UserError(f"layout ({where}) and parallel ({layout}) both say where to train: give one of them")
+    else:
+        if layout is not None and num_devices is None and not has_processes:
+            if layout.data == -1:
+                split_cpu(dataclasses.replace(layout, data=1, zero=0).num_devices, again=False)
+            else:
+                num_devices = layout.num_devices
+        if num_devices is not None or has_processes or hardware.parallel is not None or jax.process_count() > 1:
+            placement = launch(dataclasses.replace(hardware, devices=num_devices), layout or Layout())
+    if layout is not None and placement is not None:
+        hardware = dataclasses.replace(hardware, parallel=str(placement.layout))
+        config = dataclasses.replace(config, hardware=hardware)
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:
         overlong: Overlong = "truncate" if data is None and not config.data.files else "error"
         config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, overlong=overlong))
-    return config, mesh
+    return config, placement
 
 
 def _fit(
     config: FitConfig,
     task: Task,
     given: Split | None,
-    mesh: Mesh | None,
+    placement: Placement | None,
     trackers: Mapping[str, Tracker],
     held: contextlib.ExitStack,
 ) -> FitResult:
-    prepared = prepare(config, task, given, mesh)
-    config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
+    prepared = prepare(config, task, given, placement)
+    config, task, course, placement = prepared.config, prepared.task, prepared.course, prepared.placement
+    mesh = None if placement is None else placement.mesh
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(prepared, first_plan, held)
 
-    state = task.init_state(course.optimizer, config.seed, mesh, config.hardware.layout)
-    if mesh is not None and config.hardware.layout is None:
-        state = _place(state, mesh)
-    form = task.form_of(state, course.optimizer, mesh, config.hardware.layout)
+    state = task.init_state(course.optimizer, config.seed, placement)
+    form = task.form_of(state, course.optimizer, placement)
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
@@ -306,9 +311,9 @@ def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | N
     buckets = course.buckets_left(place) or course.buckets
     if options.is_behind:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    train_step = compile_for(task.train_step(course.optimizer, mesh, config.hardware.layout), state, shapes_of(buckets))
+    train_step = compile_for(task.train_step(course.optimizer, prepared.placement), state, shapes_of(buckets))
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-    eval_step = compile_for(task.eval_step(mesh, config.hardware.layout), state, shapes_of(course.eval_buckets))
+    eval_step = compile_for(task.eval_step(prepared.placement), state, shapes_of(course.eval_buckets))
     return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)
 
 
@@ -386,17 +391,6 @@ def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, evaluate
         interrupted=trained.was_interrupted,
         evaluated_in=evaluated_in,
     )
-
-
-def _place(state: TrainState, mesh: Mesh) -> TrainState:
-    """The state on a mesh: arrays that are already on it stay, all others are replicated."""
-
-    def placed(leaf: Any) -> jax.Array:
-        sharding = getattr(leaf, "sharding", None)
-        is_there = isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
-        return leaf if is_there else replicate(leaf, mesh)
-
-    return jax.tree.map(placed, state)
 
 
 def _raise_if_any_interrupted() -> None:

@@ -68,9 +68,8 @@ def measure_costs(
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.measure_buckets import measure_buckets
     from jvarlen.models import init_params, make_loss_fn
+    from jvarlen.parallel.train import make_train_step
     from jvarlen.planning.buckets import Bucket
-    from jvarlen.training.step import make_train_step
-    from jvarlen.training.train_state import init_train_state
 
     check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
     check_bucket_lengths(lengths)
@@ -79,8 +78,8 @@ def measure_costs(
     too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
     if too_long:
         raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
-    optimizer = optax.adamw(1e-3)
-    state = init_train_state(init_params(model, seed=0), optimizer)
+    step = make_train_step(make_loss_fn(model), optax.adamw(1e-3))
+    state = step.init(init_params(model, seed=0))
     shapes: list[tuple[int, int]] = []
     seconds: list[float] = []
     num_bytes: list[int] = []
@@ -88,7 +87,7 @@ def measure_costs(
     for share in _SHARES_OF_BUDGET:
         with without_compilation_cache():  # what is asked is what compiling takes
             compiled = compile_buckets(
-                make_train_step(make_loss_fn(model), optimizer),
+                step,
                 state,
                 BatchShapes(
                     [Bucket(max_tokens // share // length, length) for length in lengths],
@@ -168,7 +167,8 @@ class MeasureCommand(DeviceConfig):
 
         if not out.parent.is_dir():
             raise FileNotFoundError(f"there is no directory for {out}")
-        cluster = measure_cluster(launch(self), dtype=self.decoder.compute_dtype or "float32", progress=self.progress)
+        mesh, dtype = launch(self).mesh, self.decoder.compute_dtype or "float32"
+        cluster = measure_cluster(mesh, dtype=dtype, progress=self.progress)
         if not is_main_process():
             return
         cluster.save(out)

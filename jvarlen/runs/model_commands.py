@@ -69,7 +69,7 @@ class SampleCommand:
 
     def run(self) -> None:
         """Samples, writes the file, and prints prompts with their continuations."""
-        mesh = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
+        mesh = None if self.devices is None else launch(DeviceConfig(devices=self.devices)).mesh
         if self.out is not None:
             check_place(self.out)
         prompts = self._named_prompts()

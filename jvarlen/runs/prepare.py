@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
@@ -20,12 +19,12 @@ from jvarlen.compiling.compile_options import When
 from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings, layout_mesh
+from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import check_portable, stack_for
-from jvarlen.parallel.train import check_bucket
+from jvarlen.parallel.sharded import check_bucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings
@@ -38,7 +37,7 @@ from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster
 
-__all__ = ["Prepared", "mesh_for", "prepare", "say", "show_estimates", "when_compiled"]
+__all__ = ["Prepared", "prepare", "say", "show_estimates", "when_compiled"]
 
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
@@ -55,7 +54,7 @@ class Prepared(NamedTuple):
       lengths: int64[N] of the samples to train on.
       eval_lengths: int64[H] of each set to evaluate on, by name.
       chooser: of the shapes.
-      mesh: the devices, with the axes of the layout; None for one.
+      placement: where steps run; None: on one device.
     """
 
     config: FitConfig
@@ -66,7 +65,7 @@ class Prepared(NamedTuple):
     lengths: Int64[np.ndarray, " N"]
     eval_lengths: dict[str, Int64[np.ndarray, " H"]]
     chooser: ShapeChooser
-    mesh: Mesh | None = None
+    placement: Placement | None = None
 
     def batch_spec(self, epoch: int = 0) -> BatchSpec:
         """The shapes of the batches of an epoch and of evaluations."""
@@ -77,17 +76,17 @@ class Prepared(NamedTuple):
         )
 
 
-def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | None) -> Prepared:
+def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the data, chooses the shapes and plans the training; prints the lengths and the plan.
 
     Args:
       config: the settings.
       task: what is trained.
       given: samples of the caller; None for those of the settings.
-      mesh: the devices; None for one.
+      placement: where steps run; None: on one device.
     """
-    _check_mesh(config, mesh)
-    cluster = None if config.hardware.cluster is None else _named_cluster(config.hardware.cluster, mesh)
+    _check_shards(config, placement)
+    cluster = None if config.hardware.cluster is None else _named_cluster(config.hardware.cluster, placement)
     if config.hardware.layout is not None:
         task.check_layout(config.hardware.layout, config.decoder)
     if config.compile.cache_dir is not None:
@@ -103,7 +102,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
     max_steps = config.max_steps
     if given is None and not config.data.files and max_steps is None and config.num_epochs is None:
         max_steps = _DEMO_STEPS
-    num_devices = 1 if mesh is None else mesh.devices.size
+    num_devices = _num_devices(placement)
     chooser = ShapeChooser(config, task, data, when_compiled(config), num_devices)
     shapes = chooser.choose(lengths, eval_lengths, max_steps)
     with together("plan the training"):
@@ -113,7 +112,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
         say("Plan", report, course.describe(), *([chooser.reason] if chooser.reason else []))
     if config.hardware.parallel == AUTO:
-        config, mesh = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, mesh, cluster)
+        config, placement = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, placement, cluster)
         task = with_model(config.hardware.layout)
     with together("plan the training"):
         if config.hardware.layout is not None:
@@ -121,18 +120,24 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
             for bucket in sorted({*course.buckets, *course.eval_buckets}):
                 check_bucket(config.hardware.layout, bucket, config.plan.microbatches_per_step)
         raise_if_interrupted()
-    return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, mesh)
+    return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, placement)
 
 
 def _with_layout(
-    config: FitConfig, task: Task, course: Course, data: TrainingData, mesh: Mesh | None, cluster: Cluster | None
-) -> tuple[FitConfig, Mesh | None]:
-    """The settings with the chosen layout, and its mesh; the same on all processes."""
-    num_devices = 1 if mesh is None else mesh.devices.size
-    if num_devices == 1:
-        return _on_layout(config, None), mesh
+    config: FitConfig,
+    task: Task,
+    course: Course,
+    data: TrainingData,
+    placement: Placement | None,
+    cluster: Cluster | None,
+) -> tuple[FitConfig, Placement | None]:
+    """The settings with the chosen layout, and its devices; the same on all processes."""
+    num_devices = _num_devices(placement)
+    if placement is None or num_devices == 1:
+        return _on_layout(config, None), placement
     if cluster is None:
-        cluster = measure_cluster(mesh, dtype=config.decoder.compute_dtype or "float32", progress=config.progress)
+        dtype = config.decoder.compute_dtype or "float32"
+        cluster = measure_cluster(placement.mesh, dtype=dtype, progress=config.progress)
     model, params = stack_for(Layout(data=1, stage=2), task.loss_fn, task.params)
     plan = course.plan_of_epoch(0)
     with together("choose the layout"):
@@ -151,7 +156,7 @@ def _with_layout(
             raise UserError(f"no layout of {num_devices} devices takes this optimizer and the steps of evaluations")
     say("Layout", str(choice), *([f"{layout} is the first that takes this optimizer"] * (layout != choice.layout)))
     layout = Layout.parse(gather_texts("the chosen layout", str(layout))[0])
-    return _on_layout(config, layout), mesh_for(layout, mesh)
+    return _on_layout(config, layout), layout.on(placement.mesh.devices.flatten().tolist())
 
 
 def _on_layout(config: FitConfig, layout: Layout | None) -> FitConfig:
@@ -170,26 +175,23 @@ def _takes(layout: Layout, task: Task, course: Course) -> bool:
     return True
 
 
-def _named_cluster(text: str, mesh: Mesh | None) -> Cluster:
+def _named_cluster(text: str, placement: Placement | None) -> Cluster:
     """The cluster of the settings; raises ValueError if it has another number of devices."""
-    cluster, num_devices = Cluster.named(text), 1 if mesh is None else mesh.devices.size
+    cluster, num_devices = Cluster.named(text), _num_devices(placement)
     if cluster.num_devices != num_devices:
         raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
     return cluster
 
 
-def mesh_for(layout: Layout, mesh: Mesh | None) -> Mesh | None:
-    """The devices of a mesh with the axes that a layout needs."""
-    if mesh is None or layout.num_devices == layout.data:
-        return mesh
-    return layout_mesh(layout, mesh.devices.flatten().tolist())
+def _num_devices(placement: Placement | None) -> int:
+    return 1 if placement is None else placement.layout.num_devices
 
 
 def show_estimates(prepared: Prepared) -> None:
     """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
-    config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
+    config, task, course, placement = prepared.config, prepared.task, prepared.course, prepared.placement
     bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
-    layout = config.hardware.layout or Layout(data=1 if mesh is None else mesh.devices.size)
+    layout = Layout(data=1) if placement is None else placement.layout
     batch_spec = prepared.batch_spec()
     model, params = stack_for(layout, task.loss_fn, task.params)
     memory = estimate_memory(
@@ -204,15 +206,15 @@ def show_estimates(prepared: Prepared) -> None:
     )
     shape = "×".join(map(str, bucket))
     say(f"Memory of a step of {shape} on {layout}", str(memory))
-    if mesh is None:
+    if placement is None:
         return
     compiled = compile_buckets(
-        task.train_step(course.optimizer, mesh, config.hardware.layout),
-        task.init_state(course.optimizer, config.seed, mesh, config.hardware.layout),
+        task.train_step(course.optimizer, placement),
+        task.init_state(course.optimizer, config.seed, placement),
         BatchShapes(
             [bucket],
             microbatches_per_step=config.plan.microbatches_per_step,
-            layout=mesh,
+            layout=placement,
             batch_spec=batch_spec,
         ),
         progress=config.progress,
@@ -238,12 +240,12 @@ def _lengths_of(dataset: DataSource, task: Task, progress: bool) -> Int64[np.nda
     return measure_lengths(dataset, task.length_fn, progress=progress)
 
 
-def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
+def _check_shards(config: FitConfig, placement: Placement | None) -> None:
     """Raises ValueError for shards that do not divide a step, and for processes that were set differently."""
     settings = {name: repr(value) for name, value in shared_settings(config).items()}
     if len(set(gather_texts("the settings", repr(settings)))) > 1:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
-    if mesh is not None and config.hardware.parallel != AUTO:
-        batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)
+    if placement is not None and config.hardware.parallel != AUTO:
+        placement.batch_shardings(np.empty(config.plan.microbatches_per_step))

@@ -10,26 +10,26 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
-from jvarlen import parallel
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import Placement
 from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
+from jvarlen.parallel.sharded import check_layout
 from jvarlen.parallel.tensor import split_params
-from jvarlen.parallel.train import check_layout
+from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.summary import Evaluation
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.step import StepFn, make_eval_step, make_train_step
-from jvarlen.training.train_state import Metrics, TrainState, init_train_state
+from jvarlen.training.step import StepFn
+from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["Task"]
 
@@ -39,7 +39,7 @@ class Task:
     """The model that is trained, and the batches that it is trained on.
 
     Attributes:
-      loss_fn: a loss function or a model by layers, as for `parallel.make_train_step`; None: the built-in language
+      loss_fn: a loss function or a model by layers, as for `make_train_step`; None: the built-in language
         model, until `with_model`.
       params: pytree of arrays; likewise.
       eval_loss_fn: for evaluations; None: `loss_fn`.
@@ -127,48 +127,43 @@ class Task:
         return _whole(self.loss_fn)
 
     def init_state(
-        self, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None = None, layout: Layout | None = None
+        self, optimizer: optax.GradientTransformation, seed: int, placement: Placement | None = None
     ) -> TrainState:
-        """The state before the first step; it has keys if a loss takes one. With a layout it is placed on its mesh."""
+        """The state before the first step; it has keys if a loss takes one."""
         losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
         takes_key = any(takes_argument(_whole(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
-        of_state: dict[str, Any] = {"extra": self.extra, "seed": seed if takes_key else None}
-        if mesh is None or layout is None:
-            return init_train_state(self.params, optimizer, **of_state)
-        model, params = stack_for(layout, self.loss_fn, self.params)
-        return parallel.init_state(params, optimizer, mesh=mesh, layout=layout, model=model, **of_state)
+        params = self.params if placement is None else stack_for(placement.layout, self.loss_fn, self.params)[1]
+        step = self.train_step(optimizer, placement)
+        return step.init(params, extra=self.extra, seed=seed if takes_key else None)
 
     def form_of(
-        self, state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh | None, layout: Layout | None
+        self, state: TrainState, optimizer: optax.GradientTransformation, placement: Placement | None
     ) -> PortableForm | None:
         """The form of states on one device, which checkpoints hold; None if states have it already."""
-        if mesh is None or layout is None:
+        if placement is None or placement.layout.is_data_parallel:
             return None
-        return portable_form(state, self.params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn)
+        return portable_form(state, self.params, optimizer, layout=placement, model=self.loss_fn)
 
-    def train_step(
-        self, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, layout: Layout | None = None
-    ) -> StepFn:
+    def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile."""
-        if mesh is None or layout is None:
-            return make_train_step(self.whole_loss_fn, optimizer, mesh=mesh)
-        assert self.loss_fn is not None
-        model, _ = stack_for(layout, self.loss_fn, self._shapes)
-        return parallel.make_train_step(model, optimizer, mesh=mesh, layout=layout)
+        model: Any = self.loss_fn
+        if placement is not None:
+            model, _ = stack_for(placement.layout, model, self._shapes)
+        return make_train_step(model, optimizer, layout=placement)
 
-    def eval_step(self, mesh: Mesh | None = None, layout: Layout | None = None) -> StepFn:
+    def eval_step(self, placement: Placement | None = None) -> StepFn:
         """The step of evaluations to compile."""
-        loss_fn = self.eval_loss_fn or self.loss_fn
-        if mesh is None or layout is None:
-            return make_eval_step(_whole(loss_fn, takes_key=False), mesh=mesh)
-        trained = self.loss_fn
+        loss_fn, trained = self.eval_loss_fn or self.loss_fn, self.loss_fn
+        assert loss_fn is not None
+        if placement is None or placement.layout.is_data_parallel:
+            return make_eval_step(loss_fn, layout=placement)
+        layout = placement.layout
         if isinstance(loss_fn, LayeredModel) and isinstance(trained, LayeredModel) and loss_fn.stack is trained.stack:
-            model, _ = stack_for(layout, loss_fn, self._shapes)
-            return parallel.make_eval_step(model, mesh=mesh, layout=layout)
-        step = make_eval_step(_whole(loss_fn, takes_key=False), mesh=mesh)
+            return make_eval_step(stack_for(layout, loss_fn, self._shapes)[0], layout=placement)
+        step = make_eval_step(loss_fn, layout=Layout().on(placement.mesh, axes={"data": "data"}))
 
         def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            params = portable_params(state.params, self._shapes, layout=layout, model=self.loss_fn)
+            params = portable_params(state.params, self._shapes, layout=layout, model=trained)
             return state, step(state._replace(params=params), batch)[1]
 
         return eval_step

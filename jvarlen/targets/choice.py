@@ -169,12 +169,12 @@ def choose_layout(
       model: as for `parallel.make_train_step`.
       optimizer: any Optax optimizer.
       cluster: the devices.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `parallel.init_state`.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       memory_bytes: memory of a device for a step; None: the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.
       batch_spec: as for `compile_buckets`.
-      extra: as for `parallel.init_state`.
+      extra: as for `TrainStep.init`.
       costs: the result of `count_costs` for this model and the plan's buckets, if known.
       memory: the `MemoryModel` likewise.
 

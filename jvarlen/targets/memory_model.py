@@ -33,7 +33,7 @@ from jvarlen.parallel.microbatch import ArrayBytes, DeviceArrays, OneMicrobatch,
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import TrainState, init_train_state
+from jvarlen.training.train_state import TrainState, new_state
 
 __all__ = ["MemoryModel"]
 
@@ -83,7 +83,7 @@ class MemoryModel:
       optimizer: any Optax optimizer.
       buckets: K shapes of microbatches.
       batch_spec: as for `estimate_memory`.
-      extra: as for `init_state`.
+      extra: as for `TrainStep.init`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class MemoryModel:
     def _make_state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
         params = self._params if num_layers is None else with_layers(self._params, num_layers)
         params = shapes_on(Layout(data=1, tensor=tensor), params, self._model)
-        return jax.eval_shape(lambda params: init_train_state(params, self._optimizer, extra=self._extra), params)
+        return jax.eval_shape(lambda params: new_state(params, self._optimizer, extra=self._extra), params)
 
     def _arrays_of(self, table: LayoutTable) -> ArrayBytes:
         """float64[C, K] each."""

@@ -109,11 +109,11 @@ def count_costs(
 
     Args:
       model: as for `parallel.make_train_step`.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `parallel.init_state`.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       buckets: rows and length of microbatches.
       batch_spec: as for `compile_buckets`.
       tensor_sizes: sizes of the axis "tensor" to ask for.
-      extra: as for `parallel.init_state`.
+      extra: as for `TrainStep.init`.
 
     Returns:
       The costs. Loops with a number of turns that depends on values count once.

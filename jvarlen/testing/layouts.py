@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from jvarlen import parallel
 from jvarlen._common.checks import list_first
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
+from jvarlen.parallel.train import TrainStep, make_train_step
 from jvarlen.testing.partition import in_float64
 from jvarlen.training.losses import LossFn
-from jvarlen.training.step import make_train_step
-from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = ["assert_layout_invariant"]
 
@@ -43,8 +39,8 @@ def assert_layout_invariant(
     splits the CPU into several.
 
     Args:
-      model: as for `parallel.make_train_step`.
-      params: as for `parallel.init_state`; floats are cast to float64.
+      model: as for `make_train_step`.
+      params: as for `TrainStep.init`; floats are cast to float64.
       batch: pytree of arrays that begin with axis M, or are scalars, such as a `jvarlen.Batch`; floats are cast to
         float64.
       layouts: layouts, or their texts. The data shards of each must divide M, and so must data · context for rows that
@@ -55,7 +51,7 @@ def assert_layout_invariant(
       seed: for a model that takes keys.
       rtol: the largest difference allowed, relative to the loss, to the norm, and for any parameter to the largest of
         its array.
-      **options: of `parallel.make_train_step`, such as `accumulate`.
+      **options: of `make_train_step`, such as `accumulate`.
 
     Returns:
       The layouts, which all agree.
@@ -77,16 +73,13 @@ def assert_layout_invariant(
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     with jax.enable_x64(True):
         params, batch = in_float64((params, batch))
-        whole = jax.jit(make_train_step(whole_loss_fn, optimizer, norms=True))
-        _, expected = _take_steps(whole, init_train_state(params, optimizer, seed=seed), batch, num_steps)
+        expected = _take_steps(make_train_step(whole_loss_fn, optimizer, norms=True), params, batch, num_steps, seed)
 
         def values_on(layout: Layout) -> dict[str, np.ndarray]:
-            on: dict[str, Any] = {"mesh": parallel.layout_mesh(layout), "layout": layout}
-            state = parallel.init_state(params, optimizer, model=model, seed=seed, **on)
-            step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on, **options))
-            placed = jax.device_put(batch, batch_shardings(batch, on["mesh"]))
-            gather = functools.partial(parallel.gather_params, model=model, **on)
-            return _take_steps(step, state, placed, num_steps, gather)[1]
+            step = make_train_step(model, optimizer, layout=layout, norms=True, **options)
+            assert step.placement is not None
+            placed = jax.device_put(batch, step.placement.batch_shardings(batch))
+            return _take_steps(step, params, placed, num_steps, seed)
 
         differing = {}
         for layout in chosen:
@@ -101,22 +94,17 @@ def assert_layout_invariant(
     return chosen
 
 
-def _take_steps(
-    step: Callable[..., Any],
-    state: TrainState,
-    batch: Any,
-    num_steps: int,
-    params_of: Callable[[TrainState], Any] = lambda state: state.params,
-) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """The state after some steps; by name, loss and gradient norm of each, and parameters after the first and last."""
+def _take_steps(step: TrainStep, params: Any, batch: Any, num_steps: int, seed: int) -> dict[str, np.ndarray]:
+    """By name, loss and gradient norm of some steps, and parameters after the first and last."""
     values: dict[str, np.ndarray] = {}
+    state, compiled = step.init(params, seed=seed), jax.jit(step)
     for number in range(num_steps):
-        state, metrics = step(state, batch)
+        state, metrics = compiled(state, batch)
         if number in (0, num_steps - 1):
-            values |= _by_name(params_of(state), f" after step {number}")
+            values |= _by_name(step.gather_params(state), f" after step {number}")
         values[f"loss of step {number}"] = np.asarray(metrics.loss)
         values[f"gradient norm of step {number}"] = np.asarray(metrics.grad_norm)
-    return state, values
+    return values
 
 
 def _by_name(params: Any, when: str) -> dict[str, np.ndarray]:

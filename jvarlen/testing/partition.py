@@ -20,7 +20,7 @@ from jvarlen._common.pytree import is_key, leaves_by_name
 from jvarlen.distributed.mesh import batch_shardings, data_mesh
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import sum_step
-from jvarlen.training.train_state import TrainState, divide_once, init_train_state
+from jvarlen.training.train_state import TrainState, divide_once, new_state
 
 __all__ = ["Partition", "assert_partition_invariant", "in_float64"]
 
@@ -121,7 +121,7 @@ def assert_partition_invariant(
     """
     is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
     with jax.enable_x64(True):
-        state = init_train_state(in_float64(params), optax.identity(), extra=in_float64(extra), seed=seed)
+        state = new_state(in_float64(params), optax.identity(), extra=in_float64(extra), seed=seed)
         batch = jax.tree.map(_on_host, in_float64(batch))
         num_microbatches, rows = _leading_axes(batch)
         shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))

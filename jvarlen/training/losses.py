@@ -45,7 +45,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     for argument, how in (("key", "seed=0"), ("extra", "extra=…")):
         is_needed = argument in parameters and parameters[argument].default is inspect.Parameter.empty
         if is_needed and getattr(state, argument) is None:
-            raise UserError(f"{name} takes {argument}: init_train_state(params, optimizer, {how}) gives the state one")
+            raise UserError(f"{name} takes {argument}: step.init(params, {how}) gives the state one")
     takes_key = "key" in parameters and state.key is not None
     takes_extra = "extra" in parameters and state.extra is not None
 

@@ -14,76 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
-from jvarlen.training.losses import LossFn
 from jvarlen.training.optimizers import OptimizerOfMaster
-from jvarlen.training.step_sums import StepSums, field_of, next_extra, sum_step
+from jvarlen.training.step_sums import StepSums, field_of, next_extra
 from jvarlen.training.train_state import Metrics, TrainState, divide_once
 
-__all__ = [
-    "StepFn",
-    "make_eval_step",
-    "make_train_step",
-    "metrics_of",
-    "step_of_sums",
-    "update_state",
-    "with_extra_args",
-]
+__all__ = ["StepFn", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
 
 StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
-
-
-def make_train_step(
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    *,
-    mesh: Mesh | None = None,
-    axis_name: str = "data",
-    norms: bool = False,
-) -> StepFn:
-    """A train step with exact normalisation and accumulation over microbatches.
-
-    The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. It may have further parameters, by
-    these names, and return more:
-
-    - `key`: a typed key of its own for every microbatch, the same on any number of devices:
-      `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init_train_state(…, seed=)` sets it.
-    - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
-      next values last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers
-      by the sum of the changes of microbatches that have weight; other types, such as keys, do not change.
-    - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
-
-    The gradient is that of Σ loss alone, divided by Σ weight: weights are not differentiated, even if they depend on
-    the parameters.
-
-    Args:
-      loss_fn: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
-        sums are scalars over the rows that it gets; the step adds those of other shards.
-      optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. Its update gets the
-        extra arguments that it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both
-        of the whole step; `value`, the loss of the step, and `grad`, its gradient; `value_fn(params)` and
-        `grad_fn(params)`, the loss of the same step and its gradient for other parameters.
-      mesh: a step's microbatches are spread over `axis_name`, and gradients are reduced once a step. Other axes of the
-        mesh are left to the compiler: parameters may be sharded over them. None: one device.
-      axis_name: the data-parallel axis of the mesh; its size must divide M.
-      norms: whether the metrics include the global norms of gradient and updates.
-
-    Returns:
-      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. The batch
-      is any pytree whose leaves, except scalars, have leading axis M. A scalar field `num_sequences` (attribute or key
-      of a dict) counts the step's real samples. A field `num_tokens`, a scalar of the step or a count for each
-      microbatch, counts its tokens; the batch types of `jvarlen` do not need it.
-
-    Raises:
-      ValueError: when it is traced: shards that do not divide M; a loss that takes a key or `extra` that the state does
-        not hold, returns another form, or reduces its sums over the mesh itself; a mesh other than the one it is
-        compiled for.
-    """
-    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name)
-    values_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
-    return step_of_sums(sums_of, values_of, optimizer, norms=norms)
 
 
 def step_of_sums(
@@ -110,30 +49,6 @@ def with_extra_args(
     if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     return optax.with_extra_args_support(optimizer)
-
-
-def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data") -> StepFn:
-    """An evaluation step: the sums of a step without a gradient.
-
-    Args:
-      loss_fn: as for `make_train_step`.
-      mesh: as for `make_train_step`.
-      axis_name: as for `make_train_step`.
-
-    Returns:
-      `eval_step(state, batch) -> (state, Metrics)`: a plain function. The state is a `TrainState`, or only parameters
-      for a loss that takes nothing else. It is returned unchanged, and `compile_buckets` does not donate it.
-
-    Raises:
-      ValueError: as `make_train_step`.
-    """
-    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
-
-    def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
-        sums = sums_of(state if isinstance(state, TrainState) else TrainState(state, None), batch)
-        return state, metrics_of(sums, batch)
-
-    return eval_step
 
 
 def update_state(

@@ -178,7 +178,7 @@ def step_key(state: TrainState) -> jax.Array | None:
     if state.key is None:
         return None
     if state.step is None:
-        raise UserError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
+        raise UserError("the state has a key and no step: step.init(…, seed=0) gives it both")
     return jax.random.fold_in(state.key, state.step)
 
 

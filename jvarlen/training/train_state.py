@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-__all__ = ["Metrics", "TrainState", "divide_once", "init_train_state"]
+__all__ = ["Metrics", "TrainState", "divide_once", "has_shapes", "new_state", "own_copy", "with_sharding"]
 
 
 class TrainState(NamedTuple):
@@ -78,28 +78,33 @@ class Metrics(NamedTuple):
         return self._replace(grad_norm=None, update_norm=None)
 
 
-def init_train_state(
+def new_state(
     params: Any,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     extra: Any = None,
     seed: int | None = None,
 ) -> TrainState:
-    """The state before the first step.
-
-    Args:
-      params: pytree of arrays.
-      optimizer: any Optax optimizer.
-      extra: pytree of arrays, for a loss that takes `extra`.
-      seed: for a loss that takes `key`; it determines all keys.
-
-    Returns:
-      `TrainState`.
-    """
+    """The state before the first step, where its parameters are. `TrainStep.init` places it."""
     opt_state = optimizer.init(params)
     if seed is None:
         return TrainState(params, opt_state, extra)
     return TrainState(params, opt_state, extra, jax.random.key(seed), jnp.zeros((), np.int32))
+
+
+def has_shapes(tree: Any) -> bool:
+    """Whether a tree holds shapes in place of arrays."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def with_sharding(sharding: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, with its sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def own_copy(tree: Any) -> Any:
+    """Copies of arrays on devices, which a step that donates its state may delete."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:

@@ -7,10 +7,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import Bucket, compile_buckets, data_mesh, init_train_state, make_train_step, scale_by_batch_size
+from jvarlen import Bucket, compile_buckets, data_mesh, make_train_step, scale_by_batch_size
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives, count_collectives, list_collectives
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.training.train_state import new_state
 
 MODEL = TransformerConfig(num_layers=1, width=8, num_heads=1)
 
@@ -116,11 +117,11 @@ def test_a_program_without_text_is_refused():
 
 def test_a_step_reduces_its_gradient_once_whatever_it_accumulates():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3), scale_by_batch_size(8))
-    state = init_train_state(init_params(MODEL, seed=0), optimizer)
+    state = new_state(init_params(MODEL, seed=0), optimizer)
     bucket = Bucket(1, 8)
     for num_shards, microbatches_per_step in ((2, 8), (4, 4)):
         mesh = data_mesh(num_shards)
-        step = make_train_step(make_loss_fn(MODEL), optimizer, mesh=mesh)
+        step = make_train_step(make_loss_fn(MODEL), optimizer, layout=mesh)
         compiled = compile_buckets(
             step, state, BatchShapes([bucket], microbatches_per_step=microbatches_per_step, layout=mesh), progress=False
         )

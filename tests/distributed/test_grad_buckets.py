@@ -15,6 +15,7 @@ from jvarlen.compiling.hlo import count_collectives
 from jvarlen.compiling.lowering import make_recipe
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.distributed.mesh import batch_shardings, replicate
+from jvarlen.training.train_state import new_state
 
 NUM_LAYERS, WIDTH, NUM_ROWS = 6, 16, 4
 LAYER_BYTES = 8 * WIDTH * WIDTH  # in float64
@@ -59,10 +60,10 @@ class Stepped:
     def __init__(self, num_microbatches, **options):
         mesh = jvarlen.data_mesh(2)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-        state = replicate(jvarlen.init_train_state(make_params(), optimizer), mesh)
+        state = replicate(new_state(make_params(), optimizer), mesh)
         batch = make_batch(num_microbatches)
         recipe = make_recipe(
-            jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh),
+            jvarlen.make_train_step(loss_fn, optimizer, layout=mesh),
             state,
             BatchShapes(
                 [(NUM_ROWS, WIDTH)],

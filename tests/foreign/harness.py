@@ -15,10 +15,11 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jvarlen import Bucket, CompileOptions, compile_buckets, data_mesh, init_train_state, make_train_step
+from jvarlen import Bucket, CompileOptions, compile_buckets, data_mesh, make_train_step
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives
 from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.training.train_state import new_state
 
 M, B = 8, 3
 NUM_STEPS = 3
@@ -152,9 +153,9 @@ def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> 
     params, extra = jax.device_put((model.params, model.extra), may_alias=False)
     if model.extra is model.params:
         extra = params
-    state = init_train_state(params, model.optimizer, extra=extra, seed=model.seed)
+    state = new_state(params, model.optimizer, extra=extra, seed=model.seed)
     step = compile_buckets(
-        make_train_step(model.loss_fn, model.optimizer, mesh=mesh),
+        make_train_step(model.loss_fn, model.optimizer, layout=mesh),
         state,
         BatchShapes([BUCKET], microbatches_per_step=M, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec),
         progress=False,

@@ -15,7 +15,6 @@ from jax import numpy as jnp
 
 import jvarlen
 from jvarlen import parallel
-from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.experimental import asynchronous, large_plans, mixed
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.parallel import (
@@ -196,7 +195,11 @@ def _by_name(params: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _take_steps(step: Any, state: Any, batches: Any, params_of: Any = lambda state: state.params) -> Trained:
+def _take_steps(step: Any, params: Any, batches: Any) -> Trained:
+    return _trained(jax.jit(step), step.init(params), batches, step.gather_params)
+
+
+def _trained(step: Any, state: Any, batches: Any, params_of: Any = lambda state: state.params) -> Trained:
     metrics, params = [], []
     for given in batches:
         state, found = step(state, given)
@@ -217,41 +220,40 @@ def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, sl
         params, optimizer = jax.tree.map(jnp.asarray, params), _adamw()
         if layout is None:
             step = jvarlen.make_train_step(parallel.layered_loss_fn(model), optimizer, norms=True)
-            return _take_steps(jax.jit(step), jvarlen.init_train_state(params, optimizer), batches)
+            return _take_steps(step, params, batches)
         parsed = parallel.Layout.parse(layout if "data" in layout else f"data1.{layout}")
-        on = {"layout": parsed, "mesh": parallel.layout_mesh(parsed)}
-        state = parallel.init_state(params, optimizer, model=model, **on)
         if slices is None:
-            step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on))
+            step = jvarlen.make_train_step(model, optimizer, norms=True, layout=parsed)
         else:
-            step = jax.jit(make_sliced_train_step(model, optimizer, norms=True, slices=slices, **on))
-        placed = [jax.device_put(given, batch_shardings(given, on["mesh"])) for given in batches]
-        return _take_steps(step, state, placed, lambda state: parallel.gather_params(state, model=model, **on))
+            step = make_sliced_train_step(model, optimizer, norms=True, slices=slices, layout=parsed)
+        assert step.placement is not None
+        placed = [jax.device_put(given, step.placement.batch_shardings(given)) for given in batches]
+        return _take_steps(step, params, placed)
 
 
 def train_mixed(loss_fn: Any, params: Any, mixed_plan: Any, samples: Any, num_devices: int) -> Trained:
     """In float64, microbatches of different shapes in a step, on so many devices."""
     with jax.enable_x64(True):
         optimizer, mesh = _sgd(), jvarlen.data_mesh(num_devices)
-        state = jvarlen.replicate(jvarlen.init_train_state(params, optimizer), mesh)
-        step = mixed.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, mesh=mesh, norms=True)
-        return _take_steps(jax.jit(step), state, mixed.load_mixed(mixed_plan, samples, mesh=mesh))
+        step = mixed.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, layout=mesh, norms=True)
+        return _take_steps(step, params, mixed.load_mixed(mixed_plan, samples, mesh=mesh))
 
 
 def train_stale(loss_fn: Any, params: Any, plan: Any, samples: Any, delays: Any) -> Trained:
     """In float64, with parameters of earlier updates."""
     with jax.enable_x64(True):
         optimizer = _sgd()
-        state = asynchronous.keep_versions(jvarlen.init_train_state(params, optimizer), delays=delays)
+        state = jvarlen.make_train_step(loss_fn, optimizer).init(params)
+        state = asynchronous.keep_versions(state, delays=delays)
         step = jax.jit(asynchronous.make_stale_train_step(loss_fn, optimizer, delays=delays))
-        return _take_steps(step, state, jvarlen.load(plan, samples))
+        return _trained(step, state, jvarlen.load(plan, samples))
 
 
 def train_asynchronously(loss_fn: Any, params: Any, plan: Any, samples: Any) -> Trained:
     """In float64, by one worker process, whose gradients are never of earlier parameters."""
     with jax.enable_x64(True):
         optimizer = _sgd()
-        state = jvarlen.init_train_state(params, optimizer)
+        state = jvarlen.make_train_step(loss_fn, optimizer).init(params)
         batches = jvarlen.load(plan, samples)
         run = asynchronous.train_async(loss_fn, optimizer, state, plan, batches, num_workers=1, staleness_bound=0)
         return Trained(*_columns(run.metrics), {}, _by_name(run.state.params))

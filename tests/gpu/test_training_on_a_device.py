@@ -11,6 +11,7 @@ import pytest
 import jvarlen
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.training.train_state import new_state
 
 NUM_STEPS, NUM_MICROBATCHES = 24, 2
 BASE_BATCH_SIZE, RATE, BETAS, EPS, WEIGHT_DECAY = 12, 3e-3, (0.9, 0.95), 1e-8, 0.1
@@ -55,7 +56,7 @@ def train(model, initial, plan, batches, **options):
         jvarlen.scale_by_batch_size(BASE_BATCH_SIZE, rule="sqrt"),
     )
     with jax.default_matmul_precision("highest"):
-        state = jvarlen.init_train_state(jax.device_put(initial), optimizer)
+        state = new_state(jax.device_put(initial), optimizer)
         step = jvarlen.compile_buckets(
             jvarlen.make_train_step(make_loss_fn(model), optimizer),
             state,

@@ -11,11 +11,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, init_train_state, make_train_step
+from jvarlen import data_mesh, make_train_step
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
+from jvarlen.training.train_state import new_state
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
@@ -180,7 +181,7 @@ def test_training_goes_as_in_float32():
     losses = []
     for config in (SMALL, SMALL_HALF):
         optimizer = optax.adam(1e-2)
-        state = init_train_state(params(SMALL), optimizer)
+        state = new_state(params(SMALL), optimizer)
         step = jax.jit(make_train_step(make_loss_fn(config), optimizer))
         for _ in range(30):
             state, metrics = step(state, BATCH)

@@ -12,7 +12,6 @@ import pytest
 from jvarlen import (
     WeightedTokens,
     compile_buckets,
-    init_train_state,
     load,
     make_plan,
     make_train_step,
@@ -24,6 +23,7 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.training.train_state import new_state
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 LOSS_FN = jax.jit(make_loss_fn(CONFIG))
@@ -101,7 +101,7 @@ def growth_of_temporaries(attention):
     config = TransformerConfig(num_layers=1, width=8, num_heads=1, attention=attention)
     compiled = compile_buckets(
         make_train_step(make_loss_fn(config), optimizer),
-        init_train_state(init_params(config, seed=0), optimizer),
+        new_state(init_params(config, seed=0), optimizer),
         BatchShapes([(1, 1024), (1, 2048)]),
         progress=False,
     )

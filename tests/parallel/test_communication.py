@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jvarlen import CompileOptions, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collective, list_collectives
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout, estimate_communication, init_state, layout_mesh
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, estimate_communication
 from jvarlen.parallel.train import make_train_step
 
 NUM_LAYERS, WIDTH = 3, 64
@@ -26,16 +26,14 @@ BUCKET = (2, WIDTH)
 def estimate_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
     """Of a step with so many microbatches a shard."""
     layout = Layout(data=num_shards, zero=zero)
-    mesh = layout_mesh(layout)
-    optimizer = optax.adamw(1e-2)
+    step = make_train_step(MODEL, optax.adamw(1e-2), layout=layout, accumulate=accumulate)
     params = LayeredParams((), jnp.zeros((NUM_LAYERS, WIDTH, WIDTH)))
     compiled = compile_buckets(
-        make_train_step(MODEL, optimizer, mesh=mesh, layout=layout, accumulate=accumulate),
-        init_state(params, optimizer, mesh=mesh, layout=layout, model=MODEL),
+        step,
+        step.init(params),
         BatchShapes(
             [BUCKET],
             microbatches_per_step=num_shards * num_microbatches,
-            layout=mesh,
             batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *BUCKET), jnp.float32),
         ),
         progress=False,

@@ -9,21 +9,21 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Bucket, compile_buckets, init_train_state, load, make_plan, make_train_step, no_recompiles
+from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.batches import BatchShapes
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Layout,
     attend_over_axis,
     estimate_communication,
-    init_state,
     layered_loss_fn,
     layout_mesh,
     make_eval_step,
 )
 from jvarlen.parallel import make_train_step as make_layout_step
-from jvarlen.parallel.train import check_bucket
+from jvarlen.parallel.sharded import check_bucket
 from jvarlen.testing import assert_layout_invariant
+from jvarlen.training.train_state import new_state
 from tests.parallel.test_compositions import TIED, tied_params
 
 MODEL = TransformerConfig(num_layers=2, width=32, num_heads=2)
@@ -53,16 +53,16 @@ def trained(step, state, batches):
 def on_one_device():
     params, optimizer = stack_layers(init_params(MODEL, 0)), optax.adamw(1e-3)
     step = jax.jit(make_train_step(layered_loss_fn(layered(MODEL)), optimizer, norms=True))
-    return trained(step, init_train_state(params, optimizer), planned())[1]
+    return trained(step, new_state(params, optimizer), planned())[1]
 
 
 def test_one_state_serves_buckets_on_either_side():
     layout = Layout.parse("data2.context2.zero3.context_from16")
     mesh, optimizer, model = layout_mesh(layout), optax.adamw(1e-3), layered(MODEL)
-    state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
+    state = make_layout_step(model, optimizer, layout=layout).init(stack_layers(init_params(MODEL, 0)))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = compile_buckets(
-        make_layout_step(model, optimizer, mesh=mesh, layout=layout, norms=True),
+        make_layout_step(model, optimizer, layout=layout, norms=True),
         state,
         BatchShapes([SHORT, LONG], microbatches_per_step=4, layout=layout),
         progress=False,
@@ -81,12 +81,10 @@ def test_one_state_serves_buckets_on_either_side():
 def traffic_of(text, bucket):
     layout = Layout.parse(text)
     optimizer, model = optax.sgd(1e-3), layered(MODEL)
-    on = {"mesh": layout_mesh(layout), "layout": layout}
-    state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, model=model, **on)
+    on = {"layout": layout}
+    state = make_layout_step(model, optimizer, **on).init(stack_layers(init_params(MODEL, 0)))
     step = make_layout_step(model, optimizer, **on)
-    compiled = compile_buckets(
-        step, state, BatchShapes([bucket], microbatches_per_step=4, layout=on["mesh"]), progress=False
-    )
+    compiled = compile_buckets(step, state, BatchShapes([bucket], microbatches_per_step=4), progress=False)
     return {(row.kind, row.axes): row for row in estimate_communication(compiled, bucket)}
 
 
@@ -122,9 +120,9 @@ def test_parts_of_rows_go_with_tensor_and_sequence_parallelism():
 @pytest.mark.parametrize("text", ["data2.context2.zero3", "data2.stage2.context2"])
 def test_evaluation_counts_every_token_once(text):
     layout = Layout.parse(text)
-    mesh, optimizer, model = layout_mesh(layout), optax.sgd(1.0), layered(MODEL)
-    state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
-    evaluate = jax.jit(make_eval_step(model, mesh=mesh, layout=layout))
+    optimizer, model = optax.sgd(1.0), layered(MODEL)
+    state = make_layout_step(model, optimizer, layout=layout).init(stack_layers(init_params(MODEL, 0)))
+    evaluate = jax.jit(make_eval_step(model, layout=layout))
     batch, first = planned()[0], on_one_device()[0]
     assert batch.tokens.shape[2] == LONG.length
     metrics = evaluate(state, batch)[1]
@@ -134,12 +132,12 @@ def test_evaluation_counts_every_token_once(text):
 
 def test_what_cannot_be_spread_is_refused():
     layout = Layout.parse("data2.context2")
-    mesh, optimizer = layout_mesh(layout), optax.sgd(1.0)
+    optimizer = optax.sgd(1.0)
     params = stack_layers(init_params(MODEL, 0))
 
     def step_on(model, rows_and_length, num_microbatches=4):
-        state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
-        step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
+        step = make_layout_step(model, optimizer, layout=layout)
+        state = step.init(params)
         batch = jax.eval_shape(lambda: planned()[0])
         arrays = (num_microbatches, *rows_and_length)
         batch = batch._replace(
@@ -157,16 +155,16 @@ def test_what_cannot_be_spread_is_refused():
     with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
         step_on(layered(MODEL)._replace(by_positions=False), (2, 16))
     with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
-        make_layout_step(lambda params, microbatch: (0.0, 0.0), optimizer, mesh=mesh, layout=layout)
+        make_layout_step(lambda params, microbatch: (0.0, 0.0), optimizer, layout=layout)
 
 
 def test_a_model_that_does_not_work_by_positions_is_refused():
     model = layered(MODEL)
     layout = Layout.parse("data2.context2")
-    on = {"mesh": layout_mesh(layout), "layout": layout}
+    on = {"layout": layout}
 
     def evaluate(model, batch=None):
-        state = init_state(stack_layers(init_params(MODEL, 0)), optax.sgd(1.0), model=model, **on)
+        state = make_layout_step(model, optax.sgd(1.0), **on).init(stack_layers(init_params(MODEL, 0)))
         return jax.eval_shape(make_eval_step(model, **on), state, planned()[0] if batch is None else batch)
 
     def whole_rows(ends, microbatch, axes):
@@ -205,8 +203,8 @@ def test_a_ring_in_stages_is_refused_by_name():
     model = layered(MODEL)._replace(layer=layer)
     params = stack_layers(init_params(MODEL, 0))._replace(layers={"k": jnp.ones(2)})
     layout = Layout.parse("data1.stage2.context2")
-    on = {"mesh": layout_mesh(layout), "layout": layout}
-    state = init_state(params, optax.sgd(1.0), model=model, **on)
+    on = {"layout": layout}
+    state = make_layout_step(model, optax.sgd(1.0), **on).init(params)
     with pytest.raises(ValueError, match=r"cannot send by ppermute.* implementation='gather'"):
         jax.eval_shape(make_layout_step(model, optax.sgd(1.0), **on), state, planned()[0])
 
@@ -230,10 +228,10 @@ def test_buckets_that_a_layout_cannot_take_are_refused(text, bucket, message):
 def test_words_that_need_another_axis_are_refused(text):
     layout = Layout.parse(text)
     with pytest.raises(ValueError, match=r"needs (tensor|context|stage)N, with several devices"):
-        make_layout_step(layered(MODEL), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)
+        make_layout_step(layered(MODEL), optax.sgd(1.0), layout=layout)
 
 
 def test_only_layers_are_run_again():
     layout = Layout(data=2, remat="full")
     with pytest.raises(ValueError, match="remat_full takes a LayeredModel"):
-        make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)
+        make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), layout=layout)

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, pack_samples
+from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 MODEL = TransformerConfig(num_layers=3, width=16, num_heads=2)
@@ -75,9 +76,7 @@ def test_layers_are_unstacked_to_what_was_stacked():
 def test_layers_run_in_order_and_the_plain_step_trains_them():
     params, batch = simple_params(), np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)
     optimizer = optax.sgd(0.1)
-    state, metrics = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))(
-        init_train_state(params, optimizer), batch
-    )
+    state, metrics = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))(new_state(params, optimizer), batch)
 
     def by_hand(params):
         x = batch.reshape(8, 3) @ params.ends["in"]

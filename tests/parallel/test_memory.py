@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Bucket, compile_buckets, init_train_state, make_train_step, with_float32_master
+from jvarlen import Bucket, compile_buckets, make_train_step, with_float32_master
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
-from jvarlen.parallel import LayeredParams, Layout, estimate_memory, init_state
+from jvarlen.parallel import LayeredParams, Layout, estimate_memory
 from jvarlen.parallel import make_train_step as make_layout_step
+from jvarlen.training.train_state import new_state
 
 BIG = LayeredParams({}, {"k": jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)})
 P = 4 * 4096 * 4096
@@ -56,10 +57,10 @@ def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbat
     params, model = stack_layers(init_params(MODEL, seed=0)), layered(MODEL)
     num_microbatches *= layout.data
     estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
-    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+    train_step = make_layout_step(model, optimizer, layout=layout)
+    state = train_step.init(params)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert estimate.params + estimate.opt_state == on_first
-    train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
         train_step,
         state,
@@ -133,12 +134,9 @@ def test_layers_that_are_run_again_hold_their_inputs():
     temp_bytes = {}
     for text in ("data2", "data2.remat_full"):
         layout = Layout.parse(text)
-        mesh = layout_mesh(layout)
-        state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
-        train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
-        (row,) = compile_buckets(
-            train_step, state, BatchShapes([Bucket(8, 32)], microbatches_per_step=2, layout=mesh)
-        ).ledger
+        train_step = make_layout_step(model, optimizer, layout=layout)
+        shapes = BatchShapes([Bucket(8, 32)], microbatches_per_step=2)
+        (row,) = compile_buckets(train_step, train_step.init(params), shapes).ledger
         temp_bytes[text] = row.temp_bytes
     estimates = [
         estimate_memory(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes
@@ -185,10 +183,9 @@ def test_a_master_takes_steps_that_bfloat16_cannot(zero):
     """The parameters are the rounded masters, whatever the level, and masters change as float32 parameters do."""
     w, batch = regression_step()
     layout = Layout(data=4, zero=zero)
-    mesh = layout_mesh(layout)
     optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4)))
-    state = init_state(in_bfloat16({"w": w}), optimizer, mesh=mesh, layout=layout)
-    step = jax.jit(make_layout_step(regression, optimizer, mesh=mesh, layout=layout))
+    train_step = make_layout_step(regression, optimizer, layout=layout)
+    state, step = train_step.init(in_bfloat16({"w": w})), jax.jit(train_step)
     expected = {"w": jnp.asarray(in_bfloat16(w), jnp.float32)}
     alone = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4))
     inner = alone.init(expected)
@@ -227,6 +224,6 @@ def test_gradients_are_not_rounded_before_a_master():
     """(1 + 1/256) / 2 is between two bfloat16 numbers."""
     optimizer = with_float32_master(optax.sgd(1.0))
     step = make_train_step(lambda w, x: (jnp.sum(x * w.astype(jnp.float32)), jnp.float32(1)), optimizer)
-    state = init_train_state(jnp.zeros((), jnp.bfloat16), optimizer)
+    state = new_state(jnp.zeros((), jnp.bfloat16), optimizer)
     state, _ = jax.jit(step)(state, jnp.array([[1.0], [1 / 256]]))
     assert float(state.opt_state.master) == -(1 + 1 / 256) / 2

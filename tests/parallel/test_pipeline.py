@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from jvarlen import (
     Bucket,
     compile_buckets,
-    init_train_state,
     load,
     make_eval_step,
     make_plan,
@@ -22,12 +21,10 @@ from jvarlen import (
     pack_samples,
     scale_by_batch_size,
 )
-from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
-from jvarlen.parallel import gather_params, init_state
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
@@ -35,6 +32,7 @@ from jvarlen.parallel.memory import buffer_slots
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.step_sums import sum_step
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
@@ -81,7 +79,7 @@ def noisy_batch(num_microbatches):
 
 def on_layout(text):
     layout = Layout.parse(text)
-    return {"mesh": layout_mesh(layout), "layout": layout}
+    return {"layout": layout}
 
 
 def sums_on(model, text, **options):
@@ -101,7 +99,7 @@ def assert_equal_trees(found, expected, rtol):
 @functools.cache
 def sums_without_stages(num_layers, num_microbatches):
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(num_layers), optax.identity(), seed=3)
+        state = new_state(noisy_params(num_layers), optax.identity(), seed=3)
         return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
 
 
@@ -121,7 +119,7 @@ def sums_without_stages(num_layers, num_microbatches):
 def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches, remat):
     expected = sums_without_stages(num_layers, num_microbatches)
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(num_layers), optax.identity(), seed=3)
+        state = new_state(noisy_params(num_layers), optax.identity(), seed=3)
         found = jax.jit(sums_on(NOISY, text, remat=remat))(state, noisy_batch(num_microbatches))
         assert_equal_trees(found, expected, 1e-12)
         assert np.abs(np.asarray(found.grads.layers["k"])).max(axis=(1, 2)).min() > 1e-3
@@ -131,7 +129,7 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num
 def test_sums_without_gradients_are_the_same(text):
     expected = sums_without_stages(8, 8)
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(8), optax.identity(), seed=3)
+        state = new_state(noisy_params(8), optax.identity(), seed=3)
         found = jax.jit(sums_on(NOISY, text, with_grads=False))(state, noisy_batch(8))
         assert_equal_trees(found, expected._replace(grads=None), 1e-12)
 
@@ -165,7 +163,7 @@ def trained_whole(packed):
     with jax.enable_x64(True):
         params, optimizer = jax.tree.map(np.float64, initial_params()), clipped_adamw()
         step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
-        state, losses = take_steps(step, init_train_state(params, optimizer), packed)
+        state, losses = take_steps(step, new_state(params, optimizer), packed)
         return losses, jax.tree.map(np.asarray, state.params)
 
 
@@ -183,21 +181,23 @@ def test_the_transformer_trains_as_one_device(text, packed):
     expected_losses, expected = trained_whole(packed)
     model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
     with jax.enable_x64(True):
-        state = init_state(jax.tree.map(np.float64, initial_params()), optimizer, model=model, **on)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-        step = jax.jit(make_layout_step(model, optimizer, **on), donate_argnums=0)
-        state, losses = take_steps(step, state, packed)
+        step = make_layout_step(model, optimizer, **on)
+        params = jax.tree.map(np.float64, initial_params())
+        state, placed = step.init(params), step.state_shardings(params)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
-        assert step._cache_size() == 1
+        compiled = jax.jit(step, donate_argnums=0)
+        state, losses = take_steps(compiled, state, packed)
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
+        assert compiled._cache_size() == 1
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        assert_equal_trees(gather_params(state, model=model, **on), expected, 1e-11 if "tensor" in text else 1e-12)
+        assert_equal_trees(step.gather_params(state), expected, 1e-11 if "tensor" in text else 1e-12)
         assert losses[-1] < losses[0] - 0.3
 
 
 def test_a_stage_holds_its_own_layers_only():
     on, optimizer = on_layout("data2.stage4.zero1"), optax.adam(1e-2)
     params = LayeredParams({"in": np.zeros((64, 64))}, {"k": np.zeros((4, 64, 64)), "b": np.zeros((4, 64))})
-    state = init_state(params, optimizer, **on)
+    state = make_layout_step(SIMPLE, optimizer, **on).init(params)
     moments = state.opt_state[0].mu
     assert state.params.layers["k"].sharding.spec == PartitionSpec("stage")
     assert moments.layers["k"].sharding.spec == PartitionSpec("stage", "data")
@@ -212,10 +212,9 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
     plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer, on, model = clipped_adamw(), on_layout("data2.stage2"), layered(TRANSFORMER)
-    state = init_state(initial_params(), optimizer, model=model, **on)
-    step = compile_buckets(
-        make_layout_step(model, optimizer, **on), state, BatchShapes.of_plan(plan, layout=on["mesh"]), progress=False
-    )
+    train_step = make_layout_step(model, optimizer, **on)
+    state = train_step.init(initial_params())
+    step = compile_buckets(train_step, state, plan, progress=False)
     losses = []
     for batch in load(plan, dataset, layout=on["mesh"]):
         with no_recompiles() if losses else no_recompiles("count"):
@@ -231,7 +230,7 @@ def test_evaluations_drop_nothing_out():
     model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
     batch = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
     params = simple_state(4).params
-    state = init_state(params, optax.sgd(0.1), seed=0, **on)
+    state = make_layout_step(model, optax.sgd(0.1), **on).init(params, seed=0)
     _, metrics = jax.jit(make_layout_eval_step(model, **on))(state, batch)
     assert {*keys} == {None}
     _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
@@ -240,7 +239,7 @@ def test_evaluations_drop_nothing_out():
 
 def simple_state(num_layers, width=8, dtype=np.float32):
     params = LayeredParams({"in": np.ones(width, dtype)}, {"k": np.full((num_layers, width, width), 0.1, dtype)})
-    return init_train_state(params, optax.identity())
+    return new_state(params, optax.identity())
 
 
 SIMPLE = LayeredModel(
@@ -320,7 +319,7 @@ def test_every_layer_works_as_often_as_the_schedule_says(text, remat, times):
     model = SIMPLE._replace(layer=lambda own, x, microbatch, axes: run(own["k"], x))
     params = LayeredParams({"in": np.ones(3, np.float32)}, {"k": np.zeros((4, 3), np.float32)})
     step = jax.jit(sums_on(model, text, remat=remat))
-    jax.block_until_ready(step(init_train_state(params, optax.identity()), np.ones((4, 3), np.float32)))
+    jax.block_until_ready(step(new_state(params, optax.identity()), np.ones((4, 3), np.float32)))
     num_of = {kind: ran.count(kind) / 4 for kind in "FBW"}
     skipped = {"F": 1, "B": 0, "W": 0} if remat == "full" else dict.fromkeys("FBW", 0)  # of the last part
     assert num_of == {kind: 4 * number - skipped[kind] for kind, number in times.items()}
@@ -348,7 +347,7 @@ def test_idle_ticks_do_not_reach_the_gradient():
         lambda own, x, microbatch, axes: own * jnp.sqrt(x),
         lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(microbatch.size)),
     )
-    state = init_train_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
+    state = new_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
     batch = jnp.arange(1.0, 7).reshape(2, 3)
     expected = jax.jit(sum_step(layered_loss_fn(rooted)))(state, batch)
     for remat in ("full", "none"):
@@ -373,7 +372,7 @@ def test_a_layer_may_loop_from_a_constant_and_branch_to_one():
         lambda ends, x, microbatch, axes: (jnp.sum(jnp.sin(x @ ends["in"].T)), jnp.sum(microbatch["w"])),
     )
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(4), optax.identity())
+        state = new_state(noisy_params(4), optax.identity())
         expected = jax.jit(sum_step(layered_loss_fn(looping)))(state, noisy_batch(4))
         for remat in ("full", "none"):
             found = jax.jit(sums_on(looping, "data2.stage2", remat=remat))(state, noisy_batch(4))
@@ -387,7 +386,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
         lambda own, x, microbatch, axes: x * own,
         lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(1)),
     )
-    state = init_train_state(LayeredParams((), jnp.ones(4, jnp.bfloat16)), optax.identity())
+    state = new_state(LayeredParams((), jnp.ones(4, jnp.bfloat16)), optax.identity())
     sums = jax.jit(sums_on(product, "data1.stage2.interleaved.virtual2"))(state, jnp.ones((300, 1), jnp.bfloat16))
     assert sums.grads.layers.dtype == jnp.float32
     assert sums.grads.layers.tolist() == [300] * 4
@@ -398,7 +397,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), initial_params()
 
     def init(text, params=params, model=model):
-        return init_state(params, optimizer, model=model, **on_layout(text))
+        return make_layout_step(model, optimizer, **on_layout(text)).init(params)
 
     with pytest.raises(ValueError, match=r"^4 layers do not make 8 stages"):
         init("data1.stage8")
@@ -419,8 +418,8 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         jax.eval_shape(by_shards, state, batch)
     with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
         init("data1.stage2.context2", model=model._replace(by_positions=False))
-    with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, not a dict"):
-        init("data1.stage2", {"w": np.zeros(3)}, None)
+    with pytest.raises(ValueError, match=r"^a model by layers takes LayeredParams, not a dict"):
+        init("data1.stage2", {"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
         make_layout_step(make_loss_fn(TRANSFORMER), optimizer, **on_layout("data1.stage2"))
     with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, and .* leave out LayeredModel.stack"):

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import jvarlen
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, init_state, layout_mesh
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
 from jvarlen.parallel.portable import check_portable, portable_form, portable_params, stack_for
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.checkpoint import Place, open_checkpoints
-from jvarlen.training.train_state import init_train_state
+from jvarlen.training.train_state import new_state
 
 CONFIG = TransformerConfig(
     num_layers=2, width=24, num_heads=4, vocab_size=257
@@ -65,7 +65,7 @@ def saved(tmp_path_factory):
         params = init_params(CONFIG, seed=0)
         if "masters" in name:
             params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        whole = random_like(init_train_state(params, optimizer))
+        whole = random_like(new_state(params, optimizer))
         folder = tmp_path_factory.mktemp("saved")
         with open_checkpoints(folder) as checkpoints:
             checkpoints.save(whole, PLACE)
@@ -76,19 +76,19 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(("text", "name"), CASES)
 def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp_path, text, name):
     layout, optimizer = Layout.parse(text), OPTIMIZERS[name]
-    (whole, folder), mesh = saved[name], layout_mesh(layout)
+    whole, folder = saved[name]
     model, on_layout = stack_for(layout, MODEL, whole.params)
-    state = init_state(on_layout, optimizer, mesh=mesh, layout=layout, model=model)
-    form = portable_form(state, whole.params, optimizer, mesh=mesh, layout=layout, model=MODEL)
+    state = jvarlen.make_train_step(model, optimizer, layout=layout).init(on_layout)
+    form = portable_form(state, whole.params, optimizer, layout=layout, model=MODEL)
     with open_checkpoints(folder, form=form) as checkpoints:
         restored, _ = checkpoints.restore_latest(zeros_like(state))
     for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert (found.shape, found.sharding) == (expected.shape, expected.sharding)
-    # Parameters, and what lies like them, are as `init_state` places them.
+    # Parameters, and what lies like them, are as `init` places them.
     assert_equal(restored.params, state.params)
     if name == "adamw":
         moments = stack_for(layout, MODEL, whole.opt_state[0].mu)[1]
-        moments = init_state(moments, optimizer, mesh=mesh, layout=layout, model=model).params
+        moments = jvarlen.make_train_step(model, optimizer, layout=layout).init(moments).params
         assert_equal(cropped(restored.opt_state[0].mu, on_layout), cropped(moments, on_layout))
 
     with open_checkpoints(tmp_path, form=form) as checkpoints:
@@ -128,9 +128,8 @@ def test_a_model_of_ones_own_keeps_the_form_that_its_parameters_have(tmp_path):
         {"in": np.arange(24.0).reshape(2, 3, 4), "out": np.arange(12.0).reshape(2, 2, 3)},
     )
     layout, optimizer = Layout.parse("data1.tensor2"), optax.sgd(0.1, momentum=0.9)
-    mesh = layout_mesh(layout)
-    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
-    saved = portable_form(state, params, optimizer, mesh=mesh, layout=layout, model=model).save(state)
+    state = jvarlen.make_train_step(model, optimizer, layout=layout).init(params)
+    saved = portable_form(state, params, optimizer, layout=layout, model=model).save(state)
     assert_equal(saved.params, jax.tree.map(jnp.asarray, params))
     assert saved.params.layers["out"] is state.params.layers["out"]
     assert saved.opt_state[0].trace.ends["table"].shape == (5, 3)

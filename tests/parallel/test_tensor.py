@@ -36,7 +36,7 @@ from jvarlen.parallel.tensor import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from jvarlen.parallel.train import gather_params, init_state, make_eval_step, make_train_step
+from jvarlen.parallel.train import make_eval_step, make_train_step
 from jvarlen.testing import assert_layout_invariant
 from tests.conftest import random_dataset
 from tests.parallel.test_layers import microbatch_of as short_microbatch
@@ -417,11 +417,12 @@ def trained(model, params, layout, **options):
     """Over six steps: losses and norms of gradients, the loss of an evaluation, and whole parameters; and the state."""
     plan, dataset = plan_and_data()
     mesh = layout_mesh(layout)
-    on = {"mesh": mesh, "layout": layout}
-    state = init_state(params, ADAMW, model=model, **on)
+    on = {"layout": layout}
+    train_step = make_train_step(model, ADAMW, norms=True, **on, **options)
+    state = train_step.init(params)
     lies = [leaf.sharding.spec for leaf in jax.tree.leaves(state)]
+    step = compile_buckets(train_step, state, plan, progress=False)
     shapes = BatchShapes.of_plan(plan, layout=mesh)
-    step = compile_buckets(make_train_step(model, ADAMW, norms=True, **on, **options), state, shapes, progress=False)
     eval_step = compile_buckets(make_eval_step(model, **on), state, shapes, progress=False)
     found = []
     for _ in range(3):
@@ -431,7 +432,7 @@ def trained(model, params, layout, **options):
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(state)] == lies
     found.append(eval_step(state, batch)[1].loss)
     traffic = {(row.kind, *row.axes): row.times for row in estimate_communication(step, plan.buckets[0])}
-    return np.hstack(found), gather_params(state, model=model, **on), state, traffic
+    return np.hstack(found), train_step.gather_params(state), state, traffic
 
 
 @functools.cache
@@ -499,14 +500,10 @@ def test_the_optimizer_never_sees_what_vocabularies_are_padded_with():
 
 def test_what_cannot_be_trained_over_tensor_is_refused():
     layout = Layout.parse("data2.tensor2")
-    on = {"mesh": layout_mesh(layout), "layout": layout}
-    params, optimizer = of_the_whole_model(False)[0], optax.sgd(0.1)
+    on = {"layout": layout}
+    optimizer = optax.sgd(0.1)
     needs = "tensor2 takes a LayeredModel of LayeredParams, with specs"
-    for model in (None, make_loss_fn(MODEL), OWN._replace(specs=None), layered(MODEL)._replace(stack=stack_layers)):
-        with pytest.raises(ValueError, match=needs):
-            init_state(params, optimizer, model=model, **on)
-    with pytest.raises(ValueError, match=needs):
-        make_train_step(make_loss_fn(MODEL), optimizer, **on)
-    state = init_state(params, optimizer, model=layered(MODEL), **on)
-    with pytest.raises(ValueError, match=needs):
-        gather_params(state, **on)
+    for model in (make_loss_fn(MODEL), OWN._replace(specs=None), layered(MODEL)._replace(stack=stack_layers)):
+        for make in (functools.partial(make_train_step, optimizer=optimizer), make_eval_step):
+            with pytest.raises(ValueError, match=needs):
+                make(model, **on)

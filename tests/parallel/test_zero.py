@@ -17,8 +17,6 @@ from jvarlen import (
     Bucket,
     CompileOptions,
     compile_buckets,
-    data_mesh,
-    init_train_state,
     load,
     make_eval_step,
     make_plan,
@@ -30,13 +28,12 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.train import gather_params, init_state
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step
 from jvarlen.parallel.zero import shard_specs, unpadded
+from jvarlen.training.train_state import new_state
 from tests import processes, run_zero
 from tests.conftest import random_dataset
 
@@ -92,9 +89,8 @@ def take_steps(step, state, batches, num_steps):
 
 def on_layout(model, params, optimizer, text, **options):
     layout = Layout.parse(text)
-    on = {"mesh": layout_mesh(layout), "layout": layout}
-    state = init_state(params, optimizer, model=model, **on, **options)
-    return make_layout_step(model, optimizer, **on), state, on
+    step = make_layout_step(model, optimizer, layout=layout)
+    return step, step.init(params, **options), {"layout": layout}
 
 
 def shardings_of(state):
@@ -136,7 +132,7 @@ def trained_whole(num_microbatches, packed, by_layers):
         params, loss_fn = (stack_layers(params), layered_loss_fn(LAYERED)) if by_layers else (params, LOSS_FN)
         optimizer = clipped_adamw()
         step = jax.jit(make_train_step(loss_fn, optimizer))
-        state, losses = take_steps(step, init_train_state(params, optimizer), batches_of(num_microbatches, packed), 20)
+        state, losses = take_steps(step, new_state(params, optimizer), batches_of(num_microbatches, packed), 20)
         return losses, jax.tree.map(np.asarray, state.params)
 
 
@@ -154,15 +150,15 @@ def test_every_level_trains_as_one_device(text, num_microbatches, packed, by_lay
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, initial_params())
         params, model = (stack_layers(params), LAYERED) if by_layers else (params, LOSS_FN)
-        step, state, on = on_layout(model, params, clipped_adamw(), text)
+        step, state, _ = on_layout(model, params, clipped_adamw(), text)
         placed = shardings_of(state)
-        step = jax.jit(step, donate_argnums=0)
-        state, losses = take_steps(step, state, batches_of(num_microbatches, packed), 20)
+        compiled = jax.jit(step, donate_argnums=0)
+        state, losses = take_steps(compiled, state, batches_of(num_microbatches, packed), 20)
         assert shardings_of(state) == placed
-        assert step._cache_size() == 1
+        assert compiled._cache_size() == 1
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
         assert losses[-1] < losses[0] - 0.3
-        found = gather_params(state, **on)
+        found = step.gather_params(state)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         assert_equal_trees(found, expected, 1e-12)
 
@@ -205,13 +201,13 @@ def test_any_optimizer_sees_whole_arrays(name, text):
     optimizer = OPTIMIZERS[name]()
     with jax.enable_x64(True):
         whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))
-        expected, expected_losses = take_steps(whole, init_train_state(simple_params(), optimizer), [simple_batch()], 5)
+        expected, expected_losses = take_steps(whole, new_state(simple_params(), optimizer), [simple_batch()], 5)
         step, state, on = on_layout(SIMPLE, simple_params(), optimizer, text)
         placed = shardings_of(state)
         state, losses = take_steps(jax.jit(step, donate_argnums=0), state, [simple_batch()], 5)
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
         assert losses[-1] < losses[0]
-        assert_equal_trees(gather_params(state, **on), expected.params, 1e-9)
+        assert_equal_trees(step.gather_params(state), expected.params, 1e-9)
         whole_state = jax.jit(unpadded, static_argnums=1)(state, on["layout"])
         assert_equal_trees(whole_state.opt_state, expected.opt_state, 1e-9)
         assert shardings_of(state) == placed
@@ -235,7 +231,7 @@ def noisy_step_on_one_device():
     optimizer = optax.sgd(1e-3)
     with jax.enable_x64(True):
         whole = jax.jit(make_train_step(layered_loss_fn(NOISY), optimizer, norms=True))
-        return whole(init_train_state(simple_params(), optimizer, seed=3), simple_batch())
+        return whole(new_state(simple_params(), optimizer, seed=3), simple_batch())
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -243,11 +239,9 @@ def test_keys_extra_state_sums_and_norms_are_those_of_one_device(zero):
     model, optimizer = NOISY, optax.sgd(1e-3)
     expected, expected_metrics = noisy_step_on_one_device()
     layout = Layout(data=2, zero=zero)
-    mesh = layout_mesh(layout)
     with jax.enable_x64(True):
-        state = init_state(simple_params(), optimizer, mesh=mesh, layout=layout, seed=3)
-        step = jax.jit(make_layout_step(model, optimizer, mesh=mesh, layout=layout, norms=True))
-        state, metrics = step(state, simple_batch())
+        step = make_layout_step(model, optimizer, layout=layout, norms=True)
+        state, metrics = jax.jit(step)(step.init(simple_params(), seed=3), simple_batch())
         assert_equal_trees(metrics, expected_metrics, 1e-12)
         assert float(metrics.sums["squares"]) > 1
         assert_equal_trees(state.params, expected.params, 1e-12)
@@ -264,7 +258,7 @@ def test_extra_state_is_kept_on_every_device():
     extra = {"mean": np.float64(0), "seen": np.int32(0)}
     with jax.enable_x64(True):
         whole = jax.jit(make_train_step(loss_fn, optimizer))
-        expected, _ = whole(init_train_state(params, optimizer, extra=extra), simple_batch())
+        expected, _ = whole(new_state(params, optimizer, extra=extra), simple_batch())
         step, state, _ = on_layout(loss_fn, params, optimizer, "data4.zero2", extra=extra)
         assert state.opt_state[0].mu.sharding.spec == PartitionSpec(None, "data")
         state, _ = jax.jit(step)(state, simple_batch())
@@ -326,9 +320,9 @@ def test_parameters_are_gathered_as_they_were_given(zero):
     stacked = stack_layers(initial_params())
     kept = jax.tree.map(np.array, stacked)
     layout = Layout(data=4, zero=zero) if zero else Layout(data=4)
-    on = {"mesh": layout_mesh(layout), "layout": layout}
-    state = init_state(stacked, optax.sgd(0.1), **on)
-    gathered = gather_params(state, **on)
+    step = make_layout_step(layered(MODEL), optax.sgd(0.1), layout=layout)
+    state = step.init(stacked)
+    gathered = step.gather_params(state)
     assert jax.tree.structure(gathered) == jax.tree.structure(kept)
     assert_equal_trees(gathered, kept, 0)
     jax.tree.map(lambda leaf: leaf.delete(), state.params)  # as a step that donates it
@@ -391,7 +385,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     optimizer = clipped_adamw()
     params = LayeredParams({"table": np.random.default_rng(0).normal(size=(256, 64)) / 4}, simple_params().layers)
     params = jax.tree.map(np.float32, params)
-    whole, expected = init_train_state(params, optimizer), []
+    whole, expected = new_state(params, optimizer), []
     whole_step = compile_buckets(make_train_step(layered_loss_fn(TOKENS), optimizer), whole, plan, progress=False)
     for batch in load(plan, dataset):
         whole, metrics = whole_step(whole, batch)
@@ -400,8 +394,8 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     for zero in (2, 3):
         step, state, on = on_layout(TOKENS, params, optimizer, f"data4.zero{zero}")
         placed, losses = shardings_of(state), []
-        compiled = compile_buckets(step, state, BatchShapes.of_plan(plan, layout=on["mesh"]), progress=False)
-        for batch in load(plan, dataset, layout=on["mesh"]):
+        compiled = compile_buckets(step, state, plan, progress=False)
+        for batch in load(plan, dataset, layout=on["layout"]):
             with no_recompiles() if losses else no_recompiles("count"):
                 given, (state, metrics) = state, compiled(state, batch)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state[1]))
@@ -415,7 +409,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
 def simple_step_on_one_device():
     with jax.enable_x64(True):
         whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optax.adamw(1e-2)))
-        return whole(init_train_state(simple_params(), optax.adamw(1e-2)), simple_batch(8))
+        return whole(new_state(simple_params(), optax.adamw(1e-2)), simple_batch(8))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -425,17 +419,17 @@ def test_gradient_buckets_do_not_change_the_step(zero):
     spec = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
     expected, expected_metrics = simple_step_on_one_device()
     with jax.enable_x64(True):
-        step, state, on = on_layout(SIMPLE, simple_params(), optimizer, f"data4.zero{zero}")
+        step, state, _ = on_layout(SIMPLE, simple_params(), optimizer, f"data4.zero{zero}")
         compiled = compile_buckets(
             step,
             state,
-            BatchShapes([bucket], microbatches_per_step=8, layout=on["mesh"], batch_spec=lambda *_: spec),
+            BatchShapes([bucket], microbatches_per_step=8, batch_spec=lambda *_: spec),
             progress=False,
             options=CompileOptions(grad_bucket_bytes=2**14, first_grad_bucket_bytes=2**10),
         )
         state, metrics = compiled(state, batch)
         np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
-        assert_equal_trees(gather_params(state, **on), expected.params, 1e-12)
+        assert_equal_trees(step.gather_params(state), expected.params, 1e-12)
         in_loops = compiled.collectives(bucket).get("reduce-scatter", (0, 0))[1]
         assert in_loops == (0, 2, 1)[zero - 1]
 
@@ -443,25 +437,12 @@ def test_gradient_buckets_do_not_change_the_step(zero):
 def test_what_cannot_be_spread_is_refused_by_name():
     optimizer, params = optax.sgd(0.1), simple_params(np.float32)
     layout = Layout(data=2, zero=3)
-    mesh = layout_mesh(layout)
     loss_fn = layered_loss_fn(SIMPLE)
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function: zero2 takes any"):
-        make_layout_step(loss_fn, optimizer, mesh=mesh, layout=layout)
-    with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
-        init_state(params, optimizer, mesh=mesh, layout=layout, model=loss_fn)
-    with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
-        init_state({"w": np.ones((64, 64))}, optimizer, mesh=mesh, layout=layout)
-    with pytest.raises(ValueError, match="takes LayeredParams, not a dict"):
-        init_state(
-            {"w": np.ones((64, 64))}, optimizer, mesh=layout_mesh(Layout(data=1)), layout=Layout(data=1), model=SIMPLE
-        )
-    with pytest.raises(ValueError, match="axes batch, but no 'data'"):
-        make_layout_step(loss_fn, optimizer, mesh=jax.make_mesh((2,), ("batch",)), layout=Layout(data=2))
-    with pytest.raises(ValueError, match=r"not that of the layout data2.zero3: it has 'data' 4 where the layout has 2"):
-        init_state(params, optimizer, mesh=data_mesh(4), layout=layout)
-    wider = jax.make_mesh((2, 2), ("data", "model"))
-    with pytest.raises(ValueError, match="it has 'model' 2 where the layout has 1"):
-        make_layout_step(SIMPLE, optimizer, mesh=wider, layout=layout)
+        make_layout_step(loss_fn, optimizer, layout=layout)
+    for each in (layout, Layout(data=1)):
+        with pytest.raises(ValueError, match="takes LayeredParams, not a dict"):
+            make_layout_step(SIMPLE, optimizer, layout=each).init({"w": np.ones((64, 64))})
     step, state, _ = on_layout(SIMPLE, params, optimizer, "data2.zero3")
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
         jax.eval_shape(step, state, simple_batch(3, np.float32))
@@ -470,10 +451,11 @@ def test_what_cannot_be_spread_is_refused_by_name():
 @pytest.mark.parametrize("text", ["data2", "data4.zero3"])
 def test_evaluation_steps_gather_layer_by_layer_and_drop_nothing_out(text):
     layout, params = Layout.parse(text), simple_params(np.float32)
-    on = {"mesh": layout_mesh(layout), "layout": layout}
+    on = {"layout": layout}
     keys = []
     model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
-    state, batch = init_state(params, optax.adam(1e-2), seed=0, **on), simple_batch(dtype=np.float32)
+    state = make_layout_step(SIMPLE, optax.adam(1e-2), **on).init(params, seed=0)
+    batch = simple_batch(dtype=np.float32)
     _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
     step = jax.jit(make_layout_eval_step(model, **on)).lower(state, batch).compile()
     assert_equal_trees(step(state, batch)[1], expected, 1e-5)
@@ -501,20 +483,20 @@ def counting():
 def counted_on_one_device():
     with jax.enable_x64(True):
         whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), counting()))
-        return take_steps(whole, init_train_state(simple_params(), counting()), [simple_batch(7)], 4)
+        return take_steps(whole, new_state(simple_params(), counting()), [simple_batch(7)], 4)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_number_that_divides_nothing_pads_the_state_and_not_the_optimizer(zero):
     expected, losses = counted_on_one_device()
     with jax.enable_x64(True):
-        step, state, on = on_layout(SIMPLE, simple_params(), counting(), f"data7.zero{zero}")
+        step, state, _ = on_layout(SIMPLE, simple_params(), counting(), f"data7.zero{zero}")
         moments = state.opt_state["moments"]
         assert moments.ends["odd"].shape == (15, 77)
         assert moments.layers["k"].addressable_shards[0].data.shape == (3, 10, 64)
         state, found_losses = take_steps(jax.jit(step, donate_argnums=0), state, [simple_batch(7)], 4)
         np.testing.assert_allclose(found_losses, losses, rtol=1e-12)
-        assert_equal_trees(gather_params(state, **on), expected.params, 1e-12)
+        assert_equal_trees(step.gather_params(state), expected.params, 1e-12)
         padding = np.asarray(state.opt_state["moments"].layers["k"])[:, 64:]
         assert padding.shape == (3, 6, 64)
         assert not padding.any()
@@ -523,7 +505,7 @@ def test_a_number_that_divides_nothing_pads_the_state_and_not_the_optimizer(zero
 def test_optimizers_that_keep_a_history_keep_it_in_shards():
     layout = Layout(data=4, zero=1)
     params = {"w": np.ones((64, 64), np.float32)}
-    state = init_state(params, optax.lbfgs(memory_size=3), mesh=layout_mesh(layout), layout=layout)
+    state = make_layout_step(layered_loss_fn(SIMPLE), optax.lbfgs(memory_size=3), layout=layout).init(params)
     on_fullest, whole = state_bytes(state.opt_state)
     assert whole > 8 * params["w"].nbytes
     assert on_fullest < 0.26 * whole
@@ -531,11 +513,11 @@ def test_optimizers_that_keep_a_history_keep_it_in_shards():
 
 def test_what_cannot_be_trained_is_named():
     params = simple_params(np.float32)
-    on = {"mesh": layout_mesh(Layout(data=2)), "layout": Layout(data=2)}
+    on = {"layout": Layout(data=2)}
     with pytest.raises(ValueError, match="a model by layers takes no extra"):
-        init_state(params, optax.sgd(1.0), model=SIMPLE, extra={"mean": np.zeros(3)}, **on)
+        make_layout_step(SIMPLE, optax.sgd(1.0), **on).init(params, extra={"mean": np.zeros(3)})
     params.ends["count"] = np.zeros(3, np.int32)
-    state = init_state(params, optax.sgd(1.0), **on)
+    state = make_layout_step(SIMPLE, optax.sgd(1.0), **on).init(params)
     with pytest.raises(ValueError, match=r"parameters must be floats, not .*'count'\] int32\[3\]"):
         jax.eval_shape(make_layout_step(SIMPLE, optax.sgd(1.0), **on), state, simple_batch(dtype=np.float32))
 
@@ -554,11 +536,12 @@ def test_processes_train_as_one():
 
 
 def test_a_mesh_of_one_axis_serves_a_layout_of_data():
-    layout, optimizer = Layout(data=4, zero=2), optax.adam(1e-2)
-    state = init_state(simple_params(np.float32), optimizer, mesh=data_mesh(4), layout=layout)
+    mesh, optimizer = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4]), optax.adam(1e-2)
+    step = make_layout_step(SIMPLE, optimizer, layout=Layout(zero=2).on(mesh, axes={"data": "rows"}))
+    state = step.init(simple_params(np.float32))
     assert state_bytes(state.opt_state)[0] < state_bytes(state.opt_state)[1]
-    step = jax.jit(make_layout_step(SIMPLE, optimizer, mesh=data_mesh(4), layout=layout))
-    _, metrics = step(state, simple_batch(dtype=np.float32))
+    batch = simple_batch(dtype=np.float32)
+    _, metrics = jax.jit(step)(state, jax.device_put(batch, step.placement.batch_shardings(batch)))
     whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))
-    _, expected = whole(init_train_state(simple_params(np.float32), optimizer), simple_batch(dtype=np.float32))
+    _, expected = whole(new_state(simple_params(np.float32), optimizer), simple_batch(dtype=np.float32))
     np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-5)

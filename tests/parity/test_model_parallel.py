@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import jvarlen
 import torch_ref
 from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
-from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
+from jvarlen.parallel import Layout, make_train_step
 from tests import processes
 from tests.conftest import random_dataset
 from torch_ref import parallel
@@ -93,20 +93,20 @@ def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     """Return losses, norms of gradients, and final weights by torch's names."""
     layout, num_layers = Layout.parse(f"data1.{name}"), WAYS[name].num_layers
     model = layered(model_config(num_layers))
-    mesh = layout_mesh(layout)
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     plan = make_plan(jvarlen, LENGTHS, WAYS[name])
     collate = jvarlen.pack_to_bucket if WAYS[name].packed else jvarlen.pad_to_bucket
     losses, norms = [], []
     with jax.enable_x64(True):
-        state = init_state(stack_layers(initial_params(num_layers)), optimizer, mesh=mesh, layout=layout, model=model)
-        step = jax.jit(make_train_step(model, optimizer, mesh=mesh, layout=layout, norms=True), donate_argnums=0)
-        for batch in itertools.islice(jvarlen.load(plan, DATASET, layout=mesh, collate=collate), NUM_STEPS):
+        train_step = make_train_step(model, optimizer, layout=layout, norms=True)
+        state = train_step.init(stack_layers(initial_params(num_layers)))
+        step = jax.jit(train_step, donate_argnums=0)
+        for batch in itertools.islice(jvarlen.load(plan, DATASET, layout=layout, collate=collate), NUM_STEPS):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
-        params = flat_params(unstack_layers(gather_params(state, mesh=mesh, layout=layout, model=model)))
+        params = flat_params(unstack_layers(train_step.gather_params(state)))
     whole = make_model(num_layers)
     torch_ref.load_params(whole, params)
     return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in whole.named_parameters()}

@@ -18,7 +18,7 @@ import jvarlen
 import torch_ref
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
-from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
+from jvarlen.parallel import Layout, make_train_step
 from tests import processes
 from tests.conftest import random_dataset
 from torch_ref import parallel
@@ -94,22 +94,21 @@ def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Result
     """Return losses, norms of gradients, and final weights by torch's names."""
     task = TASKS[name]
     layout = Layout.parse(f"data{task.num_processes}.zero{zero}")
-    mesh = layout_mesh(layout)
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     plan = make_plan(jvarlen, LENGTHS, task)
     collate = jvarlen.pack_to_bucket if task.packed else jvarlen.pad_to_bucket
     losses, norms = [], []
     with jax.enable_x64(True):
-        state = init_state(stack_layers(initial_params(model_config(name))), optimizer, mesh=mesh, layout=layout)
-        step = make_train_step(layered(model_config(name)), optimizer, mesh=mesh, layout=layout, norms=True)
-        step = jax.jit(step, donate_argnums=0)
-        batches = jvarlen.load(plan, DATASET, layout=mesh, collate=collate)
+        train_step = make_train_step(layered(model_config(name)), optimizer, layout=layout, norms=True)
+        state = train_step.init(stack_layers(initial_params(model_config(name))))
+        step = jax.jit(train_step, donate_argnums=0)
+        batches = jvarlen.load(plan, DATASET, layout=layout, collate=collate)
         for batch in itertools.islice(batches, task.num_steps):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
-        params = flat_params(unstack_layers(gather_params(state, mesh=mesh, layout=layout)))
+        params = flat_params(unstack_layers(train_step.gather_params(state)))
     model = make_model(name)
     torch_ref.load_params(model, params)
     return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in model.named_parameters()}

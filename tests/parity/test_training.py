@@ -22,6 +22,7 @@ from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.optimizers import planned_schedule
+from jvarlen.training.train_state import new_state
 from torch_ref.train import to_device
 
 pytestmark = pytest.mark.slow
@@ -123,10 +124,10 @@ def train_in_jax(setting: Setting, plans: list[Any], initial: Any) -> Trained:
         collate, batch_spec = jvarlen.pack_to_bucket, packed_batch_spec
     with jax.enable_x64(setting.dtype == "float64"), jax.default_matmul_precision("highest"):
         optimizer = jax_optimizer(setting, plans)
-        state = jvarlen.init_train_state(jax.tree.map(lambda leaf: leaf.astype(setting.dtype), initial), optimizer)
+        state = new_state(jax.tree.map(lambda leaf: leaf.astype(setting.dtype), initial), optimizer)
         state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         step = jvarlen.compile_buckets(
-            jvarlen.make_train_step(make_loss_fn(setting.model), optimizer, mesh=mesh),
+            jvarlen.make_train_step(make_loss_fn(setting.model), optimizer, layout=mesh),
             state,
             BatchShapes(
                 plans[0].buckets,

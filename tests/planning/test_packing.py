@@ -15,7 +15,6 @@ from jvarlen import (
     choose_row_lengths,
     compile_buckets,
     data_mesh,
-    init_train_state,
     load,
     make_buckets,
     make_eval_step,
@@ -34,6 +33,7 @@ from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
 from jvarlen.testing import assert_exactly_once
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(90, 40)
@@ -212,7 +212,7 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
     config = TransformerConfig(num_layers=1, width=8, num_heads=1)
     optimizer = optax.chain(optax.adam(1e-2), scale_by_batch_size(8))
     train_step = make_train_step(make_loss_fn(config), optimizer)
-    state = init_train_state(init_params(config, seed=0), optimizer)
+    state = new_state(init_params(config, seed=0), optimizer)
     step = compile_buckets(
         train_step,
         state,
@@ -244,7 +244,7 @@ def test_packed_steps_give_the_same_loss_on_any_number_of_devices():
     for num_shards in (1, 2, 4):
         mesh = data_mesh(num_shards)
         step = compile_buckets(
-            make_eval_step(loss_fn, mesh=mesh),
+            make_eval_step(loss_fn, layout=mesh),
             params,
             BatchShapes(plan.buckets, microbatches_per_step=4, layout=mesh, batch_spec=packed_batch_spec),
             progress=False,

@@ -162,7 +162,7 @@ def test_a_checkpoint_has_the_keys(whole):
     [
         ({"params": None}, "loss_fn and params go together"),
         ({"loss_fn": None, "params": None}, "eval_loss_fn and extra go with a loss_fn of your own"),
-        ({"extra": None}, "loss_fn takes extra: init_train_state"),
+        ({"extra": None}, "loss_fn takes extra: step.init"),
     ],
 )
 def test_what_is_missing_is_named(changes, message, tmp_path):

@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, fit, init_train_state
+from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig, flat_params, generate, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
 from jvarlen.training.checkpoint import Place, open_checkpoints
+from jvarlen.training.train_state import new_state
 from tests.settings import changed
 
 MODEL = TransformerConfig(num_layers=1, width=16, num_heads=1)
@@ -37,7 +38,7 @@ def make_run(folder, params_of_step=scaled, **settings):
     with open_checkpoints(folder / "checkpoints") as checkpoints:
         for step, metric in ((BEST, 1.0), (LATEST, 2.0)):
             place = Place(num_steps_done=step, epoch=0, step=step, plan_digest="")
-            checkpoints.save(init_train_state(params_of_step(step), optax.adamw(1e-3)), place, metric=metric)
+            checkpoints.save(new_state(params_of_step(step), optax.adamw(1e-3)), place, metric=metric)
     return folder
 
 

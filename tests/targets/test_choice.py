@@ -13,7 +13,7 @@ import jvarlen
 from jvarlen import Bucket
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout
-from jvarlen.parallel.train import check_bucket
+from jvarlen.parallel.sharded import check_bucket
 from jvarlen.parallel.wire import Link
 from jvarlen.targets.choice import choose_layout, divisors
 from jvarlen.targets.cluster import Cluster

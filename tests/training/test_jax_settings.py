@@ -13,7 +13,6 @@ from jvarlen import (
     CompileOptions,
     compile_buckets,
     data_mesh,
-    init_train_state,
     load,
     make_plan,
     make_train_step,
@@ -22,6 +21,7 @@ from jvarlen import (
     scale_by_batch_size,
 )
 from jvarlen.batches import BatchShapes
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(24, 10)
@@ -56,10 +56,10 @@ def train(
     rng = np.random.default_rng(0)
     params = {"embed": jnp.asarray(rng.normal(size=(128, 4)), dtype), "w": jnp.asarray(rng.normal(size=4), dtype)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), make_optimizer(0.02), scale_by_batch_size(4))
-    make_state = jax.jit(lambda params: init_train_state(params, optimizer, **state))  # each function alone is slow
+    make_state = jax.jit(lambda params: new_state(params, optimizer, **state))  # each function alone is slow
     state = make_state(params)
     state = state if mesh is None else replicate(state, mesh)
-    train_step = make_train_step(loss_fn, optimizer, mesh=mesh, norms=True)
+    train_step = make_train_step(loss_fn, optimizer, layout=mesh, norms=True)
     options = CompileOptions(cache_dir=None, warm_up=True)
     step = compile_buckets(train_step, state, BatchShapes.of_plan(PLAN, layout=mesh), progress=False, options=options)
     losses = []

@@ -13,7 +13,6 @@ from jvarlen import (
     CompileOptions,
     compile_buckets,
     data_mesh,
-    init_train_state,
     load,
     make_plan,
     make_train_step,
@@ -21,6 +20,7 @@ from jvarlen import (
     scale_by_batch_size,
 )
 from jvarlen.batches import BatchShapes
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(40, 10)
@@ -130,9 +130,9 @@ def test_an_optimizer_takes_the_steps_that_it_takes_in_a_plain_loop(name, num_de
     with jax.enable_x64(True):
         mesh = None if num_devices is None else data_mesh(num_devices)
         optimizer = OPTIMIZERS[name]()
-        state = init_train_state(make_params(), optimizer)
+        state = new_state(make_params(), optimizer)
         step = compile_buckets(
-            make_train_step(loss_fn, optimizer, mesh=mesh),
+            make_train_step(loss_fn, optimizer, layout=mesh),
             state,
             BatchShapes.of_plan(PLAN, layout=mesh),
             progress=False,
@@ -155,7 +155,7 @@ def test_an_optimizer_takes_the_steps_that_it_takes_in_a_plain_loop(name, num_de
 def train_on(batches, optimizer):
     """The parameters after a step for each batch."""
     step = jax.jit(make_train_step(loss_fn, optimizer))
-    state = init_train_state(make_params(), optimizer)
+    state = new_state(make_params(), optimizer)
     for batch in batches:
         state, _ = step(state, batch)
     return state.params

@@ -14,7 +14,6 @@ from jvarlen import (
     TrainState,
     compile_buckets,
     data_mesh,
-    init_train_state,
     load,
     make_eval_step,
     make_plan,
@@ -25,7 +24,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.testing import assert_partition_invariant
-from jvarlen.training.train_state import Metrics
+from jvarlen.training.train_state import Metrics, new_state
 from tests.conftest import random_dataset
 
 
@@ -66,20 +65,20 @@ OPTIMIZER = optax.chain(optax.sgd(0.1), scale_by_batch_size(7))
 
 @functools.cache
 def jitted_step(mesh):
-    return jax.jit(make_train_step(loss_fn, OPTIMIZER, mesh=mesh))
+    return jax.jit(make_train_step(loss_fn, OPTIMIZER, layout=mesh))
 
 
 def take_step(batch, mesh=None):
     if mesh is not None:
         batch = jax.device_put(batch, batch_shardings(batch, mesh))
-    return jitted_step(mesh)(init_train_state(params(), OPTIMIZER), batch)
+    return jitted_step(mesh)(new_state(params(), OPTIMIZER), batch)
 
 
 def test_every_split_and_any_dummies_give_the_same_loss_and_gradient():
     splits = assert_partition_invariant(loss_fn, params(), split_into(*make_rows(), 8))
-    without_dummies = {(split.num_microbatches, split.num_shards) for split in splits if not split.num_dummies}
+    without_dummies = {(split.num_microbatches, split.num_shards) for split in splits if not split.num_padding_rows}
     assert without_dummies >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
-    assert any(split.num_dummies for split in splits)
+    assert any(split.num_padding_rows for split in splits)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 6, 8, 24])
@@ -128,7 +127,7 @@ def test_a_step_of_dummies_gives_zero_and_no_nan():
 
 def test_shards_that_do_not_divide_the_microbatches_are_refused():
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
-        jax.eval_shape(make_eval_step(loss_fn, mesh=data_mesh(2)), params(), split_into(*make_rows(), 3))
+        jax.eval_shape(make_eval_step(loss_fn, layout=data_mesh(2)), params(), split_into(*make_rows(), 3))
 
 
 def test_evaluation_sums_what_training_sums():
@@ -153,9 +152,9 @@ def test_the_optimizer_is_told_sequences_and_tokens_of_the_whole_step():
     plan = make_plan(lengths, [(3, 10)], order="length", microbatches_per_step=4)
     mesh = data_mesh(4)
     step = jax.jit(
-        make_train_step(lambda w, batch: (w * jnp.sum(batch.weights), jnp.sum(batch.weights)), watching, mesh=mesh)
+        make_train_step(lambda w, batch: (w * jnp.sum(batch.weights), jnp.sum(batch.weights)), watching, layout=mesh)
     )
-    state, metrics = step(init_train_state(jnp.float32(0), watching), next(iter(load(plan, dataset, layout=mesh))))
+    state, metrics = step(new_state(jnp.float32(0), watching), next(iter(load(plan, dataset, layout=mesh))))
     assert float(metrics.num_tokens) == lengths.sum()
     np.testing.assert_allclose(float(state.params), 12 + lengths.sum() / 100, rtol=1e-6)
     assert len(told) == 1
@@ -166,7 +165,7 @@ def test_gradients_of_bfloat16_parameters_are_added_in_float32():
     batch = Rows(np.ones((300, 1, 4)), np.ones((300, 1)), np.float32(300))
     loss = lambda w, microbatch: (w * jnp.sum(microbatch.weights).astype(w.dtype), jnp.sum(microbatch.weights))  # noqa: E731
     optimizer = optax.sgd(1.0)
-    state, metrics = jax.jit(make_train_step(loss, optimizer))(init_train_state(jnp.bfloat16(2), optimizer), batch)
+    state, metrics = jax.jit(make_train_step(loss, optimizer))(new_state(jnp.bfloat16(2), optimizer), batch)
     assert state.params.dtype == jnp.bfloat16
     assert float(metrics.loss_sum) == 600
     assert float(state.params) == 1
@@ -221,7 +220,7 @@ def compile_for(step, state, batch, mesh=None, **kwargs):
 def test_the_program_of_a_plain_loss_holds_no_keys_and_no_extra_state():
     """Its arguments are parameters, optimizer state and batch; two states that leave the rest out give one program."""
     batch, optimizer = split_into(*make_rows(), 4), optax.adam(0.1)
-    states = init_train_state(params(), optimizer), TrainState(params(), optimizer.init(params()), None, None, None)
+    states = new_state(params(), optimizer), TrainState(params(), optimizer.init(params()), None, None, None)
     texts = [jax.jit(make_train_step(loss_fn, optimizer)).lower(state, batch).as_text() for state in states]
     assert texts[0] == texts[1]
     assert not any(word in texts[0] for word in ("key", "threefry", "random", "extra", "state.step"))
@@ -239,8 +238,8 @@ def test_metrics_are_added_up_without_compiling(num_devices):
     mesh = None if num_devices is None else data_mesh(num_devices)
     batch, optimizer = split_into(*make_rows(), 4), optax.sgd(0.1)
     batch = jax.tree.map(np.float32, batch)
-    state = init_train_state(params(), optimizer)
-    step = compile_for(make_train_step(loss_with_sums, optimizer, mesh=mesh, norms=True), state, batch, mesh)
+    state = new_state(params(), optimizer)
+    step = compile_for(make_train_step(loss_with_sums, optimizer, layout=mesh, norms=True), state, batch, mesh)
     steps = []
     with no_recompiles():
         for _ in range(3):
@@ -278,9 +277,9 @@ def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
         return jnp.sum(losses * microbatch.weights), jnp.sum(microbatch.weights)
 
     def losses_on(mesh):
-        state = init_train_state({"w": jnp.linspace(-1, 1, 128)}, optimizer)
-        train_step = make_train_step(loss_of_tokens, optimizer, mesh=mesh)
-        step = compile_buckets(train_step, state, BatchShapes.of_plan(plan, layout=mesh), progress=False)
+        train_step = make_train_step(loss_of_tokens, optimizer, layout=mesh)
+        state = train_step.init({"w": jnp.linspace(-1, 1, 128)})
+        step = compile_buckets(train_step, state, plan, progress=False)
         losses = []
         for batch in load(plan, dataset, layout=mesh):
             state, metrics = step(state, batch)
@@ -294,8 +293,8 @@ def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
 
 @pytest.mark.parametrize("step", [make_train_step(loss_fn, optax.sgd(0.1)), make_eval_step(loss_fn)])
 def test_a_step_without_the_mesh_that_it_is_compiled_for_is_refused(step):
-    state, batch = init_train_state(params(), optax.sgd(0.1)), split_into(*make_rows(), 4)
-    with pytest.raises(ValueError, match="the step was made without a mesh and is compiled for one of 2 shards"):
+    state, batch = new_state(params(), optax.sgd(0.1)), split_into(*make_rows(), 4)
+    with pytest.raises(ValueError, match="the step was made for one device and is compiled for 2 shards"):
         compile_for(step, state, batch, data_mesh(2))
 
 
@@ -330,8 +329,10 @@ def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change)
         return *loss_fn(params, microbatch), {"count": extra["count"] + jnp.asarray(change).astype(dtype)}
 
     mesh, optimizer = None if num_devices is None else data_mesh(num_devices), optax.sgd(0.1)
-    state = init_train_state(params(), optimizer, extra={"count": jnp.array(7, dtype)})
-    state, _ = jax.jit(make_train_step(counting, optimizer, mesh=mesh))(state, split_into(*make_rows(num_dummies=6), 8))
+    state = new_state(params(), optimizer, extra={"count": jnp.array(7, dtype)})
+    state, _ = jax.jit(make_train_step(counting, optimizer, layout=mesh))(
+        state, split_into(*make_rows(num_dummies=6), 8)
+    )
     expected = np.array(7, dtype)
     for _ in range(6):  # two of eight microbatches are dummies
         expected = expected + np.array(change).astype(dtype)
@@ -343,10 +344,10 @@ def test_a_state_that_a_loss_cannot_take_is_refused():
         return loss_fn(params, microbatch)
 
     optimizer, batch = optax.sgd(0.1), split_into(*make_rows(), 4)
-    state = init_train_state(params(), optimizer)
-    with pytest.raises(ValueError, match=r"drawing takes key: init_train_state\(params, optimizer, seed=0\) gives"):
+    state = new_state(params(), optimizer)
+    with pytest.raises(ValueError, match=r"drawing takes key: step.init\(params, seed=0\) gives"):
         jax.eval_shape(make_train_step(drawing, optimizer), state, batch)
-    with pytest.raises(ValueError, match="the state has a key and no step: init_train_state"):
+    with pytest.raises(ValueError, match=r"the state has a key and no step: step\.init"):
         jax.eval_shape(make_train_step(drawing, optimizer), state._replace(key=jax.random.key(0)), batch)
 
 
@@ -409,8 +410,8 @@ def loss_alone_in_a_branch(params, batch):
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_loss_that_reduces_some_of_its_sums_is_refused_by_name(loss_fn, named, is_training):
     mesh, optimizer = data_mesh(2), optax.sgd(0.1)
-    state = init_train_state(params(), optimizer)
-    step = make_train_step(loss_fn, optimizer, mesh=mesh) if is_training else make_eval_step(loss_fn, mesh=mesh)
+    state = new_state(params(), optimizer)
+    step = make_train_step(loss_fn, optimizer, layout=mesh) if is_training else make_eval_step(loss_fn, layout=mesh)
     with pytest.raises(ValueError, match=named):
         jax.eval_shape(step, state, jax.tree.map(np.float32, split_into(*make_rows(), 4)))
 
@@ -425,7 +426,7 @@ def test_a_loss_may_change_what_it_is_given_in_place():
     x, _ = make_rows(num_dummies=0)
     batch = {"x": x.reshape(4, 6, 4), "weights": np.ones((4, 6)), "num_tokens": np.arange(4)}
     optimizer = optax.sgd(0.1)
-    state = init_train_state(params(), optimizer, extra={"count": jnp.zeros((), int), "mean": jnp.zeros(())})
+    state = new_state(params(), optimizer, extra={"count": jnp.zeros((), int), "mean": jnp.zeros(())})
     state, metrics = jax.jit(make_train_step(loss_in_place, optimizer))(state, batch)
     assert state.extra["count"] == 4
     np.testing.assert_allclose(state.extra["mean"], x.mean() / 2, rtol=1e-5)

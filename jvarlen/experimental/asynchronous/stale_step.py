@@ -17,8 +17,9 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen.experimental.asynchronous.programs import no_value_fn
+from jvarlen.parallel.train import make_train_step
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.step import StepFn, make_train_step, update_state, with_extra_args
+from jvarlen.training.step import StepFn, update_state, with_extra_args
 from jvarlen.training.step_sums import StepSums, accumulate, split_step, sum_microbatch
 from jvarlen.training.train_state import Metrics, TrainState
 
@@ -114,7 +115,7 @@ def keep_versions(state: TrainState, *, delays: Delays) -> TrainState:
     """The state of `make_stale_train_step(…, delays=delays)`, which keeps past parameters beside the newest.
 
     Args:
-      state: before the first step, of `init_train_state`.
+      state: before the first step, of `make_train_step(loss_fn, optimizer).init`.
       delays: of the step; the longest one, D, is how many versions are kept.
 
     Returns:

@@ -73,8 +73,8 @@ def train_async(
       loss_fn: as for `make_train_step`. Keys are those of the step's number in the plan. `extra` is as old as the
         parameters; its changes are added to the newest.
       optimizer: as for `make_train_step`, without those that evaluate the loss themselves, such as line searches.
-      state: before the first update, of `init_train_state`. It is updated where it is, on one device or replicated over
-        a mesh.
+      state: before the first update, of `make_train_step(loss_fn, optimizer).init`. It is updated where it is, on one
+        device or replicated over a mesh.
       plan: its steps from `start_step` on are trained once each.
       batches: of these steps, in the order of the plan: `load(plan, dataset, start_step=start_step)`. Every process
         reads from this one, so the data is read once.

@@ -18,11 +18,12 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, num_shards_of
+from jvarlen.distributed.mesh import DATA_AXIS, LayoutLike, placement_of
 from jvarlen.experimental.mixed.batches import MixedBatch
+from jvarlen.parallel.train import TrainStep
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.step import StepFn, step_of_sums
+from jvarlen.training.step import step_of_sums
 from jvarlen.training.step_sums import StepSums, step_key, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
@@ -34,9 +35,9 @@ def make_mixed_train_step(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     buckets: Sequence[tuple[int, ...]],
     *,
-    mesh: Mesh,
+    layout: LayoutLike,
     norms: bool = False,
-) -> StepFn:
+) -> TrainStep:
     """A train step over microbatches of different shapes, of which each rank has any number.
 
     Loss, gradient and random keys are those of `make_train_step` with the same microbatches on one device: sums are
@@ -46,25 +47,27 @@ def make_mixed_train_step(
       loss_fn: as for `make_train_step`. It may not communicate over the mesh: ranks do not call it at the same time.
       optimizer: as for `make_train_step`.
       buckets: those of the mixed plan; the loss is compiled for all of them, in one program.
-      mesh: its axis `"data"` has the ranks; other axes must have size 1.
+      layout: data-parallel alone; its shards are the ranks.
       norms: whether the metrics include the global norms of gradient and updates.
 
     Returns:
-      `train_step(state, batch) -> (state, Metrics)` for a `MixedBatch`: a plain function, to be compiled by `jax.jit`.
+      `TrainStep` for a `MixedBatch`: a plain function, to be compiled by `jax.jit`.
 
     Raises:
-      ValueError: buckets that repeat or do not ascend; a mesh without `"data"`, or with other axes; and when it is
+      ValueError: buckets that repeat or do not ascend; a layout that is not data-parallel alone; and when it is
         traced: a batch of other buckets or of another number of ranks, a loss that communicates, and what
         `make_train_step` raises.
     """
     checked = check_buckets(buckets)
-    num_ranks = num_shards_of(mesh, DATA_AXIS)
-    if others := [f"{name!r} {size}" for name, size in mesh.shape.items() if name != DATA_AXIS and size > 1]:
-        raise UserError(f"a mixed step is data-parallel alone, and the mesh also has {', '.join(others)}")
+    placement = placement_of(layout)
+    if placement is None or placement.mesh.size != placement.layout.data or placement.layout.zero:
+        raise UserError(f"a mixed step is data-parallel alone, and layout is {layout}")
+    mesh, num_ranks = placement.program_mesh, placement.layout.data
     sums_of, values_of = (
-        _sum_mixed(loss_fn, checked, auto_axes(mesh), num_ranks, with_grads=with_grads) for with_grads in (True, False)
+        _sum_mixed(loss_fn, checked, mesh, num_ranks, with_grads=with_grads) for with_grads in (True, False)
     )
-    return step_of_sums(sums_of, values_of, optimizer, norms=norms)
+    function = step_of_sums(sums_of, values_of, optimizer, norms=norms)
+    return TrainStep(function=function, model=loss_fn, optimizer=optimizer, placement=placement)
 
 
 def _sum_mixed(

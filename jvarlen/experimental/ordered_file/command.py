@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
 from jvarlen.distributed.launch import DeviceConfig, launch
+from jvarlen.distributed.mesh import DATA_AXIS
 from jvarlen.distributed.processes import gather_arrays, is_main_process, together
 from jvarlen.experimental.ordered_file.balance import (
     ExchangeVolume,
@@ -50,7 +51,7 @@ class SortCommand(DeviceConfig):
         """Sorts, writes the order, and prints how evenly it was spread over the devices."""
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
             raise UserError(f"out {self.out} must be a file, and another one than the lengths")
-        sorted_file = sort_file(self.lengths, self.out, launch(self), progress=self.progress)
+        sorted_file = sort_file(self.lengths, self.out, launch(self).mesh, progress=self.progress)
         if is_main_process():
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
@@ -92,7 +93,7 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
     Args:
       path: a `.npy` file of integers or floats[N], lengths or any difficulty.
       out: the `.npy` file for the order, int64[N]; its directory must exist.
-      mesh: all its devices take part; one axis.
+      mesh: has the axis "data"; all its devices take part.
       progress: whether to show a progress bar while writing.
 
     Returns:
@@ -117,7 +118,7 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
         own = _shortened(own.astype(native, copy=False))
     is_short = bool(gather_arrays(np.array([own.dtype.itemsize < 8])).all())
     own = own if is_short else own.astype(native)
-    (axis_name,) = mesh.axis_names
+    axis_name = DATA_AXIS
     with contextlib.nullcontext() if is_short else jax.enable_x64(True):
         placed, sizes = shard_local_rows(own, mesh, axis_name=axis_name)
         options: dict[str, Any] = {"axis_name": axis_name, "shard_sizes": sizes}

@@ -10,20 +10,22 @@ from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import Placement, placement_of
 from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.train import (
+from jvarlen.parallel.sharded import (
+    check_axes,
     check_model,
-    checked_mesh,
     model_on_axes,
     other_specs_of,
     pad_params,
     step_on_layout,
     sums_on_shards,
 )
+from jvarlen.parallel.train import TrainStep
 from jvarlen.parallel.zero import shard_specs
-from jvarlen.training.step import StepFn, step_of_sums
+from jvarlen.training.step import step_of_sums
 from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import TrainState
 
@@ -34,27 +36,24 @@ def make_sliced_train_step(
     model: LayeredModel,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
-    mesh: Mesh,
-    layout: Layout,
+    layout: Layout | str | Placement,
     slices: Slices,
     norms: bool = False,
-) -> StepFn:
+) -> TrainStep:
     """A train step of a model in stages, to which rows come a slice of positions at a time.
 
     A stage keeps inputs, keys and values, and recomputes its layers in the backward pass.
 
     Args:
       model: works by positions.
-      optimizer: as for `parallel.make_train_step`.
-      mesh: as for `parallel.make_train_step`.
-      layout: has stages, and names no schedule: slices have an order of their own.
+      optimizer: as for `make_train_step`.
+      layout: likewise; it has stages, and names no schedule: slices have an order of their own.
       slices: their number, for lengths that differ by 1 at most; or their lengths for a row length, by a mapping or a
         function, such as one that calls `choose_slices`.
-      norms: as for `parallel.make_train_step`.
+      norms: as for `make_train_step`.
 
     Returns:
-      `train_step(state, batch) -> (state, Metrics)` with the state of `parallel.init_state`, and the result of the
-      unsplit step.
+      `TrainStep`, with the result of the unsplit step.
 
     Raises:
       ValueError: a layout without stages, with another schedule, with rows or positions that are spread, or that keeps
@@ -64,12 +63,16 @@ def make_sliced_train_step(
     References:
       Li et al. 2021, "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models".
     """
-    mesh = checked_mesh(mesh, layout)
+    placement = placement_of(layout)
+    assert placement is not None
+    layout, mesh = placement.layout, placement.program_mesh
+    check_axes(layout)
     check_model(model, layout)
     _check_layout(layout)
     check_by_positions(model)
     sums_of, values_of = (_sums_of(model, mesh, layout, slices, with_grads=with_grads) for with_grads in (True, False))
-    return step_on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), model, mesh, layout)
+    function = step_on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), model, mesh, layout)
+    return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
 
 
 def _check_layout(layout: Layout) -> None:

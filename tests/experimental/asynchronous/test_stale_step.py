@@ -11,7 +11,6 @@ import pytest
 from jvarlen import (
     UserError,
     compile_buckets,
-    init_train_state,
     load,
     make_plan,
     make_train_step,
@@ -20,6 +19,7 @@ from jvarlen import (
 from jvarlen.experimental.asynchronous import keep_versions, make_stale_train_step
 from jvarlen.experimental.asynchronous.programs import StepPrograms
 from jvarlen.training.step_sums import sum_microbatch
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -37,7 +37,7 @@ SUMS_OF = jax.jit(functools.partial(sum_microbatch, loss_fn))
 
 def first_state():
     extra = {"mean": jnp.zeros(()), "rows": jnp.zeros((), jnp.int32)}
-    return init_train_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, OPTIMIZER, extra=extra, seed=0)
+    return new_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, OPTIMIZER, extra=extra, seed=0)
 
 
 def plan_and_batches(num_microbatches=2, num_steps=9):
@@ -129,7 +129,7 @@ def test_optimizers_that_evaluate_the_loss_are_rejected():
     _, batches = plan_and_batches(num_steps=1)
     optimizer = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
     extra = {"mean": jnp.zeros(()), "rows": jnp.zeros((), jnp.int32)}
-    state = init_train_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, optimizer, extra=extra, seed=0)
+    state = new_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, optimizer, extra=extra, seed=0)
     with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):
         StepPrograms(loss_fn, optimizer, state).compile(state, jax.tree.map(np.asarray, batches[0]))
     with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):

@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jvarlen import UserError, init_train_state, load, make_plan, make_train_step
+from jvarlen import UserError, load, make_plan, make_train_step
 from jvarlen.experimental.asynchronous import (
     ArrivalLog,
     keep_versions,
@@ -26,6 +26,7 @@ from jvarlen.experimental.asynchronous import (
 from jvarlen.experimental.asynchronous.arrival_log import digest_of_state
 from jvarlen.experimental.asynchronous.programs import GradientProgram, StepPrograms, split_microbatches
 from jvarlen.experimental.asynchronous.worker import Worker, WorkerDied
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 OPTIMIZER = optax.adamw(0.05)
@@ -47,7 +48,7 @@ def noisy_loss_fn(params, microbatch, key, extra):
 def first_state(dtype=jnp.float32):
     embedding = jax.random.normal(jax.random.key(0), (128, 4)).astype(dtype)
     extra = {"rows": jnp.zeros((), jnp.int32), "mean": jnp.zeros((), dtype)}
-    return init_train_state({"embedding": embedding, "w": jnp.ones(4, dtype) / 2}, OPTIMIZER, extra=extra, seed=0)
+    return new_state({"embedding": embedding, "w": jnp.ones(4, dtype) / 2}, OPTIMIZER, extra=extra, seed=0)
 
 
 def make_small_plan(num_microbatches, dataset=DATASET):
@@ -95,7 +96,7 @@ def test_bound_0_is_the_data_parallel_step_bit_for_bit_though_interrupted():
     plan = make_small_plan(4)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     initial = jax.device_put(first_state(), NamedSharding(mesh, PartitionSpec()))
-    step, state = jax.jit(make_train_step(noisy_loss_fn, OPTIMIZER, mesh=mesh)), initial
+    step, state = jax.jit(make_train_step(noisy_loss_fn, OPTIMIZER, layout=mesh)), initial
     losses = []
     for batch in load(plan, DATASET, layout=mesh):
         state, metrics = step(state, batch)

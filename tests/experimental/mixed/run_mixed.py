@@ -13,6 +13,7 @@ import optax
 
 import jvarlen
 from jvarlen.experimental.mixed import load_mixed, make_mixed_plan, make_mixed_train_step
+from jvarlen.training.train_state import new_state
 
 LENGTHS = np.random.default_rng(0).integers(1, 9, 33)
 
@@ -42,9 +43,9 @@ def train():
     plan = make_mixed_plan(jvarlen.make_plan(LENGTHS, [(4, 3), (2, 6), (1, 8)], order="shuffle"), 9)
     dataset, optimizer = Recorded(), optax.chain(optax.sgd(0.3), jvarlen.scale_by_batch_size(8))
     with jax.enable_x64(True):
-        state = jvarlen.init_train_state(np.linspace(-1, 1, 11), optimizer, seed=2)
+        state = new_state(np.linspace(-1, 1, 11), optimizer, seed=2)
         state = jvarlen.replicate(state, mesh)
-        step = jax.jit(make_mixed_train_step(loss_fn, optimizer, plan.buckets, mesh=mesh))
+        step = jax.jit(make_mixed_train_step(loss_fn, optimizer, plan.buckets, layout=mesh))
         losses = []
         batches = load_mixed(plan, dataset, mesh=mesh)
         for batch in batches:

@@ -18,7 +18,6 @@ from jvarlen import (
     Plan,
     compile_buckets,
     data_mesh,
-    init_train_state,
     make_plan,
     make_train_step,
     no_recompiles,
@@ -29,8 +28,6 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.batches.batches import Batch
 from jvarlen.compiling.hlo import list_collectives
-from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.experimental.mixed import (
     load_mixed,
     make_mixed_plan,
@@ -40,6 +37,7 @@ from jvarlen.experimental.mixed import (
 )
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
+from jvarlen.training.train_state import new_state
 from tests import processes
 from tests.conftest import random_dataset
 from tests.experimental.mixed import run_mixed
@@ -131,8 +129,8 @@ def test_ranks_with_different_numbers_of_microbatches_give_the_result_of_one_dev
     with jax.enable_x64(True):
         microbatches, batch, spec, mesh = mixed_by_hand(ranks, num_ranks)
         assert batch.num_microbatches.tolist() == np.bincount(ranks, minlength=num_ranks).tolist()
-        state = replicate(init_train_state(make_params(), make_optimizer(), seed=3), mesh)
-        step = make_mixed_train_step(rnn_loss, make_optimizer(), BUCKETS, mesh=mesh, norms=True)
+        state = replicate(new_state(make_params(), make_optimizer(), seed=3), mesh)
+        step = make_mixed_train_step(rnn_loss, make_optimizer(), BUCKETS, layout=mesh, norms=True)
         compiled = jax.jit(step).lower(state, spec).compile()
         after, metrics = compiled(state, batch)
 
@@ -166,9 +164,9 @@ def test_a_step_of_one_bucket_is_the_ordinary_step():
         microbatches, batch, _, mesh = mixed_by_hand(ranks, 3, (0, 0, 0, 0), (Bucket(4, 6),))
         whole = jax.tree.map(lambda *leaves: np.concatenate(leaves) if leaves[0].ndim else leaves[0], *microbatches)
         optimizer = optax.chain(optax.sgd(0.3), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
-        state = init_train_state(make_params(), optimizer, extra={"mean": np.float64(5), "calls": np.int32(0)}, seed=1)
+        state = new_state(make_params(), optimizer, extra={"mean": np.float64(5), "calls": np.int32(0)}, seed=1)
         expected, metrics = jax.jit(make_train_step(loss_fn, optimizer))(state, whole)
-        step = make_mixed_train_step(loss_fn, optimizer, [(4, 6)], mesh=mesh)
+        step = make_mixed_train_step(loss_fn, optimizer, [(4, 6)], layout=mesh)
         after, mixed_metrics = jax.jit(step)(state, batch)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
         jax.tree.map(close, (after.params, after.opt_state, after.extra), expected[:3])
@@ -205,8 +203,8 @@ def test_a_plan_is_loaded_and_trained_and_nothing_is_compiled_after_the_first_st
 
     optimizer = make_optimizer()
     with jax.enable_x64(True):
-        step = jax.jit(make_mixed_train_step(rnn_loss, optimizer, BUCKETS, mesh=mesh))
-        state = replicate(init_train_state(make_params(), optimizer), mesh)
+        step = jax.jit(make_mixed_train_step(rnn_loss, optimizer, BUCKETS, layout=mesh))
+        state = replicate(new_state(make_params(), optimizer), mesh)
         losses = []
         for t, batch in enumerate(batches):
             with no_recompiles("count") as count:
@@ -272,8 +270,8 @@ def test_packed_rows_and_compiled_buckets():
     mesh = data_mesh(2)
     spec = mixed_batch_spec(plan, mesh=mesh, batch_spec=packed_batch_spec)
     batches = load_mixed(plan, DATASET, mesh=mesh, spec=spec, collate=pack_to_bucket)
-    state = init_train_state(make_params(np.float32), make_optimizer())
-    step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, mesh=mesh)
+    state = new_state(make_params(np.float32), make_optimizer())
+    step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, layout=mesh)
     compiled = compile_buckets(
         step,
         state,
@@ -307,8 +305,8 @@ def test_batches_of_any_type_with_counts_and_scalars():
 
     mesh, optimizer = data_mesh(3), scale_by_batch_size(8)
     spec = mixed_batch_spec(MIXED, mesh=mesh, batch_spec=batch_spec)
-    step = jax.jit(make_mixed_train_step(loss_fn, optimizer, BUCKETS, mesh=mesh))
-    state = replicate(init_train_state(np.float32(1), optimizer), mesh)
+    step = jax.jit(make_mixed_train_step(loss_fn, optimizer, BUCKETS, layout=mesh))
+    state = replicate(new_state(np.float32(1), optimizer), mesh)
     for t, batch in enumerate(load_mixed(MIXED, DATASET, mesh=mesh, spec=spec, collate=collate)):
         _, metrics = step(state, batch)
         ids = range(*PLAN.step_offsets[MIXED.step_offsets[t : t + 2]].tolist())
@@ -340,22 +338,22 @@ def test_what_does_not_fit_is_refused_by_name():
 
     make = functools.partial(make_mixed_train_step, rnn_loss, optax.sgd(0.1))
     with refused(match="must strictly ascend"):
-        make([(2, 4), (2, 4)], mesh=mesh)
-    with refused(match="also has 'tensor' 2"):
-        make(BUCKETS, mesh=layout_mesh(Layout(data=2, tensor=2)))
-    state = init_train_state(make_params(np.float32), optax.sgd(0.1))
+        make([(2, 4), (2, 4)], layout=mesh)
+    with refused(match="a mixed step is data-parallel alone, and layout is data2.tensor2"):
+        make(BUCKETS, layout="data2.tensor2")
+    state = new_state(make_params(np.float32), optax.sgd(0.1))
     with refused(match="made for 5×3, 3×5"):
-        jax.eval_shape(make(BUCKETS[:2], mesh=mesh), state, batch)
+        jax.eval_shape(make(BUCKETS[:2], layout=mesh), state, batch)
     with refused(match="is for 2 ranks, and the mesh has 3"):
-        jax.eval_shape(make(BUCKETS, mesh=data_mesh(3)), state, batch)
+        jax.eval_shape(make(BUCKETS, layout=data_mesh(3)), state, batch)
     with refused(match="takes a MixedBatch, such as load_mixed gives, not a Batch"):
-        jax.eval_shape(make(BUCKETS, mesh=mesh), state, microbatches[0])
+        jax.eval_shape(make(BUCKETS, layout=mesh), state, microbatches[0])
 
     def reducing_loss(params, microbatch):
         return jax.tree.map(lambda x: jax.lax.psum(x, "data"), rnn_loss(params, microbatch))
 
     with refused(match="reducing_loss names a mesh axis"):
-        jax.eval_shape(make_mixed_train_step(reducing_loss, optax.sgd(0.1), BUCKETS, mesh=mesh), state, batch)
+        jax.eval_shape(make_mixed_train_step(reducing_loss, optax.sgd(0.1), BUCKETS, layout=mesh), state, batch)
 
     with refused(match="start_step must be between 0 and"):
         load_mixed(MIXED, DATASET, mesh=mesh, start_step=MIXED.num_steps + 1)

@@ -9,17 +9,18 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
+from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.experimental.token_slices.program import sum_sliced
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import attend_over_axis, gather_params, init_state
+from jvarlen.parallel import attend_over_axis
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
+from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
 TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
@@ -92,7 +93,7 @@ def noisy_batch(num_microbatches):
 
 def on_layout(text):
     layout = Layout.parse(text)
-    return {"mesh": layout_mesh(layout), "layout": layout}
+    return {"layout": layout}
 
 
 def sums_on(text, slices, model=NOISY, **options):
@@ -109,7 +110,7 @@ def assert_equal_trees(found, expected, rtol):
 @functools.cache
 def unsplit_sums(num_microbatches):
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        state = new_state(noisy_params(), optax.identity(), seed=3)
         return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
 
 
@@ -124,7 +125,7 @@ def unsplit_sums(num_microbatches):
 def test_sums_and_gradients_are_those_of_the_unsplit_model(text, slices):
     """Of two microbatches, which four stages outnumber."""
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        state = new_state(noisy_params(), optax.identity(), seed=3)
         found = jax.jit(sums_on(text, slices))(state, noisy_batch(2))
         assert_equal_trees(found, unsplit_sums(2), 1e-12)
         assert np.abs(np.asarray(found.grads.layers["qkv"])).max(axis=(1, 2)).min() > 1e-3
@@ -132,7 +133,7 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model(text, slices):
 
 def test_without_gradients_rows_are_whole():
     with jax.enable_x64(True):
-        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        state = new_state(noisy_params(), optax.identity(), seed=3)
         found = jax.jit(sums_on("data1.stage2", 3, with_grads=False))(state, noisy_batch(2))
         assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
 
@@ -172,7 +173,7 @@ def trained_whole(packed):
     with jax.enable_x64(True):
         optimizer = clipped_adamw()
         step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
-        losses, first, state = take_steps(step, init_train_state(whole_params(), optimizer), packed)
+        losses, first, state = take_steps(step, new_state(whole_params(), optimizer), packed)
         return losses, jax.tree.map(np.asarray, first), jax.tree.map(np.asarray, state.params)
 
 
@@ -196,14 +197,14 @@ def test_the_transformer_trains_as_one_device(text, packed, slices):
     model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
     rtol = 1e-11 if "tensor" in text else 1e-12
     with jax.enable_x64(True):
-        state = init_state(whole_params(), optimizer, model=model, **on)
-        step = jax.jit(make_sliced_train_step(model, optimizer, slices=slices, **on))
-        losses, first, state = take_steps(step, state, packed)
-        assert step._cache_size() == 1
+        step = make_sliced_train_step(model, optimizer, slices=slices, **on)
+        compiled = jax.jit(step)
+        losses, first, state = take_steps(compiled, step.init(whole_params()), packed)
+        assert compiled._cache_size() == 1
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        first = gather_params(state._replace(params=first), model=model, **on)
+        first = step.gather_params(state._replace(params=first))
         assert_equal_trees(first, expected_first, rtol)
-        assert_equal_trees(gather_params(state, model=model, **on), expected, rtol)
+        assert_equal_trees(step.gather_params(state), expected, rtol)
 
 
 def running_mean(own, x, microbatch, axes):
@@ -222,7 +223,7 @@ LONG = LayeredModel(
 
 def compiled_on(slices):
     params = LayeredParams(np.ones(4, np.float32), {"up": np.ones((4, 4, 100)), "down": np.ones((4, 100, 4))})
-    state = init_train_state(jax.tree.map(np.float32, params), optax.identity())
+    state = new_state(jax.tree.map(np.float32, params), optax.identity())
     mesh = layout_mesh(Layout.parse("data1.stage2"))
     sums = sum_scheduled(LONG, mesh=mesh) if slices is None else sum_sliced(LONG, mesh=mesh, slices=slices)
     return jax.jit(sums).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
@@ -246,7 +247,7 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
         return make_sliced_train_step(model, optimizer, slices=2, **on_layout(text))
 
     def trace(slices, model=NOISY):
-        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        state = new_state(noisy_params(), optax.identity(), seed=3)
         jax.eval_shape(sums_on("data1.stage2", slices, model), state, noisy_batch(2))
 
     with pytest.raises(ValueError, match=r"^slices need stages, .* the layout data2 has none"):
@@ -274,7 +275,7 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^there are no slices for rows of 12 tokens, only for 8, 16"):
         trace({16: (8, 8), 8: (8,)})
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
-        jax.eval_shape(sums_on("data2.stage2", 2), init_train_state(noisy_params(), optax.identity()), noisy_batch(3))
+        jax.eval_shape(sums_on("data2.stage2", 2), new_state(noisy_params(), optax.identity()), noisy_batch(3))
     whole = NOISY._replace(embed=lambda ends, microbatch, axes: microbatch["x"] @ ends["in"])
     with pytest.raises(ValueError, match=r"^embed returned float32\[2,12,4\] for 6 of 12 positions"):
         trace(2, whole)
