@@ -96,7 +96,7 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
     assert (result.run_dir.parent / "latest").resolve() == result.run_dir.resolve()
     assert {path.name for path in result.run_dir.iterdir()} == {
         "checkpoints", "config.json", "curves.png", "data.json", "ledger.json", "lock", "metrics.jsonl", "plan.npz",
-        "summary.json",
+        "shapes.json", "summary.json",
     }  # fmt: skip
     saved = load_config(result.run_dir / "config.json")
     assert changed(saved, runs_dir=config.directory.runs_dir, compile=config.compile) == config

@@ -116,7 +116,7 @@ def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilatio
     assert all(leaf.addressable_shards[0].data.size == leaf.size // 3 for leaf in moments)
     assert {leaf.shape for leaf in moments} >= {(258, 16), (16, 66)}  # three divides neither 256 nor 64
     saved = load_config(stopped.run_dir / "config.json")
-    assert saved.hardware.parallel == "zero2.data3"
+    assert saved.hardware.parallel == "data3.zero2"
     resumed = fit(changed(saved, resume=stopped.run_dir, parallel="data4.zero3"), data)
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert resumed.summary.compilations_after_first_step == 0
