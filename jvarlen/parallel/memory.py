@@ -153,16 +153,8 @@ def estimate_memory(
     arrays = one.arrays().num_bytes()
     slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.virtual)
     of_chunk = {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
-    temporary = temporary_bytes(
-        held,
-        arrays,
-        slots,
-        has_stages=has_stages,
-        zero=layout.zero,
-        chunks=layout.virtual,
-        of_shard=of_shard,
-        **of_chunk,
-    )
+    of_layout = {"has_stages": has_stages, "zero": layout.zero, "chunks": layout.virtual, "of_shard": of_shard}
+    temporary = temporary_bytes(held, arrays, slots, **of_layout, **of_chunk)
     others = math.ceil(temporary) - held.accumulated
     gathered = min(estimate.gathered, others)
     of_buffers = int(buffer_bytes(arrays, slots, **of_chunk)) if has_stages else 0
@@ -183,24 +175,16 @@ def _microbatches_of_shard(layout: Layout, microbatches_per_step: int | None, *,
 
 
 class StateBytes(NamedTuple):
-    """Bytes of a device that do not depend on the bucket; integers, or arrays of several layouts.
-
-    Attributes:
-      params: parameters.
-      opt_state: the state of the optimizer, and `extra`.
-      grads: gradients, in the type of their parameters.
-      accumulated: sums of gradients, in float32 at least.
-      whole: what ZeRO-3 gathers for a time: parameters of a stage, or those and the gradients of one layer or of the
-        ends, whichever are more. Besides, layers that change places between chunks.
-      once: whole gradients of one microbatch; with stages those of the ends and one chunk.
-    """
+    """Bytes of a device that do not depend on the bucket; integers, or arrays of several layouts."""
 
     params: Any
-    opt_state: Any
-    grads: Any
-    accumulated: Any
+    opt_state: Any  # and `extra`
+    grads: Any  # in the type of their parameters
+    accumulated: Any  # sums of gradients, in float32 at least
+    # What ZeRO-3 gathers for a time: parameters of a stage, or those and the gradients of one layer or of the ends,
+    # whichever are more. Besides, layers that change places between chunks.
     whole: Any
-    once: Any
+    once: Any  # whole gradients of one microbatch; with stages those of the ends and one chunk
 
 
 def state_bytes(
@@ -255,19 +239,7 @@ def temporary_bytes(
     num_layers: Any,
     of_shard: Any,
 ) -> Any:
-    """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts.
-
-    Args:
-      held: of the state.
-      arrays: of a microbatch.
-      slots: of the buffers of the schedule.
-      has_stages: whether there are several.
-      zero: the ZeRO level.
-      chunks: V.
-      recomputes: whether stages keep inputs.
-      num_layers: of a chunk.
-      of_shard: M.
-    """
+    """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts."""
     of_stages = np.where((num_layers == 1) & (chunks == 1), _MARGIN_OF_ONE, _MARGIN)
     margin = np.where(has_stages, of_stages, np.where(recomputes, _MARGIN_AGAIN, _MARGIN))
     peak, peak_without_grads = margin * arrays.peak, margin * arrays.peak_without_grads
@@ -289,9 +261,7 @@ def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any) -> int:
     """`StateBytes.whole`."""
-    moved = 0
-    if layout.virtual > 1:
-        moved = bytes_of(params.layers, other_specs.layers, layout)
+    moved = bytes_of(params.layers, other_specs.layers, layout) if layout.virtual > 1 else 0
     if layout.zero < 3:
         return moved
     if layout.stage == 1 and isinstance(model, LayeredModel) and model.stack is not None:
@@ -308,30 +278,21 @@ def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | Non
         return (of_params + bytes_of(_accumulated(leaf), there, layout)) // num_layers
 
     ends = sum(jax.tree.leaves(jax.tree.map(gathered, params.ends, specs.ends, beside.ends)))
-    layers = jax.tree.map(
-        lambda leaf, spec, there: gathered(leaf, spec, there, leaf.shape[0] if layout.stage == 1 else 1),
-        params.layers,
-        specs.layers,
-        beside.layers,
-    )
-    of_layers = sum(jax.tree.leaves(layers))
+
+    def of_layer(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
+        return gathered(leaf, spec, there, leaf.shape[0] if layout.stage == 1 else 1)
+
+    of_layers = sum(jax.tree.leaves(jax.tree.map(of_layer, params.layers, specs.layers, beside.layers)))
     return moved + (ends + of_layers if layout.stage > 1 else max(ends, of_layers))
 
 
 class BufferSlots(NamedTuple):
-    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
+    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules."""
 
-    Attributes:
-      inputs: inputs that arrive.
-      kept: what forward passes keep, and what backward passes hand on to weight gradients.
-      outputs: of the last part; only where residuals are kept.
-      gradients: output gradients that arrive.
-    """
-
-    inputs: Any
-    kept: Any
-    outputs: Any
-    gradients: Any
+    inputs: Any  # that arrive
+    kept: Any  # by forward passes, and handed on from backward passes to weight gradients
+    outputs: Any  # of the last part; only where residuals are kept
+    gradients: Any  # that arrive, of outputs
 
 
 def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:

@@ -32,37 +32,20 @@ _ONE_DEVICE = Layout(data=1)
 
 
 class ArrayBytes(NamedTuple):
-    """Bytes of what one microbatch of some layers computes on a device; numbers, or arrays of several layouts.
+    """Bytes of what one microbatch of some layers computes on a device; numbers, or arrays of several layouts."""
 
-    Attributes:
-      peak: at the fullest point.
-      peak_without_grads: likewise, without the gradients.
-      x: of what goes from layer to layer; like the following, 0 without stages.
-      floats: of its leaves that have gradients.
-      kept: of all residuals of one layer.
-      handed: of all that one layer's backward pass hands to weight gradients of their own, if it does.
-    """
-
-    peak: Any
+    peak: Any  # at the fullest point
     peak_without_grads: Any
-    x: Any
-    floats: Any
-    kept: Any
-    handed: Any
+    x: Any  # of what goes from layer to layer; like the following, 0 without stages
+    floats: Any  # of its leaves that have gradients
+    kept: Any  # of all residuals of one layer
+    handed: Any  # of all that one layer's backward pass hands to weight gradients of their own, if it does
 
 
 class DeviceArrays(NamedTuple):
-    """The arrays of which these are the bytes.
+    """The arrays of which these are the bytes; `kept` and `handed` by array."""
 
-    Attributes:
-      lifetimes: of the arrays of its gradient.
-      x: as of `ArrayBytes`.
-      floats: likewise.
-      kept: bytes of each residual of one layer.
-      handed: likewise, of what is handed on.
-    """
-
-    lifetimes: Lifetimes
+    lifetimes: Lifetimes  # of the arrays of its gradient
     x: int = 0
     floats: int = 0
     kept: tuple[int, ...] = ()

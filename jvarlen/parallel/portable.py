@@ -23,7 +23,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
-from jvarlen.parallel.zero import MIN_SHARDED, crop
+from jvarlen.parallel.zero import MIN_SHARDED, crop, pad_to
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
 
@@ -33,13 +33,8 @@ __all__ = ["PortableForm", "check_portable", "portable_form", "portable_params",
 def stack_for(layout: Layout, model: LayeredModel | LossFn | None, params: Any) -> tuple[Any, Any]:
     """A model and its parameters as `make_train_step` and `TrainStep.init` take them.
 
-    Args:
-      layout: those with stages or `tensorN` take parameters that are stacked already.
-      model: may have `stack`.
-      params: pytree of arrays or shapes, which `stack` takes.
-
-    Returns:
-      The model without `stack`, and the stacked parameters; or both as they are.
+    Layouts with stages or `tensorN` take parameters that are stacked already: the result is then the model without
+    `stack`, and the stacked parameters. `params` are arrays or shapes, which `stack` takes.
     """
     stack = _stack_for(layout, model)
     if stack is None or not isinstance(model, LayeredModel):
@@ -59,12 +54,6 @@ def check_portable(
 
     That is so where parameters are stacked, and an optimizer has one number for each array, or has arrays only for
     parameters with some number of dimensions.
-
-    Args:
-      params: as for `portable_form`.
-      optimizer: likewise.
-      layout: likewise.
-      model: likewise.
     """
     _sources_of_state(params, optimizer, layout, model)
 
@@ -109,17 +98,7 @@ def portable_form(
 
 
 def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredModel | LossFn | None) -> Any:
-    """The parameters of one device, from those of a state of a layout; may be traced.
-
-    Args:
-      params: of the state, whole arrays.
-      whole: shapes of the result.
-      layout: that of the state.
-      model: as for `portable_form`.
-
-    Returns:
-      A pytree of arrays.
-    """
+    """The parameters of one device, in the shapes of `whole`, from whole ones of a state of a layout; may be traced."""
     on_layout = stack_for(layout, model, whole)[1]
     sources = _sources(whole, on_layout, whole, on_layout, layout, model)
     return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources, layout.tensor))
@@ -193,7 +172,7 @@ class PortableForm:
         def join(parts: list[jax.Array]) -> list[jax.Array]:
             joined = _joined(parts, self._changed, self._num_parts)
             return [
-                self._sent(_pad_to(joined[leaf], shapes[leaf]), reversed(route)) for leaf, route in self._routes.items()
+                self._sent(pad_to(joined[leaf], shapes[leaf]), reversed(route)) for leaf, route in self._routes.items()
             ]
 
         for source, part in parts.items():
@@ -247,23 +226,14 @@ class _Split(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Where an array of one device lies on a layout.
+    """Where an array of one device lies on a layout."""
 
-    Attributes:
-      leaf: the place of the array of the layout among all leaves.
-      shape: on one device.
-      shape_there: of the array of the layout, without padding.
-      layer: which layer of it; None if it is not stacked.
-      axis: of the layers.
-      split: in dimensions of the array of the layout.
-    """
-
-    leaf: int
-    shape: tuple[int, ...]
-    shape_there: tuple[int, ...]
-    layer: int | None = None
-    axis: int = 0
-    split: _Split | None = None
+    leaf: int  # the place of the array of the layout among all leaves
+    shape: tuple[int, ...]  # on one device
+    shape_there: tuple[int, ...]  # of the array of the layout, without padding
+    layer: int | None = None  # which layer of it; None if it is not stacked
+    axis: int = 0  # of the layers
+    split: _Split | None = None  # in dimensions of the array of the layout
 
     @property
     def is_changed(self) -> bool:
@@ -407,22 +377,14 @@ def _joined(parts: Sequence[Any], sources: Sequence[_Source], num_parts: int) ->
     for part, source in zip(parts, sources, strict=True):
         layers.setdefault(source.leaf, {})[source.layer] = part
     joined = {}
-    for source in sources:
-        if source.leaf in joined:
-            continue
+    for source in {source.leaf: source for source in sources}.values():
         of_leaf = layers[source.leaf]
-        if source.layer is None:
-            leaf = of_leaf[None]
-        else:
-            leaf = jnp.stack([of_leaf[layer] for layer in range(len(of_leaf))], source.axis)
+        stacks = source.layer is not None
+        leaf = jnp.stack([of_leaf[i] for i in range(len(of_leaf))], source.axis) if stacks else of_leaf[None]
         if source.split is not None:
             leaf = swap_blocks(leaf, source.split.dim, source.split.num_blocks, num_parts)
         joined[source.leaf] = leaf
     return joined
-
-
-def _pad_to(leaf: Any, shape: tuple[int, ...]) -> Any:
-    return jnp.pad(leaf, [(0, to - size) for size, to in zip(leaf.shape, shape, strict=True)])
 
 
 def _route(source: _Source, leaf: jax.Array) -> list[PartitionSpec]:

@@ -23,8 +23,8 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
 __all__ = [
-    "MIN_SHARDED", "Tapped", "crop", "gather_shards", "gathering_model", "pad", "padded", "padded_shape", "shard_specs",
-    "staged_specs", "state_specs", "tapped_loss_fn", "unpadded",
+    "MIN_SHARDED", "Tapped", "crop", "gather_shards", "gathering_model", "pad", "pad_to", "padded", "padded_shape",
+    "shard_specs", "staged_specs", "state_specs", "tapped_loss_fn", "unpadded",
 ]  # fmt: skip
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
@@ -163,6 +163,11 @@ def pad(leaf: Any, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> Any:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    return pad_to(leaf, shape)
+
+
+def pad_to(leaf: Any, shape: tuple[int, ...]) -> jax.Array:
+    """An array with zeros at the end of dimensions."""
     return jnp.pad(leaf, [(0, to - size) for size, to in zip(np.shape(leaf), shape, strict=True)])
 
 
