@@ -65,14 +65,7 @@ class DeviceArrays(NamedTuple):
 class OneMicrobatch:
     """A microbatch of a bucket on one device of a layout, to be traced.
 
-    Args:
-      model: as for `estimate_memory`.
-      layout: binds "tensor" and "context", and tells what is kept.
-      params: shapes of the whole parameters, split for "tensor".
-      extra: as for `TrainStep.init`.
-      bucket: of the microbatch.
-      batch_spec: as for `estimate_memory`.
-      num_layers: how many layers are run; None: all.
+    Parameters are shapes of whole ones, split for "tensor"; `num_layers` of them are run (None: all).
     """
 
     def __init__(
@@ -96,20 +89,20 @@ class OneMicrobatch:
             self._model = rematerialized(self._model)
         self._params = params
         if other_specs is not None:
-            self._params = jax.tree.map(
-                lambda leaf, spec: jax.ShapeDtypeStruct(_local_shape(leaf.shape, spec, layout), leaf.dtype),
-                params,
-                other_specs,
-            )
+
+            def on_device(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(_local_shape(leaf.shape, spec, layout), leaf.dtype)
+
+            self._params = jax.tree.map(on_device, params, other_specs)
         if num_layers is not None:
             self._params = with_layers(self._params, num_layers)
         self._extra = extra
 
     def arrays(self) -> DeviceArrays:
         """What it computes."""
-        return (
-            self._staged_arrays() if self._layout.stage > 1 else DeviceArrays(_lifetimes(self.jaxpr(with_grads=True)))
-        )
+        if self._layout.stage > 1:
+            return self._staged_arrays()
+        return DeviceArrays(_lifetimes(self.jaxpr(with_grads=True)))
 
     def jaxpr(self, *, with_grads: bool) -> Jaxpr:
         """The loss, or its gradient, as a device computes it without stages."""
