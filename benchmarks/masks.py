@@ -1,8 +1,8 @@
 """What memory does each form of mask take, by the length of rows?
 
 A training step of the built-in model on 4,096 positions, full rows, compiled with every form of mask. Bytes are those
-of the ledger, seconds those of the compiled step. Run `python benchmarks/masks.py [--quick]`. Prints a table and writes
-it, with versions and hardware, to `benchmarks/results/`.
+of the compile report, seconds those of the compiled step. Run `python benchmarks/masks.py [--quick]`. Prints a table
+and writes it, with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.timing import REPEATS, digits, report, table, versions_and_hardware
 import jvarlen
 from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.ledger import LedgerRow
+from jvarlen.compiling.report import CompileRow
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
 
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
     """A form of mask in one shape."""
 
     form: Form
-    row: LedgerRow
+    row: CompileRow
     seconds: float
 
 
@@ -71,7 +71,7 @@ def compile_step(
 
 
 def measure(model: TransformerConfig, bucket: Bucket) -> list[Measured]:
-    """The ledger's row and the seconds of a step of all forms, in turns: what else the machine does meets them all."""
+    """The report's row and the seconds of a step of all forms, in turns: what else the machine does meets them all."""
     params = init_params(model, seed=0)  # of all forms
     steps = [compile_step(model, params, form, bucket) for form in FORMS]
     seconds = np.min(
@@ -85,7 +85,7 @@ def measure(model: TransformerConfig, bucket: Bucket) -> list[Measured]:
         axis=0,
     )
     return [
-        Measured(form, step.ledger[0], s) for form, (step, _), s in zip(FORMS, steps, seconds.tolist(), strict=True)
+        Measured(form, step.report[0], s) for form, (step, _), s in zip(FORMS, steps, seconds.tolist(), strict=True)
     ]
 
 
@@ -111,7 +111,7 @@ def main() -> None:
         f"# Memory by form of mask, {datetime.date.today()}",
         "",
         f"A training step of {max_tokens:,} positions, float32: {model.num_layers} layers, width {model.width}, "
-        f"{model.num_heads} heads. Temporaries and all bytes are those of the ledger, MB = 10⁶ bytes.",
+        f"{model.num_heads} heads. Temporaries and all bytes are those of the compile report, MB = 10⁶ bytes.",
         "",
         *table(
             "rows × length|mask|temporaries, MB|of lengths'|in all, MB|step, s|of lengths'",

@@ -111,7 +111,7 @@ def measure(case: Case) -> Held:
     step = compile_buckets(
         train_step, state, BatchShapes([bucket], microbatches_per_step=num_microbatches, layout=mesh), progress=False
     )
-    (row,) = step.ledger
+    (row,) = step.report
     return Held(estimate.total, row.argument_bytes, row.temp_bytes)
 
 

@@ -70,7 +70,7 @@ def on_devices(form: Form) -> list[str]:
     """Every level on the devices of one process, with one microbatch a shard and with several."""
     cases = [Case(zero, num) for num in (1, form.many_microbatches) for zero in form.levels]
     compiled = {case: zero_jax.compile_step(form.on_devices, case, NUM_DEVICES) for case in cases}
-    told = {case: each.step.ledger[0] for case, each in compiled.items()}
+    told = {case: each.step.report[0] for case, each in compiled.items()}
     seconds = zero_jax.medians_in_turn(
         {case: zero_jax.stepping(each) for case, each in compiled.items()}, form.num_timed
     )
@@ -122,7 +122,7 @@ def by_layers(form: Form) -> list[str]:
     rows = []
     for sizes in form.by_layers:
         temp = {
-            zero: zero_jax.compile_step(sizes, Case(zero, 1), NUM_DEVICES).step.ledger[0].temp_bytes / sizes.layer_bytes
+            zero: zero_jax.compile_step(sizes, Case(zero, 1), NUM_DEVICES).step.report[0].temp_bytes / sizes.layer_bytes
             for zero in (0, 3)
         }
         inputs = sizes.num_layers * sizes.rows / sizes.width

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
     from jvarlen.compiling.compiled_buckets import CompiledBuckets
-    from jvarlen.compiling.ledger import Ledger
+    from jvarlen.compiling.report import CompileReport
     from jvarlen.compiling.measure_buckets import measure_buckets
     from jvarlen.compiling.mismatch import UnplannedShapeError
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
@@ -77,7 +77,7 @@ _NAMES_OF = {
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
     "compiling.compiled_buckets": ("CompiledBuckets",),
-    "compiling.ledger": ("Ledger",),
+    "compiling.report": ("CompileReport",),
     "compiling.measure_buckets": ("measure_buckets",),
     "compiling.mismatch": ("UnplannedShapeError",),
     "compiling.recompiles": ("RecompileError", "no_recompiles",),
@@ -119,8 +119,8 @@ _NAMES_OF = {
 }
 
 __all__ = [
-    "Batch", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions", "CompiledBuckets", "CostModel", "FitConfig",
-    "FitResult", "Ledger", "Loader", "Metrics", "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram",
+    "Batch", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions", "CompileReport", "CompiledBuckets", "CostModel", "FitConfig",
+    "FitResult", "Loader", "Metrics", "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram",
     "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches",
     "StreamStep", "TrainState", "TrainStep", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens",
     "agree", "assign_microbatches", "attend", "attend_within_segments", "attention_mask", "balance_plan",

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.compiling.report import CompileReport, CompileRow
 from jvarlen.planning.buckets import Bucket
 
 BUCKETS = ((32, 16), (16, 32), (8, 64), (4, 128))
@@ -67,8 +67,8 @@ def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, witho
         (path / "summary.json").write_text(json.dumps(summary))
         used = [record["bucket_rows"] for record in records if "loss" in record]
         rows = [
-            LedgerRow(Bucket(*shape), 0.25 + k, 2.0 * k + 1, k % 2 == 0, 1e9, MB, MB, 0, MB, MB, used.count(shape[0]))
+            CompileRow(Bucket(*shape), 0.25 + k, 2.0 * k + 1, k % 2 == 0, 1e9, MB, MB, 0, MB, MB, used.count(shape[0]))
             for k, shape in enumerate(BUCKETS)
         ]
-        Ledger(rows).save(path / "ledger.json")
+        CompileReport(rows).save(path / "compile_report.json")
     return path

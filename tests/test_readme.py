@@ -112,7 +112,7 @@ def assert_prints_what_it_shows(name, capsys):
 def test_the_quick_start_trains_and_prints_what_it_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = assert_prints_what_it_shows("quick_start.md", capsys)
-    assert names["step"].ledger.times_used == names["plan"].num_steps == len(names["losses"])
+    assert names["step"].report.times_used == names["plan"].num_steps == len(names["losses"])
 
 
 def test_the_first_page_prints_the_report_that_it_shows(capsys):
@@ -300,7 +300,7 @@ def test_the_lines_of_the_compilation_guide_run(capsys, tmp_path, monkeypatch):
     assert "int32[1,3,1000], planned was" in printed
     assert f"{len(names['plan'].buckets)} programs read" in printed
     assert "0 executables left" in printed
-    assert names["step"].ledger.times_used == names["plan"].num_steps
+    assert names["step"].report.times_used == names["plan"].num_steps
 
 
 def test_the_lines_of_the_guide_to_mixtures_run(capsys):
@@ -328,7 +328,7 @@ def test_the_lines_of_the_testing_guide_run(capsys, tmp_path, monkeypatch):
     assert "likely: loss_fn returns means" in printed
     assert "1 is missing: id 3" in printed
     assert "step 0 differs: " in printed
-    assert names["step"].ledger.times_used == 2 * len(names["plan"].buckets) + 2 * names["plan"].num_steps
+    assert names["step"].report.times_used == 2 * len(names["plan"].buckets) + 2 * names["plan"].num_steps
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from torch_ref.balance import assign_microbatches, balance_plan, packed_row_cost
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
 from torch_ref.budget import Budget
-from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets
+from torch_ref.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.graphs import no_recompiles
 from torch_ref.lengths import check_lengths
@@ -31,9 +31,9 @@ __all__ = [
     "Batches",
     "Bucket",
     "Budget",
+    "CompileRow",
     "CompiledBuckets",
     "CostModel",
-    "LedgerRow",
     "MixedPlan",
     "Mixture",
     "Order",

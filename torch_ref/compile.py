@@ -21,7 +21,7 @@ from torch_ref.plan import Plan
 from torch_ref.train import LossFn, loss_sums, take_microbatch, train_step
 from torch_ref.unplanned import UnplannedShapeError, explain_unplanned, layout_of, name_of
 
-__all__ = ["CompiledBuckets", "LedgerRow", "compile_buckets"]
+__all__ = ["CompileRow", "CompiledBuckets", "compile_buckets"]
 
 # Modes in which torch replays CUDA graphs, and how often a shape runs until it only replays: once each to compile, to
 # warm up and to record.
@@ -29,7 +29,7 @@ _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _RUNS_TO_RECORD = 3
 
 
-class LedgerRow(NamedTuple):
+class CompileRow(NamedTuple):
     """What a bucket cost and how it was used.
 
     Attributes:
@@ -86,7 +86,7 @@ class CompiledBuckets:
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._specs = {bucket: _dummy_batch(bucket, packed, self._device) for bucket in buckets}
         self._by_layout = {layout_of(spec): bucket for bucket, spec in self._specs.items()}
-        self._rows = {bucket: LedgerRow(bucket) for bucket in buckets}
+        self._rows = {bucket: CompileRow(bucket) for bucket in buckets}
         # The buckets that are compiled, or are to be before the next step, where compiling failed.
         self._to_come: list[Bucket] = []
         # The parameters that get a gradient, for each bucket that is compiled.
@@ -120,22 +120,22 @@ class CompiledBuckets:
         return metrics
 
     @property
-    def ledger(self) -> tuple[LedgerRow, ...]:
+    def rows(self) -> tuple[CompileRow, ...]:
         """A row for each bucket, by ascending length."""
         return tuple(self._rows.values())
 
     @property
     def never_used(self) -> tuple[Bucket, ...]:
         """The buckets that were compiled and not used for any step so far."""
-        return tuple(row.bucket for row in self.ledger if row.num_compilations and not row.num_steps)
+        return tuple(row.bucket for row in self.rows if row.num_compilations and not row.num_steps)
 
     def report(self) -> str:
-        """Return the ledger as a table, and below it the buckets that were compiled and never used."""
+        """Return the rows as a table, and below it the buckets that were compiled and never used."""
         lines = [f"{'rows x length':>20} {'compiled':>9} {'graphs':>7} {'seconds':>9} {'cached':>7} {'steps':>9}"]
         lines += [
             f"{name_of(row.bucket):>20} {row.num_compilations:>9} {row.num_graphs:>7} {row.compile_s:>9.1f} "
             f"{'yes' if row.from_cache else 'no':>7} {row.num_steps:>9,}"
-            for row in self.ledger
+            for row in self.rows
         ]
         return "\n".join([*lines, f"never used: {', '.join(map(name_of, self.never_used)) or 'none'}"])
 
@@ -268,7 +268,7 @@ def compile_buckets(
     Example:
         >>> model = nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256))
         >>> compiled = compile_buckets(model, [(2, 4), (1, 8)], backend="eager", progress=False)
-        >>> [(row.bucket.length, row.num_graphs) for row in compiled.ledger]
+        >>> [(row.bucket.length, row.num_graphs) for row in compiled.rows]
         [(4, 1), (8, 1)]
     """
     buckets = check_buckets(plan.buckets if isinstance(plan, Plan) else plan)

@@ -125,20 +125,26 @@ class PlannedRun(JaxRun):
       settings: of the run.
       data: samples.
       watch: counts the seconds.
-      is_behind: choose the number of shapes, and compile them behind the first steps; otherwise `max_shapes` ahead.
+      in_background: choose the number of shapes, and compile them in the background; otherwise `max_shapes` ahead.
       cache_dir: of compiled programs, which an earlier run has left there; None: no cache.
     """
 
     def __init__(
-        self, settings: Settings, data: Data, watch: Stopwatch, *, is_behind: bool = True, cache_dir: str | None = None
+        self,
+        settings: Settings,
+        data: Data,
+        watch: Stopwatch,
+        *,
+        in_background: bool = True,
+        cache_dir: str | None = None,
     ):
         super().__init__(settings, data)
-        self._watch, self._is_behind = watch, is_behind
+        self._watch, self._in_background = watch, in_background
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
         if cache_dir is not None:
-            earlier = PlannedRun(settings, data, Stopwatch(), is_behind=is_behind)
+            earlier = PlannedRun(settings, data, Stopwatch(), in_background=in_background)
             earlier._samples.gate.set()  # its loader must not wait for ever
             earlier._cache_dir = self._cache_dir
             jax.config.update("jax_enable_compilation_cache", True)
@@ -146,14 +152,14 @@ class PlannedRun(JaxRun):
         with watch("data"):
             lengths = jvarlen.measure_lengths(self._train, progress=False)
         budget = Budget(max_tokens=settings.max_tokens, length_multiple=settings.length_multiple)
-        if is_behind:
+        if in_background:
             with watch("compile"):
                 # The programs hold the rates of the plan: the same plan finds them in the cache.
                 choice = self._chosen(lengths, budget) if cache_dir is None else earlier._choice
             self._choice = choice
             buckets, spacing = choice.buckets, choice.new_shape_every
         with watch("data"):
-            if not is_behind:
+            if not in_background:
                 buckets, spacing = jvarlen.make_buckets(lengths, budget, max_shapes=settings.max_shapes), 0
             self.plan = jvarlen.make_plan(
                 lengths, buckets, order=jvarlen.Order("shuffle", new_shape_every=spacing), seed=settings.seed
@@ -192,7 +198,7 @@ class PlannedRun(JaxRun):
         )
 
     def _compile(self, *, ahead: bool) -> None:
-        when = "ahead" if ahead else "behind"
+        when = "ahead" if ahead else "background"
         self._step = jvarlen.compile_buckets(
             jvarlen.make_train_step(self.loss_fn, self._optimizer),
             self._state,
@@ -221,7 +227,7 @@ class PlannedRun(JaxRun):
     def step(self, batch: Batch, num_tokens_before: int) -> Any:
         """Calls what was compiled for the shape; the rate is in the plan."""
         if self._step is None:
-            self._compile(ahead=not self._is_behind)
+            self._compile(ahead=not self._in_background)
         self._state, metrics = self._step(self._state, batch.arrays)
         self.params = self._state.params
         return metrics
@@ -332,7 +338,7 @@ def cached(settings: Settings, data: Data, watch: Stopwatch) -> PlannedRun:
 WAYS = {
     "jvarlen": PlannedRun,
     "jvarlen_cached": cached,
-    "jvarlen_ahead": functools.partial(PlannedRun, is_behind=False),
+    "jvarlen_ahead": functools.partial(PlannedRun, in_background=False),
     "longest": plain(pad_to_longest),
     "powers": plain(pad_to_powers_of_two),
     "grain": plain(pack_by_grain),

@@ -242,7 +242,7 @@ def make_report(
         "",
         "- jvarlen: as many shapes as the run is worth, by costs estimated before planning, and lengths rounded to "
         f"{settings.length_multiple}; `make_plan(order=Order(new_shape_every=…))`, "
-        '`compile_buckets` with `when="behind"`, `load`, `keep_memory_of_steps`; '
+        '`compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
         "`planned_schedule` scales the rate by the square "
         f"root of samples / {settings.base_batch_size}. A fixed number of shapes, ahead: {settings.max_shapes} shapes, "
         "all compiled before the first step.",

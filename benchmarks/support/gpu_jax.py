@@ -192,7 +192,7 @@ def measure_shapes(
     trainer: Trainer, compiled: jvarlen.CompiledBuckets, sizes: Sizes, figures: list[dict[str, Any]], save: Save
 ) -> None:
     """Adds what each shape takes; one that fails, for lack of memory, says so and leaves the others alone."""
-    for row in compiled.ledger:
+    for row in compiled.report:
         shape = (row.bucket.rows, row.bucket.length)
         figures.append(
             {

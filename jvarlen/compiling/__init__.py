@@ -9,7 +9,7 @@
 - `donation`: which arrays of a state a step may overwrite.
 - `mismatch`: how a batch differs from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
-- `ledger`, `step_clock`: what each bucket cost, and how long its steps take.
+- `report`, `step_clock`: what each bucket cost, and how long its steps take.
 - `lifetimes`: when the arrays of a traced function are alive.
 - `hlo`: collectives of a compiled program. `row_search`: the most rows that fit. `measure_buckets`: timings of buckets.
 """

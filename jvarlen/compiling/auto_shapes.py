@@ -34,13 +34,13 @@ class Compiler(NamedTuple):
       threads: that compile at the same time.
       slowdown: seconds by which steps are delayed per second of compiling, as on a CPU, which both share; 0 on
         accelerators.
-      is_behind: whether steps run meanwhile.
+      in_background: whether steps run meanwhile.
     """
 
     seconds: float
     threads: int = 1
     slowdown: float = 0.0
-    is_behind: bool = True
+    in_background: bool = True
 
 
 class ShapeChoice(NamedTuple):
@@ -159,14 +159,14 @@ def simulated_seconds(
       Seconds.
 
     Example:
-      >>> behind, ahead = Compiler(2.0), Compiler(2.0, is_behind=False)
+      >>> background, ahead = Compiler(2.0), Compiler(2.0, in_background=False)
       >>> work = np.array([5.0, 5.0, 5.0])
-      >>> [simulated_seconds(work, [True, True, True], how, spacing_s=2.0) for how in (behind, ahead)]
+      >>> [simulated_seconds(work, [True, True, True], how, spacing_s=2.0) for how in (background, ahead)]
       [17.0, 21.0]
     """
     total = float(work.sum())
     num_new = sum(is_new)
-    if not compiler.is_behind:
+    if not compiler.in_background:
         return total + compiler.seconds * math.ceil(num_new / compiler.threads)
     between = work.tolist() if spacing_s is None else [spacing_s] * (len(work) - 1)
     now, left, num_compiled = 0.0, total, 0

@@ -27,10 +27,10 @@ from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.ledger import row_of
 from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
+from jvarlen.compiling.report import row_of
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket, check_buckets
@@ -56,10 +56,10 @@ def compile_buckets(
     Arrays that the step closes over, such as frozen weights, become arguments of its programs if they total more than 1
     MiB; all buckets share them. Arrays closed over by a function with its own `jax.jit` stay constants.
 
-    With `CompileOptions(when="behind")` it returns as soon as the first program is being compiled. The others follow in
-    the order in which the plan first uses them (or of the list), the largest second, while steps run: each is lowered
-    by a call of the step, under the settings that JAX has in that thread then, and compiled in the background. A step
-    waits only for its own program, and a program that cannot be compiled stops the next step.
+    With `CompileOptions(when="background")` it returns as soon as the first program is being compiled. The others
+    follow in the order in which the plan first uses them (or of the list), the largest second, while steps run: each is
+    lowered by a call of the step, under the settings that JAX has in that thread then, and compiled in the background.
+    A step waits only for its own program, and a program that cannot be compiled stops the next step.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
@@ -87,7 +87,7 @@ def compile_buckets(
       >>> def count(state, batch):
       ...     return state + batch.num_sequences, {}
       >>> compiled = compile_buckets(count, np.float32(0), BatchShapes([(2, 4), (1, 8)]), progress=False)
-      >>> [row.bucket.length for row in compiled.ledger]
+      >>> [row.bucket.length for row in compiled.report]
       [4, 8]
     """
     shapes = _shapes_of(batches, step, start_step)
@@ -105,17 +105,17 @@ def compile_buckets(
             _num_threads(options),
             _bar("compile", recipe, len(ordered), progress),
             check=functools.partial(_check_timed, recipe, options=options),
-            is_behind=options.is_behind,
-            with_others=options.is_behind and _has_processes(shapes),
+            in_background=options.in_background,
+            with_others=options.in_background and _has_processes(shapes),
         )
-        if options.is_behind:
+        if options.in_background:
             pending.advance()
         else:
             # What was read from the cache could not wait on the host.
             waits = options.max_live is not None and not recipe.can_serialize_what_was_read
             with without_compilation_cache() if waits else contextlib.nullcontext(), contextlib.closing(pending):
                 pending.wait()
-    compiled = CompiledBuckets(recipe, programs, ordered, options, pending if options.is_behind else None)
+    compiled = CompiledBuckets(recipe, programs, ordered, options, pending if options.in_background else None)
     return _ready(compiled, state, shapes, options, progress)
 
 
@@ -134,10 +134,10 @@ def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
 
 
 def _order(shapes: BatchShapes, options: CompileOptions) -> list[AnyBucket]:
-    """Buckets in the order of compilation: the largest first, or, behind the steps, second."""
+    """Buckets in the order of compilation: the largest first, or, in the background, second."""
     plan, start_step = shapes.plan, shapes.start_step
     ascending = sorted(shapes.buckets, key=lambda bucket: bucket.lengths)
-    if not options.is_behind:
+    if not options.in_background:
         return largest_first(ascending)
     if plan is None:
         ordered = list(shapes.buckets)
@@ -225,7 +225,7 @@ def _load(
     )
     if programs.fingerprint(recipe, buckets) != header["fingerprint"]:
         raise UserError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
-    if options.when == "behind":
+    if options.when == "background":
         options = dataclasses.replace(options, when="ahead")  # reading them is fast
     lowered = told_apart_by[0].program
     structures = jax.tree.structure(lowered.args_info), lowered.out_tree
@@ -290,7 +290,7 @@ def _num_threads(options: CompileOptions) -> int:
     if options.num_threads or jax.process_count() > 1:
         return options.num_threads or 1
     cores = os.cpu_count() or 1
-    return max(1, cores // 2) if options.is_behind else cores
+    return max(1, cores // 2) if options.in_background else cores
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["CompileOptions", "Fallback", "When", "check_compiler_options", "default_compilation_cache"]
 
 Fallback = Literal["error", "pad"]
-When = Literal["ahead", "behind"]
+When = Literal["ahead", "background"]
 OptionValue = bool | int | float | str
 
 _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
@@ -79,10 +79,10 @@ class CompileOptions:
     cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache, metadata={"scope": "process"})
     """Persistent compilation cache directory, unless JAX is already set to another; None leaves JAX's setting alone."""
     num_threads: int | None = dataclasses.field(default=None, metadata={"scope": "process"})
-    """Threads that compile; None for one per core (behind the steps: per two), or a single one if several processes
+    """Threads that compile; None for one per core (in the background: per two), or a single one if several processes
     train."""
     when: When | None = None
-    """Compile everything before the first step (ahead), or, while steps run, what later steps need (behind).
+    """Compile everything before the first step (ahead), or, while steps run, what later steps need (background).
     None: ahead, and in a whole training run what is faster. With max_live or warm_up always ahead."""
     max_live: int | None = None
     """The most executables held at once; the least recently used is evicted first. None for all.
@@ -134,9 +134,9 @@ class CompileOptions:
             raise UserError(f"xla_options hold what other fields set: {'; '.join(taken)}")
 
     @property
-    def is_behind(self) -> bool:
+    def in_background(self) -> bool:
         """Whether steps run while other shapes are compiled."""
-        return self.when == "behind" and self.max_live is None and not self.warm_up
+        return self.when == "background" and self.max_live is None and not self.warm_up
 
     @property
     def grad_buckets(self) -> BucketBytes | None:

@@ -24,7 +24,6 @@ from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.donation import check_deleted, identity, wait_for, without_aliases
 from jvarlen.compiling.hlo import Collectives, count_collectives
-from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.mismatch import (
     UnplannedShapeError,
@@ -37,6 +36,7 @@ from jvarlen.compiling.mismatch import (
 )
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import serialized, write_compiled
+from jvarlen.compiling.report import CompileReport
 from jvarlen.compiling.row_search import suggest_rows
 from jvarlen.compiling.step_clock import StepClock
 from jvarlen.compiling.warm_up import prepare_arithmetic, warm_up
@@ -101,7 +101,7 @@ class CompiledBuckets:
         return self._recipe.device_text
 
     @property
-    def ledger(self) -> Ledger:
+    def report(self) -> CompileReport:
         """What each bucket has cost and how often it was used, in the order of compilation; waits for what is pending.
 
         After `close`, it has the buckets that were compiled.
@@ -111,7 +111,7 @@ class CompiledBuckets:
         if self._clock is not None:
             self._clock.wait()
             seconds = self._clock.median_seconds()
-        ledger = Ledger(
+        report = CompileReport(
             dataclasses.replace(
                 row,
                 times_used=self._times_used[bucket],
@@ -123,13 +123,13 @@ class CompiledBuckets:
             if (row := self._programs.rows.get(bucket)) is not None
         )
         plan = self._recipe.shapes.plan
-        return ledger if plan is None else ledger.with_plan(plan)
+        return report if plan is None else report.with_plan(plan)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none.
 
-        If it is not compiled yet, this waits for it. What fails behind a step is raised by the next call, before that
-        runs: the state that this one returns is not lost.
+        If it is not compiled yet, this waits for it. What fails in the background is raised by the next call, before
+        that runs: the state that this one returns is not lost.
         """
         self._raise_failure()
         try:
@@ -212,7 +212,7 @@ class CompiledBuckets:
     def wait(self, bucket: tuple[int, ...] | None = None, *, timeout: float | None = None) -> bool:
         """Waits until a bucket is compiled, which then comes before the others, or until all are.
 
-        A step waits by itself; with a timeout a loop can do something else meanwhile. The ledger counts the seconds.
+        A step waits by itself; with a timeout a loop can do something else meanwhile. The report counts the seconds.
 
         Args:
           bucket: None for all.
@@ -239,7 +239,7 @@ class CompiledBuckets:
         return is_ready
 
     def close(self) -> None:
-        """Ends compiling behind the steps: what is not compiled yet never will be."""
+        """Ends compiling in the background: what is not compiled yet never will be."""
         if self._pending is not None:
             self._pending.close()
             self._pending = None

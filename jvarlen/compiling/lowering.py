@@ -15,9 +15,9 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
-from jvarlen.compiling.ledger import LedgerRow, row_of
 from jvarlen.compiling.program_store import environment_of
 from jvarlen.compiling.recompiles import counting_in_thread
+from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import compiling_for, devices_of, replicate, with_auto_axes
@@ -57,7 +57,7 @@ class LoweredBucket(NamedTuple):
 class CompiledBucket(NamedTuple):
     """The program of a bucket, and what it cost."""
 
-    row: LedgerRow
+    row: CompileRow
     executable: jax.stages.Compiled
 
 

@@ -90,8 +90,8 @@ def measure_buckets(
             state, _ = jax.block_until_ready(compiled(state, batch))
             fastest = min(fastest, time.perf_counter() - start)
         seconds.append(fastest / compiled.microbatches_per_step)
-    rows = {row.bucket: row for row in compiled.ledger}
-    cold = [row.lower_s + row.compile_s for row in compiled.ledger if not row.cache_hit]
+    rows = {row.bucket: row for row in compiled.report}
+    cold = [row.lower_s + row.compile_s for row in compiled.report if not row.cache_hit]
     return MeasuredBuckets(
         tuple((bucket.rows, bucket.lengths[0]) for bucket in compiled.specs),
         np.array(seconds),

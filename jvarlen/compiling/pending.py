@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.compiling.ledger import LedgerRow
 from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Recipe
 from jvarlen.compiling.program_store import Executables
 from jvarlen.compiling.recompiles import uncounted_in_thread
+from jvarlen.compiling.report import CompileRow
 from jvarlen.distributed.processes import ProcessesError, key_value_store
 from jvarlen.planning.buckets import AnyBucket
 
@@ -56,7 +56,7 @@ class Programs:
     """
 
     executables: Executables
-    rows: dict[AnyBucket, LedgerRow] = dataclasses.field(default_factory=dict)
+    rows: dict[AnyBucket, CompileRow] = dataclasses.field(default_factory=dict)
     constants: dict[AnyBucket, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     texts: dict[AnyBucket, str] = dataclasses.field(default_factory=dict)
     metrics: Any = None
@@ -89,7 +89,7 @@ class PendingPrograms:
       num_threads: that compile. One more starts if a step waits for a bucket that none of them is busy with.
       bar: advanced with each bucket, and closed at the end.
       check: called with the first lowered program; raises if it cannot be used.
-      is_behind: whether steps run meanwhile; `no_recompiles` then takes what is compiled here as planned.
+      in_background: whether steps run meanwhile; `no_recompiles` then takes what is compiled here as planned.
       with_others: whether several processes compile the same: a bucket is ready when all have compiled it.
     """
 
@@ -102,7 +102,7 @@ class PendingPrograms:
         bar: tqdm,
         *,
         check: Callable[[LoweredBucket], None] = lambda lowered: None,
-        is_behind: bool = False,
+        in_background: bool = False,
         with_others: bool = False,
     ):
         self._recipe = recipe
@@ -110,7 +110,7 @@ class PendingPrograms:
         self._programs = programs
         self._num_threads = num_threads
         self._bar = bar
-        self._planned = uncounted_in_thread if is_behind else contextlib.nullcontext
+        self._planned = uncounted_in_thread if in_background else contextlib.nullcontext
         self._others = _Others(buckets) if with_others else None
         by_size = largest_first(buckets)
         self._ends = (by_size[0], by_size[-1])
@@ -286,7 +286,7 @@ class PendingPrograms:
         if self.is_done:
             self._bar.close()
 
-    def _check_memory(self, row: LedgerRow) -> None:
+    def _check_memory(self, row: CompileRow) -> None:
         limit = self._recipe.bytes_limit
         if limit is not None and row.total_bytes > limit:
             raise UserError(f"it needs {row.total_bytes:,} bytes on each device, which has {limit:,}")

@@ -2,7 +2,7 @@
 
 A run whose number of shapes is `"auto"` needs both before its plan. The first run of a model estimates them: the
 operations of a step come from lowering it for two shapes, the speed of the device from a product of matrices, and the
-seconds of compiling from those of lowering. Each run then writes what its ledger measured into the directory of the
+seconds of compiling from those of lowering. Each run then writes what its report measured into the directory of the
 compilation cache.
 """
 
@@ -27,12 +27,12 @@ from jaxtyping import Float64
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
 
-__all__ = ["RunCosts", "costs_from_ledger", "costs_path", "estimate_costs", "load_costs", "model_key", "save_costs"]
+__all__ = ["RunCosts", "costs_from_report", "costs_path", "estimate_costs", "load_costs", "model_key", "save_costs"]
 
 # Measured with the built-in model on a CPU with two cores: compiling takes some 10 times as long as lowering a second
 # shape, and a step has half the speed of a product of matrices. Both only have to hold for the first run.
@@ -130,17 +130,17 @@ def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_de
     )
 
 
-def costs_from_ledger(ledger: Ledger, microbatches_per_step: int, before: RunCosts, program: str) -> RunCosts:
+def costs_from_report(report: CompileReport, microbatches_per_step: int, before: RunCosts, program: str) -> RunCosts:
     """The costs that a run measured; where it measured too little, those known before.
 
     Args:
-      ledger: of the run.
+      report: of the run.
       microbatches_per_step: M.
       before: what was known.
       program: what tells its programs from those of other runs of the model.
     """
-    timed = [row for row in ledger if row.times_used > 1 and row.step_s > 0]
-    cold = [row.lower_s + row.compile_s for row in ledger if not row.cache_hit]
+    timed = [row for row in report if row.times_used > 1 and row.step_s > 0]
+    cold = [row.lower_s + row.compile_s for row in report if not row.cache_hit]
     seconds, is_estimate = before.seconds, before.is_estimate
     if timed:
         positions = np.array([row.bucket.padded_tokens for row in timed])
@@ -148,7 +148,7 @@ def costs_from_ledger(ledger: Ledger, microbatches_per_step: int, before: RunCos
         linear, quadratic = _line([row.bucket.lengths[0] for row in timed], measured)
         seconds, is_estimate = CostModel(0.0, linear, quadratic, device=before.device, model="measured in a run"), False
     compiled = {name: shapes for name, shapes in before.compiled.items() if name != program}
-    here = ((row.bucket.rows, row.bucket.lengths[0]) for row in ledger)
+    here = ((row.bucket.rows, row.bucket.lengths[0]) for row in report)
     compiled[program] = tuple(dict.fromkeys((*before.compiled.get(program, ()), *here)))
     return dataclasses.replace(
         before,

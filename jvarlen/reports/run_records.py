@@ -1,4 +1,4 @@
-"""Reads a run directory: its records as arrays, its ledger, summary and settings.
+"""Reads a run directory: its records as arrays, its compile report, summary and settings.
 
 A file that was cut or damaged is an error with its path. Values that an older version did not write are unknown, NaN
 or None. Letters: S steps, E evaluations, K buckets.
@@ -21,7 +21,7 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_run_format
-from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.compiling.report import CompileReport, CompileRow
 
 __all__ = [
     "BucketUse",
@@ -76,7 +76,7 @@ class Run:
     in_bits: bool  # whether losses are shown in bits a token: they are in nats unless the run has a loss of its own
     summary: Mapping[str, Any] | None = None
     is_interrupted: bool = False
-    ledger: Ledger | None = None
+    report: CompileReport | None = None
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
 
     @property
@@ -115,8 +115,8 @@ class BucketUse(NamedTuple):
     num_tokens: float | None = None
     num_positions: float | None = None
     padding: float | None = None  # share of the positions that held no token
-    seconds: float | None = None  # of all these steps; not timed one by one, the ledger's median times their number
-    row: LedgerRow | None = None
+    seconds: float | None = None  # of all these steps; not timed one by one, the report's median times their number
+    row: CompileRow | None = None
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -127,7 +127,9 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     missing = [name for name in ("config.json", "metrics.jsonl") if not (path / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
-    metrics, summary_path, ledger_path = (path / name for name in ("metrics.jsonl", "summary.json", "ledger.json"))
+    metrics, summary_path, report_path = (
+        path / name for name in ("metrics.jsonl", "summary.json", "compile_report.json")
+    )
     steps, evaluations, in_bits = _columns_of(_iterate_metrics(metrics), f"{metrics} is damaged: ")
     summary = _read_object(summary_path) if summary_path.exists() else None
     return Run(
@@ -137,7 +139,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         in_bits=in_bits and not (summary and summary.get("evaluated_in") == "loss"),
         summary=None if summary is None else {name: summary.get(name) for name in _SUMMARY_FIELDS},
         is_interrupted=bool(summary and summary.get("interrupted")),
-        ledger=Ledger.load(ledger_path) if ledger_path.exists() else None,
+        report=CompileReport.load(report_path) if report_path.exists() else None,
         settings=_read_settings(path / "config.json"),
     )
 
@@ -215,7 +217,7 @@ def differing_settings_of(runs: Sequence[Run]) -> list[tuple[str, list[str | Non
 
 
 def bucket_uses(run: Run) -> list[BucketUse]:
-    """How a run used its buckets, in the log and in the ledger, by length."""
+    """How a run used its buckets, in the log and in the compile report, by length."""
     shapes = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1)
     is_known = np.isfinite(shapes).all(axis=1)
     unique, place = np.unique(shapes[is_known].astype(np.int64), axis=0, return_inverse=True)
@@ -225,7 +227,7 @@ def bucket_uses(run: Run) -> list[BucketUse]:
         totals = np.bincount(place.ravel(), run.steps[name][is_known], len(unique))
         return [float(total) if np.isfinite(total) else None for total in totals]
 
-    rows = {tuple(row.bucket): row for row in run.ledger or ()}
+    rows = {tuple(row.bucket): row for row in run.report or ()}
     uses = {shape: BucketUse(shape, row=row) for shape, row in rows.items()}
     figures = (num_steps, sums("num_tokens"), sums("num_positions"), sums("step_s"))
     for shape, steps, tokens, positions, seconds in zip(map(tuple, unique.tolist()), *figures, strict=True):

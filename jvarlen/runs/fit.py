@@ -22,8 +22,8 @@ from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
+from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
@@ -261,16 +261,16 @@ def _fit(
         trained = _train(loop, state, place)
     compiled.train_step.close()  # what an interrupted run did not need
     compiled.eval_step.close()
-    ledger = compiled.train_step.ledger.with_plan(first_plan)
-    prepared.chooser.remember(ledger)
+    report = compiled.train_step.report.with_plan(first_plan)
+    prepared.chooser.remember(report)
     evaluated_in: EvaluatedIn = "loss"
     if task.is_language_model:
         evaluated_in = "bits per byte" if prepared.data.is_bytes else "bits per token"
-    summary = _summary_of(trained, compiled, ledger, evaluated_in)
+    summary = _summary_of(trained, compiled, report, evaluated_in)
     with together("write the summary"):
         if is_main_process():
-            write_summary(run_dir, summary, ledger)
-            say("Ledger", ledger.table())
+            write_summary(run_dir, summary, report)
+            say("Compile report", report.table())
             say("Summary", str(summary))
             print(run_dir, flush=True)
     return FitResult(summary, run_dir, trained.state if form is None else form.save(trained.state))
@@ -281,13 +281,13 @@ class _Compiled(NamedTuple):
 
     Attributes:
       seconds: until all was compiled, if that was before the first step.
-      is_behind: whether steps run while others are compiled.
+      in_background: whether steps run while others are compiled.
     """
 
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
     seconds: float
-    is_behind: bool
+    in_background: bool
 
 
 def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | None) -> _Compiled:
@@ -297,7 +297,7 @@ def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | N
     options = dataclasses.replace(config.compile, when=when_compiled(config), time_steps=time_steps)
     compile_for = functools.partial(
         compile_buckets,
-        progress=config.progress and not options.is_behind,
+        progress=config.progress and not options.in_background,
         options=options,
     )
     shapes_of = functools.partial(
@@ -309,12 +309,12 @@ def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | N
     start = time.perf_counter()
     steps_left = course.steps_left(place)
     buckets = course.buckets_left(place) or course.buckets
-    if options.is_behind:
+    if options.in_background:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
     train_step = compile_for(task.train_step(course.optimizer, prepared.placement), state, shapes_of(buckets))
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
     eval_step = compile_for(task.eval_step(prepared.placement), state, shapes_of(course.eval_buckets))
-    return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)
+    return _Compiled(train_step, eval_step, time.perf_counter() - start, options.in_background)
 
 
 class _Trained(NamedTuple):
@@ -368,9 +368,9 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
     return _Trained(state, place, after, compilations.num_compilations, was_interrupted)
 
 
-def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, evaluated_in: EvaluatedIn) -> Summary:
+def _summary_of(trained: _Trained, compiled: _Compiled, report: CompileReport, evaluated_in: EvaluatedIn) -> Summary:
     place, after = trained.place, trained.evaluations
-    rows = [*ledger, *compiled.eval_step.ledger]
+    rows = [*report, *compiled.eval_step.report]
     stall_s = sum(row.stall_s for row in rows)
     return Summary(
         held_out_before=cast(float, place.held_out_before),
@@ -380,9 +380,9 @@ def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, evaluate
         num_tokens=place.num_tokens_done,
         real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
         padding=1.0 - place.num_tokens_done / max(place.num_positions_done, 1),
-        num_shapes=len(ledger),
-        compile_s=sum(row.lower_s + row.compile_s for row in rows) if compiled.is_behind else compiled.seconds,
-        stall_s=stall_s if compiled.is_behind else compiled.seconds,
+        num_shapes=len(report),
+        compile_s=sum(row.lower_s + row.compile_s for row in rows) if compiled.in_background else compiled.seconds,
+        stall_s=stall_s if compiled.in_background else compiled.seconds,
         num_cache_hits=sum(row.cache_hit for row in rows),
         train_s=place.train_s,
         data_wait=place.data_wait_s / max(place.train_s, 1e-9),

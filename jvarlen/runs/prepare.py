@@ -231,7 +231,7 @@ def say(title: str, *texts: str) -> None:
 
 def when_compiled(config: FitConfig) -> When:
     """When shapes are compiled: while steps run, which is faster, or before, where several processes train."""
-    return config.compile.when or ("behind" if jax.process_count() == 1 else "ahead")
+    return config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
 
 
 def _lengths_of(dataset: DataSource, task: Task, progress: bool) -> Int64[np.ndarray, " N"]:

@@ -18,11 +18,11 @@ from jaxtyping import Int64
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.compiling.compile_options import When
-from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe, make_recipe
+from jvarlen.compiling.report import CompileReport
 from jvarlen.compiling.step_costs import (
     RunCosts,
-    costs_from_ledger,
+    costs_from_report,
     costs_path,
     estimate_costs,
     load_costs,
@@ -88,11 +88,11 @@ class ShapeChooser:
         shared = json.loads(gather_texts("the chosen shapes", json.dumps(dataclasses.asdict(chosen)))[0])
         return ChosenShapes(**{name: _as_tuples(value) for name, value in shared.items()})
 
-    def remember(self, ledger: Ledger) -> None:
+    def remember(self, report: CompileReport) -> None:
         """Writes what the run measured beside the compiled programs, if it chose its shapes and keeps programs."""
         if self._costs is None or self._cache_dir is None or not is_main_process():
             return
-        measured = costs_from_ledger(ledger, self._config.plan.microbatches_per_step, self._costs, self._program)
+        measured = costs_from_report(report, self._config.plan.microbatches_per_step, self._costs, self._program)
         save_costs(measured, costs_path(self._cache_dir, measured.device, measured.model))
 
     @property
@@ -174,11 +174,11 @@ class ShapeChooser:
 
     def _compiler(self, costs: RunCosts) -> Compiler:
         cores = os.cpu_count() or 1
-        behind = self._when == "behind"
-        threads = self._config.compile.num_threads or (max(1, cores // 2) if behind else cores)
+        in_background = self._when == "background"
+        threads = self._config.compile.num_threads or (max(1, cores // 2) if in_background else cores)
         on_cpu = jax.default_backend() == "cpu"
         seconds = (1 + _EVALUATION_SHARE / 2) * costs.compile_seconds  # about half of the shapes evaluate as well
-        return Compiler(seconds, threads, SLOWDOWN_ON_CPU if on_cpu and behind else 0.0, behind)
+        return Compiler(seconds, threads, SLOWDOWN_ON_CPU if on_cpu and in_background else 0.0, in_background)
 
     def _reason_of(self, choice: ShapeChoice, costs: RunCosts) -> str:
         is_given = self._config.plan.compile_seconds is not None

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.ledger import Ledger
+from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.run_page import plot_curves
 from jvarlen.reports.run_records import read_metrics
@@ -121,8 +121,8 @@ class Summary:
         return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
 
 
-def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
-    """Writes `summary.json`, `curves.png`, and, if the run took steps, `ledger.json`.
+def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
+    """Writes `summary.json`, `curves.png`, and, if the run took steps, `compile_report.json`.
 
     After SIGTERM no curves are drawn: time may be short, and such a run is mostly resumed.
     """
@@ -130,5 +130,5 @@ def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
     if interrupt_signal() != signal.SIGTERM:
         plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
-    if ledger.times_used or not (run_dir / "ledger.json").exists():
-        ledger.save(run_dir / "ledger.json")
+    if report.times_used or not (run_dir / "compile_report.json").exists():
+        report.save(run_dir / "compile_report.json")

@@ -11,7 +11,7 @@ from jvarlen.planning.budget import Budget
 
 LENGTHS = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(np.int64).clip(1, 1024)
 BUDGET = Budget(max_tokens=4096, length_multiple=8, cost=lambda rows, length: rows * length * (3e-5 + 1e-8 * length))
-BEHIND = Compiler(2.0, slowdown=0.5)
+BACKGROUND = Compiler(2.0, slowdown=0.5)
 
 
 def by_the_clock(work, is_new, compiler, spacing_s):
@@ -54,18 +54,20 @@ def test_seconds_of_an_epoch_are_those_of_its_plan():
 
 
 def test_longer_runs_get_more_shapes_and_slower_compilers_fewer():
-    by_epochs = [len(choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=n).buckets) for n in (0.1, 1, 5, 50)]
+    by_epochs = [len(choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=n).buckets) for n in (0.1, 1, 5, 50)]
     assert by_epochs == sorted(by_epochs)
     assert by_epochs[0] < by_epochs[2] < by_epochs[3]
     by_seconds = [
-        len(choose_shapes(LENGTHS, BUDGET, BEHIND._replace(seconds=s), num_epochs=5).buckets)
+        len(choose_shapes(LENGTHS, BUDGET, BACKGROUND._replace(seconds=s), num_epochs=5).buckets)
         for s in (0.1, 1, 10, 1000)
     ]
     assert by_seconds == sorted(by_seconds, reverse=True)
     assert by_seconds[0] > by_seconds[3] == 1
 
 
-@pytest.mark.parametrize("compiler", [BEHIND, BEHIND._replace(slowdown=0.0), Compiler(2.0, 2, is_behind=False)])
+@pytest.mark.parametrize(
+    "compiler", [BACKGROUND, BACKGROUND._replace(slowdown=0.0), Compiler(2.0, 2, in_background=False)]
+)
 def test_no_other_number_of_shapes_is_faster(compiler):
     chosen = choose_shapes(LENGTHS, BUDGET, compiler, num_epochs=2, can_space=False)
     for max_shapes in range(1, 20):
@@ -79,32 +81,32 @@ def test_no_other_number_of_shapes_is_faster(compiler):
 
 def test_steps_count_as_the_samples_that_they_take():
     num_steps = make_plan(LENGTHS, make_buckets(LENGTHS, BUDGET, max_shapes=24), order="length").num_steps
-    assert choose_shapes(LENGTHS, BUDGET, BEHIND, num_steps=3 * num_steps) == choose_shapes(
-        LENGTHS, BUDGET, BEHIND, num_epochs=3
+    assert choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_steps=3 * num_steps) == choose_shapes(
+        LENGTHS, BUDGET, BACKGROUND, num_epochs=3
     )
 
 
 def test_new_shapes_come_as_fast_as_they_are_compiled():
-    choice = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=5)
+    choice = choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=5)
     seconds, num_steps = seconds_of_epoch(LENGTHS, choice.buckets, BUDGET)
     spacing_s = choice.new_shape_every * seconds.sum() / num_steps.sum()
-    assert BEHIND.seconds < spacing_s < 1.5 * BEHIND.seconds
+    assert BACKGROUND.seconds < spacing_s < 1.5 * BACKGROUND.seconds
     assert choice.new_shape_every * len(choice.buckets) <= num_steps.sum(), "all appear in the first epoch"
-    assert choose_shapes(LENGTHS, BUDGET, BEHIND, can_space=False).new_shape_every == 0
+    assert choose_shapes(LENGTHS, BUDGET, BACKGROUND, can_space=False).new_shape_every == 0
 
 
 def test_compiled_shapes_are_chosen_again_and_cost_nothing():
-    first = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=2)
-    again = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=2, compiled=first.buckets)
+    first = choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=2)
+    again = choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=2, compiled=first.buckets)
     assert again.buckets == first.buckets
     assert again.new_shape_every == 0
     seconds, _ = seconds_of_epoch(LENGTHS, first.buckets, BUDGET)
     assert again.seconds == pytest.approx(2 * seconds.sum())
     others = np.random.default_rng(1).permutation(LENGTHS)[:4900]
-    of_others = choose_shapes(others, BUDGET, BEHIND, num_epochs=2, compiled=first.buckets)
+    of_others = choose_shapes(others, BUDGET, BACKGROUND, num_epochs=2, compiled=first.buckets)
     assert len(set(of_others.buckets) & set(first.buckets)) >= len(first.buckets) - 1
 
 
 def test_without_seconds_there_is_nothing_to_choose_by():
     with pytest.raises(ValueError, match="the budget needs a cost"):
-        choose_shapes(LENGTHS, Budget(max_tokens=4096), BEHIND)
+        choose_shapes(LENGTHS, Budget(max_tokens=4096), BACKGROUND)

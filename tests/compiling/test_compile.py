@@ -82,14 +82,14 @@ def test_each_bucket_runs_without_compiling(compiled):
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_largest_is_compiled_first(num_threads):
-    ledger = compile_count(num_threads=num_threads).ledger
-    assert [row.bucket for row in ledger] == LARGEST_FIRST
-    assert all(row.lower_s > 0 and row.compile_s > 0 and not row.cache_hit for row in ledger)
+    report = compile_count(num_threads=num_threads).report
+    assert [row.bucket for row in report] == LARGEST_FIRST
+    assert all(row.lower_s > 0 and row.compile_s > 0 and not row.cache_hit for row in report)
 
 
 def test_the_largest_is_compiled_first_in_whatever_order_shapes_come():
     for shapes in itertools.permutations(BUCKETS):
-        assert [row.bucket for row in compile_count(shapes).ledger] == LARGEST_FIRST
+        assert [row.bucket for row in compile_count(shapes).report] == LARGEST_FIRST
 
 
 def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monkeypatch):
@@ -289,7 +289,7 @@ def test_large_arrays_that_a_step_closes_over_are_arguments_that_all_buckets_sha
     shapes = BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh)
     kwargs = {"progress": False, "options": CompileOptions(cache_dir=None)}
     compiled = compile_buckets(step, jnp.zeros(1024), shapes, **kwargs)
-    assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.ledger)
+    assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.report)
     assert [len(arguments) for arguments in compiled._programs.constants.values()] == [1, 1, 1]
     assert len({id(argument) for (argument,) in compiled._programs.constants.values()}) == 1
     recipe = make_recipe(step, jnp.zeros(1024), shapes, CompileOptions(cache_dir=None))
@@ -423,9 +423,9 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
     )
     compiled = compile_buckets(count_step, jnp.float32(0), plan, progress=False)
     assert compiled.microbatches_per_step == 2
-    ledger = compiled.ledger
-    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
-    assert {row.bucket: row.planned_steps for row in ledger} == plan.steps_of_buckets()
+    report = compiled.report
+    assert report.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert {row.bucket: row.planned_steps for row in report} == plan.steps_of_buckets()
     packed = make_plan(pack_samples(lengths, 32), [(4, 32)], order="length")
     compiled = compile_buckets(lambda state, batch: (state, batch.positions.sum()), 0, packed, progress=False)
     assert all(isinstance(spec, PackedBatch) for spec in compiled.specs.values())
@@ -444,7 +444,7 @@ def test_a_step_tells_where_it_runs():
     assert compiled.mesh == Step.placement.mesh
 
 
-def test_the_ledger_tells_operations_bytes_and_use():
+def test_the_report_tells_operations_bytes_and_use():
     compiled = compile_buckets(
         lambda state, batch: (state, batch.weights @ batch.weights.mT),
         jnp.ones(3),
@@ -455,7 +455,7 @@ def test_the_ledger_tells_operations_bytes_and_use():
     state = jnp.ones(3)
     for _ in range(3):
         state, _ = compiled(state, make_batch(4, 32, 1))
-    row, unused = compiled.ledger
+    row, unused = compiled.report
     assert row.flops >= 2 * 4 * 4 * 32
     batch_bytes = 4 * (4 * 32 + 4 + 4 * 32 + 1)
     assert 4 * (4 * 32) <= row.argument_bytes <= batch_bytes + 3 * 4  # what the step never reads may be left out
@@ -463,7 +463,7 @@ def test_the_ledger_tells_operations_bytes_and_use():
     assert (row.times_used, unused.times_used) == (3, 0)
     assert row.step_s > 0
     assert np.isnan(unused.step_s)
-    assert compiled.ledger.unused == (Bucket(2, 40),)
+    assert compiled.report.unused == (Bucket(2, 40),)
 
 
 def test_executables_that_are_released_are_gone():
@@ -474,7 +474,7 @@ def test_executables_that_are_released_are_gone():
     state, _ = compiled(state, make_batch(4, 8))
     compiled.release((4, 8), BUCKETS[2])
     assert num_executables() == before + 1
-    assert [row.is_live for row in compiled.ledger] == [False, False, True]
+    assert [row.is_live for row in compiled.report] == [False, False, True]
     with pytest.raises(UnplannedShapeError, match="the executable of 4×8 was released"):
         compiled(state, make_batch(4, 8))
     assert float(compiled(state, make_batch(2, 16))[0]) == 2 * (4 * 8 + 2 * 16)
@@ -523,7 +523,7 @@ def test_the_least_recently_used_makes_room():
     live = []
     for bucket in (BUCKETS[0], BUCKETS[1], BUCKETS[0], BUCKETS[2]):
         state, _ = compiled(state, make_batch(*bucket))
-        live.append({row.bucket for row in compiled.ledger if row.is_live})
+        live.append({row.bucket for row in compiled.report if row.is_live})
     assert BUCKETS[0] in live[0]  # the other one is whichever compiled last
     assert live[1:] == [{BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[2]}]
 
@@ -564,7 +564,7 @@ def test_warming_up_runs_everything_and_changes_nothing(num_devices, monkeypatch
     compiled = compile_count(state=state, mesh=None if num_devices is None else data_mesh(num_devices), warm_up=True)
     assert [batch.tokens.shape[1:] for batch in ran] == LARGEST_FIRST
     assert float(state) == 7
-    assert compiled.ledger.times_used == 0
+    assert compiled.report.times_used == 0
     with pytest.raises(ValueError, match="a state of arrays, not of shapes"):
         compiled.warm_up(jax.ShapeDtypeStruct((), np.float32))
 
@@ -607,10 +607,10 @@ def test_a_batch_that_was_not_planned_can_be_padded_up():
     state, _ = compiled(state, jax.device_put(make_batch(1, 9, 1)))  # warned of once
     assert float(state) == 2 * 3 * 7 + 9
     assert compiled.num_padded == 2
-    assert {row.bucket: row.times_used for row in compiled.ledger} == {BUCKETS[0]: 1, BUCKETS[1]: 1, BUCKETS[2]: 0}
+    assert {row.bucket: row.times_used for row in compiled.report} == {BUCKETS[0]: 1, BUCKETS[1]: 1, BUCKETS[2]: 0}
     compiled.release(BUCKETS[0], BUCKETS[1])
     assert float(compiled(state, make_batch(2, 8))[0]) == 2 * 3 * 7 + 9 + 2 * 2 * 8
-    assert {row.bucket: row.times_used for row in compiled.ledger}[BUCKETS[2]] == 1
+    assert {row.bucket: row.times_used for row in compiled.report}[BUCKETS[2]] == 1
     with pytest.raises(UnplannedShapeError, match=r"\.tokens is int32\[2,9,9\]"):
         compiled(state, make_batch(9, 9))
 
@@ -623,7 +623,7 @@ def test_what_is_padded_up_is_none_of_the_steps_to_come():
         state, _ = compiled(state, make_batch(3, 7))
     state, _ = compiled(state, make_batch(4, 8))
     state, _ = compiled(state, make_batch(2, 16))  # its own executable is gone, and a larger one is there
-    assert {row.bucket: row.times_used for row in compiled.ledger} == {BUCKETS[0]: 2, BUCKETS[1]: 0, BUCKETS[2]: 1}
+    assert {row.bucket: row.times_used for row in compiled.report} == {BUCKETS[0]: 2, BUCKETS[1]: 0, BUCKETS[2]: 1}
     assert compiled.num_padded == 2
     assert float(state) == 2 * (3 * 7 + 4 * 8 + 2 * 16)
     compiled.release(BUCKETS[2])
@@ -650,7 +650,7 @@ def test_the_most_rows_that_fit_are_found_by_compiling():
     def total_bytes(rows):
         return (
             compile_buckets(attention_like, jnp.float32(0), BatchShapes([(rows, 16)]), progress=False)
-            .ledger[0]
+            .report[0]
             .total_bytes
         )
 
@@ -689,8 +689,8 @@ def test_a_set_is_saved_and_loaded_without_compiling(tmp_path, num_devices):
     assert float(state) == float(other)
     assert state.sharding == other.sharding
     assert loaded.microbatches_per_step == 2
-    assert [(row.bucket, row.cache_hit, row.flops, row.total_bytes) for row in loaded.ledger] == [
-        (row.bucket, True, row.flops, row.total_bytes) for row in saved.ledger
+    assert [(row.bucket, row.cache_hit, row.flops, row.total_bytes) for row in loaded.report] == [
+        (row.bucket, True, row.flops, row.total_bytes) for row in saved.report
     ]
 
 
@@ -743,7 +743,7 @@ for how in sys.argv[1:]:
             compiled = jvarlen.compile_buckets(step, np.float32(0), shapes, progress=False, options=options)
     if how != "load":
         compiled.save(folder / "set")
-    print([row.cache_hit for row in compiled.ledger], count.num_compiled)
+    print([row.cache_hit for row in compiled.report], count.num_compiled)
     for spec in compiled.specs.values():
         batch = jvarlen.full_batch(spec)
         state, _ = compiled(np.float32(1), batch)
@@ -805,7 +805,7 @@ def train(compiled, plan, state):
     for bucket in plan.step_bucket.tolist():
         state, metrics = compiled(state, jvarlen.full_batch(compiled.specs[plan.buckets[bucket]]))
     jax.block_until_ready(metrics)
-    return sum(row.is_live for row in compiled.ledger), megabytes() - before
+    return sum(row.is_live for row in compiled.report), megabytes() - before
 
 lengths = np.repeat(np.arange(16, 160, 16), 4)
 plan = jvarlen.make_plan(lengths, [(2, int(length)) for length in np.unique(lengths)], order="length")

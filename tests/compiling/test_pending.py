@@ -1,4 +1,4 @@
-"""Programs that are compiled behind the first steps: the same ones, each in time, and no step waits for another's."""
+"""Programs that are compiled in the background: the same ones, each in time, and no step waits for another's."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,9 @@ def make_batch(bucket):
     return jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), token_batch_spec(bucket, 2))
 
 
-def compile_count(buckets=BUCKETS, *, step=count_step, when="behind", state=0.0, num_threads=1, mesh=None, **kwargs):
+def compile_count(
+    buckets=BUCKETS, *, step=count_step, when="background", state=0.0, num_threads=1, mesh=None, **kwargs
+):
     options = CompileOptions(cache_dir=None, when=when, num_threads=num_threads)
     shapes = buckets if isinstance(buckets, Plan) else BatchShapes(buckets, microbatches_per_step=2, layout=mesh)
     return compile_buckets(step, state, shapes, progress=False, options=options, **kwargs)
@@ -91,21 +93,21 @@ def wait_until(is_true):
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_steps_and_programs_are_those_of_compiling_ahead(num_devices, tmp_path):
     mesh = None if num_devices is None else data_mesh(num_devices)
-    ahead, behind = (compile_count(when=when, mesh=mesh) for when in ("ahead", "behind"))
+    steps = ahead, background = [compile_count(when=when, mesh=mesh) for when in ("ahead", "background")]
     states = [jnp.float32(0), jnp.float32(0)]
     with no_recompiles():
         for bucket in (FIRST, LAST, SECOND, FIRST, LARGEST):
-            states = [step(state, make_batch(bucket))[0] for step, state in zip((ahead, behind), states, strict=True)]
+            states = [step(state, make_batch(bucket))[0] for step, state in zip(steps, states, strict=True)]
             assert float(states[0]) == float(states[1])
-    assert behind.is_complete
-    assert behind.pending == ()
-    assert behind.fingerprint == ahead.fingerprint
-    assert {row.bucket: row.total_bytes for row in behind.ledger} == {
-        row.bucket: row.total_bytes for row in ahead.ledger
+    assert background.is_complete
+    assert background.pending == ()
+    assert background.fingerprint == ahead.fingerprint
+    assert {row.bucket: row.total_bytes for row in background.report} == {
+        row.bucket: row.total_bytes for row in ahead.report
     }
-    assert behind.ledger.times_used == 5
-    behind.save(tmp_path / "compiled")
-    options = CompileOptions(cache_dir=None, when="behind")
+    assert background.report.times_used == 5
+    background.save(tmp_path / "compiled")
+    options = CompileOptions(cache_dir=None, when="background")
     shapes = BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh)
     loaded = load_compiled(tmp_path / "compiled", count_step, 0.0, shapes, progress=False, options=options)
     assert loaded.is_complete
@@ -134,12 +136,12 @@ def test_a_step_waits_for_its_own_program_alone(gates):
     assert gates.began[2] == SECOND
     assert LARGEST in step.pending
     gates.open(*BUCKETS)
-    ledger = step.ledger  # waits
+    report = step.report  # waits
     assert step.is_complete
-    assert [row.bucket for row in ledger] == [FIRST, LARGEST, SECOND, LAST]
-    assert [row.stall_s > 0 for row in ledger] == [True, False, True, False]
-    assert "stall s" in str(ledger)
-    assert json.loads(ledger.to_json())["rows"][0]["stall_s"] == ledger[0].stall_s
+    assert [row.bucket for row in report] == [FIRST, LARGEST, SECOND, LAST]
+    assert [row.stall_s > 0 for row in report] == [True, False, True, False]
+    assert "stall s" in str(report)
+    assert json.loads(report.to_json())["rows"][0]["stall_s"] == report[0].stall_s
 
 
 def test_a_wait_may_end_early(gates):
@@ -211,8 +213,8 @@ def test_arrays_that_are_closed_over_are_found_bucket_by_bucket():
 
     compiled = compile_count([FIRST, SECOND], step=step, state={"w": weights}, when="ahead")
     state, _ = compiled({"w": weights}, make_batch(SECOND))
-    behind = compile_count([FIRST, SECOND], step=step, state={"w": weights})
-    again, _ = behind({"w": weights}, make_batch(SECOND))
+    background = compile_count([FIRST, SECOND], step=step, state={"w": weights})
+    again, _ = background({"w": weights}, make_batch(SECOND))
     np.testing.assert_array_equal(again["w"], state["w"])
     np.testing.assert_array_equal(weights, np.arange(2**19))
 
@@ -235,7 +237,7 @@ def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no registers"), KeyboardInterrupt()])
-def test_what_fails_behind_a_step_loses_no_state(monkeypatch, failure):
+def test_what_fails_in_the_background_loses_no_state(monkeypatch, failure):
     step = compile_count()
     state = jnp.float32(0)
     with monkeypatch.context() as patch:
@@ -264,9 +266,9 @@ def test_a_step_that_cannot_be_traced_is_told_with_its_bucket():
     assert caught.value.__notes__[-1] == "while compiling step for bucket 2×24"
 
 
-@pytest.mark.parametrize("when", ["ahead", "behind"])
+@pytest.mark.parametrize("when", ["ahead", "background"])
 def test_a_program_that_does_not_fit_the_device_is_told_when_it_arrives(when, monkeypatch):
-    needed = compile_count(when="ahead").ledger
+    needed = compile_count(when="ahead").report
     largest = max(row.total_bytes for row in needed)
     monkeypatch.setattr(Recipe, "bytes_limit", largest - 1)
     with pytest.raises(
@@ -286,7 +288,7 @@ def test_what_no_step_will_use_is_not_compiled(gates):
     state, _ = step(jnp.float32(0), make_batch(FIRST))
     state, _ = step(state, make_batch(LAST))
     assert gates.began == [FIRST, LAST]
-    assert [row.bucket for row in step.ledger] == [FIRST, LAST]
+    assert [row.bucket for row in step.report] == [FIRST, LAST]
     with pytest.raises(UnplannedShapeError, match="the executable of 2×16 was released"):
         step(state, make_batch(SECOND))
 
@@ -297,7 +299,7 @@ def test_closing_leaves_out_what_is_pending(gates):
     state, _ = step(jnp.float32(0), make_batch(FIRST))
     step.close()
     assert step.is_complete
-    assert [row.bucket for row in step.ledger] == [FIRST]
+    assert [row.bucket for row in step.report] == [FIRST]
     state, _ = step(state, make_batch(FIRST))
     with pytest.raises(UnplannedShapeError):
         step(state, make_batch(LAST))
@@ -324,20 +326,20 @@ def test_ctrl_c_while_a_step_waits_loses_nothing(gates, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"max_live": 2}, {"warm_up": True}])
 def test_what_needs_all_programs_first_compiles_them_ahead(options):
-    assert not CompileOptions(when="behind", **options).is_behind
+    assert not CompileOptions(when="background", **options).in_background
     compiled = compile_buckets(
         count_step,
         jnp.float32(0),
         BatchShapes(BUCKETS, microbatches_per_step=2),
         progress=False,
-        options=CompileOptions(cache_dir=None, when="behind", **options),
+        options=CompileOptions(cache_dir=None, when="background", **options),
     )
     assert compiled.is_complete
 
 
 def test_the_fallback_pads_to_a_bucket_that_is_pending(gates):
     gates.open(*BUCKETS)
-    options = CompileOptions(cache_dir=None, when="behind", fallback="pad")
+    options = CompileOptions(cache_dir=None, when="background", fallback="pad")
     step = compile_buckets(
         count_step, 0.0, BatchShapes(BUCKETS, microbatches_per_step=2), progress=False, options=options
     )
@@ -356,19 +358,20 @@ def test_collectives_and_warming_up_wait(gates):
     assert step.is_complete
 
 
-def test_when_is_ahead_or_behind():
-    with pytest.raises(ValueError, match=r"when \('later'\) must be one of 'ahead', 'behind'"):
+def test_when_is_ahead_or_in_the_background():
+    with pytest.raises(ValueError, match=r"when \('later'\) must be one of 'ahead', 'background'"):
         CompileOptions(when="later")
-    assert not CompileOptions().is_behind
-    assert dataclasses.replace(CompileOptions(), when="behind").is_behind
+    assert not CompileOptions().in_background
+    assert dataclasses.replace(CompileOptions(), when="background").in_background
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_processes_compile_the_same_behind_their_steps_or_all_fail():
+def test_processes_compile_the_same_in_the_background_or_all_fail():
     """One is slow, one compiles another program, one cannot compile."""
     told = [
-        json.loads(output.splitlines()[-1]) for output in processes.run(Path(__file__).parents[1] / "run_behind.py", 2)
+        json.loads(output.splitlines()[-1])
+        for output in processes.run(Path(__file__).parents[1] / "run_background.py", 2)
     ]
     for rank, of_process in enumerate(told):
         assert of_process["together"] == [64.0, 128.0, 224.0, 288.0]

@@ -166,7 +166,7 @@ def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> 
         state, metrics = step(state, batch)
         losses.append(metrics.loss)
         sums.append(jax.tree.map(np.asarray, metrics.sums))
-    row = step.ledger[0]
+    row = step.report[0]
     course = Course(losses, sums, state.params, state.extra)
     return Trained(course, step.collectives(BUCKET), row.flops, row.argument_bytes)
 

@@ -70,7 +70,7 @@ def train(model, initial, plan, batches, **options):
             state, metrics = step(state, batch)
             sums.append((metrics.loss_sum, metrics.weight_sum))
         jax.block_until_ready(state)
-    assert sum(row.times_used for row in step.ledger) == len(batches)
+    assert sum(row.times_used for row in step.report) == len(batches)
     return np.divide(*np.array(jax.device_get(sums), np.float64).T)
 
 

@@ -105,11 +105,11 @@ def growth_of_temporaries(attention):
         BatchShapes([(1, 1024), (1, 2048)]),
         progress=False,
     )
-    temporaries = {row.bucket.length: row.temp_bytes for row in compiled.ledger}
+    temporaries = {row.bucket.length: row.temp_bytes for row in compiled.report}
     return temporaries[2048] / temporaries[1024]
 
 
-def test_the_ledger_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
+def test_the_report_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
     assert growth_of_temporaries("mask") > 3.5
     assert growth_of_temporaries(None) < 2.1  # in chunks, which rows as long as these are taken in by themselves
 

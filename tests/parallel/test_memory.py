@@ -67,7 +67,7 @@ def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbat
         BatchShapes([Bucket(*bucket)], microbatches_per_step=num_microbatches, layout=mesh),
         progress=False,
     )
-    (row,) = step.ledger
+    (row,) = step.report
     # Of a data shard's microbatches: tokens, weights, lengths. Rows that are spread are whole on every device.
     rows, length = bucket
     batch_bytes = num_microbatches // layout.data * (rows * length * 8 + rows * 4)
@@ -136,7 +136,7 @@ def test_layers_that_are_run_again_hold_their_inputs():
         layout = Layout.parse(text)
         train_step = make_layout_step(model, optimizer, layout=layout)
         shapes = BatchShapes([Bucket(8, 32)], microbatches_per_step=2)
-        (row,) = compile_buckets(train_step, train_step.init(params), shapes).ledger
+        (row,) = compile_buckets(train_step, train_step.init(params), shapes).report
         temp_bytes[text] = row.temp_bytes
     estimates = [
         estimate_memory(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes

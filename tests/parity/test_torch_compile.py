@@ -98,9 +98,9 @@ def test_training_is_the_plain_one_and_compiles_nothing(plan: torch_ref.Plan) ->
     assert_same_training(plain, model, compiled, plan, rtol=1e-6, atol=1e-7)
     assert num_graphs() == before
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets)).tolist()
-    assert [tuple(row.bucket) for row in compiled.ledger] == [tuple(bucket) for bucket in plan.buckets]
-    assert [row.num_steps for row in compiled.ledger] == num_steps
-    assert all((row.num_compilations, row.num_graphs) == (1, 1) and row.compile_s > 0 for row in compiled.ledger)
+    assert [tuple(row.bucket) for row in compiled.rows] == [tuple(bucket) for bucket in plan.buckets]
+    assert [row.num_steps for row in compiled.rows] == num_steps
+    assert all((row.num_compilations, row.num_graphs) == (1, 1) and row.compile_s > 0 for row in compiled.rows)
 
 
 def test_random_numbers_running_statistics_and_unused_weights_are_the_plain_ones() -> None:
@@ -141,7 +141,7 @@ def test_more_buckets_than_torch_allows_by_itself_are_all_compiled_largest_first
     compiled = compile_eagerly(Tiny(), buckets, backend=backend)
     assert len(buckets) > torch._dynamo.config.recompile_limit
     assert lengths == list(range(13, 2, -1))
-    assert [row.num_graphs for row in compiled.ledger] == [1] * 11
+    assert [row.num_graphs for row in compiled.rows] == [1] * 11
 
 
 def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing() -> None:
@@ -290,7 +290,7 @@ def test_a_torch_that_does_not_compile_is_found_out() -> None:
 
 def test_sets_of_the_same_model_do_not_share_graphs() -> None:
     model = Tiny()
-    assert [compile_eagerly(model, BUCKETS[:1]).ledger[0].num_graphs for _ in range(2)] == [1, 1]
+    assert [compile_eagerly(model, BUCKETS[:1]).rows[0].num_graphs for _ in range(2)] == [1, 1]
 
 
 def test_shapes_that_a_curriculum_has_passed_are_released() -> None:
@@ -302,14 +302,14 @@ def test_shapes_that_a_curriculum_has_passed_are_released() -> None:
     bystander = compile_eagerly(Tiny(), BUCKETS[:1])
     with torch_ref.no_recompiles():  # it lifts the guard only to compile
         assert_same_training(plain, model, compiled, plan, rtol=1e-6, atol=1e-7)
-    assert [row.num_compilations for row in compiled.ledger] == [1, 2, 3]
-    assert [row.num_graphs for row in compiled.ledger] == [1, 2, 3]
-    assert [row.num_steps for row in compiled.ledger] == [1, 1, 2]
+    assert [row.num_compilations for row in compiled.rows] == [1, 2, 3]
+    assert [row.num_graphs for row in compiled.rows] == [1, 2, 3]
+    assert [row.num_steps for row in compiled.rows] == [1, 1, 2]
     optimizer = SGD(model.parameters(), lr=1.0)
     with pytest.raises(torch_ref.UnplannedShapeError, match=r"4 x 8 is not compiled.*Compiled are: 2 x 24"):
         compiled(optimizer, first_batch(plan, 0))
     bystander(SGD(bystander.model.parameters(), lr=1.0), first_batch(plan, 0))  # compiles anew what the reset took
-    assert bystander.ledger[0].num_compilations == 2
+    assert bystander.rows[0].num_compilations == 2
 
 
 def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use() -> None:
@@ -319,14 +319,14 @@ def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use() -> None:
     optimizer = SGD(model.parameters(), lr=1.0)
     for bucket in (0, 1, 0, 1):  # beyond the plan, which has one step of each
         compiled(optimizer, first_batch(plan, bucket))
-    assert [row.num_compilations for row in compiled.ledger] == [1, 1, 1]
+    assert [row.num_compilations for row in compiled.rows] == [1, 1, 1]
     compiled(optimizer, first_batch(plan, 2))
-    assert [row.num_compilations for row in compiled.ledger] == [1, 1, 2]
+    assert [row.num_compilations for row in compiled.rows] == [1, 1, 2]
 
 
 def test_a_resumed_curriculum_compiles_what_is_to_come() -> None:
     compiled = compile_eagerly(Tiny(), make_plan("length"), reset_after=1, start_step=2)
-    assert [row.num_compilations for row in compiled.ledger] == [0, 0, 1]
+    assert [row.num_compilations for row in compiled.rows] == [0, 0, 1]
     assert [tuple(bucket) for bucket in compiled.never_used] == [(2, 24)]
 
 
@@ -443,6 +443,6 @@ def test_generated_code_trains_as_eager_code_does(device: str, tmp_path: Any, mo
         compiled = torch_ref.compile_buckets(model, plan, reset_after=1, progress=False)
         assert compiled.mode == ("default" if device == "cpu" else "reduce-overhead")
         assert_same_training(plain, model, compiled, plan, device, rtol=1e-5, atol=1e-6)
-    short, long = compiled.ledger
+    short, long = compiled.rows
     assert (short.num_graphs, long.num_graphs) == (1, 2)
     assert (short.from_cache, long.from_cache) == (False, True)

@@ -89,7 +89,7 @@ def test_the_table_holds_the_figures_of_the_records(tmp_path):
     assert any(line.startswith("32 × 16") for line in lines)
 
 
-def test_buckets_are_counted_from_the_records_and_described_by_the_ledger(tmp_path):
+def test_buckets_are_counted_from_the_records_and_described_by_the_report(tmp_path):
     records = [record for record in records_of(50) if record.get("bucket_rows") != 8]
     uses = bucket_uses(read_run(write_run(tmp_path / "run", 50, records=records)))
     assert [use.shape for use in uses] == list(BUCKETS)
@@ -201,7 +201,7 @@ STEP = '{"step": 0, "loss": 3.0}\n'
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "[1]", "config.json is damaged: it holds no JSON object"),
         ("summary.json", "{", "summary.json is damaged"),
-        ("ledger.json", "{", "ledger.json holds no ledger"),
+        ("compile_report.json", "{", "compile_report.json holds no compile report"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_and_ends_in_exit_code_2(name, text, said, tmp_path, capsys):

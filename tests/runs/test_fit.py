@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, Ledger, Plan, fit
+from jvarlen import CompileOptions, CompileReport, FitConfig, Plan, fit
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
@@ -95,7 +95,7 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
     assert printed.rstrip().splitlines()[-1] == str(result.run_dir)
     assert (result.run_dir.parent / "latest").resolve() == result.run_dir.resolve()
     assert {path.name for path in result.run_dir.iterdir()} == {
-        "checkpoints", "config.json", "curves.png", "data.json", "ledger.json", "lock", "metrics.jsonl", "plan.npz",
+        "checkpoints", "config.json", "curves.png", "data.json", "compile_report.json", "lock", "metrics.jsonl", "plan.npz",
         "shapes.json", "summary.json",
     }  # fmt: skip
     saved = load_config(result.run_dir / "config.json")
@@ -115,12 +115,12 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
     assert summary["padding"] == 1 - tokens / positions
     assert summary["num_tokens"] == tokens
 
-    ledger = Ledger.load(result.run_dir / "ledger.json")
+    report = CompileReport.load(result.run_dir / "compile_report.json")
     used = collections.Counter((row["bucket_rows"], row["bucket_length"]) for row in records)
-    assert {tuple(row.bucket): row.times_used for row in ledger if row.times_used} == used
-    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
-    assert not any(row.is_live for row in ledger), "nothing is held for steps that will not come"
-    assert str(ledger) in printed
+    assert {tuple(row.bucket): row.times_used for row in report if row.times_used} == used
+    assert report.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert not any(row.is_live for row in report), "nothing is held for steps that will not come"
+    assert str(report) in printed
 
 
 def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, whole, capsys):

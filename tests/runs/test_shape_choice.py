@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
-from jvarlen.compiling.ledger import Ledger, LedgerRow
 from jvarlen.compiling.lowering import Recipe
-from jvarlen.compiling.step_costs import RunCosts, costs_from_ledger, costs_path, load_costs, save_costs
+from jvarlen.compiling.report import CompileReport, CompileRow
+from jvarlen.compiling.step_costs import RunCosts, costs_from_report, costs_path, load_costs, save_costs
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import DirectoryConfig, PlanConfig, load_config
@@ -75,7 +75,7 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
     kept = json.loads(path.read_text())
     assert not kept["is_estimate"]
     assert [sorted(map(tuple, shapes)) for shapes in kept["compiled"].values()] == [
-        sorted(tuple(row.bucket) for row in Ledger.load(first.run_dir / "ledger.json"))
+        sorted(tuple(row.bucket) for row in CompileReport.load(first.run_dir / "compile_report.json"))
     ]
     again = fit(config, split)
     told = capsys.readouterr().out
@@ -151,21 +151,21 @@ def test_buckets_may_be_given(config, split):
 
 def row_of(rows, length, *, compile_s, step_s, cache_hit=False, times_used=5):
     numbers = dict.fromkeys(["argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"], 0)
-    return LedgerRow(
+    return CompileRow(
         Bucket(rows, length), 0.5, compile_s, cache_hit, 1e9, **numbers, times_used=times_used, step_s=step_s
     )
 
 
-def test_a_ledger_replaces_what_it_measured():
+def test_a_report_replaces_what_it_measured():
     before = RunCosts("1 × cpu", "m", CostModel(0.0, 1.0, 1.0), 9.0, {"a": ((1, 2),)}, is_estimate=True)
     seconds = {(rows, length): 2 * rows * length * (2e-6 + 1e-8 * length) for rows, length in ((8, 64), (2, 256))}
-    ledger = Ledger([row_of(*shape, compile_s=1.5, step_s=step_s) for shape, step_s in seconds.items()])
-    after = costs_from_ledger(ledger, 2, before, "b")
+    report = CompileReport([row_of(*shape, compile_s=1.5, step_s=step_s) for shape, step_s in seconds.items()])
+    after = costs_from_report(report, 2, before, "b")
     assert (after.compile_seconds, after.is_estimate) == (2.0, False)
     assert (after.seconds.linear, after.seconds.quadratic) == (pytest.approx(2e-6), pytest.approx(1e-8))
     assert after.compiled == {"a": ((1, 2),), "b": ((8, 64), (2, 256))}
-    cached = Ledger([row_of(4, 128, compile_s=0.1, step_s=np.nan, cache_hit=True, times_used=0)])
-    unmeasured = costs_from_ledger(cached, 2, before, "a")
+    cached = CompileReport([row_of(4, 128, compile_s=0.1, step_s=np.nan, cache_hit=True, times_used=0)])
+    unmeasured = costs_from_report(cached, 2, before, "a")
     assert unmeasured == dataclasses.replace(before, compiled={"a": ((1, 2), (4, 128))})
 
 

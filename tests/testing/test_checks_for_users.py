@@ -497,7 +497,7 @@ def test_compiled_buckets_may_not_compile_at_all(num_devices, monkeypatch):
     )
     calls = [(jnp.float32(0), spec) for spec in compiled.specs.values()]
     assert_no_recompiles(compiled, calls)
-    assert compiled.ledger.times_used == 4
+    assert compiled.report.times_used == 4
     inner = type(compiled).__call__
     compile_for = jax.jit(lambda batch: batch.weights + 17)
     monkeypatch.setattr(type(compiled), "__call__", lambda self, *args: (compile_for(args[1]), inner(self, *args))[1])

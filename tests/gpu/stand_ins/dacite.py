@@ -1,4 +1,4 @@
-"""Stands in for dacite: reading settings or ledgers back from JSON raises an error that it is missing."""
+"""Stands in for dacite: reading settings or compile reports back from JSON raises an error that it is missing."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""The ledger: what compiling and running each bucket cost, as a table and as JSON.
+"""The compile report: what compiling and running each bucket cost, as a table and as JSON.
 
-NumPy only: a saved ledger can be read on a machine without devices. Letters: K buckets.
+NumPy only: a saved report can be read on a machine without devices. Letters: K buckets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from jvarlen._common.text_table import text_table
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
 
-__all__ = ["Ledger", "LedgerRow", "row_of"]
+__all__ = ["CompileReport", "CompileRow", "row_of"]
 
 _UNKNOWN = "–"
+_FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class LedgerRow:
+class CompileRow:
     """What a bucket's executable cost, and how it was used.
 
     Operations and bytes are those of one device, as the compiler reports them. If it does not, operations are NaN and
@@ -87,7 +88,7 @@ class LedgerRow:
 _DERIVED = ("total_bytes", "compile_s_per_use")
 
 
-def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> LedgerRow:
+def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> CompileRow:
     """The row of an executable that has not been used.
 
     Args:
@@ -98,7 +99,7 @@ def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, c
       cache_hit: whether it was read from a cache.
 
     Returns:
-      `LedgerRow`.
+      `CompileRow`.
     """
     operations, memory = _told_by(compiled.cost_analysis), _told_by(compiled.memory_analysis)
     flops = float((operations or {}).get("flops", math.nan))
@@ -106,7 +107,7 @@ def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, c
     def bytes_of(name: str) -> int:
         return int(getattr(memory, name, 0))
 
-    return LedgerRow(
+    return CompileRow(
         bucket=bucket,
         lower_s=lower_s,
         compile_s=compile_s,
@@ -120,10 +121,10 @@ def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, c
     )
 
 
-class Ledger(Sequence[LedgerRow]):
+class CompileReport(Sequence[CompileRow]):
     """Rows of buckets, in the order of compilation. Immutable.
 
-    Two ledgers are equal if all their figures are, with NaN equal to NaN.
+    Two reports are equal if all their figures are, with NaN equal to NaN.
 
     Args:
       rows: one for each bucket.
@@ -133,11 +134,11 @@ class Ledger(Sequence[LedgerRow]):
 
     Example:
       >>> from jvarlen.planning.buckets import Bucket
-      >>> row = LedgerRow(Bucket(2, 8), 0.25, 1.75, False, 4e9, 3_000_000, 1_000_000, 0, 0, 4_000_000, times_used=4)
-      >>> ledger = Ledger([row, dataclasses.replace(row, bucket=Bucket(4, 4), cache_hit=True, times_used=0)])
-      >>> ledger.unused
+      >>> row = CompileRow(Bucket(2, 8), 0.25, 1.75, False, 4e9, 3_000_000, 1_000_000, 0, 0, 4_000_000, times_used=4)
+      >>> report = CompileReport([row, dataclasses.replace(row, bucket=Bucket(4, 4), cache_hit=True, times_used=0)])
+      >>> report.unused
       (Bucket(rows=4, length=4),)
-      >>> print(ledger)
+      >>> print(report)
       bucket  lower s  compile s  cache  GFLOP  args MB  out MB  temp MB  aliased MB  peak MB  used  compile s/step
          2×8     0.25       1.75   miss      4        3       1        0           0        4     4             0.5
          4×4     0.25       1.75    hit      4        3       1        0           0        4     0               –
@@ -145,32 +146,32 @@ class Ledger(Sequence[LedgerRow]):
       never used: 4×4
     """
 
-    def __init__(self, rows: Iterable[LedgerRow]):
+    def __init__(self, rows: Iterable[CompileRow]):
         self._rows = tuple(rows)
         if self._rows:
             ascending = sorted(self._rows, key=lambda row: row.bucket.lengths)
             check_buckets([row.bucket for row in ascending])
 
     @overload
-    def __getitem__(self, index: int) -> LedgerRow: ...
+    def __getitem__(self, index: int) -> CompileRow: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[LedgerRow, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[CompileRow, ...]: ...
 
-    def __getitem__(self, index: int | slice) -> LedgerRow | tuple[LedgerRow, ...]:
+    def __getitem__(self, index: int | slice) -> CompileRow | tuple[CompileRow, ...]:
         return self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self._document() == other._document()
+        return isinstance(other, CompileReport) and self._document() == other._document()
 
     def __hash__(self) -> int:
         return hash(tuple(row.bucket for row in self._rows))
 
     def __repr__(self) -> str:
-        return f"Ledger({list(self._rows)!r})"
+        return f"CompileReport({list(self._rows)!r})"
 
     def __str__(self) -> str:
         return self.table()
@@ -225,15 +226,15 @@ class Ledger(Sequence[LedgerRow]):
         padded = sum(count * (row.padding or 0.0) for count, row in zip(positions, self._rows, strict=True))
         return padded / sum(positions)
 
-    def with_plan(self, plan: PlannedSteps) -> Ledger:
-        """A ledger with the steps and the padding that a plan has in each bucket.
+    def with_plan(self, plan: PlannedSteps) -> CompileReport:
+        """A compile report with the steps and the padding that a plan has in each bucket.
 
         Args:
           plan: a plan whose buckets were compiled. Some of its buckets may be missing here, such as those that a
             curriculum has passed.
 
         Returns:
-          `Ledger`, the rows in the same order.
+          `CompileReport`, the rows in the same order.
 
         Raises:
           ValueError: buckets here that the plan does not have; they are listed.
@@ -244,13 +245,15 @@ class Ledger(Sequence[LedgerRow]):
         )
         foreign = [row.bucket for row in self._rows if row.bucket not in of_bucket]
         if foreign:
-            raise UserError(f"the ledger is not one of this plan, which does not have {', '.join(map(str, foreign))}")
+            raise UserError(
+                f"the compile report is not one of this plan, which does not have {', '.join(map(str, foreign))}"
+            )
 
-        def planned(row: LedgerRow) -> LedgerRow:
+        def planned(row: CompileRow) -> CompileRow:
             num_steps, padding = of_bucket[row.bucket]
             return dataclasses.replace(row, planned_steps=num_steps, padding=padding if num_steps else None)
 
-        return Ledger(map(planned, self._rows))
+        return CompileReport(map(planned, self._rows))
 
     def table(self) -> str:
         """Lines of text: a row for each bucket, a row of totals, and the buckets that were never used, if any.
@@ -288,25 +291,28 @@ class Ledger(Sequence[LedgerRow]):
             file.write(self.to_json().encode() + b"\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Ledger:
+    def load(cls, path: str | os.PathLike[str]) -> CompileReport:
         """Reads what `save` wrote.
 
         Args:
           path: the file.
 
         Returns:
-          An equal ledger.
+          An equal report.
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: it holds no ledger; the message says what is wrong.
+          ValueError: it holds no compile report; the message says what is wrong.
         """
         try:
-            return cls([_row_from(fields) for fields in json.loads(Path(path).read_text())["rows"]])
+            document = json.loads(Path(path).read_text())
+            if document["format"] != _FORMAT:
+                raise UserError(f"its format is {document['format']}, and this version of jvarlen reads {_FORMAT}")
+            return cls([_row_from(fields) for fields in document["rows"]])
         except FileNotFoundError:
-            raise FileNotFoundError(f"there is no ledger {path}") from None
+            raise FileNotFoundError(f"there is no compile report {path}") from None
         except (dacite.DaciteError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} holds no ledger: {error}") from error
+            raise UserError(f"{path} holds no compile report: {error}") from error
 
     def _document(self) -> dict[str, Any]:
         """What is written, and compared: NaN is None, which is valid JSON and equal to itself."""
@@ -314,10 +320,10 @@ class Ledger(Sequence[LedgerRow]):
         for row in self._rows:
             figures = {**vars(row), **{name: getattr(row, name) for name in _DERIVED}, "bucket": list(row.bucket)}
             rows.append({name: None if value != value else value for name, value in figures.items()})
-        return {"rows": rows}
+        return {"format": _FORMAT, "rows": rows}
 
 
-def _row_from(fields: dict[str, Any]) -> LedgerRow:
+def _row_from(fields: dict[str, Any]) -> CompileRow:
     """A row from JSON; raises what dacite or `check_buckets` raises where it is none."""
 
     def number(value: Any) -> Any:
@@ -325,7 +331,7 @@ def _row_from(fields: dict[str, Any]) -> LedgerRow:
 
     hooks: dict[Any, Callable[[Any], Any]] = {AnyBucket: lambda bucket: check_buckets([bucket])[0], float: number}
     given = {name: value for name, value in fields.items() if name not in _DERIVED}
-    return dacite.from_dict(LedgerRow, given, dacite.Config(type_hooks=hooks, strict=True))
+    return dacite.from_dict(CompileRow, given, dacite.Config(type_hooks=hooks, strict=True))
 
 
 def _told_by(analysis: Callable[[], Any]) -> Any:
@@ -354,22 +360,22 @@ def _share(value: float | None) -> str:
 
 class _Column(NamedTuple):
     header: str
-    of_row: Callable[[LedgerRow], str]
-    of_all: Callable[[Ledger], str] = lambda ledger: ""  # most figures have no meaningful sum
+    of_row: Callable[[CompileRow], str]
+    of_all: Callable[[CompileReport], str] = lambda report: ""  # most figures have no meaningful sum
 
 
 _MB, _GFLOP, _MS = 1e6, 1e9, 1e-3
 
 _COLUMNS = (
-    _Column("bucket", lambda row: str(row.bucket), lambda ledger: "total"),
-    _Column("lower s", lambda row: _figure(row.lower_s), lambda ledger: _figure(ledger.lower_s)),
-    _Column("compile s", lambda row: _figure(row.compile_s), lambda ledger: _figure(ledger.compile_s)),
+    _Column("bucket", lambda row: str(row.bucket), lambda report: "total"),
+    _Column("lower s", lambda row: _figure(row.lower_s), lambda report: _figure(report.lower_s)),
+    _Column("compile s", lambda row: _figure(row.compile_s), lambda report: _figure(report.compile_s)),
     _Column(
         "stall s",
         lambda row: _figure(row.stall_s) if row.stall_s else _UNKNOWN,
-        lambda ledger: _figure(ledger.stall_s),
+        lambda report: _figure(report.stall_s),
     ),
-    _Column("cache", lambda row: "hit" if row.cache_hit else "miss", lambda ledger: f"{ledger.num_cache_hits:,} hit"),
+    _Column("cache", lambda row: "hit" if row.cache_hit else "miss", lambda report: f"{report.num_cache_hits:,} hit"),
     _Column("GFLOP", lambda row: _figure(row.flops, _GFLOP)),
     _Column("args MB", lambda row: _figure(row.argument_bytes, _MB)),
     _Column("out MB", lambda row: _figure(row.output_bytes, _MB)),
@@ -377,19 +383,19 @@ _COLUMNS = (
     _Column("aliased MB", lambda row: _figure(row.alias_bytes, _MB)),
     _Column("peak MB", lambda row: _figure(row.peak_bytes, _MB)),
     _Column("step ms", lambda row: _figure(row.step_s, _MS)),
-    _Column("used", lambda row: f"{row.times_used:,}", lambda ledger: f"{ledger.times_used:,}"),
+    _Column("used", lambda row: f"{row.times_used:,}", lambda report: f"{report.times_used:,}"),
     _Column(
         "in plan",
         lambda row: _UNKNOWN if row.planned_steps is None else f"{row.planned_steps:,}",
-        lambda ledger: _UNKNOWN if ledger.planned_steps is None else f"{ledger.planned_steps:,}",
+        lambda report: _UNKNOWN if report.planned_steps is None else f"{report.planned_steps:,}",
     ),
-    _Column("padding", lambda row: _share(row.padding), lambda ledger: _share(ledger.padding)),
+    _Column("padding", lambda row: _share(row.padding), lambda report: _share(report.padding)),
     _Column(
-        "compile s/step", lambda row: _figure(row.compile_s_per_use), lambda ledger: _figure(ledger.compile_s_per_use)
+        "compile s/step", lambda row: _figure(row.compile_s_per_use), lambda report: _figure(report.compile_s_per_use)
     ),
     _Column(
         "let go",
         lambda row: _UNKNOWN if row.is_live else "yes",
-        lambda ledger: f"{sum(not row.is_live for row in ledger):,}",
+        lambda report: f"{sum(not row.is_live for row in report):,}",
     ),
 )

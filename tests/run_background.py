@@ -1,4 +1,4 @@
-"""A script in which processes compile behind their steps: together, then different programs, then one fails.
+"""A script in which processes compile in the background: together, then different programs, then one fails.
 
 Arguments: the number of processes, a rank and a port. The last line is what happened, as JSON.
 """
@@ -41,7 +41,7 @@ def main():
         def step(state, batch):
             return state + factor * jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
 
-        options = CompileOptions(cache_dir=None, when="behind")
+        options = CompileOptions(cache_dir=None, when="background")
         return compile_buckets(
             step,
             np.float32(0),
@@ -66,7 +66,7 @@ def main():
     Recipe.compile = compile_slowly
     step = start()
     told["together"] = run(step, BUCKETS)
-    told["waited"] = {row.bucket: row.stall_s for row in step.ledger}[BUCKETS[1]]
+    told["waited"] = {row.bucket: row.stall_s for row in step.report}[BUCKETS[1]]
     Recipe.compile = compile_now
     agree("the first part", "")
     told["different"] = outcome(lambda: run(start(1.0 + rank), BUCKETS))

@@ -1,4 +1,4 @@
-"""The ledger: every figure in the table and back from disk, unused buckets, and a plan's figures beside them."""
+"""The compile report: every figure in the table and back from disk, unused buckets, and a plan's figures."""
 
 import dataclasses
 import json
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.compiling.ledger import Ledger, LedgerRow, row_of
+from jvarlen.compiling.report import CompileReport, CompileRow, row_of
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.plan import make_plan
 
-LONG = LedgerRow(
+LONG = CompileRow(
     bucket=Bucket(2, 24),
     lower_s=0.5,
     compile_s=3.5,
@@ -34,19 +34,19 @@ SHORT = dataclasses.replace(
 MIDDLE = dataclasses.replace(SHORT, bucket=Bucket(2, 16), cache_hit=False)
 
 
-def cells(ledger):
+def cells(report):
     """The table's rows of buckets and the one of totals, each a dict by header; cells end where their header does."""
-    header, *lines = ledger.table().splitlines()
+    header, *lines = report.table().splitlines()
     columns = [(part.group(), part.end()) for part in re.finditer(r"\S+( \S+)*", header)]
     starts = [0, *(end for _, end in columns)]
     return [
         {name: line[start:end].strip() for start, (name, end) in zip(starts, columns, strict=False)}
-        for line in lines[: len(ledger) + 1]
+        for line in lines[: len(report) + 1]
     ]
 
 
 def test_the_table_tells_every_figure_of_a_bucket_and_the_totals():
-    long, short, total = cells(Ledger([LONG, SHORT]))
+    long, short, total = cells(CompileReport([LONG, SHORT]))
     assert long == {
         "bucket": "2×24",
         "lower s": "0.5",
@@ -68,30 +68,30 @@ def test_the_table_tells_every_figure_of_a_bucket_and_the_totals():
 
 
 def test_the_table_shows_only_columns_of_which_something_is_known():
-    row, _ = cells(Ledger([SHORT]))
+    row, _ = cells(CompileReport([SHORT]))
     assert not {"GFLOP", "step ms", "compile s/step", "in plan", "padding", "let go"} & set(row)
-    released, held, total = cells(Ledger([dataclasses.replace(LONG, is_live=False), MIDDLE]))
+    released, held, total = cells(CompileReport([dataclasses.replace(LONG, is_live=False), MIDDLE]))
     assert [row["let go"] for row in (released, held, total)] == ["yes", "–", "1"]
 
 
 def test_buckets_never_used_are_named_all_of_them():
     many = [dataclasses.replace(SHORT, bucket=Bucket(2, length)) for length in range(30, 100)]
-    ledger = Ledger([LONG, *many])
-    assert ledger.unused == tuple(row.bucket for row in many)
-    assert str(ledger).splitlines()[-1] == "never used: " + ", ".join(f"2×{length}" for length in range(30, 100))
-    assert "never used" not in str(Ledger([LONG]))
+    report = CompileReport([LONG, *many])
+    assert report.unused == tuple(row.bucket for row in many)
+    assert str(report).splitlines()[-1] == "never used: " + ", ".join(f"2×{length}" for length in range(30, 100))
+    assert "never used" not in str(CompileReport([LONG]))
 
 
 def test_totals_are_those_of_all_rows():
-    ledger = Ledger([LONG, SHORT, MIDDLE])
-    assert [len(ledger), ledger.lower_s, ledger.compile_s, ledger.num_cache_hits] == [3, 1.5, 4.5, 1]
-    assert [ledger.times_used, ledger.compile_s_per_use] == [8, 0.75]
+    report = CompileReport([LONG, SHORT, MIDDLE])
+    assert [len(report), report.lower_s, report.compile_s, report.num_cache_hits] == [3, 1.5, 4.5, 1]
+    assert [report.times_used, report.compile_s_per_use] == [8, 0.75]
     assert LONG.total_bytes == 43_500_000
-    assert math.isnan(Ledger([SHORT]).compile_s_per_use)
+    assert math.isnan(CompileReport([SHORT]).compile_s_per_use)
 
 
-def test_an_empty_ledger_has_a_table_too():
-    assert "no bucket was compiled" in str(Ledger([]))
+def test_an_empty_report_has_a_table_too():
+    assert "no bucket was compiled" in str(CompileReport([]))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_empty_ledger_has_a_table_too():
 )
 def test_buckets_that_no_plan_can_have_together_are_refused(buckets, said):
     with pytest.raises(ValueError, match=said):
-        Ledger([dataclasses.replace(LONG, bucket=bucket) for bucket in buckets])
+        CompileReport([dataclasses.replace(LONG, bucket=bucket) for bucket in buckets])
 
 
 @pytest.mark.parametrize(
@@ -117,29 +117,29 @@ def test_buckets_that_no_plan_can_have_together_are_refused(buckets, said):
     ],
     ids=["unknown figures", "no row", "planned", "numbers of other types", "pairs"],
 )
-def test_a_ledger_comes_back_from_disk_exactly(rows, tmp_path):
-    path = tmp_path / "ledger.json"
-    ledger = Ledger(rows)
-    ledger.save(path)
-    loaded = Ledger.load(path)
-    assert loaded == ledger
+def test_a_report_comes_back_from_disk_exactly(rows, tmp_path):
+    path = tmp_path / "compile_report.json"
+    report = CompileReport(rows)
+    report.save(path)
+    loaded = CompileReport.load(path)
+    assert loaded == report
     assert [row.bucket for row in loaded] == [row.bucket for row in rows]
     assert all(type(ours.bucket) is type(theirs.bucket) for ours, theirs in zip(rows, loaded, strict=True))
-    assert loaded.table() == ledger.table()
+    assert loaded.table() == report.table()
 
 
-def test_ledgers_that_differ_in_a_figure_are_not_equal():
-    assert Ledger([LONG, SHORT]) != Ledger([SHORT, LONG])
-    assert Ledger([SHORT]) != Ledger([dataclasses.replace(SHORT, step_s=0.1)])
+def test_reports_that_differ_in_a_figure_are_not_equal():
+    assert CompileReport([LONG, SHORT]) != CompileReport([SHORT, LONG])
+    assert CompileReport([SHORT]) != CompileReport([dataclasses.replace(SHORT, step_s=0.1)])
 
 
 def test_what_is_unknown_is_null_in_the_file_and_what_follows_is_there(tmp_path):
-    Ledger([LONG, SHORT]).save(tmp_path / "ledger.json")
+    CompileReport([LONG, SHORT]).save(tmp_path / "compile_report.json")
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
-    long, short = json.loads((tmp_path / "ledger.json").read_text(), parse_constant=refuse)["rows"]
+    long, short = json.loads((tmp_path / "compile_report.json").read_text(), parse_constant=refuse)["rows"]
     assert long["bucket"] == [2, 24]
     assert [long["compile_s_per_use"], long["total_bytes"]] == [0.5, 43_500_000]
     assert {name for name, value in short.items() if value is None} == {
@@ -166,29 +166,30 @@ def changed(**figures):
         (lambda document: document["rows"].append(document["rows"][0]), r"ascend: \[\(\(2, 24\), \(2, 24\)\)\]"),
         (lambda document: document["rows"].append(3), "int"),
         (lambda document: document.pop("rows"), "rows"),
+        (lambda document: document.update(format=2), "its format is 2, and this version of jvarlen reads 1"),
     ],
 )
-def test_damaged_ledgers_are_refused_by_name(damage, said, tmp_path):
-    path = tmp_path / "ledger.json"
-    document = json.loads(Ledger([LONG, SHORT]).to_json())
+def test_damaged_reports_are_refused_by_name(damage, said, tmp_path):
+    path = tmp_path / "compile_report.json"
+    document = json.loads(CompileReport([LONG, SHORT]).to_json())
     damage(document)
     path.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=rf"ledger\.json holds no ledger: .*{said}"):
-        Ledger.load(path)
+    with pytest.raises(ValueError, match=rf"compile_report\.json holds no compile report: .*{said}"):
+        CompileReport.load(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"])
-def test_files_that_hold_no_ledger_are_refused_by_name(content, tmp_path):
-    path = tmp_path / "ledger.json"
-    with pytest.raises(FileNotFoundError, match=r"there is no ledger .*ledger\.json"):
-        Ledger.load(path)
+def test_files_that_hold_no_report_are_refused_by_name(content, tmp_path):
+    path = tmp_path / "compile_report.json"
+    with pytest.raises(FileNotFoundError, match=r"there is no compile report .*compile_report\.json"):
+        CompileReport.load(path)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"ledger\.json holds no ledger"):
-        Ledger.load(path)
+    with pytest.raises(ValueError, match=r"compile_report\.json holds no compile report"):
+        CompileReport.load(path)
 
 
-def ledger_of(buckets):
-    return Ledger([dataclasses.replace(LONG, bucket=bucket) for bucket in reversed(buckets)])
+def report_of(buckets):
+    return CompileReport([dataclasses.replace(LONG, bucket=bucket) for bucket in reversed(buckets)])
 
 
 @pytest.mark.parametrize("sides", [1, 2])
@@ -206,27 +207,27 @@ def test_steps_and_padding_are_those_of_the_plans_rows(sides):
         num_steps[bucket] += 1
         num_tokens[bucket] += int(lengths[rows[rows >= 0]].sum())
         num_positions[bucket] += rows.size * sum(bucket.lengths)
-    before = ledger_of(plan.buckets)
-    ledger = before.with_plan(plan)
-    assert [row.bucket for row in ledger] == [row.bucket for row in before]
-    for row in ledger:
+    before = report_of(plan.buckets)
+    report = before.with_plan(plan)
+    assert [row.bucket for row in report] == [row.bucket for row in before]
+    for row in report:
         assert row.planned_steps == num_steps[row.bucket]
         if row.planned_steps:
             assert row.padding == pytest.approx(1 - num_tokens[row.bucket] / num_positions[row.bucket], rel=1e-12)
-    assert ledger[0].planned_steps == 0
-    assert ledger[0].padding is None
-    assert ledger.planned_steps == plan.num_steps
-    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert report[0].planned_steps == 0
+    assert report[0].padding is None
+    assert report.planned_steps == plan.num_steps
+    assert report.padding == pytest.approx(plan.padding, rel=1e-12)
     assert before.planned_steps is before.padding is None
-    *_, total = cells(ledger)
+    *_, total = cells(report)
     assert [total["in plan"], total["padding"]] == [f"{plan.num_steps}", f"{plan.padding:.2%}"]
 
 
 def test_a_plan_of_other_buckets_is_refused_by_name():
     plan = make_plan([3, 8, 20], [(4, 8), (2, 16), (2, 24)], order="length")
-    assert ledger_of([Bucket(4, 8), Bucket(2, 24)]).with_plan(plan).planned_steps == 2  # no step is of 2×16
+    assert report_of([Bucket(4, 8), Bucket(2, 24)]).with_plan(plan).planned_steps == 2  # no step is of 2×16
     with pytest.raises(ValueError, match=r"not one of this plan, which does not have 3×30, 5×25$"):
-        ledger_of([Bucket(2, 24), Bucket(5, 25), Bucket(3, 30)]).with_plan(plan)
+        report_of([Bucket(2, 24), Bucket(5, 25), Bucket(3, 30)]).with_plan(plan)
 
 
 def test_a_row_tells_what_the_compiler_tells():
@@ -243,7 +244,7 @@ def test_a_row_tells_what_the_compiler_tells():
     assert row.temp_bytes >= 4 * 30
     assert 0 < row.peak_bytes <= row.total_bytes
     assert (row.times_used, row.is_live, row.planned_steps, row.padding) == (0, True, None, None)
-    assert Ledger([row]).unused == (Bucket(30, 30),)
+    assert CompileReport([row]).unused == (Bucket(30, 30),)
 
 
 class Silent:

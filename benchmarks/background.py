@@ -1,8 +1,8 @@
-"""How long do steps wait if shapes are compiled behind the first steps, and what does the whole run take?
+"""How long do steps wait if shapes are compiled in the background, and what does the whole run take?
 
 The built-in corpus up to 1,024 bytes and the built-in model. First with steps that sleep instead of computing, as on an
 accelerator, where computing takes no core from the compiler; then with the real steps on this machine. No caches. Run
-`python benchmarks/behind.py [--quick]`. Prints two tables and writes them, with versions and hardware, to
+`python benchmarks/background.py [--quick]`. Prints two tables and writes them, with versions and hardware, to
 `benchmarks/results/`.
 """
 
@@ -43,18 +43,18 @@ class Setting(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds until the first step was dispatched and until it ended, of waiting after that, and of all; the ledger."""
+    """Seconds until the first step was dispatched and until it ended, of waiting afterwards, and of all; the report."""
 
     dispatched_s: float
     first_s: float
     stall_s: float
     total_s: float
-    ledger: jvarlen.Ledger
+    report: jvarlen.CompileReport
 
     @property
     def first_compile_s(self) -> float:
         """Of lowering and compiling the shape of the first step."""
-        return self.ledger[0].lower_s + self.ledger[0].compile_s
+        return self.report[0].lower_s + self.report[0].compile_s
 
 
 def plan_of(setting: Setting, new_shape_every: int) -> jvarlen.Plan:
@@ -82,7 +82,7 @@ def sleep_through(setting: Setting, plan: jvarlen.Plan, sleep_s: float) -> Timed
     """Steps that take no core: each is dispatched when its program is there, and the host waits a step late."""
     state = init_state(setting)
     start = time.perf_counter()
-    step = compile_for(setting, state, plan, "behind")
+    step = compile_for(setting, state, plan, "background")
     ends = [0.0]
     stall_s, dispatched_s = 0.0, 0.0
     for t, bucket in enumerate(plan.step_bucket[: setting.num_steps]):
@@ -98,7 +98,7 @@ def sleep_through(setting: Setting, plan: jvarlen.Plan, sleep_s: float) -> Timed
         time.sleep(max(0.0, ends[-2] - time.perf_counter()))
     time.sleep(max(0.0, ends[-1] - time.perf_counter()))
     total_s = time.perf_counter() - start
-    return Timed(dispatched_s, dispatched_s + sleep_s, stall_s, total_s, step.ledger)
+    return Timed(dispatched_s, dispatched_s + sleep_s, stall_s, total_s, step.report)
 
 
 def train(setting: Setting, plan: jvarlen.Plan, when: When) -> Timed:
@@ -114,8 +114,8 @@ def train(setting: Setting, plan: jvarlen.Plan, when: When) -> Timed:
             first_s = time.perf_counter() - start
     jax.block_until_ready(state)
     total_s = time.perf_counter() - start
-    ledger = step.ledger
-    return Timed(dispatched_s, first_s, ledger.stall_s - ledger[0].stall_s, total_s, ledger)
+    rows = step.report
+    return Timed(dispatched_s, first_s, rows.stall_s - rows[0].stall_s, total_s, rows)
 
 
 def median(runs: list[Timed], value: Callable[[Timed], float]) -> float:
@@ -124,9 +124,9 @@ def median(runs: list[Timed], value: Callable[[Timed], float]) -> float:
 
 def sleeping_rows(setting: Setting, spacings: Sequence[int]) -> list[list[str]]:
     plan = plan_of(setting, 1)
-    step = compile_for(setting, init_state(setting), plan, "behind")
-    ledger = step.ledger
-    compile_s = (ledger.lower_s + ledger.compile_s) / len(ledger)
+    step = compile_for(setting, init_state(setting), plan, "background")
+    rows = step.report
+    compile_s = (rows.lower_s + rows.compile_s) / len(rows)
     rows = []
     for steps_a_shape in spacings:
         sleep_s = SPACING * compile_s / steps_a_shape
@@ -134,7 +134,7 @@ def sleeping_rows(setting: Setting, spacings: Sequence[int]) -> list[list[str]]:
         steps_s = setting.num_steps * sleep_s
         rows.append(
             [
-                f"{len(timed.ledger)}",
+                f"{len(timed.report)}",
                 f"{sleep_s * 1e3:.0f}",
                 f"{steps_a_shape}",
                 digits(timed.first_compile_s),
@@ -153,11 +153,11 @@ def training_rows(setting: Setting, ways: Sequence[str]) -> list[list[str]]:
     runs: dict[str, list[Timed]] = {name: [] for name in plans}
     for _ in range(min(3, REPEATS)):  # in turns
         for name, plan in plans.items():
-            runs[name].append(train(setting, plan, "ahead" if name == "ahead" else "behind"))
+            runs[name].append(train(setting, plan, "ahead" if name == "ahead" else "background"))
     names = {
         "ahead": "before the first step",
-        "behind": "behind the first steps",
-        "spaced": f"behind, a new shape every {STEPS_A_SHAPE} steps",
+        "background": "in the background",
+        "spaced": f"in the background, a new shape every {STEPS_A_SHAPE} steps",
     }
     ahead_s = median(runs["ahead"], lambda run: run.total_s)
     return [
@@ -194,7 +194,7 @@ def main() -> None:
         12 if quick else 200,
     )
     lines = [
-        f"# Compiling behind the first steps, {datetime.date.today()}",
+        f"# Compiling in the background, {datetime.date.today()}",
         "",
         "The built-in corpus up to 1,024 bytes and the built-in model, 4,096 tokens a step, "
         f"{setting.num_steps} steps, no caches.",
@@ -215,12 +215,12 @@ def main() -> None:
         "",
         *table(
             "compiled|first step after, s|over its own shape|waited later, s|in all, s|ratio",
-            training_rows(setting, ["ahead", "spaced"] if quick else ["ahead", "behind", "spaced"]),
+            training_rows(setting, ["ahead", "spaced"] if quick else ["ahead", "background", "spaced"]),
         ),
         "",
         versions_and_hardware("jax", "flax", "optax"),
     ]
-    report("behind", lines, write=not quick)
+    report("background", lines, write=not quick)
 
 
 if __name__ == "__main__":
