@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam
 
 import jvarlen
 import torch_ref
-from jvarlen.batches import token_batch_spec
+from jvarlen.batches import BatchShapes, token_batch_spec
 from torch_ref import graphs
 
 BUCKETS = [(4, 8), (2, 16), (2, 24)]
@@ -171,8 +171,7 @@ def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets]
     compiled = jvarlen.compile_buckets(
         lambda state, batch: (state + batch.weights.sum(), {}),
         jnp.float32(0),
-        BUCKETS,
-        microbatches_per_step=2,
+        BatchShapes(BUCKETS, microbatches_per_step=2),
         progress=False,
     )
     return compile_eagerly(Tiny(), BUCKETS), compiled

@@ -95,8 +95,8 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
     assert printed.rstrip().splitlines()[-1] == str(result.run_dir)
     assert (result.run_dir.parent / "latest").resolve() == result.run_dir.resolve()
     assert {path.name for path in result.run_dir.iterdir()} == {
-        "checkpoints", "config.json", "curves.png", "data.json", "compile_report.json", "lock", "metrics.jsonl", "plan.npz",
-        "shapes.json", "summary.json",
+        "checkpoints", "config.json", "curves.png", "data.json", "compile_report.json", "lock", "metrics.jsonl",
+        "plan.npz", "shapes.json", "summary.json",
     }  # fmt: skip
     saved = load_config(result.run_dir / "config.json")
     assert changed(saved, runs_dir=config.directory.runs_dir, compile=config.compile) == config
