@@ -76,10 +76,10 @@ class ShapeChooser:
           max_steps: of the settings, or of the demo.
         """
         config, plan = self._config, self._config.plan
-        if plan.max_shapes != "auto":
-            return shapes_for(plan, lengths)
-        if plan.pack or plan.strategy != "optimal":  # for which the number is not chosen by seconds
-            return shapes_for(dataclasses.replace(plan, max_shapes=DEFAULT_MAX_SHAPES), lengths)
+        if plan.max_shapes != "auto" or plan.pack or plan.strategy != "optimal":  # not chosen by seconds
+            max_shapes = DEFAULT_MAX_SHAPES if plan.max_shapes == "auto" else plan.max_shapes
+            with together("plan the training"):
+                return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths)
         if (run_dir := config.directory.resumed) is not None and is_run_dir(run_dir):
             return ChosenShapes.load(run_dir / SHAPES_FILE)
         with together("choose the shapes"):
