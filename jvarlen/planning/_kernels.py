@@ -7,15 +7,14 @@ importing numba.
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib.util
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
@@ -27,14 +26,11 @@ __all__ = [
     "fill_joint_rows",
     "in_parts",
     "paced_arrival",
-    "run_ahead",
     "scaled_key",
     "split_into_leaves",
     "take_segments",
     "take_segments_with_sums",
 ]
-
-_T = TypeVar("_T")
 
 _FEW = 2**16  # samples
 _FEW_SEARCHED = 2**12  # lengths in a search tree, where Python takes far longer
@@ -429,8 +425,6 @@ def fill_joint_rows(
 
 _MOST_THREADS = 4  # the work is bound by memory
 
-_NUM_AHEAD = 2  # threads; each holds a piece of the work in memory
-
 _LEAST_PART = 2**19  # samples; starting a thread costs more than less work than that
 
 
@@ -444,19 +438,3 @@ def in_parts(work: Callable[[int, int], object], num_samples: int) -> None:
     with ThreadPoolExecutor(num_parts) as threads:
         for done in [threads.submit(work, start, end) for start, end in pairwise(cuts)]:
             done.result()
-
-
-def run_ahead(work: Callable[[int], _T], items: Iterable[int]) -> Iterator[_T]:
-    """Yields `work(item)` for each item, in their order; the next ones are computed in threads meanwhile."""
-    with ThreadPoolExecutor(_NUM_AHEAD) as threads:
-        waiting: collections.deque[Future[_T]] = collections.deque()
-        try:
-            for item in items:
-                waiting.append(threads.submit(work, item))
-                if len(waiting) > _NUM_AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

@@ -95,7 +95,10 @@ def batch_by_tokens(
       The greedy rule and its treatment of the tail are those of fairseq (Ott et al. 2019). The budget by sum is that of
       DeepSpeed's variable batch sizes.
     """
-    _check_options(max_tokens, budget, max_sequences, sequence_multiple)
+    check_choices(budget=(budget, BatchBudget))
+    check_at_least_one(
+        max_tokens=max_tokens, **if_given(max_sequences=max_sequences), sequence_multiple=sequence_multiple
+    )
     lengths = check_lengths(lengths)
     ids = sample_order(lengths, order, seed=seed, epoch=epoch)
     ordered = lengths if isinstance(order, str) and order == "dataset" else lengths[ids]
@@ -149,10 +152,3 @@ def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"],
         by_id = np.argsort(ids[too_long])
         offenders = list_offenders(ids[too_long][by_id], ordered[too_long][by_id], limit)
         raise UserError(f"samples longer than {name}: {offenders}")
-
-
-def _check_options(max_tokens: int, budget: str, max_sequences: int | None, sequence_multiple: int) -> None:
-    check_choices(budget=(budget, BatchBudget))
-    check_at_least_one(
-        max_tokens=max_tokens, **if_given(max_sequences=max_sequences), sequence_multiple=sequence_multiple
-    )

@@ -216,19 +216,12 @@ class Plan(PlannedSteps):
             wrong.
         """
         fields = read_plan_file(Path(path))
-        return Plan(
-            buckets=check_buckets(fields["buckets"].tolist()),
-            microbatches_per_step=int(fields["microbatches_per_step"]),
-            step_bucket=fields["step_bucket"],
-            step_offsets=fields["step_offsets"],
-            sample_ids=fields["sample_ids"],
-            num_tokens=fields["num_tokens"],
-            overlong=cast(PackedOverlong, str(fields["overlong"])),
-            num_dropped=int(fields["num_dropped"]),
-            num_truncated=int(fields["num_truncated"]),
-            row_offsets=fields.get("row_offsets"),
-            piece_starts=fields.get("piece_starts"),
-        )
+        arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
+        numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
+        values: dict[str, Any] = {name: fields.get(name) for name in arrays}
+        values |= {name: int(fields[name]) for name in numbers}
+        overlong = cast(PackedOverlong, str(fields["overlong"]))
+        return Plan(buckets=check_buckets(fields["buckets"].tolist()), overlong=overlong, **values)
 
 
 def make_plan(

@@ -247,15 +247,8 @@ def _repeat(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"] | None
 
 def _check_seals(fields: Fields) -> None:
     buckets = [tuple(bucket) for bucket in fields["buckets"].tolist()]
-    digest = plan_digest(
-        int(fields["microbatches_per_step"]),
-        buckets,
-        fields["step_bucket"],
-        fields["step_offsets"],
-        fields["sample_ids"],
-        fields.get("row_offsets"),
-        fields.get("piece_starts"),
-    )
+    names = ("step_bucket", "step_offsets", "sample_ids", "row_offsets", "piece_starts")
+    digest = plan_digest(int(fields["microbatches_per_step"]), buckets, *map(fields.get, names))  # type: ignore[arg-type]
     if digest != str(fields["digest"]):
         raise UserError(
             f"its digest is {digest}, but it says {reprlib.repr(str(fields['digest']))}: it was damaged or edited"

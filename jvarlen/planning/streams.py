@@ -37,15 +37,7 @@ from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buck
 from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 
-__all__ = [
-    "STATE_VERSION",
-    "StreamBatches",
-    "StreamState",
-    "StreamStep",
-    "check_single_buckets",
-    "read_state",
-    "stream_batches",
-]
+__all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
 _LARGEST_TABLE = 2**20  # entries; longer buckets are looked up by bisection
 _LENGTHS_PER_SLICE = 2**14
@@ -127,7 +119,7 @@ def stream_batches(
     """
     stream = _plain_integers(lengths)
     if state is not None:
-        return StreamBatches(stream, read_state(state))
+        return StreamBatches(stream, _read_state(state))
     check_at_least_one(num_estimate=num_estimate, **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer))
     check_seed(seed, epoch)
     check_choices(overlong=(overlong, Overlong))
@@ -137,13 +129,11 @@ def stream_batches(
         stream = itertools.chain(first, stream)
         microbatches_per_step, chosen = limits.microbatches_per_step, _estimated_buckets(first, limits)
     else:
-        microbatches_per_step, chosen = (
-            given_microbatches(budget),
-            check_single_buckets(cast("Sequence[tuple[int, int]]", buckets)),
-        )
+        microbatches_per_step = given_microbatches(budget)
+        chosen = _check_single_buckets(cast("Sequence[tuple[int, int]]", buckets))
     waiting_ids: list[list[int]] = [[] for _ in chosen]
-    fresh = StreamState(
-        version=STATE_VERSION,
+    fresh = _StreamState(
+        version=_STATE_VERSION,
         buckets=[list(bucket) for bucket in chosen],
         microbatches_per_step=microbatches_per_step,
         max_waiting=None if max_waiting is None else int(max_waiting),
@@ -151,13 +141,8 @@ def stream_batches(
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
         seed=int(seed),
         epoch=int(epoch),
-        num_read=0,
-        num_dropped=0,
-        num_truncated=0,
         waiting_ids=waiting_ids,
         waiting_lengths=waiting_ids,
-        buffered_ids=[],
-        buffered_lengths=[],
     )
     return StreamBatches(stream, fresh)
 
@@ -183,7 +168,7 @@ class StreamBatches:
       num_truncated: samples truncated to it so far.
     """
 
-    def __init__(self, stream: Iterator[Any], start: StreamState):
+    def __init__(self, stream: Iterator[Any], start: _StreamState):
         self.buckets = tuple(Bucket(rows, length) for rows, length in start.buckets)
         self.microbatches_per_step = start.microbatches_per_step
         self.num_dropped = start.num_dropped
@@ -221,8 +206,8 @@ class StreamBatches:
         Returns:
           A dict of plain values that survive JSON unchanged: the options, the counts, and the waiting samples.
         """
-        state = StreamState(
-            version=STATE_VERSION,
+        state = _StreamState(
+            version=_STATE_VERSION,
             buckets=[list(bucket) for bucket in self.buckets],
             microbatches_per_step=self.microbatches_per_step,
             max_waiting=self._max_waiting,
@@ -311,15 +296,21 @@ class _ShuffleBuffer:
       lengths: their lengths.
     """
 
-    def __init__(self, start: StreamState):
+    def __init__(self, start: _StreamState):
         self.size, self.seed, self.epoch = start.shuffle_buffer, start.seed, start.epoch
         self.ids, self.lengths = list(start.buffered_ids), list(start.buffered_lengths)
 
     def draw_all(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, Any]]:
         """All samples, (id, length), in the order in which they are drawn after `num_read` were read."""
-        return samples if self.size is None else self._drawn(samples, self._keys(num_read - len(self.ids)))
+        return samples if self.size is None else self._drawn(samples, num_read - len(self.ids))
 
-    def _drawn(self, samples: Iterator[tuple[int, Any]], keys: Iterator[int]) -> Iterator[tuple[int, int]]:
+    def _drawn(self, samples: Iterator[tuple[int, Any]], num_drawn: int) -> Iterator[tuple[int, int]]:
+        options = {"seed": self.seed, "epoch": self.epoch, "stream": BUFFER_STREAM}
+        slices = (
+            random_keys(_KEYS_PER_SLICE, start=start, **options).tolist()
+            for start in itertools.count(num_drawn, _KEYS_PER_SLICE)
+        )
+        keys = itertools.chain.from_iterable(slices)
         for i, length in samples:
             self.ids.append(i)
             self.lengths.append(_checked_length(i, length))
@@ -336,21 +327,15 @@ class _ShuffleBuffer:
         del self.ids[-1], self.lengths[-1]
         return drawn
 
-    def _keys(self, first: int) -> Iterator[int]:
-        """The random keys of the draws from number `first` on."""
-        for start in itertools.count(first, _KEYS_PER_SLICE):
-            options = {"seed": self.seed, "epoch": self.epoch, "stream": BUFFER_STREAM}
-            yield from random_keys(_KEYS_PER_SLICE, start=start, **options).tolist()
-
 
 class _Bisected:
     """A lookup for lengths so large that a table of them all would not do."""
 
-    def __init__(self, edges: list[int], queues: list[_Queue]):
-        self._edges, self._queues = edges, queues
+    def __init__(self, bucket_lengths: list[int], queues: list[_Queue]):
+        self._bucket_lengths, self._queues = bucket_lengths, queues
 
     def __getitem__(self, length: int) -> _Queue:
-        return self._queues[bisect.bisect_left(self._edges, length)]
+        return self._queues[bisect.bisect_left(self._bucket_lengths, length)]
 
 
 def _queues_by_length(buckets: tuple[Bucket, ...], queues: list[_Queue]) -> list[_Queue] | _Bisected:
@@ -414,12 +399,12 @@ def _skip_read(stream: Iterator[Any], num_read: int, queues: Sequence[_Queue | _
 
 
 # 2: streams can have a shuffle buffer.
-STATE_VERSION = 2
+_STATE_VERSION = 2
 _NEW_IN_2: dict[str, Any] = {"shuffle_buffer": None, "seed": 0, "epoch": 0, "buffered_ids": [], "buffered_lengths": []}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamState:
+class _StreamState:
     """Plain values from which a stream resumes; waiting samples are grouped by bucket, buffered ones are not."""
 
     version: int
@@ -430,26 +415,26 @@ class StreamState:
     shuffle_buffer: int | None
     seed: int
     epoch: int
-    num_read: int
-    num_dropped: int
-    num_truncated: int
     waiting_ids: list[list[int]]
     waiting_lengths: list[list[int]]
-    buffered_ids: list[int]
-    buffered_lengths: list[int]
+    num_read: int = 0
+    num_dropped: int = 0
+    num_truncated: int = 0
+    buffered_ids: list[int] = dataclasses.field(default_factory=list)
+    buffered_lengths: list[int] = dataclasses.field(default_factory=list)
 
 
-def read_state(fields: Mapping[str, Any]) -> StreamState:
+def _read_state(fields: Mapping[str, Any]) -> _StreamState:
     """Checks a state from `StreamBatches.state`; raises ValueError that says what is wrong."""
     try:
         if fields.get("version") == 1:
-            fields = {**_NEW_IN_2, **fields, "version": STATE_VERSION}
-        if missing := [field.name for field in dataclasses.fields(StreamState) if field.name not in fields]:
+            fields = {**_NEW_IN_2, **fields, "version": _STATE_VERSION}
+        if missing := [field.name for field in dataclasses.fields(_StreamState) if field.name not in fields]:
             raise UserError(f"it has no {', '.join(missing)}")
-        state = dacite.from_dict(StreamState, fields, dacite.Config(strict=True))
-        if state.version != STATE_VERSION:
-            raise UserError(f"version {state.version}, and not {STATE_VERSION}")
-        buckets = check_single_buckets([tuple(bucket) for bucket in state.buckets])
+        state = dacite.from_dict(_StreamState, fields, dacite.Config(strict=True))
+        if state.version != _STATE_VERSION:
+            raise UserError(f"version {state.version}, and not {_STATE_VERSION}")
+        buckets = _check_single_buckets([tuple(bucket) for bucket in state.buckets])
         check_at_least_one(
             microbatches_per_step=state.microbatches_per_step,
             **if_given(max_waiting=state.max_waiting, shuffle_buffer=state.shuffle_buffer),
@@ -462,7 +447,7 @@ def read_state(fields: Mapping[str, Any]) -> StreamState:
     return state
 
 
-def _check_waiting(state: StreamState, buckets: tuple[Bucket, ...]) -> None:
+def _check_waiting(state: _StreamState, buckets: tuple[Bucket, ...]) -> None:
     """Raises ValueError if no stream can have these waiting samples or these counts."""
     if not len(buckets) == len(state.waiting_ids) == len(state.waiting_lengths):
         raise UserError(
@@ -493,7 +478,7 @@ def _check_waiting(state: StreamState, buckets: tuple[Bucket, ...]) -> None:
         raise UserError(f"{len(waiting)} samples wait, and max_waiting is {state.max_waiting}")
 
 
-def _check_buffered(state: StreamState) -> None:
+def _check_buffered(state: _StreamState) -> None:
     """Raises ValueError if no shuffle buffer can hold these samples."""
     ids, lengths = state.buffered_ids, state.buffered_lengths
     if len(ids) != len(lengths) or len(ids) >= (state.shuffle_buffer or 1):
@@ -502,7 +487,7 @@ def _check_buffered(state: StreamState) -> None:
         raise UserError("the shuffle buffer holds samples that were not read, or of no length")
 
 
-def check_single_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
+def _check_single_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
     """Checks buckets as `check_buckets` does; raises ValueError for those of pairs as well."""
     checked = check_buckets(buckets)
     single = tuple(bucket for bucket in checked if isinstance(bucket, Bucket))

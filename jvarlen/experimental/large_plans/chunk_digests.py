@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import check_at_least_one
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.processes import gather_arrays
-from jvarlen.planning._kernels import run_ahead
+from jvarlen.experimental.large_plans.columns import run_ahead
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest
 from jvarlen.sorting.shard_sort import Shards, gap, has_ragged, send_capacity, send_to_ranks
 from jvarlen.sorting.sharded_rows import own_parts, shard_local_rows

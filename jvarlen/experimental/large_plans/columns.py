@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer, Shaped
 
-__all__ = ["Column", "Columns", "PartFiles", "write_values"]
+__all__ = ["Column", "Columns", "PartFiles", "run_ahead", "write_values"]
+
+_T = TypeVar("_T")
+
+_NUM_AHEAD = 2  # threads; each holds a piece of the work in memory
 
 Columns = dict[str, Shaped[np.ndarray, " n"]]  # values by name, of the same samples
 
@@ -117,3 +124,19 @@ def write_values(path: Path, values: Shaped[np.ndarray, " m *rest"], offset: int
         left = memoryview(np.ascontiguousarray(values).data).cast("B")
         while left:
             left = left[file.write(left) :]
+
+
+def run_ahead(work: Callable[[int], _T], items: Iterable[int]) -> Iterator[_T]:
+    """Yields `work(item)` for each item, in their order; the next ones are computed in threads meanwhile."""
+    with ThreadPoolExecutor(_NUM_AHEAD) as threads:
+        waiting: collections.deque[Future[_T]] = collections.deque()
+        try:
+            for item in items:
+                waiting.append(threads.submit(work, item))
+                if len(waiting) > _NUM_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -26,7 +26,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen._common.files import check_place, mapped_file, move_into_place
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans import stages
-from jvarlen.experimental.large_plans.columns import PartFiles
+from jvarlen.experimental.large_plans.columns import PartFiles, run_ahead
 from jvarlen.experimental.large_plans.raw_plan import MappedPlan, PlanFileWriter, open_plan
 from jvarlen.experimental.large_plans.stages import (
     Grouped,
@@ -39,7 +39,6 @@ from jvarlen.experimental.large_plans.stages import (
     sort_by_block,
     sort_by_length,
 )
-from jvarlen.planning._kernels import run_ahead
 from jvarlen.planning.buckets import Bucket, check_buckets
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (

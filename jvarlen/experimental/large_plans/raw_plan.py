@@ -24,8 +24,7 @@ from jaxtyping import Int64, Shaped
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import take_space
 from jvarlen._common.progress import progress_bar
-from jvarlen.experimental.large_plans.columns import write_values
-from jvarlen.planning._kernels import run_ahead
+from jvarlen.experimental.large_plans.columns import run_ahead, write_values
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks, plan_checksum
