@@ -59,8 +59,8 @@ def assign_buckets(
             f"packed rows are longer than the longest bucket: {list_offenders(rows, values[rows], longest)}"
         )
     fitted = fit_lengths(values, ids, longest, overlong)
-    edges = torch.tensor([bucket[1] for bucket in buckets])
-    bucket = torch.bucketize(to_tensor(fitted.lengths), edges)
+    bucket_lengths = torch.tensor([bucket[1] for bucket in buckets])
+    bucket = torch.bucketize(to_tensor(fitted.lengths), bucket_lengths)
     return Items(fitted.sample_ids, fitted.lengths, bucket, fitted.num_dropped, fitted.num_truncated)
 
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.budget import Budget, as_budget, checked_costs, round_up
 from torch_ref.checks import MAX_LISTED, check_integer
-from torch_ref.edges import CLOSED_FORM, optimal_edges
 from torch_ref.fitting import Fitting, fit_budget
 
 __all__ = [
@@ -99,23 +99,23 @@ def make_buckets(
     fitting = fit_budget(lengths, overlong, limits, every=limits.strategy == "optimal")
     ordered = fitting.ordered
     if limits.given_lengths is not None:
-        edges = torch.tensor(limits.given_lengths)
+        bucket_lengths = torch.tensor(limits.given_lengths)
     elif limits.strategy == "optimal":
         cheapest = Cheapest(fitting)
         reusable = _reusable(shapes, limits)
         if reusable:
             return _Reusing(cheapest, reusable).buckets(limits.max_shapes)
         before = cheapest.before
-        edges = cheapest.edges(limits.max_shapes, lambda last: before[last + 1] - before[: last + 1])
+        bucket_lengths = cheapest.bucket_lengths(limits.max_shapes, lambda last: before[last + 1] - before[: last + 1])
     else:
         chosen = CLOSED_FORM[str(limits.strategy)](ordered, limits.max_shapes)
-        edges = torch.unique(round_up(chosen, limits.length_multiple))
-    caps = limits.caps(edges)
+        bucket_lengths = torch.unique(round_up(chosen, limits.length_multiple))
+    caps = limits.caps(bucket_lengths)
     if bool((caps < 1).any()):
-        fitting.refuse(edges[caps < 1])
-    num_samples = torch.bincount(torch.bucketize(ordered, edges), minlength=len(edges))
+        fitting.refuse(bucket_lengths[caps < 1])
+    num_samples = torch.bincount(torch.bucketize(ordered, bucket_lengths), minlength=len(bucket_lengths))
     rows, _ = limits.rows_and_steps(num_samples, caps)
-    return tuple(Bucket(*pair) for pair in zip(rows.tolist(), edges.tolist(), strict=True))
+    return tuple(Bucket(*pair) for pair in zip(rows.tolist(), bucket_lengths.tolist(), strict=True))
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
@@ -163,8 +163,8 @@ class Cheapest:
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
         self._caps = fitting.budget.caps(self.distinct)
 
-    def edges(self, max_shapes: int, num_held: Callable[[int], Tensor]) -> Tensor:
-        """Return the cheapest edges.
+    def bucket_lengths(self, max_shapes: int, num_held: Callable[[int], Tensor]) -> Tensor:
+        """Return the cheapest bucket lengths.
 
         Args:
             max_shapes: at most this many.
@@ -172,9 +172,9 @@ class Cheapest:
                 int64[j + 1], each at least 1.
 
         Returns:
-            int64[k], as `optimal_edges` chooses them.
+            int64[k], as `optimal_lengths` chooses them.
         """
-        return optimal_edges(self.distinct, max_shapes, lambda j: self.trimmed(num_held(j), slice(j, j + 1))[0])
+        return optimal_lengths(self.distinct, max_shapes, lambda j: self.trimmed(num_held(j), slice(j, j + 1))[0])
 
     def total(self, places: Sequence[int], num_held: Sequence[int]) -> float:
         """Return the cost of some buckets.
@@ -229,11 +229,11 @@ class _Reusing:
         """Put both kinds of lengths in order, and ask for the cost of each shape."""
         self._cheapest = cheapest
         lengths, self._rows = torch.tensor(shapes).T
-        self._edges, place = torch.unique(torch.cat([cheapest.distinct, lengths]), return_inverse=True)
-        # Where each length of samples, and each compiled shape, is among the edges.
+        self._lengths, place = torch.unique(torch.cat([cheapest.distinct, lengths]), return_inverse=True)
+        # Where each length of samples, and each compiled shape, is among the lengths.
         self._own, self._of_shape = place.split([len(cheapest.distinct), len(lengths)])
         self._costs = cheapest.microbatch_costs(self._rows, lengths)
-        self._before = cheapest.before[torch.searchsorted(cheapest.distinct, self._edges, right=True)]
+        self._before = cheapest.before[torch.searchsorted(cheapest.distinct, self._lengths, right=True)]
 
     def buckets(self, max_shapes: int) -> tuple[Bucket, ...]:
         """Return the cheapest buckets."""
@@ -243,11 +243,11 @@ class _Reusing:
             held = self._before[last] - starts
             return self._least(last, held)[0].masked_fill(held == 0, math.inf)
 
-        edges = optimal_edges(self._edges, max_shapes, costs, longest=int(self._cheapest.distinct[-1]))
-        places = torch.searchsorted(self._edges, edges)
+        bucket_lengths = optimal_lengths(self._lengths, max_shapes, costs, longest=int(self._cheapest.distinct[-1]))
+        places = torch.searchsorted(self._lengths, bucket_lengths)
         held = self._before[places].diff(prepend=torch.zeros(1, dtype=torch.int64))
         rows = [self._least(int(place), held[k : k + 1])[1] for k, place in enumerate(places)]
-        return tuple(Bucket(int(each), length) for each, length in zip(rows, edges.tolist(), strict=True))
+        return tuple(Bucket(int(each), length) for each, length in zip(rows, bucket_lengths.tolist(), strict=True))
 
     def _least(self, place: int, num_samples: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least costs of buckets of one length, and their rows; with no sample they mean nothing."""

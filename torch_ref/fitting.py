@@ -38,14 +38,14 @@ class Fitting:
         """int64[n], in the order of the ids."""
         return round_up(to_tensor(self.lengths), self.budget.length_multiple)
 
-    def refuse(self, edges: Tensor) -> None:
-        """Raise a ValueError for edges int64[k], k >= 1, of which not even one row fits.
+    def refuse(self, bucket_lengths: Tensor) -> None:
+        """Raise a ValueError for lengths int64[k], k >= 1, of which not even one row fits.
 
         It lists the samples whose own rounded length no microbatch holds; there may be none.
         """
         multiple = self.budget.length_multiple
         rounded = [-(-int(length) // multiple) * multiple for length in self.lengths]
-        limits = {length: self.budget.refusals(length) for length in {*rounded, *edges.tolist()}}
+        limits = {length: self.budget.refusals(length) for length in {*rounded, *bucket_lengths.tolist()}}
         unfit = [(int(i), length) for i, length in zip(self.sample_ids, rounded, strict=True) if limits[length]]
         names = {name: limit for refused in limits.values() for name, limit in refused.items()}
         listed = [
@@ -54,7 +54,7 @@ class Fitting:
         ]
         raise ValueError(
             f"{', '.join(f'{name}={limit}' for name, limit in names.items())} leaves no row of some lengths, rounded "
-            f"up to a multiple of {multiple}: {', '.join(listed) or f'lengths {edges.tolist()}'}"
+            f"up to a multiple of {multiple}: {', '.join(listed) or f'lengths {bucket_lengths.tolist()}'}"
             + (f" and {len(unfit) - MAX_LISTED} more" if len(unfit) > MAX_LISTED else "")
         )
 

@@ -125,14 +125,14 @@ def _pieces_between(ids: NDArray[np.int64], starts: NDArray[np.int64], offsets: 
 
 
 def _check_joint_packing(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> None:
-    tokens, edges = packing.num_tokens, np.array(buckets)[:, 1:]
-    if tokens.shape[1] != edges.shape[1]:
+    tokens, bucket_lengths = packing.num_tokens, np.array(buckets)[:, 1:]
+    if tokens.shape[1] != bucket_lengths.shape[1]:
         raise ValueError(f"rows with {tokens.shape[1]} lengths do not go with buckets like {tuple(buckets[0])}")
-    outside = np.flatnonzero(~np.any(np.all(tokens[:, None] <= edges, axis=2), axis=1))
+    outside = np.flatnonzero(~np.any(np.all(tokens[:, None] <= bucket_lengths, axis=2), axis=1))
     if len(outside):
         raise ValueError(f"packed rows are longer than every bucket: {list_pairs(outside, tokens[outside])}")
-    if packing.num_truncated and (edges > packing.row_lengths).any():
+    if packing.num_truncated and (bucket_lengths > packing.row_lengths).any():
         raise ValueError(
             f"the packing cut {packing.num_truncated} samples to {packing.row_lengths}: no bucket may be longer, "
-            f"got {edges.max(axis=0).tolist()}"
+            f"got {bucket_lengths.max(axis=0).tolist()}"
         )

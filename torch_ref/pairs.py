@@ -1,8 +1,8 @@
 """Buckets for pairs of source and target: the cheapest static shapes with two lengths.
 
 Letters: a and b candidate lengths of sources and of targets, K shapes. Two families of buckets are searched: chains, in
-which both lengths ascend together, and nested ones, where source edges cut the samples into classes and each class has
-target edges of its own. A cell (i, j) is the bucket of the first i sources and the first j targets, counted from 1.
+which both lengths ascend together, and nested ones, where source lengths cut the samples into classes and each class
+has target lengths of its own. A cell (i, j) is the bucket of the first i sources and first j targets, counted from 1.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def make_pair_buckets(
     max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple
     max_candidates = check_integer("max_candidates", max_candidates)
     sources, targets = (
-        np.array([edge for _, edge in make_buckets(side, limits, max_shapes=max_candidates)]) for side in checked.T
+        np.array([length for _, length in make_buckets(side, limits, max_shapes=max_candidates)]) for side in checked.T
     )
     shapes = _measure(sources[:, None], targets, budget)
     table = _Table(
@@ -189,16 +189,16 @@ def _cheapest_nested(table: _Table, max_shapes: int) -> _Choice:
     end = num_sources if cost < _UNREACHABLE else 0
     while end:
         first, num_buckets = choice[end, left].tolist()
-        edges = _target_edges(table, first, end - 1, num_buckets)
+        bucket_lengths = _target_lengths(table, first, end - 1, num_buckets)
         held = table.held(end - 1)[first]
-        spans = zip([0, *edges[:-1]], edges, strict=True)
+        spans = zip([0, *bucket_lengths[:-1]], bucket_lengths, strict=True)
         cells.append([(int(held[lower, upper]), end, upper) for lower, upper in spans])
         end, left = first, left - num_buckets
     return _Choice(cost, [cell for group in cells[::-1] for cell in group])
 
 
 def _target_costs(table: _Table, j: int, max_shapes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the cheapest target edges of all classes that end with source j.
+    """Find the cheapest target lengths of all classes that end with source j.
 
     Returns:
         The least costs int64[j + 1, K + 1] of sources i..j in exactly m buckets, by i and m; and for each of these and
@@ -211,14 +211,14 @@ def _target_costs(table: _Table, j: int, max_shapes: int) -> tuple[NDArray[np.in
     reach[0, :, 0] = 0
     for m in range(1, min(max_shapes, num_ends - 1) + 1):
         sums = reach[m - 1][:, :, None] + costs
-        # The first of equals: the smallest edge below.
+        # The first of equals: the smallest length below.
         start[m] = sums.argmin(axis=1)
         reach[m] = np.minimum(np.take_along_axis(sums, start[m][:, None], axis=1)[:, 0], _UNREACHABLE)
     ends = [_last_target(table, i, j) for i in range(num_classes)]
     return reach[:, np.arange(num_classes), ends].T, start
 
 
-def _target_edges(table: _Table, i: int, j: int, num_buckets: int) -> list[int]:
+def _target_lengths(table: _Table, i: int, j: int, num_buckets: int) -> list[int]:
     """Return the ends of the buckets of sources i..j, as numbers of first targets, ascending."""
     _, start = _target_costs(table, j, num_buckets)
     ends = [_last_target(table, i, j)]

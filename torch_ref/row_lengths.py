@@ -103,7 +103,7 @@ def choose_row_lengths(
         return cheapest.total(places, rows.num_held())
 
     def best_by_class() -> _Places:
-        return tuple(torch.searchsorted(cheapest.distinct, cheapest.edges(max_shapes, num_rows)).tolist())
+        return tuple(torch.searchsorted(cheapest.distinct, cheapest.bucket_lengths(max_shapes, num_rows)).tolist())
 
     most = min(_MOST_SETS, max(1, most_tried // len(values)))
     return tuple(distinct[place] for place in _Search(len(distinct), max_shapes, most, plan_cost).run(best_by_class))

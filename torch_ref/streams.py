@@ -236,14 +236,18 @@ def stream_batches(
         max_length = limits.max_length
         if max_length is not None:
             max_length = -(-max_length // limits.length_multiple) * limits.length_multiple
-        edges = [edge for _, edge in make_buckets(known, limits, max_length=max_length, overlong="truncate")]
+        chosen = make_buckets(known, limits, max_length=max_length, overlong="truncate")
+        bucket_lengths = [length for _, length in chosen]
         if max_length is not None:
-            edges[-1] = max_length
-        if edges[-1] > limits.max_tokens:
+            bucket_lengths[-1] = max_length
+        if bucket_lengths[-1] > limits.max_tokens:
             raise ValueError(
-                f"max_length={max_length} makes a bucket of {edges[-1]}, above max_tokens={limits.max_tokens}"
+                f"max_length={max_length} makes a bucket of {bucket_lengths[-1]}, above max_tokens={limits.max_tokens}"
             )
-        checked = tuple(Bucket(*pair) for pair in zip(limits.caps(torch.tensor(edges)).tolist(), edges, strict=True))
+        checked = tuple(
+            Bucket(*pair)
+            for pair in zip(limits.caps(torch.tensor(bucket_lengths)).tolist(), bucket_lengths, strict=True)
+        )
         stream = chain(first, stream)
     return StreamBatches(
         stream,

@@ -136,11 +136,11 @@ def seconds_of_epoch(
     lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], budget: Budget
 ) -> tuple[Float64[np.ndarray, " K"], Int64[np.ndarray, " K"]]:
     """Predicted seconds of all steps of each bucket in an epoch, and their number."""
-    rows, edges = np.array(buckets).T
-    num_samples = np.bincount(np.searchsorted(edges, lengths), minlength=len(buckets))
+    rows, bucket_lengths = np.array(buckets).T
+    num_samples = np.bincount(np.searchsorted(bucket_lengths, lengths), minlength=len(buckets))
     num_steps = -(-num_samples // (rows * budget.microbatches_per_step))
     assert budget.cost is not None
-    cost = np.asarray(budget.cost(rows, edges), np.float64)
+    cost = np.asarray(budget.cost(rows, bucket_lengths), np.float64)
     return num_steps * budget.microbatches_per_step * cost, num_steps
 
 

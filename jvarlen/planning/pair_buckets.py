@@ -187,10 +187,10 @@ def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
     buckets: list[PairBucket] = []
     while j and cost < _UNREACHABLE:
         begin, num_buckets = last_class[k, j].tolist()
-        edges = _target_edges(classes[j - 1], begin, num_buckets)
+        spans = _target_spans(classes[j - 1], begin, num_buckets)
         counts = problem.histogram[begin:j].sum(axis=0)
-        num_samples = np.array([counts[low:high].sum() for low, high in edges])
-        last_targets = np.array([high - 1 for _, high in edges])
+        num_samples = np.array([counts[low:high].sum() for low, high in spans])
+        last_targets = np.array([high - 1 for _, high in spans])
         _, rows = steps_and_rows(problem.budget, num_samples, problem.caps[j - 1, last_targets])
         source = int(problem.sources[j - 1])
         of_class = zip(rows.tolist(), problem.targets[last_targets].tolist(), strict=True)
@@ -224,12 +224,12 @@ def _best_targets(problem: _Problem, j: int, max_buckets: int) -> _Classes:
     return _Classes(cost[:, np.arange(j), last].T, previous, last)
 
 
-def _target_edges(classes: _Classes, begin: int, num_buckets: int) -> list[tuple[int, int]]:
+def _target_spans(classes: _Classes, begin: int, num_buckets: int) -> list[tuple[int, int]]:
     """Where the target buckets of a class begin and end, among the candidates."""
-    edges = []
+    spans = []
     t = int(classes.num_targets[begin])
     for m in range(num_buckets - 1, -1, -1):
         low = int(classes.previous[m, begin, t])
-        edges.append((low, t))
+        spans.append((low, t))
         t = low
-    return edges[::-1]
+    return spans[::-1]

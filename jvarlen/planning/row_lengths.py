@@ -98,11 +98,11 @@ def choose_row_lengths(
     caps = counted.checked_caps(limits, histogram.rounded)
     descending, counts = histogram.values[::-1].tolist(), histogram.counts[::-1].tolist()
 
-    def plan_cost(edges: tuple[int, ...]) -> float:
-        rows_held = np.zeros(len(edges), np.int64)
-        for tokens, num_rows in rows_by_tokens(descending, counts, edges, max_samples_per_row).items():
-            rows_held[bisect.bisect_left(edges, tokens)] += num_rows
-        length = np.array(edges)
+    def plan_cost(chosen: tuple[int, ...]) -> float:
+        rows_held = np.zeros(len(chosen), np.int64)
+        for tokens, num_rows in rows_by_tokens(descending, counts, chosen, max_samples_per_row).items():
+            rows_held[bisect.bisect_left(chosen, tokens)] += num_rows
+        length = np.array(chosen)
         costs = bucket_costs(limits, rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
         return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
 
@@ -152,7 +152,7 @@ class _SetSearch:
 
     def cheapest(self) -> tuple[int, ...]:
         """The lengths of the cheapest set so far."""
-        return self._edges(min(self._ranks, key=self._rank))
+        return self._lengths_at(min(self._ranks, key=self._rank))
 
     def try_all(self) -> bool:
         """Tries all sets; False if there are too many."""
@@ -190,13 +190,13 @@ class _SetSearch:
     def _num_sets(self, num_places: int) -> int:
         return sum(math.comb(num_places, size) for size in range(min(self._max_shapes, num_places + 1)))
 
-    def _edges(self, places: tuple[int, ...]) -> tuple[int, ...]:
+    def _lengths_at(self, places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self._lengths[place] for place in (*places, self._last))
 
     def _rank(self, places: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
         if places not in self._ranks:
-            edges = self._edges(places)
-            self._ranks[places] = self._cost_of(edges), len(edges), edges[::-1]
+            chosen = self._lengths_at(places)
+            self._ranks[places] = self._cost_of(chosen), len(chosen), chosen[::-1]
         return self._ranks[places]
 
 

@@ -156,16 +156,16 @@ class ShapeChooser:
         )
         self.reason = self._reason_of(choice, costs)
         # Every evaluation waits for its shapes, so these are some of the longer ones of training.
-        edges = np.array([bucket.length for bucket in choice.buckets])
+        bucket_lengths = np.array([bucket.length for bucket in choice.buckets])
         held_out = np.concatenate(list(eval_lengths.values()))
-        rounded = edges[np.minimum(np.searchsorted(edges, held_out), len(edges) - 1)]
+        rounded = bucket_lengths[np.minimum(np.searchsorted(bucket_lengths, held_out), len(bucket_lengths) - 1)]
         num_evaluations = 2 + (0 if config.eval_every is None or max_steps is None else max_steps // config.eval_every)
         eval_buckets = make_buckets(
             rounded,
             dataclasses.replace(budget, compile_seconds=costs.compile_seconds / num_evaluations),
-            max_shapes=len(edges),
+            max_shapes=len(bucket_lengths),
         )
-        to_evaluate = {*(bucket.length for bucket in eval_buckets[:-1]), int(edges[-1])}
+        to_evaluate = {*(bucket.length for bucket in eval_buckets[:-1]), int(bucket_lengths[-1])}
         return ChosenShapes(
             buckets=tuple((rows, length) for rows, length in choice.buckets),
             eval_lengths=tuple(sorted(to_evaluate)),

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from torch_ref.budget import ceil_div
 
-__all__ = ["CLOSED_FORM", "optimal_edges"]
+__all__ = ["CLOSED_FORM", "optimal_lengths"]
 
 
-def optimal_edges(
+def optimal_lengths(
     distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor], longest: int | None = None
 ) -> Tensor:
     """Choose at most `max_shapes` bucket lengths of the least total cost.
@@ -28,7 +28,7 @@ def optimal_edges(
 
     Returns:
         int64[k], 1 <= k <= K, ascending, the last of them at least the longest. Among equal totals: the fewest buckets,
-        then, from the longest down, the smaller edges.
+        then, from the longest down, the smaller lengths.
     """
     num_distinct, max_shapes = len(distinct), min(max_shapes, len(distinct))
     # total[k, j]: the least cost of the j shortest lengths in exactly k buckets, summed from the shortest bucket up.
@@ -44,19 +44,19 @@ def optimal_edges(
     for last in range(num_distinct):
         # The last bucket holds lengths i..last, for every i <= last at once.
         sums = total[:-1, : last + 1] + bucket_costs(last).numpy()
-        # argmin gives the first of equals: the bucket that starts earliest, so that the next edge down is smallest.
+        # argmin gives the first of equals: the bucket that starts earliest, so that the next length down is smallest.
         start = sums.argmin(axis=1)
         first[1:, last + 1] = start
         total[1:, last + 1] = np.minimum(sums[columns, start], unreachable)
     top = num_distinct - 1 if longest is None else int(torch.searchsorted(distinct, longest))
-    # Row by row: the fewest buckets come first, and among them the shortest last edge.
+    # Row by row: the fewest buckets come first, and among them the shortest last length.
     num_buckets, beyond = np.unravel_index(total[1:, top + 1 :].argmin(), (max_shapes, num_distinct - top))
-    edges = []
+    bucket_lengths = []
     end = top + 1 + int(beyond)
     for k in range(int(num_buckets) + 1, 0, -1):
-        edges.append(int(distinct[end - 1]))
+        bucket_lengths.append(int(distinct[end - 1]))
         end = int(first[k, end])
-    return torch.tensor(edges[::-1])
+    return torch.tensor(bucket_lengths[::-1])
 
 
 def _pad_to_max(ordered: Tensor, max_shapes: int) -> Tensor:
