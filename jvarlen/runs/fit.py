@@ -241,15 +241,8 @@ def _fit(
     compiled = _compile(prepared, state, place, mesh)
     for step in (compiled.train_step, compiled.eval_step):
         held.callback(step.close)
-    compares = task.compares_lengths
     loop = TrainingLoop(
-        config=config,
-        course=course,
-        data=prepared.data,
-        task=task,
-        lengths=prepared.lengths if compares else None,
-        eval_lengths={name: lengths if compares else None for name, lengths in prepared.eval_lengths.items()},
-        mesh=mesh,
+        prepared=prepared,
         train_step=compiled.train_step,
         eval_step=compiled.eval_step,
         checkpoints=checkpoints,
@@ -337,33 +330,34 @@ class _Trained(NamedTuple):
 
 def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
     """Evaluates, takes the remaining steps, evaluates, and saves."""
+    config, course, task = loop.prepared.config, loop.prepared.course, loop.prepared.task
     # The first evaluation, save and exchange come before the guard: all compile small things once.
     _raise_if_any_interrupted()
     if loop.is_evaluated_at(place):
         evaluations = loop.evaluate(state, place)
         if place.held_out_before is None and evaluations is not None:
-            place = dataclasses.replace(place, held_out_before=loop.task.measure(evaluations[HELD_OUT]))
+            place = dataclasses.replace(place, held_out_before=task.measure(evaluations[HELD_OUT]))
     else:
         loop.warm_up_evaluation(state)
     _raise_if_any_interrupted()
     loop.save(state, place)
-    if is_main_process() and loop.config.directory.run_dir is None:
+    if is_main_process() and config.directory.run_dir is None:
         point_latest_to(loop.run_dir)
 
     after: dict[str, float] = {}
     with no_recompiles(arithmetic=False) as compilations:  # metrics are added up on the host
         state, place = loop.run(state, place)
         was_interrupted = True
-        if place.num_steps_done == loop.course.num_steps:
+        if place.num_steps_done == course.num_steps:
             evaluations = loop.evaluate(state, place)
             if evaluations is not None:
                 was_interrupted = False
-                after = {name: loop.task.measure(evaluation) for name, evaluation in evaluations.items()}
+                after = {name: task.measure(evaluation) for name, evaluation in evaluations.items()}
         loop.save(state, place, after.get(HELD_OUT))
         if was_interrupted:
             loop.checkpoints.wait()
             saved = f"{place.num_steps_done:,} steps are saved"
-            is_own = not loop.task.is_language_model
+            is_own = not task.is_language_model
             say("Interrupted", saved, f"{'fit with resume=' if is_own else 'jvarlen train --resume '}{loop.run_dir}")
     return _Trained(state, place, after, compilations.num_compilations, was_interrupted)
 

@@ -9,8 +9,8 @@ import termios
 import pytest
 
 from jvarlen._common.progress import progress_bar
-from jvarlen.runs import step_display
-from jvarlen.runs.step_display import StepDisplay
+from jvarlen.runs import steps
+from jvarlen.runs.steps import StepDisplay
 
 
 def record(step, **figures):
@@ -81,7 +81,7 @@ def test_in_a_pipe_there_are_plain_lines(monkeypatch):
 
 def test_lines_come_at_most_every_so_many_seconds(capsys, monkeypatch):
     now = iter([0.0, 9.9, 10.0, 19.9, 20.0, 20.1])
-    monkeypatch.setattr(step_display.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(steps.time, "monotonic", lambda: next(now))
     with StepDisplay(100) as display:
         for step in range(6):
             display.update(record(step))
@@ -90,7 +90,7 @@ def test_lines_come_at_most_every_so_many_seconds(capsys, monkeypatch):
 
 def test_rates_are_over_the_steps_since_the_line_before(capsys, monkeypatch):
     now = iter([0.0, 1.0, 10.0])
-    monkeypatch.setattr(step_display.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(steps.time, "monotonic", lambda: next(now))
     with StepDisplay(9) as display:
         display.update(record(0, step_s=100.0))
         display.update(record(1, data_wait_s=0.5, step_s=0.5, num_tokens=400))
