@@ -206,7 +206,6 @@ def _fit(
 ) -> FitResult:
     prepared = prepare(config, task, given, placement)
     config, task, course, placement = prepared.config, prepared.task, prepared.course, prepared.placement
-    mesh = None if placement is None else placement.mesh
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(prepared, first_plan, held)
@@ -238,7 +237,7 @@ def _fit(
         )
     )
 
-    compiled = _compile(prepared, state, place, mesh)
+    compiled = _compile(prepared, state, place)
     for step in (compiled.train_step, compiled.eval_step):
         held.callback(step.close)
     loop = TrainingLoop(
@@ -283,7 +282,7 @@ class _Compiled(NamedTuple):
     in_background: bool
 
 
-def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | None) -> _Compiled:
+def _compile(prepared: Prepared, state: TrainState, place: Place) -> _Compiled:
     """Compiles the steps for the buckets that are used from a place on."""
     config, task, course = prepared.config, prepared.task, prepared.course
     time_steps = config.compile.time_steps is not False
@@ -296,7 +295,7 @@ def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | N
     shapes_of = functools.partial(
         BatchShapes,
         microbatches_per_step=config.plan.microbatches_per_step,
-        layout=mesh,
+        layout=prepared.placement,
         batch_spec=prepared.batch_spec(place.epoch),
     )
     start = time.perf_counter()

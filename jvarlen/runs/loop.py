@@ -192,7 +192,7 @@ class TrainingLoop:
         return load(
             plan,
             dataset,
-            layout=self.prepared.mesh,
+            layout=self.prepared.placement,
             collate=task.collate,
             lengths=lengths if task.compares_lengths else None,
             on_mismatch=config.data.on_mismatch,

@@ -1,14 +1,21 @@
-"""Trackers: `metrics.jsonl`, and whatever else receives the records of a run.
+"""Trackers: `metrics.jsonl`, TensorBoard, offline runs of Weights & Biases, and a user's own.
 
-`metrics.jsonl` is always written; `charts` and a user's own trackers get the same records.
+`metrics.jsonl` is always written; the others get the same records. Their packages are extras, imported when a tracker
+is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
+import secrets
+import select
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +23,28 @@ from typing import Any, Protocol, runtime_checkable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
+from jvarlen._common.interrupts import without_interrupts
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.charts import TensorBoardTracker, WandbTracker
 from jvarlen.runs.config import TrackerName
 
-__all__ = ["MetricsLog", "Tracker", "Trackers", "open_trackers"]
+__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "Trackers", "WandbTracker", "open_trackers", "scalars_of"]
+
+# Where charts show what stands in a record; what is not listed goes to train/.
+_GROUPED_NAMES = {
+    "base_learning_rate": "rate/base",
+    "learning_rate_scale": "rate/scale",
+    "learning_rate": "rate/in_force",
+    "num_tokens": "data/num_tokens",
+    "num_positions": "data/num_positions",
+    "num_sequences": "data/num_sequences",
+    "padding": "data/padding",
+    "bucket_rows": "data/bucket_rows",
+    "bucket_length": "data/bucket_length",
+    "data_wait_s": "data/wait_s",
+    "host_memory_bytes": "memory/host_bytes",
+    "device_memory_bytes": "memory/device_bytes",
+}
+_END_S = 60.0  # Weights & Biases has so long to write what it has
 
 
 @runtime_checkable
@@ -39,15 +63,10 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line. A context manager; readers see a line as soon as it is written.
+    """`metrics.jsonl`: one JSON object a line, which readers see as soon as it is written. A context manager.
 
-    JSON has no NaN and no infinity: they are written as null.
-
-    Args:
-      path: the file; None writes nothing, for all but one of several processes.
-
-    Raises:
-      OSError: the file cannot be written, here or later.
+    JSON has no NaN and no infinity: they are written as null. Without a path nothing is written, as by all but one of
+    several processes.
     """
 
     def __init__(self, path: Path | None):
@@ -60,9 +79,16 @@ class MetricsLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
     def log(self, record: Mapping[str, Any]) -> None:
         """Appends one line."""
-        finite = {name: value if _is_writable(value) else None for name, value in record.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         try:
             self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()
@@ -90,10 +116,6 @@ class MetricsLog:
             file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = self._path.open("a")
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
 
 @contextlib.contextmanager
 def open_trackers(
@@ -104,25 +126,12 @@ def open_trackers(
     config: Mapping[str, Any] | None = None,
     others: Mapping[str, Tracker] | None = None,
 ) -> Iterator[Trackers]:
-    """A block with one tracker that passes every record to `metrics.jsonl`, and then to the named trackers.
+    """A block with one tracker that passes every record to `metrics.jsonl`, and then to the named ones and `others`.
 
     Charts must not stop a training: a tracker that fails inside the block is named in a warning and gets no more
     records, while the run continues; `metrics.jsonl` has them all. If `metrics.jsonl` itself cannot be written, or a
-    tracker cannot be opened, that is an error.
-
-    Args:
-      names: trackers beside `metrics.jsonl`.
-      run_dir: an existing directory; None writes nothing, for all but one of several processes.
-      start_step: steps done before; records of later steps are removed.
-      config: settings to show with the run, as JSON values.
-      others: more trackers, by the names used in warnings; closed with the rest.
-
-    Yields:
-      All of them as one tracker; it is closed at the end of the block.
-
-    Raises:
-      ValueError: a package is not installed; the message names the extra. Or a line of `metrics.jsonl` is not a record.
-      OSError: a file cannot be written.
+    tracker cannot be opened, that is an error. Records of `start_step` and later are removed. Without a `run_dir`
+    nothing is written.
 
     Example:
       >>> import tempfile
@@ -180,9 +189,139 @@ class Trackers:
                 _warn(f"{name} failed at the end ({error!r}); it may lack the last records")
 
 
-def _is_writable(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def _warn(text: str) -> None:
     warnings.warn(f"the tracker {text}; metrics.jsonl has them all", stacklevel=4)
+
+
+class TensorBoardTracker:
+    """Scalars for TensorBoard, named in groups as `scalars_of` does.
+
+    Records of `start_step` and of later steps in earlier files are no longer shown.
+
+    References:
+      Event files and their session logs, by which a restart hides later steps: tensorflow/core/util/event.proto.
+    """
+
+    def __init__(self, directory: Path, *, start_step: int = 0):
+        _require("tensorboardX", "tensorboard")
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        # Not its SummaryWriter: that takes an event for each scalar, and waits for ever where the disk is full.
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step:012d}")
+        self._write(step=start_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Writes an event."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars_of(record).items()]
+        self._write(step=record["step"], summary=self._summary(value=values))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+    def _write(self, **content: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), **content))
+        self._writer.flush()
+
+
+class WandbTracker:
+    """An offline run of Weights & Biases, named in groups as `scalars_of` does, for `wandb sync` to upload.
+
+    It needs no account and no network, and takes no settings from the environment. All its files except a socket are in
+    `run_dir/wandb`, including the id of the run, `run_id`. A resumed run has the same id and each time one more
+    directory `offline-run-…`; a step that was taken twice is in two of them.
+
+    A process of its own writes them, through the service of wandb. Neither receives the Ctrl-C of a terminal, nor
+    SIGTERM to the processes of the run; both end with the run, even if it is killed. A scheduler that sends SIGTERM to
+    each process of a job ends the service; the tracker then counts as failed.
+    """
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]):
+        _require("wandb", "wandb")
+        directory = run_dir.resolve() / "wandb"
+        directory.mkdir(parents=True, exist_ok=True)
+        run_id_path = directory / "run_id"
+        if not run_id_path.exists():
+            with write_atomically(run_id_path) as file:
+                file.write(secrets.token_hex(4).encode())
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        environment |= {f"WANDB_{kind}_DIR": str(directory / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
+        environment["WANDB_ERROR_REPORTING"] = "false"  # it would reach for the network
+        program = Path(__file__).with_name("wandb_process.py")
+        log_path = directory / "process.log"
+        with log_path.open("w") as log, without_interrupts():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(program), str(run_dir.resolve()), run_id_path.read_text()],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin = self._process.stdin
+        started = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._send(config)
+            if select.select([self._process.stdout], [], [], _END_S)[0]:
+                started = self._process.stdout.readline()
+        self._process.stdout.close()
+        if not started:
+            self._end()
+            told = log_path.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise OSError(f"wandb did not start ({told[-1]}); {log_path} tells more")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Passes the record on; after about 1 s it is on disk."""
+        self._send({"step": record["step"], "scalars": scalars_of(record)})
+
+    def close(self) -> None:
+        """Ends the process when it has written everything; raises OSError if it failed, or did not end within 60 s."""
+        with contextlib.suppress(BrokenPipeError, TimeoutError):
+            self._send("end")
+        self._end()
+        if self._process.returncode:
+            raise OSError(f"the process of wandb ended with code {self._process.returncode}")
+
+    def _send(self, message: object) -> None:
+        # A process that hangs must not make training wait for it; what fits the pipe it may read later.
+        if not select.select([], [self._stdin], [], _END_S)[1]:
+            raise TimeoutError(f"its process has read nothing for {_END_S:.0f} s")
+        self._stdin.write(json.dumps(message) + "\n")
+        self._stdin.flush()
+
+    def _end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a record except the step, under names that charts group by.
+
+    Example:
+      >>> scalars_of({"step": 3, "loss": 2.5, "learning_rate": 0.1, "device_memory_bytes": None})
+      {'train/loss': 2.5, 'rate/in_force': 0.1}
+      >>> scalars_of({"step": 3, "evaluation": "held_out", "bits_per_token": 4.5})
+      {'eval/held_out/bits_per_token': 4.5}
+    """
+    group = f"eval/{record['evaluation']}/" if "evaluation" in record else None
+    return {
+        group + name if group else _GROUPED_NAMES.get(name, f"train/{name}"): float(value)
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+
+
+def _require(package: str, extra: str) -> None:
+    """Raises ValueError where a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"the tracker {extra} needs {package}: pip install 'jvarlen[{extra}]'")

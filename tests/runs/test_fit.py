@@ -205,7 +205,7 @@ def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_o
         resume=run_of_one_step,
         decoder=TransformerConfig(num_layers=1, width=32, num_heads=1),
     )
-    with pytest.raises(ValueError, match=r"with its own settings; these differ: model\.width: 16, 32$"):
+    with pytest.raises(ValueError, match=r"with its own settings; these differ: decoder\.width: 16, 32$"):
         fit(other, split)
     with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):
         fit(changed(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
@@ -387,7 +387,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_frees_its_directory(of_one_sh
     failing = dataclasses.replace(of_one_shape, optimizer=OptimizerConfig(learning_rate=1e30), max_steps=8)
     with pytest.raises(FloatingPointError, match="the loss is nan at step"):
         fit(failing, split)
-    (run_dir,) = (path for path in failing.runs_dir.iterdir() if not path.is_symlink())
+    (run_dir,) = (path for path in failing.directory.runs_dir.iterdir() if not path.is_symlink())
     with lock_run_dir(run_dir), pytest.raises(ValueError, match=f"{run_dir} is in use"):
         fit(changed(failing, resume=run_dir), split)
     with pytest.raises(FloatingPointError):

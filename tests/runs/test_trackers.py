@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jvarlen.runs import charts, trackers
-from jvarlen.runs.charts import TensorBoardTracker, WandbTracker, scalars_of
-from jvarlen.runs.trackers import MetricsLog, open_trackers
+from jvarlen.runs import trackers
+from jvarlen.runs.trackers import MetricsLog, TensorBoardTracker, WandbTracker, open_trackers, scalars_of
 
 STEP = {
     "epoch": 0,
@@ -91,7 +90,7 @@ def test_a_process_that_does_not_write_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=rf"pip install 'jvarlen\[{name}\]'"), open_trackers([name], tmp_path):
         pass
 
@@ -244,7 +243,7 @@ def test_wandb_gets_scalars_in_groups_and_stays_one_run(tmp_path, monkeypatch):
 TRAINING = """
 import signal, sys, time
 from pathlib import Path
-from jvarlen.runs.charts import WandbTracker
+from jvarlen.runs.trackers import WandbTracker
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: None)
 tracker = WandbTracker(Path(sys.argv[1]), {})
@@ -324,14 +323,14 @@ def test_a_wandb_that_is_killed_takes_nothing_along(tmp_path, victim, number):
 def test_a_wandb_that_does_not_start_says_why(tmp_path, monkeypatch):
     broken = tmp_path / "wandb_process.py"
     broken.write_text("raise RuntimeError('no service here')")
-    monkeypatch.setattr(charts, "__file__", str(tmp_path / "charts.py"))
+    monkeypatch.setattr(trackers, "__file__", str(tmp_path / "trackers.py"))
     with pytest.raises(OSError, match=r"did not start \(RuntimeError: no service here\); .*process\.log"):
         WandbTracker(tmp_path, {})
 
 
 def test_a_wandb_that_hangs_holds_training_up_for_a_bounded_time_once(tmp_path, monkeypatch):
     tracker = WandbTracker(tmp_path, {})
-    monkeypatch.setattr(charts, "_END_S", 0.5)
+    monkeypatch.setattr(trackers, "_END_S", 0.5)
     pid = tracker._process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
