@@ -69,7 +69,7 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
     buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)
     plan = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=8, overlong="truncate")
     library = {figure.name: figure.svg for figure in draw_plan(plan, np.minimum(lengths, 1024))}
-    for name in ("lengths", "positions"):
+    for name in ("lengths", "tokens"):
         yield f"corpus-{name}", library[name]
     yield "corpus-padding", _padding_picture(lengths, settings)
 

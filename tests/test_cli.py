@@ -62,7 +62,7 @@ def test_plan_compares_strategies_and_writes_a_page(lengths_file, tmp_path, caps
     assert main([*common, "--compare", "--html", str(page)]) == 0
     expected = comparison_table(compare_strategies(LENGTHS, 2048, overlong="truncate", **limits))
     printed = capsys.readouterr().out
-    assert printed.index("real tokens") < printed.index(expected)
+    assert printed.index("with padding") < printed.index(expected)
     assert printed.endswith(f"{page}\n")
     assert "Strategies compared" in page.read_text()
     assert main([*common, "--html", str(page)]) == 0

@@ -34,7 +34,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
       OSError: the file cannot be written; an existing file stays.
     """
     candidates = choice.candidates
-    positions = float(plan.padded_tokens_per_step.sum())
+    padded_tokens = float(plan.padded_tokens_per_step.sum())
     memory = choice.num_bytes / choice.memory_bytes
     num_rejected = len(candidates.reasons) - candidates.num_fitting
     flops = float(choice.costs.step_flops @ np.bincount(plan.step_bucket, minlength=len(plan.buckets)))
@@ -47,7 +47,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
         f"Predicted: {choice.why()}.",
         key_figures=[
             ("An epoch", f"{choice.seconds:,.4g} s", f"{choice.seconds / plan.num_steps:.3g} s a step"),
-            ("Throughput", f"{positions / choice.seconds:,.0f}", "positions per second, padding included"),
+            ("Throughput", f"{padded_tokens / choice.seconds:,.0f}", "tokens with padding per second"),
             ("Model FLOP/s", f"{utilisation:.1%}", "of the peak of all devices"),
             (
                 "Memory",

@@ -177,7 +177,7 @@ def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], lis
         row += [f"{each.padded_tokens:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
         row += [f"{each.relative:.3f}", f"{each.unevenness:.2f}"]
         rows.append([each.name, f"not possible: {each.problem}"] if each.problem else row)
-    return ["Strategy", "Shapes", "Steps", "Padding", "Positions", *predicted, "× best", "Uneven"], rows, best
+    return ["Strategy", "Shapes", "Steps", "Padding", "With padding", *predicted, "× best", "Uneven"], rows, best
 
 
 def _spent(figures: StrategyFigures) -> float:

@@ -114,11 +114,15 @@ def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " 
 def _key_figures(plan: Plan, cost: CostFn | None) -> list[tuple[str, str, str]]:
     num_sequences = plan.num_sequences
     least, most = int(num_sequences.min()), int(num_sequences.max())
-    num_tokens, num_positions = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
+    num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
     correlation, m = plan.neighbour_correlation, plan.microbatches_per_step
     figures = [
-        ("Padding", f"{plan.padding:.2%}", f"{num_positions - num_tokens:,} of {num_positions:,} positions"),
-        ("Shapes", f"{len(plan.buckets):,}", f"up to {max(b.padded_tokens for b in plan.buckets):,} positions"),
+        ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} tokens"),
+        (
+            "Shapes",
+            f"{len(plan.buckets):,}",
+            f"up to {max(b.padded_tokens for b in plan.buckets):,} tokens with padding",
+        ),
         ("Steps", f"{plan.num_steps:,}", f"of {m:,} microbatch{'' if m == 1 else 'es'}"),
         ("Samples a step", f"{np.median(num_sequences):,.0f}", f"median; {least:,} to {most:,}"),
         ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
@@ -137,7 +141,7 @@ def _key_figures(plan: Plan, cost: CostFn | None) -> list[tuple[str, str, str]]:
 def _bucket_table(plan: Plan, cost: CostFn | None) -> Table:
     figures = bucket_figures(plan, cost)
     seconds = figures.seconds
-    header = ["Rows × length", "Samples", "Steps", "Tokens", "Positions", "Padding"]
+    header = ["Rows × length", "Samples", "Steps", "Tokens", "With padding", "Padding"]
     rows = []
     for k, bucket in enumerate(plan.buckets):
         padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
@@ -154,7 +158,7 @@ def _bucket_table(plan: Plan, cost: CostFn | None) -> Table:
 
 def _comparison_table(comparison: Sequence[StrategyFigures]) -> Table:
     header, rows, best = comparison_cells(comparison)
-    what = "positions" if comparison[best].seconds is None else "seconds"
+    what = "tokens with padding" if comparison[best].seconds is None else "seconds"
     note = (
         f"Best plan: {comparison[best].name}. × best: {what} over those of the best plan. Uneven: {what} of the "
         "largest step over the mean step."
@@ -227,13 +231,13 @@ def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> Picture:
 
 def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[Picture]:
     figures = bucket_figures(plan, cost)
-    caption = f"Share of the positions that holds no token; line: {plan.padding:.2%} of all."
+    caption = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."
     padding = {"first": 100 * np.nan_to_num(figures.padding)}
     mean = 100 * plan.padding
     yield _bucket_bars(plan, "padding", "Padding of each bucket", caption, "padding in %", padding, line=mean)
-    caption = "Positions of all steps of a bucket: tokens in blue, padding above them in orange."
-    positions = {"first": figures.num_tokens, "second": figures.padded_tokens - figures.num_tokens}
-    yield _bucket_bars(plan, "positions", "Positions of each bucket", caption, "positions", positions)
+    caption = "All steps of a bucket: tokens in blue, padding above them in orange."
+    tokens = {"first": figures.num_tokens, "second": figures.padded_tokens - figures.num_tokens}
+    yield _bucket_bars(plan, "tokens", "Tokens of each bucket", caption, "tokens", tokens)
     if figures.seconds is not None:
         caption = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."
         seconds = {"first": figures.seconds}
@@ -260,7 +264,7 @@ def _bucket_bars(
         axis.axhline(line, color=COLOURS["second"], linewidth=1)
     axis.set_ylabel(label)
     finish_bars(axis, [_length_of(bucket) for bucket in plan.buckets], "bucket length")
-    format_ticks(axis.yaxis, integer=label == "positions")
+    format_ticks(axis.yaxis, integer=label == "tokens")
     return Picture(name, title, caption, to_svg(figure))
 
 

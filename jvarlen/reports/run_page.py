@@ -294,7 +294,7 @@ def _of_buckets(runs: Sequence[Run]) -> Iterator[Picture]:
         "Padding of each bucket",
         "padding in %",
         lambda use: None if use.padding is None else 100 * use.padding,
-        "Share of the positions of the steps so far that held no token.",
+        "Share of padding among the tokens of the steps so far.",
     )
     yield bars("bucket-time", "Time in each bucket", "seconds", lambda use: use.seconds, "All steps so far.")
     yield bars(

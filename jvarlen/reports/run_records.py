@@ -111,10 +111,10 @@ class BucketUse(NamedTuple):
     """How a run used a bucket; None for unknown figures."""
 
     shape: tuple[int, ...]  # rows, and length or lengths
-    num_steps: int = 0  # that were logged, as are the tokens and positions
+    num_steps: int = 0  # that were logged, as are the tokens
     num_tokens: float | None = None
     num_positions: float | None = None
-    padding: float | None = None  # share of the positions that held no token
+    padding: float | None = None  # share of the tokens with padding that is padding
     seconds: float | None = None  # of all these steps; not timed one by one, the report's median times their number
     row: CompileRow | None = None
 

@@ -20,7 +20,7 @@ from tests.html_pages import Page
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
-FIGURES = {"lengths", "padding", "positions", "shapes", "sequences", "neighbours"}
+FIGURES = {"lengths", "padding", "tokens", "shapes", "sequences", "neighbours"}
 
 
 def page_of(path, *args, **options):
