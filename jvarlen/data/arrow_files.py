@@ -10,7 +10,7 @@ import reprlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -26,11 +26,6 @@ __all__ = ["ColumnDataset", "ColumnRecords", "holds_messages", "saved_shards"]
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
-
-
-class _TokenColumn(NamedTuple):
-    tokens: Integer[np.ndarray, " total"]
-    offsets: Int64[np.ndarray, " N_plus_1"]
 
 
 class _Reopened(Dataset):
@@ -71,7 +66,8 @@ class ColumnDataset(_Reopened):
             raise UserError(f"{name}: column {field!r} must be of one type, not {', '.join(sorted(kinds))}")
         self.is_text = any(_is_bytes(array.type) for array in arrays)
         starts = [0, *itertools.accumulate(map(len, arrays))]
-        _refuse_rows(name, field, "nulls", [_null_rows(array) for array in arrays], starts)
+        nulls = [_null_places(array) for array in arrays]
+        _refuse_rows(name, field, "nulls", nulls, starts)
         columns, null_rows = [], []
         for array in arrays:
             raise_if_interrupted()
@@ -80,7 +76,7 @@ class ColumnDataset(_Reopened):
             null_rows.append(null_tokens)
         _refuse_rows(name, field, "null tokens", null_rows, starts)
         try:
-            self._parts = check_tokens([TokenDataset(*column) for column in columns], num_values)
+            self._parts = check_tokens(columns, num_values)
         except ValueError as error:
             raise UserError(f"{name}: {error}") from None
         self._starts = starts
@@ -174,7 +170,7 @@ def _refuse_rows(name: str, field: str, what: str, rows: list[Int64[np.ndarray, 
         raise UserError(f"{name}: column {field!r} must not hold {what}: {listed}")
 
 
-def _null_rows(array: Any) -> Int64[np.ndarray, " n"]:
+def _null_places(array: Any) -> Int64[np.ndarray, " n"]:
     if not array.null_count:
         return np.zeros(0, np.int64)
     return np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
@@ -213,26 +209,25 @@ def _read_arrays(path: Path, field: str) -> list[Any]:
     return column.chunks
 
 
-def _flatten(array: Any) -> tuple[_TokenColumn, Int64[np.ndarray, " n"]]:
+def _flatten(array: Any) -> tuple[TokenDataset, Int64[np.ndarray, " n"]]:
     """The rows of an Arrow array of bytes or of lists, none of them null, and which of them hold null tokens."""
     import pyarrow as pa
 
-    nowhere = np.zeros(0, np.int64)
     if not len(array):  # which may have no offsets at all
-        return _TokenColumn(np.zeros(0, np.uint8), np.zeros(1, np.int64)), nowhere
+        return TokenDataset(np.zeros(0, np.uint8), np.zeros(1, np.int64)), np.zeros(0, np.int64)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         offsets = array.offsets.to_numpy().astype(np.int64)
         flat = array.values[offsets[0] : offsets[-1]]
         offsets -= offsets[0]
-        null_tokens = np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False)) if flat.null_count else nowhere
+        null_tokens = _null_places(flat)
         null_rows = np.unique(np.searchsorted(offsets, null_tokens, side="right") - 1)
-        return _TokenColumn(flat.to_numpy(zero_copy_only=not len(null_tokens)), offsets), null_rows
+        return TokenDataset(flat.to_numpy(zero_copy_only=not len(null_tokens)), offsets), null_rows
     is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     _, ends, values = array.buffers()
     own = slice(array.offset, array.offset + len(array) + 1)
     offsets = np.frombuffer(ends, np.int64 if is_large else np.int32)[own].astype(np.int64)
     tokens = np.frombuffer(values or b"", np.uint8)[offsets[0] : offsets[-1]]
-    return _TokenColumn(tokens, offsets - offsets[0]), nowhere
+    return TokenDataset(tokens, offsets - offsets[0]), np.zeros(0, np.int64)
 
 
 def _read(path: Path, field: str) -> Any:

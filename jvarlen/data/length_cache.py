@@ -114,17 +114,21 @@ def cached_lengths(
     A sample that raises ValueError has length 0. Lengths with zeros are not cached.
     """
     read_values = getattr(dataset, "lengths_of", None)
-    return _cached(_Measurement("lengths", _Lengths(dataset), int, num_workers, progress, read_values), path, key)
+    options = {"num_workers": num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, "read_values": read_values}
+    return _cached("lengths", path, key, _Lengths(dataset), int, progress=progress, **options)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
     """The `sample_hash` of every sample, cached like the lengths of `cached_lengths`, in `PATH.hashes-KEY.npz`."""
-    return _cached(_Measurement("hashes", dataset, sample_hash, 0, progress), path, key)
+    return _cached("hashes", path, key, dataset, sample_hash, progress=progress, num_workers=0)
 
 
-def _cached(measurement: _Measurement, path: Path, key: str) -> Int64[np.ndarray, " N"]:
-    path = Path(os.path.abspath(path))  # also `.` has a name then
-    kind, num_samples = measurement.kind, len(measurement.dataset)
+def _cached(
+    kind: str, path: Path, key: str, dataset: DataSource, function: Callable[[Any], int], **options: Any
+) -> Int64[np.ndarray, " N"]:
+    """An integer of every sample, from the first cache that has it or else measured."""
+    path, num_samples = Path(os.path.abspath(path)), len(dataset)  # also `.` has a name then
+    measure = functools.partial(measure_integers, dataset, function, kind, shard_size=_SHARD_SIZE, **options)
     stems = path.parent / f"{path.name}.{kind}-{key[:16]}", default_cache_dir() / f"{kind}-{key[:16]}"
     places = [_Place(*(stem.with_name(stem.name + ending) for ending in (".npz", ".parts", ".lock"))) for stem in stems]
     kept = _read_first(places, kind, key, num_samples)
@@ -133,12 +137,18 @@ def _cached(measurement: _Measurement, path: Path, key: str) -> Int64[np.ndarray
     with _own_parts(places) if num_samples >= _SHARD_SIZE else contextlib.nullcontext() as parts:
         if num_samples >= _SHARD_SIZE:  # another process may have measured meanwhile
             kept = _read_first(places, kind, key, num_samples, warn=False)
-        measured = measurement.measure(parts) if kept is None else kept
         if kept is None:
-            _keep(places, kind, key, measured)
+            try:
+                kept = measure(shards=parts)
+            except ShardsError as error:
+                assert parts is not None
+                warnings.warn(f"{error}. It is deleted here, and everything is measured again", stacklevel=3)
+                shutil.rmtree(parts)
+                kept = measure(shards=parts)
+            _keep(places, kind, key, kept)
         if parts is not None:
             shutil.rmtree(parts, ignore_errors=True)
-    return measured
+    return kept
 
 
 class _Place(NamedTuple):
@@ -161,38 +171,6 @@ class _Lengths(Dataset):
             return len(self._dataset[index])
         except ValueError:
             return 0
-
-
-class _Measurement(NamedTuple):
-    """An integer of every sample of a dataset, and how it is measured."""
-
-    kind: str
-    dataset: DataSource
-    function: Callable[[Any], int]
-    num_workers: int
-    progress: bool
-    read_values: Callable[[range], list[int] | None] | None = None
-
-    def measure(self, parts: Path | None) -> Int64[np.ndarray, " N"]:
-        """Measures all samples; parts that are damaged are measured again."""
-        measure = functools.partial(
-            measure_integers,
-            self.dataset,
-            self.function,
-            self.kind,
-            num_workers=self.num_workers if len(self.dataset) >= _LEAST_FOR_WORKERS else 0,
-            progress=self.progress,
-            shards=parts,
-            shard_size=_SHARD_SIZE,
-            read_values=self.read_values,
-        )
-        try:
-            return measure()
-        except ShardsError as error:
-            assert parts is not None
-            warnings.warn(f"{error}. It is deleted here, and everything is measured again", stacklevel=4)
-            shutil.rmtree(parts)
-        return measure()
 
 
 @contextlib.contextmanager

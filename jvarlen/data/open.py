@@ -321,20 +321,15 @@ def _open_records(
     if tokenizer is not None and record_format.takes_chat_template and is_chat:
         chat = ChatTemplate.beside(tokenizer.path, tokenizer.special_tokens)
         record_format = record_format.with_chat_template(chat)
-    paths = [file.path for file in files]
-    is_lines = ending == ".jsonl"
-    parts = [LineDataset(path) for path in paths] if is_lines else [ColumnRecords(paths, record_format.fields)]
-    return _Opened(
+    paths, sources, names = (
+        [file.path for file in files],
         [file.source for file in files],
         [file.name for file in files],
-        parts,
-        record_format.key,
-        is_text=True,
-        num_values=_NUM_BYTES,
-        wanted=f"every record must have text or messages in {', '.join(map(repr, record_format.fields))}",
-        is_lines=is_lines,
-        format=record_format,
     )
+    is_lines, key = ending == ".jsonl", record_format.key
+    parts = [LineDataset(path) for path in paths] if is_lines else [ColumnRecords(paths, record_format.fields)]
+    wanted = f"every record must have text or messages in {', '.join(map(repr, record_format.fields))}"
+    return _Opened(sources, names, parts, key, True, _NUM_BYTES, wanted, None, is_lines, record_format)
 
 
 def _open_text(files: Sequence[DataFile], field: str, num_values: int | None) -> _Opened:

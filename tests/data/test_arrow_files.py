@@ -68,7 +68,8 @@ def test_rows_of_lists_are_their_tokens(tmp_path, write, make_list, kind):
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_binary(), pa.list_(pa.int16()), pa.large_list(pa.int16())])
 def test_a_part_of_a_longer_column_is_read_alone(kind):
     rows = TOKENS if hasattr(kind, "value_type") else TEXTS
-    (tokens, offsets), null_rows = arrow_files._flatten(pa.array(rows, kind).slice(1, 3))
+    column, null_rows = arrow_files._flatten(pa.array(rows, kind).slice(1, 3))
+    tokens, offsets = column.tokens, column.offsets
     encoded = [row.encode() if isinstance(row, str) else bytes(row) for row in rows[1:4]]
     assert bytes(tokens.tolist()) == b"".join(encoded)
     assert np.diff(offsets).tolist() == list(map(len, encoded))
@@ -82,9 +83,9 @@ def test_null_tokens_are_found_in_a_part_of_a_longer_column():
 
 
 def test_a_column_without_rows_needs_no_offsets():
-    (tokens, offsets), _ = arrow_files._flatten(pa.StringArray.from_buffers(0, pa.py_buffer(b""), pa.py_buffer(b"")))
-    assert not len(tokens)
-    assert offsets.tolist() == [0]
+    column, _ = arrow_files._flatten(pa.StringArray.from_buffers(0, pa.py_buffer(b""), pa.py_buffer(b"")))
+    assert not len(column.tokens)
+    assert column.offsets.tolist() == [0]
 
 
 def test_strings_that_are_no_utf8_are_refused(tmp_path):
