@@ -213,8 +213,8 @@ class Mixture(Dataset):
         return len(self.ids)
 
     def _read(self, index: int) -> Any:
-        d = self.source[index]
-        sample = self._datasets[d][int(self._read_ids[index])]
+        d = self.source.item(index)
+        sample = self._datasets[d][self._read_ids.item(index)]
         factor = 1 if self._loss_weights is None else self._loss_weights[d]
         return sample if factor == 1 else reweighted(sample, factor)
 

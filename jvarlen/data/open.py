@@ -50,6 +50,8 @@ class StoredDataset(Dataset):
         self._path = path
         self._files, self._choice = opened.files, opened.choice
         self._samples = _Samples(opened, tokenizer)
+        is_plain = len(opened.parts) == 1 and opened.format is None and tokenizer is None
+        self._read_sample: Callable[[int], Any] = opened.parts[0]._read if is_plain else self._samples._read
         self._tokenizer = tokenizer
         self._progress = progress
         self.num_values = opened.num_values if tokenizer is None else tokenizer.num_values
@@ -84,7 +86,7 @@ class StoredDataset(Dataset):
 
     def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         try:
-            return self._samples._read(index)
+            return self._read_sample(index)
         except ValueError as error:  # it was read once, when the lengths were measured
             raise UserError(f"{self._path} has changed: {self._samples.name_of(index)}: {error}") from None
 

@@ -85,7 +85,7 @@ class Subset(Dataset):
         return len(self.ids)
 
     def _read(self, index: int) -> Any:
-        return self.dataset[int(self.ids[index])]
+        return self.dataset[self.ids.item(index)]
 
     @property
     def lengths(self) -> Int64[np.ndarray, " n"]:
