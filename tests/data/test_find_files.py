@@ -166,8 +166,8 @@ def test_a_store_that_cannot_be_read_is_named(store, monkeypatch):
 
 def test_settings_keep_urls_and_name_evaluations_by_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = DataConfig(data=("gs://bucket/train.jsonl", "*.txt"), eval_data=("s3://b/a.val.jsonl.gz", "books/*.txt"))
-    assert config.data == ("gs://bucket/train.jsonl", tmp_path / "*.txt")
+    config = DataConfig(files=("gs://bucket/train.jsonl", "*.txt"), eval_data=("s3://b/a.val.jsonl.gz", "books/*.txt"))
+    assert config.files == ("gs://bucket/train.jsonl", tmp_path / "*.txt")
     with pytest.raises(UserError, match=r"names must differ: a\.val"):
         DataConfig(eval_data=("s3://b/a.val.jsonl.gz", "a.val.txt"))
 
