@@ -1,11 +1,10 @@
 """Order: stable, random by (seed, epoch) only, and computable in parts."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen.planning.order import random_keys, sample_order, stable_argsort
+from jvarlen.planning.order import random_keys, stable_argsort
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30))
@@ -24,18 +23,3 @@ def test_stable_argsort_is_numpys_for_floats(keys):
 def test_a_part_of_the_random_stream_is_that_part(start, count, seed, epoch):
     whole = random_keys(start + count, seed=seed, epoch=epoch)
     assert random_keys(count, seed=seed, epoch=epoch, start=start).tolist() == whole[start:].tolist()
-
-
-def test_the_random_stream_is_numpys_philox():
-    expected = np.random.Philox(key=np.array([7, 3], np.uint64)).random_raw(5) >> np.uint64(32)
-    assert random_keys(5, seed=7, epoch=3).tolist() == expected.tolist()
-
-
-def test_epochs_and_seeds_shuffle_differently():
-    orders = {tuple(sample_order(np.ones(50, int), "shuffle", seed=s, epoch=e)) for s in range(3) for e in range(3)}
-    assert len(orders) == 9
-
-
-def test_an_unknown_order_names_the_known_ones():
-    with pytest.raises(ValueError, match="dataset, length, length_descending, shuffle"):
-        sample_order([1, 2], "random")

@@ -1,6 +1,5 @@
 """Streams: every sample once, in static shapes, the same in every process and after every interruption."""
 
-import fractions
 import itertools
 import json
 import os
@@ -9,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import make_buckets, make_plan
+from jvarlen import make_plan
 from jvarlen.planning import streams
 from jvarlen.planning.streams import stream_batches
 
@@ -23,73 +22,10 @@ lengths_lists = st.lists(st.integers(1, LONGEST), max_size=60)
 options = st.fixed_dictionaries(
     {"microbatches_per_step": st.integers(1, 3), "max_waiting": st.none() | st.integers(1, 12)}
 )
-overlong_rules = st.sampled_from(["drop", "truncate"])
 
 
 def plain(step):
     return step.bucket_index, tuple(step.bucket), step.ids.tolist(), step.lengths.tolist()
-
-
-def transcribed_steps(lengths, buckets, microbatches_per_step, max_waiting, overlong):
-    """The steps as (bucket, [(id, length), ...]), from the rules and with no thought of speed."""
-    queues = [[] for _ in buckets]
-    sizes = [microbatches_per_step * rows for rows, _ in buckets]
-    steps = []
-
-    def emit(k):
-        steps.append((k, queues[k]))
-        queues[k] = []
-
-    for i, length in enumerate(lengths):
-        if length > buckets[-1][1]:
-            if overlong == "drop":
-                continue
-            length = buckets[-1][1]
-        k = min(k for k, (_, longest) in enumerate(buckets) if length <= longest)
-        queues[k].append((i, length))
-        if len(queues[k]) == sizes[k]:
-            emit(k)
-        if max_waiting is not None and sum(map(len, queues)) > max_waiting:
-            emit(max(range(len(buckets)), key=lambda k: (fractions.Fraction(len(queues[k]), sizes[k]), -k)))
-    for k, queue in enumerate(queues):
-        if queue:
-            emit(k)
-    return steps
-
-
-def rows_in_order(array_MxB):
-    return array_MxB.T.reshape(-1)
-
-
-@example([21, 1, 1, 1], {"microbatches_per_step": 1, "max_waiting": 2}, "drop")  # what is dropped does not wait
-@example([1, 1, 1, 5, 5, 12], {"microbatches_per_step": 2, "max_waiting": 5}, "drop")  # all three are half full
-@given(st.lists(st.integers(1, LONGEST + 5), max_size=60), options, overlong_rules)
-def test_steps_are_those_of_the_rules(lengths, options, overlong):
-    batches = stream_batches(lengths, BUCKETS, overlong=overlong, **options)
-    expected = transcribed_steps(lengths, BUCKETS, **options, overlong=overlong)
-    for step, (bucket_index, samples) in itertools.zip_longest(batches, expected):
-        num_dummies = step.ids.size - len(samples)
-        assert step.bucket_index == bucket_index
-        assert rows_in_order(step.ids).tolist() == [i for i, _ in samples] + [-1] * num_dummies
-        assert rows_in_order(step.lengths).tolist() == [length for _, length in samples] + [0] * num_dummies
-
-
-@given(lengths_lists, options)
-def test_every_sample_comes_exactly_once(lengths, options):
-    steps = list(stream_batches(lengths, BUCKETS, **options))
-    ids = np.concatenate([step.ids.reshape(-1) for step in steps] or [np.empty(0, np.int64)])
-    assert sorted(ids[ids >= 0].tolist()) == list(range(len(lengths)))
-
-
-@given(lengths_lists, options)
-def test_steps_have_no_shapes_but_the_buckets(lengths, options):
-    for step in stream_batches(lengths, BUCKETS, **options):
-        assert BUCKETS[step.bucket_index] == step.bucket
-        for array in (step.ids, step.lengths):
-            assert array.shape == (options["microbatches_per_step"], step.bucket.rows)
-            assert array.dtype == np.int64
-        assert step.lengths.max() <= step.bucket.length
-        assert ((step.lengths == 0) == (step.ids == -1)).all()
 
 
 @settings(deadline=None)  # planning compiles on its first call
@@ -120,38 +56,6 @@ def test_no_more_samples_wait_than_max_waiting(lengths, options):
     num_samples = sum(int((step.ids >= 0).sum()) for step in batches)
     assert num_samples == batches.num_read == len(lengths)
     assert len(most) == len(lengths) + 1
-
-
-@given(
-    st.lists(st.integers(1, LONGEST + 5), max_size=50),
-    options,
-    overlong_rules,
-    st.booleans(),
-    st.data(),
-)
-def test_a_stream_goes_on_from_json_at_any_step(lengths, options, overlong, is_estimated, data):
-    if is_estimated and lengths:
-        options = options | {"max_tokens": 40, "num_estimate": 7, "max_shapes": 3, "max_length": LONGEST}
-    else:
-        options = options | {"buckets": BUCKETS}
-    batches = stream_batches(iter(lengths), overlong=overlong, **options)
-    whole = [plain(step) for step in stream_batches(iter(lengths), overlong=overlong, **options)]
-    cut = data.draw(st.integers(0, len(whole)))
-    begun = [plain(step) for step in itertools.islice(batches, cut)]
-    state = batches.state()
-    through_json = json.loads(json.dumps(state))
-    assert through_json == state
-
-    resumed = stream_batches(iter(lengths), state=through_json)
-    assert resumed.state() == state
-    assert resumed.buckets == batches.buckets
-    assert begun + [plain(step) for step in resumed] == whole
-    list(batches)
-    assert resumed.state() == batches.state()
-    assert (resumed.num_read, resumed.num_dropped + resumed.num_truncated) == (
-        len(lengths),
-        sum(length > resumed.buckets[-1].length for length in lengths),
-    )
 
 
 def test_a_state_does_not_change_with_its_stream():
@@ -211,16 +115,6 @@ class Counting:
             yield length
 
 
-def test_no_more_is_read_than_a_step_needs():
-    endless = Counting()
-    batches = stream_batches(endless, BUCKETS)
-    assert endless.num_taken == 0
-    next(batches)  # 15 is a step of its own
-    assert endless.num_taken == batches.num_read == 4
-    next(batches)  # 3, 1, 3
-    assert endless.num_taken == batches.num_read == 5
-
-
 def test_no_more_is_read_ahead_than_the_estimate():
     endless = Counting()
     batches = stream_batches(endless, max_tokens=16, num_estimate=10)
@@ -229,44 +123,6 @@ def test_no_more_is_read_ahead_than_the_estimate():
     while batches.num_read < 30:
         next(batches)
         assert endless.num_taken == max(10, batches.num_read)
-
-
-def test_the_estimate_has_the_lengths_of_make_buckets_and_the_rows_of_the_budget():
-    lengths = np.random.default_rng(1).integers(1, 50, 1000)
-    shapes = {"max_shapes": 4, "microbatches_per_step": 2, "row_multiple": 4, "length_multiple": 8}
-    batches = stream_batches(lengths, max_tokens=512, num_estimate=300, **shapes)
-    expected = make_buckets(lengths[:300], 512, **shapes)
-    assert [bucket.length for bucket in batches.buckets] == [bucket.length for bucket in expected]
-    assert [bucket.rows for bucket in batches.buckets] == [512 // t // 4 * 4 for _, t in expected]
-    assert 2 <= len(expected) <= 4
-
-
-def test_one_row_is_enough_where_no_row_multiple_fits():
-    batches = stream_batches([3] * 40 + [30] * 4, max_tokens=60, row_multiple=4)
-    assert batches.buckets == ((20, 3), (2, 30))
-
-
-def test_the_longest_estimated_bucket_holds_max_length():
-    batches = stream_batches(
-        [3, 9, 9, 3, 99, 100, 104], max_tokens=1000, num_estimate=4, max_length=100, length_multiple=8
-    )
-    assert batches.buckets == ((125, 8), (9, 104))
-    assert sum((step.ids >= 0).sum() for step in batches) == 7
-    longer_first = stream_batches([500, 3], max_tokens=1000, max_length=100, length_multiple=8, overlong="truncate")
-    assert longer_first.buckets[-1] == (9, 104)
-    assert sorted(int(step.lengths.max()) for step in longer_first) == [3, 104]
-
-
-@pytest.mark.parametrize(
-    ("overlong", "num_dropped", "num_truncated", "ids", "lengths"),
-    [("drop", 2, 0, [[0, 3]], [[4, 2]]), ("truncate", 0, 2, [[0, 1], [2, 3]], [[4, 4], [4, 2]])],
-)
-def test_longer_samples_are_dropped_or_cut_and_counted(overlong, num_dropped, num_truncated, ids, lengths):
-    batches = stream_batches([4, 5, 9, 2], [(2, 4)], overlong=overlong)
-    steps = list(batches)
-    assert [step.ids.tolist() for step in steps] == [[row] for row in ids]
-    assert [step.lengths.tolist() for step in steps] == [[row] for row in lengths]
-    assert (batches.num_dropped, batches.num_truncated, batches.num_read) == (num_dropped, num_truncated, 4)
 
 
 def test_a_longer_sample_is_an_error_that_names_it():
@@ -308,12 +164,6 @@ def test_lengths_that_are_none_are_errors_that_name_the_sample(wrong, chosen, ov
 def test_impossible_options_are_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
         stream_batches([3, 5, 4], **wrong)
-
-
-def test_an_empty_stream_has_no_steps_and_no_estimate():
-    assert list(stream_batches([], BUCKETS)) == []
-    with pytest.raises(ValueError, match="the stream is empty"):
-        stream_batches([], max_tokens=8)
 
 
 LENGTHS = [1, 2, 20, 8, 30, 3, 4]
