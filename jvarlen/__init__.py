@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
     from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
     from jvarlen.batches.batches import full_batch
-    from jvarlen.compiling.compilation_cache import use_compilation_cache
+    from jvarlen.compiling.program_store import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
     from jvarlen.compiling.compiled_buckets import CompiledBuckets
     from jvarlen.compiling.report import CompileReport
-    from jvarlen.compiling.measure_buckets import measure_buckets
-    from jvarlen.compiling.mismatch import UnplannedShapeError
+    from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.arguments import UnplannedShapeError
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_difficulty, measure_lengths
     from jvarlen.data.mixtures import Mixture, mixture_counts
@@ -73,13 +73,13 @@ _NAMES_OF = {
         "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
         "full_batch",
     ),
-    "compiling.compilation_cache": ("use_compilation_cache",),
+    "compiling.program_store": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
     "compiling.compiled_buckets": ("CompiledBuckets",),
     "compiling.report": ("CompileReport",),
-    "compiling.measure_buckets": ("measure_buckets",),
-    "compiling.mismatch": ("UnplannedShapeError",),
+    "compiling.measure": ("measure_buckets",),
+    "compiling.arguments": ("UnplannedShapeError",),
     "compiling.recompiles": ("RecompileError", "no_recompiles",),
     "data.measure": ("measure_difficulty", "measure_lengths",),
     "data.mixtures": ("Mixture", "mixture_counts",),

@@ -39,9 +39,8 @@ from support.end_to_end_run import (
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
-from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
+from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes, estimate_costs
 from jvarlen.compiling.lowering import make_recipe
-from jvarlen.compiling.step_costs import estimate_costs
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn

@@ -24,12 +24,18 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
-from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
-from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
+from jvarlen.compiling.program_store import (
+    Executables,
+    check_environment,
+    deserialized,
+    read_compiled,
+    use_compilation_cache,
+    without_compilation_cache,
+)
 from jvarlen.compiling.report import row_of
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.distributed.processes import agree, together

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import operator
 import os
 import time
 import warnings
@@ -16,33 +17,42 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen._common.pytree import zeros_of
 from jvarlen.compiling import recompiles
-from jvarlen.compiling.compilation_cache import without_compilation_cache
-from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.donation import check_deleted, identity, wait_for, without_aliases
-from jvarlen.compiling.hlo import Collectives, count_collectives
-from jvarlen.compiling.lowering import Recipe
-from jvarlen.compiling.mismatch import (
+from jvarlen.compiling.arguments import (
     UnplannedShapeError,
     canonical,
+    check_deleted,
     explain_unplanned,
     explain_unplanned_state,
+    identity,
     nearest_larger,
     pad_to_spec,
     signature,
+    wait_for,
+    without_aliases,
 )
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.hlo import Collectives, count_collectives
+from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.measure import StepClock, suggest_rows
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
-from jvarlen.compiling.program_store import serialized, write_compiled
+from jvarlen.compiling.program_store import serialized, without_compilation_cache, write_compiled
 from jvarlen.compiling.report import CompileReport
-from jvarlen.compiling.row_search import suggest_rows
-from jvarlen.compiling.step_clock import StepClock
-from jvarlen.compiling.warm_up import prepare_arithmetic, warm_up
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["CompiledBuckets"]
+
+_MAX_SIZE_OF_METRICS = 2**16  # numbers; what is larger is no metric that a loop adds up
+_OPERATIONS = (operator.add, operator.sub, operator.mul, operator.truediv)
+_RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
 class CompiledBuckets:
@@ -109,7 +119,6 @@ class CompiledBuckets:
         self.wait()
         seconds: Mapping[AnyBucket, float] = {}
         if self._clock is not None:
-            self._clock.wait()
             seconds = self._clock.median_seconds()
         report = CompileReport(
             dataclasses.replace(
@@ -166,7 +175,7 @@ class CompiledBuckets:
             self.release(bucket)
         try:
             if not self._is_arithmetic_prepared and recompiles.is_arithmetic_expected():
-                prepare_arithmetic(outputs[1])
+                _prepare_arithmetic(outputs[1])
                 self._is_arithmetic_prepared = True
             self.advance()
         except (Exception, KeyboardInterrupt) as error:
@@ -384,7 +393,19 @@ class CompiledBuckets:
           ValueError: a state of `jax.ShapeDtypeStruct`.
         """
         self.wait()
-        warm_up(self._recipe, self._programs, list(self.specs), state, progress=progress)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            raise UserError("warming up runs the step: it needs a state of arrays, not of shapes")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
+        state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
+        held = [bucket for bucket in self.specs if self._executables.has(bucket)]
+        bar = progress_bar(held, desc=f"warm up {self._recipe.name}", unit="bucket", progress=progress)
+        for bucket in bar:
+            raise_if_interrupted()
+            bar.set_postfix_str(str(bucket))
+            for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
+                batch = jax.tree.map(zeros_of, self.specs[bucket])
+                executable = self._executables.get(bucket)
+                state, _ = jax.block_until_ready(self._programs.run(executable, bucket, state, batch))
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         was_read = self._programs.rows[bucket].cache_hit and not self._executables.is_stored(bucket)
@@ -442,3 +463,22 @@ class CompiledBuckets:
         if unknown:
             raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
+
+
+def _prepare_arithmetic(metrics: Any) -> None:
+    """Compiles the arithmetic that loops do on metrics, so that a guard allows it.
+
+    Sums of arrays; of scalars differences, products and quotients as well.
+    """
+    with recompiles.uncounted_in_thread(), jax.transfer_guard("allow"):
+        for leaf in jax.tree.leaves(metrics):
+            is_summed = not leaf.shape or (leaf.sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
+            if not is_summed or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                continue
+            ones = np.ones(leaf.shape, leaf.dtype)
+            array = jax.device_put(ones)
+            if leaf.committed:
+                array = jax.make_array_from_callback(leaf.shape, leaf.sharding, ones.__getitem__)
+            for calculate in [operator.add] if leaf.shape else _OPERATIONS:
+                for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
+                    calculate(*pair)

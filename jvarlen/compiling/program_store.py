@@ -1,4 +1,6 @@
-"""Compiled programs in memory and in signed files.
+"""Compiled programs in memory, in JAX's persistent cache, and in signed files.
+
+The cache is the only JAX setting that compiling changes for the whole process, and only where the user has not set it.
 
 A file is rejected if it is damaged, or was made by other software or for other devices. Programs are machine code
 wrapped in a pickle, so a file from someone else could run anything. Every file is therefore signed with a key that only
@@ -7,6 +9,7 @@ this user can read, and nothing is loaded from a file without a valid signature.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -15,9 +18,10 @@ import platform
 import secrets
 import stat
 import threading
+import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,11 @@ import jaxlib
 import platformdirs
 from filelock import FileLock
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
+from jvarlen.compiling.compile_options import default_compilation_cache
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -38,6 +44,8 @@ __all__ = [
     "environment_of",
     "read_compiled",
     "serialized",
+    "use_compilation_cache",
+    "without_compilation_cache",
     "write_compiled",
 ]
 
@@ -45,6 +53,71 @@ _FORMAT = "jvarlen-compiled-2"
 _HEADER = "header.json"
 _SIGNATURE = "signature"
 _KEY_BYTES = 32
+# JAX's own limits, and those that keep every program: (setting, what it is where no one has set it, what it becomes).
+_LIMITS = (
+    ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.0),
+    ("jax_persistent_cache_min_entry_size_bytes", 0, -1),
+)
+
+_switching = threading.RLock()  # two that switch the cache off one into the other would leave it off
+_own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
+
+
+def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
+    """Keeps all compiled programs in JAX's persistent compilation cache, also those that compile fast.
+
+    This sets JAX for the whole process, for everything compiled from now on. A user's own settings stay: a cache that
+    is switched off (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; then `directory` is
+    not used, with a warning if it was given), and limits (`jax_persistent_cache_min_compile_time_secs`,
+    `jax_persistent_cache_min_entry_size_bytes`) that differ from JAX's defaults.
+
+    Programs from the directory are run: whoever can write to it is trusted. A directory that cannot be created is not
+    used; a warning says so.
+
+    Args:
+      directory: created if missing, for this user alone. None: the directory of an earlier call, or else one among the
+        user's caches.
+    """
+    global _own_setting
+    settings: Any = jax.config  # whose attributes are made while JAX is imported
+    if not settings.jax_enable_compilation_cache:
+        return
+    default = default_compilation_cache()
+    wanted = Path(directory or default).expanduser().absolute()  # JAX opens it later, maybe from elsewhere
+    chosen = settings.jax_compilation_cache_dir
+    if chosen is None or (chosen == _own_setting and wanted != default):
+        try:
+            wanted.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+        except OSError as error:
+            warnings.warn(f"compiled programs are not cached: {error}", stacklevel=2)
+            return
+        if chosen != str(wanted):
+            _own_setting = str(wanted)
+            settings.update("jax_compilation_cache_dir", _own_setting)
+            reset_cache()  # JAX keeps the directory, or the lack of one, that it found first
+    elif wanted not in (default, Path(chosen).absolute()):
+        warnings.warn(f"compiled programs are cached in {chosen} by JAX's setting, not in {wanted}", stacklevel=2)
+    for name, usual, lowest in _LIMITS:
+        if getattr(settings, name) == usual:
+            settings.update(name, lowest)
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """A block in which every program is compiled and none is cached, in other threads too.
+
+    On a CPU, a program that was read from the cache loses its code when it is turned into bytes.
+    """
+    settings: Any = jax.config
+    with _switching:
+        before = settings.jax_enable_compilation_cache
+        settings.update("jax_enable_compilation_cache", False)
+        reset_cache()  # JAX remembers whether it uses one
+        try:
+            yield
+        finally:
+            settings.update("jax_enable_compilation_cache", before)
+            reset_cache()
 
 
 def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:

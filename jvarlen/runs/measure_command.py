@@ -64,9 +64,9 @@ def measure_costs(
 
     from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
     from jvarlen.batches.shapes import BatchShapes
-    from jvarlen.compiling.compilation_cache import without_compilation_cache
     from jvarlen.compiling.compile import compile_buckets
-    from jvarlen.compiling.measure_buckets import measure_buckets
+    from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.program_store import without_compilation_cache
     from jvarlen.models import init_params, make_loss_fn
     from jvarlen.parallel.train import make_train_step
     from jvarlen.planning.buckets import Bucket

@@ -13,9 +13,9 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
-from jvarlen.compiling.compilation_cache import use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import When
+from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout

@@ -16,12 +16,11 @@ import optax
 from jaxtyping import Int64
 
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
-from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
-from jvarlen.compiling.compile_options import When
-from jvarlen.compiling.lowering import Recipe, make_recipe
-from jvarlen.compiling.report import CompileReport
-from jvarlen.compiling.step_costs import (
+from jvarlen.compiling.auto_shapes import (
+    Compiler,
     RunCosts,
+    ShapeChoice,
+    choose_shapes,
     costs_from_report,
     costs_path,
     estimate_costs,
@@ -29,6 +28,9 @@ from jvarlen.compiling.step_costs import (
     model_key,
     save_costs,
 )
+from jvarlen.compiling.compile_options import When
+from jvarlen.compiling.lowering import Recipe, make_recipe
+from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.runs.config import FitConfig, is_run_dir

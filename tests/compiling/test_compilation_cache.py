@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jvarlen.compiling import compilation_cache
-from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
+from jvarlen.compiling import program_store
 from jvarlen.compiling.compile_options import default_compilation_cache
+from jvarlen.compiling.program_store import use_compilation_cache, without_compilation_cache
 
 DIRECTORY = "jax_compilation_cache_dir"
 ENABLED = "jax_enable_compilation_cache"
@@ -23,7 +23,7 @@ MIN_BYTES = "jax_persistent_cache_min_entry_size_bytes"
 def _as_jax_comes(monkeypatch):
     """Settings of JAX that no one has touched, and after the test those from before."""
     before = {name: getattr(jax.config, name) for name in (DIRECTORY, ENABLED, MIN_SECONDS, MIN_BYTES)}
-    monkeypatch.setattr(compilation_cache, "_own_setting", None)
+    monkeypatch.setattr(program_store, "_own_setting", None)
     for name, value in {DIRECTORY: None, ENABLED: True, MIN_SECONDS: 1.0, MIN_BYTES: 0}.items():
         jax.config.update(name, value)
     reset_cache()
@@ -58,7 +58,7 @@ def test_without_a_directory_it_is_the_default(tmp_path, monkeypatch):
 def test_another_process_finds_what_was_compiled_after_the_switch(tmp_path):
     program = f"""
 import jax, numpy as np, pathlib
-from jvarlen.compiling.compilation_cache import use_compilation_cache
+from jvarlen.compiling.program_store import use_compilation_cache
 compiled = lambda factor: jax.jit(lambda x: x * factor).lower(np.float32(0)).compile()
 compiled(2)  # JAX looks for a cache here, and finds none
 use_compilation_cache(pathlib.Path({str(tmp_path)!r}))

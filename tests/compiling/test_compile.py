@@ -530,7 +530,7 @@ def test_the_least_recently_used_makes_room():
 
 def test_arithmetic_on_metrics_is_compiled_once_and_only_where_a_loop_may_do_it(monkeypatch):
     prepared = []
-    monkeypatch.setattr("jvarlen.compiling.compiled_buckets.prepare_arithmetic", prepared.append)
+    monkeypatch.setattr("jvarlen.compiling.compiled_buckets._prepare_arithmetic", prepared.append)
     compiled = compile_count()
     state, _ = compiled(jnp.float32(0), make_batch(4, 8))
     with no_recompiles(arithmetic=False):
@@ -546,7 +546,7 @@ def test_a_step_whose_arithmetic_is_interrupted_gives_its_state_back(monkeypatch
     def interrupt(metrics):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jvarlen.compiling.compiled_buckets.prepare_arithmetic", interrupt)
+    monkeypatch.setattr("jvarlen.compiling.compiled_buckets._prepare_arithmetic", interrupt)
     compiled = compile_count()
     with no_recompiles():
         state, _ = compiled(jnp.float32(0), make_batch(4, 8))

@@ -9,9 +9,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jvarlen import Bucket, UnplannedShapeError, full_batch, use_compilation_cache
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.cli import main
-from jvarlen.compiling import compilation_cache
+from jvarlen.compiling import program_store
 from jvarlen.compiling.compile import compile_buckets
-from jvarlen.compiling.measure_buckets import measure_buckets
+from jvarlen.compiling.measure import measure_buckets
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.runs.measure_command import measure_costs
@@ -20,7 +20,7 @@ TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
 
 
 def test_a_cache_does_not_hide_what_compiling_takes(tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation_cache, "_own_setting", None)
+    monkeypatch.setattr(program_store, "_own_setting", None)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_enable_compilation_cache", True)
     use_compilation_cache(tmp_path)

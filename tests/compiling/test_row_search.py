@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen.compiling.row_search import most_rows
+from jvarlen.compiling.measure import most_rows
 
 
 @given(

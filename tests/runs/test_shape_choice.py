@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
+from jvarlen.compiling.auto_shapes import RunCosts, costs_from_report, costs_path, load_costs, save_costs
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.report import CompileReport, CompileRow
-from jvarlen.compiling.step_costs import RunCosts, costs_from_report, costs_path, load_costs, save_costs
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import DirectoryConfig, PlanConfig, load_config

@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key
-from jvarlen.compiling.compilation_cache import without_compilation_cache
+from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import update_state, with_extra_args
 from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, step_key, sum_microbatch

@@ -6,7 +6,7 @@ import pytest
 
 from jvarlen import Batch, Bucket, data_mesh
 from jvarlen.batches import token_batch_spec
-from jvarlen.compiling.mismatch import (
+from jvarlen.compiling.arguments import (
     explain_unplanned,
     explain_unplanned_state,
     nearest_larger,

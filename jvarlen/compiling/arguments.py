@@ -1,31 +1,33 @@
-"""Explains how a batch differs from the compiled buckets, and pads it to a larger one.
-
-Letters: K buckets.
-"""
+"""What a compiled step is called with: how that differs from what was planned, and what the step may overwrite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "UnplannedShapeError",
     "canonical",
+    "check_deleted",
     "explain_unplanned",
     "explain_unplanned_state",
+    "identity",
     "nearest_larger",
     "pad_to_spec",
     "signature",
+    "wait_for",
+    "without_aliases",
 ]
 
 _OTHER_CONTAINERS = "the containers of the leaves differ"
@@ -59,15 +61,9 @@ def canonical(batch: Any) -> Any:
 
 
 def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
-    """Every leaf that differs from the bucket whose axes are nearest, by ratio.
+    """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned.
 
-    Args:
-      batch: a pytree.
-      specs: the pytree of `jax.ShapeDtypeStruct` of each bucket.
-      device: where leaves without a planned sharding belong; None: placement is not looked at.
-
-    Returns:
-      A text; None if the batch is as planned.
+    Leaves without a planned sharding belong on the device; None: placement is not looked at.
     """
     given = leaves_by_name(batch)
     planned_by_bucket = {bucket: leaves_by_name(spec) for bucket, spec in specs.items()}
@@ -97,15 +93,7 @@ def explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = N
 
 
 def nearest_larger(batch: Any, specs: Mapping[AnyBucket, Any]) -> AnyBucket | None:
-    """The bucket of the fewest positions whose batches have the structure and dtypes of this one and hold all its axes.
-
-    Args:
-      batch: a pytree of arrays.
-      specs: the pytree of `jax.ShapeDtypeStruct` of each bucket.
-
-    Returns:
-      The bucket, or None where no bucket holds the batch.
-    """
+    """The smallest bucket whose batches have the structure and dtypes of this one and hold all its axes; or None."""
 
     def holds(bucket: AnyBucket) -> bool:
         spec = specs[bucket]
@@ -118,13 +106,6 @@ def pad_to_spec(batch: Any, spec: Any) -> Any:
     """The batch with zeros at the end of every axis, up to the shapes of a bucket.
 
     Arrays of a device come to the host and go back, since padding there would compile a program a shape.
-
-    Args:
-      batch: a pytree of arrays that fit.
-      spec: the bucket's pytree of `jax.ShapeDtypeStruct`.
-
-    Returns:
-      A pytree of NumPy arrays, or of JAX arrays where the bucket's shardings are known.
     """
 
     def padded(leaf: Any, planned: jax.ShapeDtypeStruct) -> Any:
@@ -184,3 +165,75 @@ def _place(sharding: Sharding) -> str:
     return f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}" + (
         f" as {tuple(spec)}" if spec else ""
     )
+
+
+def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
+    """The state with copies in place of arrays that cannot be donated; itself where there are none.
+
+    These are arrays that it holds a second time, and those that programs hold (`held`). On several devices, donating an
+    array and using it as well ends the process.
+    """
+    seen = {buffer for arrays in held for array in arrays for buffer in _buffers(array)}
+    copies = 0
+
+    def own(leaf: Any) -> Any:
+        nonlocal copies
+        buffers = _buffers(leaf)
+        if seen.isdisjoint(buffers):
+            seen.update(buffers)
+            return leaf
+        copies += 1
+        return _copy(leaf)
+
+    unaliased = jax.tree.map(own, state)
+    return unaliased if copies else state
+
+
+def identity(state: Any) -> tuple[int, ...]:
+    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
+    if isinstance(state, tuple | list):
+        return id(state), *map(id, state)
+    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return id(state), *map(id, inside.values())
+
+
+def check_deleted(state: Any, batch: Any, error: Exception | None = None) -> None:
+    """Raises an error that names the arrays that were deleted, if there are any."""
+    if not any(map(_is_deleted, jax.tree.leaves((state, batch)))):
+        return
+    gone = [
+        f"{name}{path}"
+        for name, tree in (("state", state), ("batch", batch))
+        for path, leaf in leaves_by_name(tree).items()
+        if _is_deleted(leaf)
+    ]
+    raise UserError(
+        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
+        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+    ) from error
+
+
+def wait_for(arrays: Any) -> None:
+    """Waits until arrays are computed; a pytree, of which some leaves may have been donated since."""
+    jax.block_until_ready([leaf for leaf in jax.tree.leaves(arrays) if not _is_deleted(leaf)])
+
+
+def _buffers(leaf: Any) -> list[Any]:
+    """A key by which arrays that share memory are found."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return []
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
+    if not leaf.committed:
+        return jax.device_put(leaf, may_alias=False)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)
+    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()

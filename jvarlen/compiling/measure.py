@@ -1,0 +1,277 @@
+"""Seconds and bytes of steps: a clock for those of a loop, timings of buckets, and the most rows that fit.
+
+Letters: K buckets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.interrupts import raise_if_interrupted, without_interrupts
+from jvarlen._common.progress import progress_bar
+from jvarlen.batches.batches import full_batch
+from jvarlen.compiling.lowering import Recipe
+from jvarlen.planning.buckets import check_buckets
+
+if TYPE_CHECKING:
+    from jvarlen.compiling.compiled_buckets import CompiledBuckets
+
+__all__ = ["MeasuredBuckets", "StepClock", "measure_buckets", "most_rows", "suggest_rows"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+_NUM_KEPT = 1001  # seconds of a key that the median is over: odd, so that it is one of them
+_MAX_ROWS = 2**24  # that are tried
+_TRIES_BY_LINE = 6
+_MOST_GROWTH = 16  # from one try to the next: two small ones tell little of what much larger ones need
+
+
+class StepClock(Generic[Key]):
+    """Times every step in a thread of its own, which waits for the results instead of the caller.
+
+    A step is timed from its dispatch to its end, or from the end of the previous step if the device was still busy with
+    that. The time includes whatever the device waited for in between, such as input. The clock ends when nothing refers
+    to it any more.
+
+    Example:
+      >>> step = jax.jit(lambda x: (x, x.sum()), donate_argnums=0)
+      >>> state, clock = jax.numpy.ones(5), StepClock()
+      >>> for _ in range(3):
+      ...     started = time.perf_counter()
+      ...     state, metrics = step(state)
+      ...     clock.step("five", started, metrics)
+      >>> clock.median_seconds()["five"] > 0
+      True
+    """
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue = queue.SimpleQueue()
+        self._seconds: dict[Key, deque[float]] = {}
+        self._lock = threading.Lock()
+        self._thread: _Waiter | None = None  # started by the first step
+        weakref.finalize(self, self._steps.put, None).atexit = False  # there is _end_threads for that
+
+    def step(self, key: Key, started: float, outputs: Any) -> None:
+        """Takes note of a step that has just been dispatched; returns at once.
+
+        One array of its outputs is held until it is ready, so they leave out what the next step overwrites. A step that
+        fails is left out. Raises ValueError where there is no `jax.Array` among the outputs.
+        """
+        leaf = next((leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)), None)
+        if leaf is None:
+            raise UserError(f"a step without an array in its outputs cannot be timed: {jax.tree.structure(outputs)}")
+        with self._lock:
+            if self._thread is None:
+                self._thread = _Waiter(self._steps, self._seconds, self._lock)
+                with without_interrupts():  # Ctrl-C is for the main thread to handle
+                    self._thread.start()
+                _threads.add(self._thread)
+        self._steps.put((key, started, leaf))
+
+    def median_seconds(self) -> dict[Key, float]:
+        """The median of the seconds of each key, over its last 1,001 steps, once all steps so far have ended.
+
+        No step is left out, but a median ignores single slow ones: the first use of an executable, which loads it, or a
+        step during which a checkpoint was written.
+        """
+        if self._thread is not None and _exiting.is_set():
+            self._thread.join()
+        elif self._thread is not None:
+            recorded = threading.Event()
+            self._steps.put(recorded)
+            recorded.wait()
+        with self._lock:
+            return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
+
+
+class _Waiter(threading.Thread):
+    """Takes (key, started, array) from a queue until a None comes; an Event is set when its turn comes.
+
+    It does not keep the clock alive.
+    """
+
+    def __init__(self, steps: queue.SimpleQueue, seconds: dict[Any, deque[float]], lock: threading.Lock):
+        super().__init__(name="step clock", daemon=True)
+        self.steps = steps
+        self._seconds, self._lock = seconds, lock
+
+    def run(self) -> None:
+        ready = 0.0  # when the step before was
+        while (item := self.steps.get()) is not None and not _exiting.is_set():
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            key, started, array = item
+            try:
+                jax.block_until_ready(array)
+                failed = False
+            except Exception:  # whoever reads the outputs is told
+                failed = True
+            before, ready = ready, time.perf_counter()
+            if not failed:
+                with self._lock:
+                    self._seconds.setdefault(key, deque(maxlen=_NUM_KEPT)).append(ready - max(started, before))
+            del item, array  # not held while the next step is waited for
+
+
+_threads: weakref.WeakSet[_Waiter] = weakref.WeakSet()
+_exiting = threading.Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Lets each thread end by itself: one that the interpreter ends while it waits for a device takes the process down.
+
+    That is when the step which it waits for ends. JAX waits for all steps at exit, whoever else does.
+    """
+    _exiting.set()
+    for thread in list(_threads):
+        thread.steps.put(None)
+        thread.join()
+
+
+class MeasuredBuckets(NamedTuple):
+    """Measured time and memory of compiled buckets, for `fit_cost_model`.
+
+    Attributes:
+      shapes: (rows, length) of each.
+      seconds: float64[K], of one microbatch.
+      num_bytes: int64[K], bytes that one device holds during a step.
+      compile_seconds: of lowering and compiling one bucket, the mean over buckets that were in no cache; NaN if there
+        are none.
+      device: number and kind of the devices.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    seconds: Float64[np.ndarray, " K"]
+    num_bytes: Int64[np.ndarray, " K"]
+    compile_seconds: float
+    device: str
+
+
+def measure_buckets(
+    compiled: CompiledBuckets,
+    state: Any,
+    *,
+    repeats: int = 3,
+    make_batch: Callable[[Any], Any] = full_batch,
+    progress: bool = True,
+) -> MeasuredBuckets:
+    """Measures the step of every bucket, on a copy of the state and rows without padding.
+
+    Args:
+      compiled: the result of `compile_buckets`; its buckets have one length.
+      state: the state that it was compiled for; it is not changed.
+      repeats: timed runs of each bucket after one untimed run; the fastest counts.
+      make_batch: makes a batch from the pytree of `jax.ShapeDtypeStruct` of a bucket.
+      progress: whether to show a progress bar.
+
+    Returns:
+      `MeasuredBuckets`.
+
+    Raises:
+      ValueError: buckets of pairs, or repeats below 1.
+
+    Example:
+      >>> from jvarlen.batches import BatchShapes
+      >>> from jvarlen.compiling.compile import compile_buckets
+      >>> def count(state, batch):
+      ...     return state + batch.num_sequences, {}
+      >>> compiled = compile_buckets(count, np.float32(0), BatchShapes([(2, 4), (1, 8)]), progress=False)
+      >>> measure_buckets(compiled, np.float32(0), progress=False).shapes
+      ((2, 4), (1, 8))
+    """
+    check_at_least_one(repeats=repeats)
+    if any(len(bucket.lengths) != 1 for bucket in compiled.specs):
+        raise UserError("buckets of pairs have two lengths, but a cost model takes one")
+    state = jax.tree.map(jnp.array, state)
+    seconds = []
+    for spec in progress_bar(compiled.specs.values(), desc="measure", unit="bucket", progress=progress):
+        raise_if_interrupted()
+        batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), make_batch(spec), spec)
+        state, _ = jax.block_until_ready(compiled(state, batch))
+        fastest = math.inf
+        for _ in range(repeats):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(compiled(state, batch))
+            fastest = min(fastest, time.perf_counter() - start)
+        seconds.append(fastest / compiled.microbatches_per_step)
+    rows = {row.bucket: row for row in compiled.report}
+    cold = [row.lower_s + row.compile_s for row in compiled.report if not row.cache_hit]
+    return MeasuredBuckets(
+        tuple((bucket.rows, bucket.lengths[0]) for bucket in compiled.specs),
+        np.array(seconds),
+        np.array([rows[bucket].total_bytes for bucket in compiled.specs]),
+        float(np.mean(cold)) if cold else math.nan,
+        compiled.device,
+    )
+
+
+def suggest_rows(
+    recipe: Recipe, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1
+) -> int:
+    """The most rows of a bucket's length whose step fits into memory: see `CompiledBuckets.suggest_rows`."""
+    (checked,) = check_buckets([bucket])
+    if memory_limit is None:
+        memory_limit = recipe.bytes_limit
+        if memory_limit is None:
+            raise UserError(f"{recipe.device_text} does not report its memory: pass memory_limit")
+    check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
+    needed: dict[int, int] = {}
+
+    def bytes_of(rows: int) -> int:
+        raise_if_interrupted()
+        row = recipe.compile(recipe.lower(checked._replace(rows=rows))).row
+        if not row.total_bytes:
+            raise UserError(f"{recipe.device_text} does not report the memory of a program")
+        needed[rows] = row.total_bytes
+        return row.total_bytes
+
+    rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)
+    if rows == 0:
+        raise UserError(
+            f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {needed[row_multiple]:,} "
+            f"bytes, more than the {memory_limit:,} of the limit"
+        )
+    return rows
+
+
+def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, multiple: int = 1, max_rows: int) -> int:
+    """The most rows, a multiple of `multiple`, whose bytes are within the limit; 0 where there are none.
+
+    Bytes grow nearly in proportion to rows, so a line through the last two tries gives the next one. A few tries are
+    enough; one of them is the result and one the next larger number. Bytes must not fall with more rows.
+    """
+    most = max_rows // multiple  # from here on in units of `multiple` rows
+    fits, too_many = 0, most + 1
+    guess = min(max(start // multiple, 1), most)
+    tried: list[tuple[int, int]] = []
+    while too_many - fits > 1:
+        needed = bytes_of(guess * multiple)
+        if needed <= limit:
+            fits = guess
+        else:
+            too_many = guess
+        tried.append((guess, needed))
+        # With one try, what a row needs is all that was needed over all rows; too much, so that the guess is low.
+        (x0, y0), (x1, y1) = ((0, 0), *tried)[-2:]
+        slope = (y1 - y0) / (x1 - x0)
+        is_line = slope > 0 and len(tried) < _TRIES_BY_LINE  # else it rises in steps, or not at all
+        guess = x1 + int((limit - y1) // slope) if is_line else (fits + too_many) // 2
+        guess = min(max(guess, fits + 1), too_many - 1, _MOST_GROWTH * max(fits, x1))
+    return fits * multiple
