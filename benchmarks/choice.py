@@ -33,7 +33,7 @@ from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 from jvarlen import Bucket, ModelFile, Plan, compile_buckets, make_buckets, make_plan, measure_buckets, measure_cluster
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.distributed.mesh import layout_mesh, split_cpu
+from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
 from jvarlen.parallel.tensor import (
@@ -190,7 +190,7 @@ def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
 
 def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     """Of an epoch, by the fastest step of each bucket."""
-    mesh, optimizer = layout_mesh(layout), optax.sgd(1e-4)
+    mesh, optimizer = layout.on().mesh, optax.sgd(1e-4)
     state = make_train_step(case.model, optimizer, layout=layout).init(case.params)
     compiled = compile_buckets(
         make_train_step(case.model, optimizer, layout=layout),

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from support.timing import digits, report, table, versions_and_hardware
 
-from jvarlen.distributed.mesh import data_mesh, split_cpu
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import split_cpu
 from jvarlen.parallel.collectives import all_reduce
 from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
 
 
 def compiled(num_devices: int, size: int, algorithm: str) -> Callable[[], object]:
     """A call that waits for the sum of `size` elements a device."""
-    mesh, axis = data_mesh(num_devices), PartitionSpec("data")
+    mesh, axis = Layout(data=num_devices).on().mesh, PartitionSpec("data")
     summed = jax.shard_map(lambda x: all_reduce(x, "data", algorithm), mesh=mesh, in_specs=axis, out_specs=axis)
     x = jax.device_put(jnp.ones(num_devices * size), NamedSharding(mesh, axis))
     program = jax.jit(summed).lower(x).compile()

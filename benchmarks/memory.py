@@ -20,7 +20,7 @@ from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import Layout, estimate_memory, layout_mesh, make_train_step
+from jvarlen.parallel import Layout, estimate_memory, make_train_step
 
 
 class Case(NamedTuple):
@@ -102,7 +102,7 @@ def measure(case: Case) -> Held:
     config = TransformerConfig(
         num_layers=case.num_layers, width=case.width, num_heads=max(2, case.width // 64), vocab_size=case.vocab_size
     )
-    mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
+    mesh, optimizer = layout.on().mesh, optax.adamw(1e-3)
     params, model = stack_layers(init_params(config, seed=0)), layered(config)
     num_microbatches = case.of_shard * layout.data
     estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)

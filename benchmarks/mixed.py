@@ -26,6 +26,7 @@ import optax
 from support.timing import COMPILE_FAST, REPEATS, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.experimental.mixed import MixedPlan, load_mixed, make_mixed_plan, make_mixed_train_step
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -114,7 +115,7 @@ def epoch_seconds(step: Any, state: Any, batches: Sequence[Any]) -> float:
 
 
 def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: Sequence[int]) -> list[list[str]]:
-    mesh, optimizer = jvarlen.data_mesh(NUM_RANKS), optax.sgd(0.1)
+    mesh, optimizer = Layout(data=NUM_RANKS).on().mesh, optax.sgd(0.1)
     rows = []
     for per_rank in each_per_rank:
         plans = make_plans(num_samples, 2048, NUM_RANKS * per_rank, max_shapes=max_shapes)
@@ -124,7 +125,7 @@ def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: 
         mixed = jax.jit(make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, layout=mesh))
         loaded = (
             (ordinary, list(jvarlen.load(plans.ordinary, samples, layout=mesh))),
-            (mixed, list(load_mixed(plans.mixed, samples, mesh=mesh, cost=COST))),
+            (mixed, list(load_mixed(plans.mixed, samples, layout=mesh, cost=COST))),
         )
         for name, (step, batches), seconds in zip(
             ("ordinary", "mixed"), loaded, plans.planned_s(NUM_RANKS), strict=True
@@ -142,7 +143,7 @@ def program_cost(
     config: TransformerConfig, num_microbatches: int, buckets: Sequence[jvarlen.Bucket]
 ) -> list[list[str]]:
     """Seconds of the same microbatches by both programs, on one device."""
-    mesh, optimizer, loss_fn = jvarlen.data_mesh(1), optax.adamw(1e-3), make_loss_fn(config)
+    mesh, optimizer, loss_fn = Layout(data=1).on().mesh, optax.adamw(1e-3), make_loss_fn(config)
     train_step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
     state, ordinary = train_step.init(init_params(config, seed=0)), jax.jit(train_step)
     mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, layout=mesh))
@@ -153,7 +154,7 @@ def program_cost(
     steps = zip(
         buckets,
         jvarlen.load(of_ordinary, samples, layout=mesh),
-        load_mixed(of_mixed, samples, mesh=mesh),
+        load_mixed(of_mixed, samples, layout=mesh),
         strict=True,
     )
     rows = []

@@ -21,6 +21,7 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.distributed.layout import Layout
 from jvarlen.experimental import large_plans
 from jvarlen.experimental.large_plans.chunk_digests import digest_volume
 from jvarlen.experimental.ordered_file import exchange_volume
@@ -41,7 +42,7 @@ def measure(work: str, num_samples: int) -> tuple[float, float]:
     """Seconds of the faster of two calls, and bytes a sample at the peak, beyond the int64 lengths."""
     lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
     buckets = make_buckets()
-    mesh = jvarlen.data_mesh(1)
+    mesh = Layout(data=1).on().mesh
 
     def make(part: np.ndarray) -> jvarlen.Plan:
         return jvarlen.make_plan(part, buckets, microbatches_per_step=8, order="shuffle")

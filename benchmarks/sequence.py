@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.timing import COMPILE_FAST, best_seconds, digits, report, table, versions_and_hardware
 
 from jvarlen.compiling.hlo import list_collectives
-from jvarlen.distributed.mesh import layout_mesh, split_cpu
+from jvarlen.distributed.mesh import split_cpu
 from jvarlen.parallel import (
     Axes,
     LayeredModel,
@@ -107,9 +107,7 @@ def compile_step(form: Form, layout: Layout, implementation: str) -> jax.stages.
         return jax.lax.psum((grads, jax.tree.map(jnp.sum, sums)), ("data", "context"))
 
     specs = (PartitionSpec(), PartitionSpec("data", "context"))
-    step = jax.shard_map(
-        on_device, mesh=layout_mesh(layout), in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-    )
+    step = jax.shard_map(on_device, mesh=layout.on().mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     rows = jax.ShapeDtypeStruct((NUM_DEVICES, form.length), jnp.int32)
     return jax.jit(step).lower(params_of(form), rows).compile()
 
@@ -178,7 +176,7 @@ def seconds(form: Form) -> list[str]:
     qkv = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     rows = []
     for num, implementation in [(1, "whole"), *((num, each) for num in form.timed_on for each in IMPLEMENTATIONS)]:
-        mesh = layout_mesh(Layout(data=1, context=num))
+        mesh = Layout(data=1, context=num).on().mesh
         axes, options = (Axes(), {}) if num == 1 else (Axes(context="context"), {"implementation": implementation})
 
         def loss(*qkv: jax.Array, axes: Axes = axes, options: dict[str, str] = options) -> jax.Array:

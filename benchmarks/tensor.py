@@ -39,7 +39,6 @@ from jvarlen.parallel import (
     Axes,
     Layout,
     layered_loss_fn,
-    layout_mesh,
     make_train_step,
     partition_specs,
     split_params,
@@ -85,7 +84,7 @@ def compile_passes(form: Form, text: str) -> Measured:
     """Loss, loss with gradients, and the whole step on a layout."""
     layout = Layout.parse(f"data1.{text}")
     config = TransformerConfig(num_layers=form.num_layers, width=form.width, num_heads=form.num_heads)
-    model, mesh = layered(config), layout_mesh(layout)
+    model, mesh = layered(config), layout.on().mesh
     params = stack_layers(init_params(config, seed=0))
     samples = np.random.default_rng(0).integers(0, 256, (form.rows, form.length))
     plan = jvarlen.make_plan([form.length] * form.rows, [(form.rows, form.length)], order="length")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_difficulty, measure_lengths
     from jvarlen.data.mixtures import Mixture, mixture_counts
-    from jvarlen.distributed.mesh import data_mesh, replicate
     from jvarlen.distributed.processes import agree, initialize_processes, together
     from jvarlen.loading.collate import (
         StepSamples, pack_pairs_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket,
@@ -83,7 +82,6 @@ _NAMES_OF = {
     "compiling.recompiles": ("RecompileError", "no_recompiles",),
     "data.measure": ("measure_difficulty", "measure_lengths",),
     "data.mixtures": ("Mixture", "mixture_counts",),
-    "distributed.mesh": ("data_mesh", "replicate",),
     "distributed.processes": ("agree", "initialize_processes", "together",),
     "loading.collate": (
         "StepSamples", "pack_pairs_to_bucket", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket",
@@ -125,14 +123,14 @@ __all__ = [
     "StepSamples", "StreamBatches", "StreamStep", "TrainState", "TrainStep", "UnplannedShapeError", "UserError",
     "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend", "attend_within_segments",
     "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout", "choose_row_lengths",
-    "competence_pacing", "compile_buckets", "data_mesh", "discrete_pacing", "exit_code_of_interrupt", "fit",
-    "fit_cost_model", "full_batch", "initialize_processes", "linear_pacing", "load", "load_compiled", "local_sort",
-    "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
+    "competence_pacing", "compile_buckets", "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model",
+    "full_batch", "initialize_processes", "linear_pacing", "load", "load_compiled", "local_sort", "lr_scale",
+    "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
     "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles",
     "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_row_costs", "pad_pairs_to_bucket",
-    "pad_to_bucket", "padding_mask", "planned_ids_digest", "planned_schedule", "remembered_interrupts", "replicate",
-    "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows",
-    "stream_batches", "together", "use_compilation_cache", "with_float32_master",
+    "pad_to_bucket", "padding_mask", "planned_ids_digest", "planned_schedule", "remembered_interrupts", "root_pacing",
+    "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches",
+    "together", "use_compilation_cache", "with_float32_master",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen import Bucket, CompileOptions, compile_buckets, data_mesh
+from jvarlen import Bucket, CompileOptions, compile_buckets
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import Recipe
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.distributed.processes import agree, initialize_processes
 from tests.processes import outcome
@@ -24,7 +25,7 @@ BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24), Bucket(1, 32)]
 def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    mesh = data_mesh()
+    mesh = Layout().on().mesh
     compile_now = Recipe.compile
 
     def batch_of(bucket):

@@ -15,12 +15,12 @@ from jvarlen import (
     Bucket,
     CompileOptions,
     compile_buckets,
-    data_mesh,
     initialize_processes,
     load_compiled,
     no_recompiles,
 )
 from jvarlen.batches import BatchShapes
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings
 from tests.processes import outcome
 
@@ -47,7 +47,7 @@ def batch_of(compiled, bucket, mesh):
 def main():
     folder, (num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    mesh = data_mesh()
+    mesh = Layout().on().mesh
     options = CompileOptions(cache_dir=None, warm_up=True, max_live=1)
     state = np.float32(0)
     shapes = BatchShapes(BUCKETS, microbatches_per_step=M, layout=mesh)

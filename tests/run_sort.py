@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import own_microbatches
 from jvarlen.experimental import large_plans
 from jvarlen.experimental.large_plans import chunk_digests
@@ -23,15 +24,15 @@ from jvarlen.planning import plan_file
 from tests.sort_inputs import KINDS, keys_of_kind, order_of
 
 
-def check_ranks(array: jax.Array, expected: np.ndarray, layout: str) -> None:
+def check_ranks(array: jax.Array, expected: np.ndarray, result: str) -> None:
     """Compares what this process has of a sorted array with the rows that belong there."""
     per_shard = array.sharding.shard_shape(array.shape)[0]
     num_shards = len(array) // per_shard
     for shard in array.addressable_shards:
         d, slot = (shard.index[0].start or 0) // per_shard, np.arange(per_shard)
-        rank = slot * num_shards + d if layout == "interleaved" else d * per_shard + slot
+        rank = slot * num_shards + d if result == "interleaved" else d * per_shard + slot
         found = np.asarray(shard.data)
-        assert (found[rank < len(expected)] == expected[rank[rank < len(expected)]]).all(), (d, layout)
+        assert (found[rank < len(expected)] == expected[rank[rank < len(expected)]]).all(), (d, result)
 
 
 def check_sort(mesh: Mesh, kinds: tuple[str, ...]) -> None:
@@ -41,10 +42,10 @@ def check_sort(mesh: Mesh, kinds: tuple[str, ...]) -> None:
         keys = keys_of_kind(kind, num_shards * 25, np.random.default_rng(i))
         mine = keys.reshape(jax.process_count(), -1)[jax.process_index()]
         placed = jax.make_array_from_process_local_data(spread, mine)
-        layout, transform = ("interleaved", "block")[i % 2], ("shard_map", "pmap")[i // 2 % 2]
-        sorted_keys, indices = jvarlen.sample_sort(placed, mesh, layout=layout, transform=transform)
-        check_ranks(indices, order_of(keys), layout)
-        check_ranks(sorted_keys, keys[order_of(keys)], layout)
+        result, transform = ("interleaved", "block")[i % 2], ("shard_map", "pmap")[i // 2 % 2]
+        sorted_keys, indices = jvarlen.sample_sort(placed, mesh, result=result, transform=transform)
+        check_ranks(indices, order_of(keys), result)
+        check_ranks(sorted_keys, keys[order_of(keys)], result)
 
 
 def check_uneven_rows(mesh: Mesh) -> None:
@@ -111,7 +112,7 @@ def check_refusals(mesh: Mesh) -> None:
     rank = jax.process_index()
     keys = np.arange(40, dtype=np.int32)
     for keys_here, options in (
-        (keys, {"layout": ("interleaved", "block")[rank % 2]}),
+        (keys, {"result": ("interleaved", "block")[rank % 2]}),
         (keys, {"oversampling": 4 + rank}),
         (keys, {"payload": keys if rank else None}),
         (keys + rank, {}),
@@ -136,13 +137,13 @@ def check_refusals(mesh: Mesh) -> None:
 
 def check_shards(num_shards: int) -> None:
     """All kinds of keys and small numbers of them, on so many devices of one process."""
-    mesh = jvarlen.data_mesh(num_shards)
+    mesh = Layout(data=num_shards).on().mesh
     for kind in KINDS:
         keys = keys_of_kind(kind, 1003, np.random.default_rng(0))
         check_ranks(jvarlen.sample_sort(keys, mesh)[1], order_of(keys), "interleaved")
     for num_rows in (1, num_shards - 1, num_shards, num_shards + 1, 3 * num_shards - 2):
         keys = keys_of_kind("two values", num_rows, np.random.default_rng(num_rows))
-        check_ranks(jvarlen.sample_sort(keys, mesh, layout="block")[1], order_of(keys), "block")
+        check_ranks(jvarlen.sample_sort(keys, mesh, result="block")[1], order_of(keys), "block")
 
 
 def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mesh) -> None:
@@ -192,7 +193,7 @@ def main() -> None:
         print("ok")
         return
     jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    mesh = jvarlen.data_mesh()
+    mesh = Layout().on().mesh
     if what == "die":
         die_between_sorts(mesh)
     check_sort(mesh, KINDS if what == "all" else KINDS[1::4])

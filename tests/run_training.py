@@ -16,6 +16,7 @@ import optax
 
 import jvarlen
 from jvarlen.batches import BatchShapes
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
 
@@ -95,7 +96,7 @@ def main():
         # One process compiles float32, where rounding shows most, as users do. Otherwise it would be most of the time.
         jax.config.update("jax_disable_most_optimizations", dtype == "float64" or num_processes > 1)
         with jax.enable_x64(dtype == "float64"):
-            losses[dtype] = {size: losses_of(dtype, jvarlen.data_mesh(size), dataset) for size in sizes}
+            losses[dtype] = {size: losses_of(dtype, Layout(data=size).on().mesh, dataset) for size in sizes}
     (folder / f"{num_processes}-{jax.device_count()}-{rank}.json").write_text(json.dumps(losses))
 
 

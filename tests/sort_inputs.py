@@ -44,9 +44,9 @@ def order_of(keys):
     return np.lexsort((np.arange(len(keys)), keys))
 
 
-def by_rank(array, num_shards, layout):
+def by_rank(array, num_shards, result):
     """A sorted array, from how it lies on the shards to the order of global ranks, what is no row at the end."""
     array = np.asarray(array)
-    if layout == "block" or not len(array):
+    if result == "block" or not len(array):
         return array
     return array.reshape(num_shards, len(array) // num_shards, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)

@@ -9,9 +9,9 @@ from torch.utils import _pytree as pytree
 
 from torch_ref.checks import MAX_LISTED, check_integer
 
-__all__ = ["Layout", "NanRule", "local_sort", "sample_sort"]
+__all__ = ["NanRule", "Result", "local_sort", "sample_sort"]
 
-Layout = Literal["interleaved", "block"]
+Result = Literal["interleaved", "block"]
 NanRule = Literal["raise", "last"]
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -51,7 +51,7 @@ def sample_sort(
     keys: Tensor,
     *,
     group: "distributed.ProcessGroup | None" = None,
-    layout: Layout = "interleaved",
+    result: Result = "interleaved",
     oversampling: int = 4,
     nan: NanRule = "raise",
     payload: Any = None,
@@ -81,7 +81,7 @@ def sample_sort(
         keys: integers or floats[n] of at most 64 bits, n >= 0; on the device that the group's backend sends from, which
             is the process's current device where that is CUDA.
         group: the processes; None for the default group.
-        layout: "interleaved": rank d gets the global ranks d, d + p, d + 2p and so on, so that neighbours in order lie
+        result: "interleaved": rank d gets the global ranks d, d + p, d + 2p and so on, so that neighbours in order lie
             on neighbouring processes. "block": rank d gets those from d * ceil(N / p) on.
         oversampling: k >= 1, samples a process takes for each process. More even work for more samples; the result does
             not depend on it.
@@ -110,11 +110,11 @@ def sample_sort(
     rows, problem = None, ""
     shard = _Shard(0, [], 0, {})
     try:
-        _check_choice("layout", layout, Layout)
+        _check_choice("result", result, Result)
         _check_choice("nan", nan, NanRule)
         most_samples = check_integer("oversampling", oversampling) * place.num_processes**2
         rows = _read_rows(keys, payload)
-        shard = _describe(rows, nan, {"layout": layout, "oversampling": str(oversampling), "nan": nan})
+        shard = _describe(rows, nan, {"result": result, "oversampling": str(oversampling), "nan": nan})
     except ValueError as error:
         problem = str(error)
     shards = _agree(shard, problem, place)
@@ -131,7 +131,7 @@ def sample_sort(
         columns = _exchange(columns, sent, [row[place.rank] for row in counts], place)
         # From lower ranks first, and each run in order: among equal keys the indices ascend already.
         columns = _sort(columns, rows.dtype)[1]
-        columns = _lay_out(columns, [sum(column) for column in zip(*counts, strict=True)], layout, place)
+        columns = _lay_out(columns, [sum(column) for column in zip(*counts, strict=True)], result, place)
     return _give_back(columns, rows)
 
 
@@ -328,15 +328,15 @@ def _gather_counts(sent: list[int], device: torch.device, place: _Place) -> list
     return counts.view(place.num_processes, place.num_processes).tolist()
 
 
-def _lay_out(columns: list[Tensor], held: list[int], layout: Layout, place: _Place) -> list[Tensor]:
-    """Exchange sorted rows, of which process s holds the next held[s], for this process's share of the layout."""
+def _lay_out(columns: list[Tensor], held: list[int], result: Result, place: _Place) -> list[Tensor]:
+    """Exchange sorted rows, of which process s holds the next held[s], for this process's share of the result."""
     per_process = -(-sum(held) // place.num_processes)
     starts = list(accumulate(held, initial=0))
 
     def taken(source: int, target: int) -> range:
         """Return the positions of those rows on one process that belong on the other."""
         start, size = starts[source], held[source]
-        if layout == "interleaved":
+        if result == "interleaved":
             return range((target - start) % place.num_processes, size, place.num_processes)
         first = target * per_process - start
         return range(min(max(first, 0), size), min(max(first + per_process, 0), size))

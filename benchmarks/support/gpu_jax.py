@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
 
 import jvarlen
 from jvarlen.batches import BatchShapes, token_batch_spec
+from jvarlen.distributed.layout import Layout
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
@@ -271,7 +272,7 @@ def measure_command_buffers(sizes: Sizes, answer: Answer, trainer: Trainer) -> N
 def measure_sort(sizes: Sizes, answer: Answer) -> None:
     """Seconds of sorting keys with their index."""
     keys = np.random.default_rng(SEED).integers(-(2**31), 2**31, sizes.num_keys).astype(np.int32)
-    mesh = jvarlen.data_mesh(1)
+    mesh = Layout(data=1).on().mesh
     placed, index = jax.device_put((keys, np.arange(len(keys), dtype=np.int32)))
     sort_pairs = jax.jit(lambda keys, index: jax.lax.sort((keys, index), num_keys=2))
     _, indices = jvarlen.sample_sort(placed, mesh)

@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
+from jvarlen.distributed.layout import Layout
 from jvarlen.experimental import large_plans
 from jvarlen.experimental.ordered_file.balance import exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
@@ -86,7 +87,7 @@ def sort_pairs(keys: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
 def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -> dict[str, list[float]]:
     """Seconds of sorting on p devices, of `lax.sort` on one of them, and, where asked for, of the other ways."""
     jax.config.update("jax_enable_x64", np.dtype(dtype).itemsize == 8)
-    mesh, keys = jvarlen.data_mesh(), make_keys(num_rows, dtype)
+    mesh, keys = Layout().on().mesh, make_keys(num_rows, dtype)
     index, order = np.arange(num_rows, dtype=np.int32), np.argsort(keys, kind="stable")
     sharded, payload = spread(keys, mesh), spread(index, mesh) if with_payload else None
     on_one = [jax.device_put(column, jax.devices()[0]) for column in [keys, index] + [index] * with_payload]
@@ -94,7 +95,7 @@ def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -
     def sample_sort(**options: Any) -> Call:
         call = warmed(lambda: jvarlen.sample_sort(sharded, mesh, payload=payload, **options))
         ranked = np.asarray(call()[1]).reshape(mesh.size, -1)
-        indices = ranked.ravel() if options.get("layout") == "block" else ranked.T.ravel()
+        indices = ranked.ravel() if options.get("result") == "block" else ranked.T.ravel()
         assert (indices == order).all(), f"a wrong order: {options}"
         return call
 
@@ -107,9 +108,9 @@ def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -
             packed = jax.device_put(keys.astype(np.int64) << 32 | index, jax.devices()[0])
             sort_packed = compiled(lambda rows: lax.sort(rows, is_stable=False), packed)
         calls |= {
-            '`sample_sort`, `layout="block"`': sample_sort(layout="block"),
+            '`sample_sort`, `result="block"`': sample_sort(result="block"),
             '`sample_sort`, `transform="pmap"`': sample_sort(transform="pmap"),
-            '`sample_sort`, `transform="pmap"`, `layout="block"`': sample_sort(transform="pmap", layout="block"),
+            '`sample_sort`, `transform="pmap"`, `result="block"`': sample_sort(transform="pmap", result="block"),
             "`local_sort`, nothing exchanged": warmed(lambda: jvarlen.local_sort(sharded, mesh)),
             "`lax.sort` by key, stable, one device": compiled(lambda *pair: lax.sort(pair, num_keys=1), *on_one),
             "`lax.sort` of key and index in one int64, one device": sort_packed,
@@ -124,7 +125,7 @@ def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -
 
 def time_growth(sizes: list[int]) -> list[dict[str, Any]]:
     """For every N seconds on all devices, of the first call as well, and of `lax.sort` of pairs on one."""
-    mesh, answers = jvarlen.data_mesh(), []
+    mesh, answers = Layout().on().mesh, []
     for num_rows in sizes:
         keys = make_keys(num_rows)
         sharded = spread(keys, mesh)
@@ -142,7 +143,7 @@ def measure_shards(num_rows: int, memory_rows: list[int]) -> dict[str, Any]:
     """Seconds, what is sent and what is held, with the devices that this process has."""
     from tests.sorting.test_balance import counted  # here: it needs pytest
 
-    mesh = jvarlen.data_mesh()
+    mesh = Layout().on().mesh
     keys = spread(make_keys(num_rows), mesh)
     calls = {"sample_sort": lambda: jvarlen.sample_sort(keys, mesh)}
     answer: dict[str, Any] = {"first_s": first_seconds(calls["sample_sort"]), **seconds_in_turn(calls, 5)}
@@ -161,7 +162,7 @@ def sort_program(num_rows: int, mesh: Mesh) -> Callable[..., Any]:
     shards = Shards("data", mesh.size, OVERSAMPLING, ragged=False)
 
     def program(keys: jax.Array, sizes: jax.Array) -> Any:
-        return sort_shard(keys, None, sizes, shards=shards, layout="interleaved", num_out=num_rows // mesh.size)
+        return sort_shard(keys, None, sizes, shards=shards, result="interleaved", num_out=num_rows // mesh.size)
 
     axis, everywhere = PartitionSpec("data"), PartitionSpec()
     out_specs = (axis, axis, axis, everywhere)
@@ -222,7 +223,7 @@ def textbook_rows(keys: np.ndarray, num_shards: int) -> np.ndarray:
 
 def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
     """How evenly keys of each kind lie after `sample_sort`, `local_sort` and a textbook's sort, and what is lost."""
-    mesh, answers = jvarlen.data_mesh(), []
+    mesh, answers = Layout().on().mesh, []
     for kind in kinds:
         keys = lengths_of_kind(kind, num_rows, mesh.size)
         sorted_keys, indices = jvarlen.sample_sort(keys, mesh)
@@ -246,7 +247,7 @@ def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
 
 def time_plans(num_samples: int) -> list[dict[str, Any]]:
     """Seconds of a distributed plan and of the plan in one place, both with their digest."""
-    mesh = jvarlen.data_mesh()
+    mesh = Layout().on().mesh
     lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
     buckets = jvarlen.make_buckets(lengths, 500_000, max_shapes=16, microbatches_per_step=8)
     answers = []
@@ -270,7 +271,7 @@ def time_one_device(num_rows: int, platform: str) -> dict[str, list[float]] | No
     if jax.default_backend() != platform:
         return None
     keys = make_keys(num_rows)
-    mesh = jvarlen.data_mesh(1)
+    mesh = Layout(data=1).on().mesh
     sharded, index = spread(keys, mesh), jax.device_put(np.arange(num_rows, dtype=np.int32))
     calls = {
         "`sample_sort`": warmed(lambda: jvarlen.sample_sort(sharded, mesh)),
@@ -297,7 +298,7 @@ def time_torch_sort(keys: np.ndarray, platform: str) -> dict[str, list[float]]:
 
 def time_processes(num_rows: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of this process in sorts of rows that lie on several processes already."""
-    mesh, keys = jvarlen.data_mesh(), make_keys(num_rows)
+    mesh, keys = Layout().on().mesh, make_keys(num_rows)
     bounds = np.arange(jax.process_count() + 1) * num_rows // jax.process_count()
     own = slice(*bounds[jax.process_index() :][:2])
     placed, sizes = jvarlen.shard_local_rows(keys[own], mesh)

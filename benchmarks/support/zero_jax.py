@@ -30,7 +30,6 @@ from jvarlen.parallel import (
     Layout,
     estimate_communication,
     estimate_memory,
-    layout_mesh,
     make_train_step,
 )
 from jvarlen.parallel.communication import CommunicationEstimate
@@ -93,7 +92,7 @@ def estimate(sizes: Sizes, zero: int, num_shards: int) -> MemoryEstimate:
 def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     """The step of AdamW over so many devices, which may be of several processes."""
     layout = Layout(data=num_shards, zero=case.zero)
-    mesh, optimizer = layout_mesh(layout), optax.adamw(1e-4)
+    mesh, optimizer = layout.on().mesh, optax.adamw(1e-4)
     state = make_train_step(MODEL, optimizer, layout=layout).init(make_params(sizes))
     bucket = (sizes.rows, sizes.width)
     step = jvarlen.compile_buckets(

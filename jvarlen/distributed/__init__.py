@@ -17,25 +17,20 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.distributed.grad_buckets import assign_grad_buckets
-    from jvarlen.distributed.mesh import batch_shardings, data_mesh, devices_of, divide_processor, replicate, split_cpu
+    from jvarlen.distributed.mesh import split_cpu
     from jvarlen.distributed.processes import agree, initialize_processes, together
 
 __all__ = [
     "agree",
     "assign_grad_buckets",
-    "batch_shardings",
-    "data_mesh",
-    "devices_of",
-    "divide_processor",
     "initialize_processes",
-    "replicate",
     "split_cpu",
     "together",
 ]
 
 _NAMES_OF = {
     "distributed.grad_buckets": ("assign_grad_buckets",),
-    "distributed.mesh": ("batch_shardings", "data_mesh", "devices_of", "divide_processor", "replicate", "split_cpu"),
+    "distributed.mesh": ("split_cpu",),
     "distributed.processes": ("agree", "initialize_processes", "together"),
 }
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

@@ -31,16 +31,14 @@ __all__ = [
     "check_compiled_for",
     "check_shards_divide",
     "compiling_for",
-    "data_mesh",
     "devices_of",
-    "layout_mesh",
-    "mesh_of",
     "num_shards_of",
     "own_microbatches",
     "own_shards",
     "place",
     "placement_of",
     "replicate",
+    "shards_on",
     "split_cpu",
     "split_hint",
     "with_auto_axes",
@@ -48,33 +46,6 @@ __all__ = [
 
 DATA_AXIS, STAGE_AXIS = "data", "stage"
 NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
-
-
-def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) -> Mesh:
-    """A mesh with one axis, `"data"`.
-
-    Args:
-      num_devices: how many of `jax.devices()`, from the first; None for all.
-      of_each_process: whether `num_devices` counts the devices of each process.
-
-    Returns:
-      A `jax.sharding.Mesh` with Auto axes.
-
-    Raises:
-      ValueError: there are too few devices; processes that have too few are listed.
-    """
-    devices = jax.devices()
-    by_process = [[device for device in devices if device.process_index == p] for p in range(jax.process_count())]
-    groups = by_process if of_each_process else [devices]
-    fewest = min(map(len, groups))
-    if num_devices is not None and not 1 <= num_devices <= fewest:
-        few = [f"process {p} has {len(group)}" for p, group in enumerate(groups) if len(group) < num_devices]
-        listed = f": {', '.join(few[:5])}" if of_each_process and few else ""
-        hint = split_hint(devices, num_devices) if num_devices > fewest else ""
-        raise UserError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
-    devices = [device for group in groups for device in group[:num_devices]]
-    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
-    return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +126,11 @@ def placement_of(layout: LayoutLike) -> Placement | None:
     return (Layout.parse(layout) if isinstance(layout, str) else layout).on()
 
 
+def shards_on(layout: LayoutLike) -> Placement:
+    """What an argument `layout=` stands for, for work on data shards; one device makes one."""
+    return placement_of(layout) or Layout(data=1).on(devices_of(None))
+
+
 def place(
     layout: Layout, where: Mesh | Sequence[jax.Device] | None = None, axes: Mapping[str, str] | None = None
 ) -> Placement:
@@ -197,36 +173,6 @@ def _place_on_mesh(layout: Layout, mesh: Mesh, axes: Mapping[str, str] | None) -
     if differing:
         raise UserError(f"the mesh is not that of the layout {layout}: it has {', '.join(differing)}")
     return Placement(layout=layout, mesh=auto_axes(mesh), axes=dict(axes))
-
-
-def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a layout, with axes `"data"`, `"stage"`, `"context"` and `"tensor"`.
-
-    Args:
-      layout: the sizes of the axes.
-      devices: as many as the layout takes; None for the first of `jax.devices()`.
-
-    Returns:
-      A `jax.sharding.Mesh` with Auto axes.
-    """
-    return place(layout, devices).mesh
-
-
-def mesh_of(mesh: Mesh | None, layout: LayoutLike) -> Mesh | None:
-    """The mesh that is given, or that of the layout; raises ValueError if both are given and their sizes differ."""
-    if mesh is None or layout is None:
-        return mesh if layout is None or (placement := placement_of(layout)) is None else placement.mesh
-    if not isinstance(layout, Layout):
-        raise UserError("give mesh or layout, not both")
-    sizes = {**dict.fromkeys(mesh.axis_names, 1), **layout.axis_sizes}
-    differing = [
-        f"{name!r} {mesh.shape.get(name, 1)} where the layout has {size}"
-        for name, size in sizes.items()
-        if mesh.shape.get(name, 1) != size
-    ]
-    if differing:
-        raise UserError(f"the mesh is not that of the layout {layout}: it has {', '.join(differing)}")
-    return mesh
 
 
 def split_hint(devices: Sequence[Any], needed: int) -> str:
@@ -304,9 +250,6 @@ def split_cpu(num_devices: int, *, again: bool = True) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-divide_processor = split_cpu  # its name before
-
-
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:
     """The devices of the mesh, including those of other processes; for None, the default device."""
     if mesh is not None:
@@ -373,20 +316,7 @@ def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DA
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Replicates arrays, such as the first state of a training, on every device of a mesh.
-
-    Args:
-      tree: a pytree of arrays. If the devices belong to several processes, each process passes the same whole arrays. A
-        step that donates the result may delete these arrays too: use only the result.
-      mesh: the devices.
-
-    Returns:
-      A pytree of `jax.Array`. Processes do not wait for each other.
-
-    Example:
-      >>> replicate(np.arange(3), data_mesh(1)).tolist()
-      [0, 1, 2]
-    """
+    """Arrays, whole on every device of a mesh, of which each process passes the same. They may share memory."""
     whole = NamedSharding(auto_axes(mesh), PartitionSpec())
 
     def on_all_devices(leaf: Any) -> jax.Array:

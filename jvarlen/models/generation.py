@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first
@@ -28,7 +27,7 @@ from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import no_recompiles
-from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, replicate
+from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replicate
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
 from jvarlen.models.config import TransformerConfig
@@ -36,6 +35,7 @@ from jvarlen.models.transformer import Transformer
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan
+from jvarlen.training.train_state import with_sharding
 
 __all__ = ["generate"]
 
@@ -51,7 +51,7 @@ def generate(
     end_token: int | None = None,
     max_tokens: int = 16_384,
     max_shapes: int = 4,
-    mesh: Mesh | None = None,
+    layout: LayoutLike = None,
     progress: bool = True,
 ) -> list[Int32[np.ndarray, " n"]]:
     """Continues prompts, with everything compiled before the first token and nothing afterwards.
@@ -70,7 +70,7 @@ def generate(
       max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included, whose keys and values
         are held.
       max_shapes: the most buckets, that is, compiled programs.
-      mesh: rows are spread over its axis "data"; None: one device.
+      layout: where to run, as for `make_train_step`: rows are spread over data shards.
       progress: whether to show progress bars.
 
     Returns:
@@ -78,7 +78,7 @@ def generate(
 
     Raises:
       ValueError: prompts that are no tokens of the model, or alone exceed `max_tokens`; they are listed. Or arguments
-        that are not as described, or a mesh of several processes.
+        that are not as described, or a layout of several processes.
       RecompileError: something was compiled after the programs of the buckets.
 
     Example:
@@ -93,27 +93,28 @@ def generate(
         raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
     if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
         raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
-    if mesh is not None and mesh.is_multi_process:
-        raise UserError("prompts are continued by one process; the mesh has devices of several")
+    placement = placement_of(layout)
+    if placement is not None and placement.mesh.is_multi_process:
+        raise UserError("prompts are continued by one process; the layout has devices of several")
     tokens = _check_prompts(prompts, config.vocab_size)
     if not tokens:
         return []
     state = _State(params, jax.random.key(seed), np.float32(temperature))
-    state = state if mesh is None else replicate(state, mesh)
+    state = state if placement is None else replicate(state, placement.mesh)
     lengths = [len(prompt) + max_new_tokens for prompt in tokens]
-    num_shards = 1 if mesh is None else num_shards_of(mesh, DATA_AXIS)
+    num_shards = 1 if placement is None else placement.layout.data
     limits = Budget(max_tokens=max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
     plan = make_plan(lengths, limits, order="length")
     spec, structure = jax.tree.flatten(
         jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else leaf.sharding),
+            lambda leaf: with_sharding(None if placement is None else leaf.sharding, leaf),
             state,
         )
     )
     step = _make_step(config, max_new_tokens, end_token, temperature == 0)
-    compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, mesh, progress)
+    compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, placement, progress)
     continued: dict[int, Int32[np.ndarray, " n"]] = {}
-    batches = load(plan, tokens, layout=mesh, collate=_collate)
+    batches = load(plan, tokens, layout=placement, collate=_collate)
     with no_recompiles():
         for batch in progress_bar(batches, desc="generate", unit="step", progress=progress, total=plan.num_steps):
             state, new = compiled(state, batch)
@@ -131,7 +132,7 @@ def _compile(
     structure: jax.tree_util.PyTreeDef,
     buckets: tuple[Bucket, ...],
     num_shards: int,
-    mesh: Mesh | None,
+    placement: Placement | None,
     progress: bool,
 ) -> CompiledBuckets:
     """The programs of the buckets, which later calls with equal arguments find again."""
@@ -139,7 +140,7 @@ def _compile(
     return compile_buckets(
         step,
         state,
-        BatchShapes(buckets, microbatches_per_step=num_shards, layout=mesh, batch_spec=_prompt_batch_spec),
+        BatchShapes(buckets, microbatches_per_step=num_shards, layout=placement, batch_spec=_prompt_batch_spec),
         progress=progress,
     )
 

@@ -12,7 +12,7 @@
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
 
-`Layout` and `layout_mesh` are in `distributed`. The names below are imported when they are first used: layouts and
+`Layout` and `Placement` are in `distributed`. The names below are imported when they are first used: layouts and
 schedules are made without JAX.
 """
 
@@ -25,7 +25,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 # fmt: off
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
-    from jvarlen.distributed.mesh import Placement, layout_mesh
+    from jvarlen.distributed.mesh import Placement
     from jvarlen.parallel.communication import estimate_communication
     from jvarlen.parallel.context import (
         attend_over_axis,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "TensorSpec", "Timeline",
     "TrainStep", "attend_over_axis", "check_tensor_divides", "column_linear", "context_positions",
-    "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn", "layout_mesh",
+    "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
     "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step", "merge_params", "partition_specs",
     "portable_form", "row_linear", "shard_positions", "split_params", "spread_rows", "sum_over_positions",
     "take_features", "take_positions", "tensor_parallel_model", "unspread_rows", "vocabulary_cross_entropy",
@@ -69,7 +69,7 @@ __all__ = [
 
 _NAMES_OF = {
     "distributed.layout": ("Layout",),
-    "distributed.mesh": ("Placement", "layout_mesh"),
+    "distributed.mesh": ("Placement",),
     "parallel.communication": ("estimate_communication",),
     "parallel.context": ("attend_over_axis", "context_positions", "shard_positions", "spread_rows", "unspread_rows"),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),

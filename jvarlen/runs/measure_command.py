@@ -167,8 +167,8 @@ class MeasureCommand(DeviceConfig):
 
         if not out.parent.is_dir():
             raise FileNotFoundError(f"there is no directory for {out}")
-        mesh, dtype = launch(self).mesh, self.decoder.compute_dtype or "float32"
-        cluster = measure_cluster(mesh, dtype=dtype, progress=self.progress)
+        placement, dtype = launch(self), self.decoder.compute_dtype or "float32"
+        cluster = measure_cluster(placement, dtype=dtype, progress=self.progress)
         if not is_main_process():
             return
         cluster.save(out)

@@ -69,7 +69,7 @@ class SampleCommand:
 
     def run(self) -> None:
         """Samples, writes the file, and prints prompts with their continuations."""
-        mesh = None if self.devices is None else launch(DeviceConfig(devices=self.devices)).mesh
+        layout = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
         if self.out is not None:
             check_place(self.out)
         prompts = self._named_prompts()
@@ -86,7 +86,7 @@ class SampleCommand:
             end_token=_end_token(trained, codec),
             max_tokens=self.max_tokens,
             max_shapes=self.max_shapes,
-            mesh=mesh,
+            layout=layout,
             progress=self.progress,
         )
         texts = [_text_of(codec, *parts, self.stop) for parts in zip(tokens, new, strict=True)]

@@ -137,7 +137,7 @@ def _with_layout(
         return _on_layout(config, None), placement
     if cluster is None:
         dtype = config.decoder.compute_dtype or "float32"
-        cluster = measure_cluster(placement.mesh, dtype=dtype, progress=config.progress)
+        cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
     model, params = stack_for(Layout(data=1, stage=2), task.loss_fn, task.params)
     plan = course.plan_of_epoch(0)
     with together("choose the layout"):

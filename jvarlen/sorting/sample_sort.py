@@ -20,15 +20,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
-from jvarlen.distributed.mesh import NO_MESH, num_shards_of
+from jvarlen.distributed.mesh import NO_MESH, LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, together
 from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
 from jvarlen.sorting.sharded_rows import ShardedRows, shard_rows
 from jvarlen.sorting.sortable_words import Words, from_words, index_dtype
 
-__all__ = ["Layout", "local_sort", "sample_sort", "sort_shard"]
+__all__ = ["Result", "local_sort", "sample_sort", "sort_shard"]
 
-Layout = Literal["interleaved", "block"]
+Result = Literal["interleaved", "block"]
 Transform = Literal["shard_map", "pmap"]
 Exchange = Literal["auto", "dense", "ragged"]
 NanRule = Literal["raise", "last"]
@@ -39,10 +39,9 @@ _LARGEST_OVERSAMPLING = 1024
 
 def sample_sort(
     keys: npt.ArrayLike | jax.Array,
-    mesh: Mesh,
+    layout: LayoutLike = None,
     *,
-    axis_name: str = "data",
-    layout: Layout = "interleaved",
+    result: Result = "interleaved",
     oversampling: int = 4,
     transform: Transform = "shard_map",
     nan: NanRule = "raise",
@@ -63,9 +62,8 @@ def sample_sort(
       keys: integers or floats[N], N ≥ 0: a NumPy array, a JAX array on any device, or one that is sharded over several
         processes. 64-bit NumPy keys stay 64-bit if `jax_enable_x64` is on; if it is off, their values must fit 32 bits
         exactly. With `shard_sizes`, [p·n].
-      mesh: its axes may be Auto or Explicit. Along axes other than `axis_name` the sort is repeated.
-      axis_name: the axis whose p devices are the shards.
-      layout: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
+      layout: where to sort, as for `make_train_step`: its p data shards. Along other axes the sort is repeated.
+      result: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
         rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
       oversampling: k, the samples that a shard proposes for each block in a round of the search for block boundaries. A
         larger k means fewer rounds and larger messages; the result does not depend on it. At most 1,024.
@@ -89,34 +87,35 @@ def sample_sort(
       RuntimeError: another process raised such an error.
 
     Example:
-      >>> keys, indices = sample_sort([3, 1, 2], jax.make_mesh((1,), ("data",)))
+      >>> keys, indices = sample_sort([3, 1, 2])
       >>> keys.tolist(), indices.tolist()
       ([1, 2, 3], [1, 2, 0])
     """
     keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
-    options = (layout, oversampling, transform, nan, exchange)
+    options = (result, oversampling, transform, nan, exchange)
+    placement = shards_on(layout)
+    mesh, axis_name = placement.mesh, placement.data_axis
     with _checked_on_all("sample_sort", mesh, axis_name, keys, payload, shard_sizes, options):
-        check_choices(layout=(layout, Layout), transform=(transform, Transform), exchange=(exchange, Exchange))
+        check_choices(result=(result, Result), transform=(transform, Transform), exchange=(exchange, Exchange))
         check_choices(nan=(nan, NanRule))
         check_at_least_one(oversampling=oversampling)
         if oversampling > _LARGEST_OVERSAMPLING:
             raise UserError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
-        num_shards = num_shards_of(mesh, axis_name)
+        num_shards = placement.layout.data
         if transform == "pmap":
-            _check_pmap(mesh)
+            _check_pmap(mesh, num_shards)
         is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh, axis_name)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
             raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
     rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
     shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
-    return _run(_program(mesh, shards, layout, -(-rows.num_rows // num_shards), transform), mesh, rows, nan)
+    return _run(_program(mesh, shards, result, -(-rows.num_rows // num_shards), transform), mesh, rows, nan)
 
 
 def local_sort(
     keys: npt.ArrayLike | jax.Array,
-    mesh: Mesh,
+    layout: LayoutLike = None,
     *,
-    axis_name: str = "data",
     nan: NanRule = "raise",
     payload: Any = None,
     shard_sizes: npt.ArrayLike | None = None,
@@ -127,8 +126,7 @@ def local_sort(
 
     Args:
       keys: as in `sample_sort`.
-      mesh: as in `sample_sort`.
-      axis_name: as in `sample_sort`.
+      layout: as in `sample_sort`.
       nan: as in `sample_sort`.
       payload: as in `sample_sort`.
       shard_sizes: as in `sample_sort`.
@@ -140,10 +138,12 @@ def local_sort(
       ValueError: as `sample_sort`.
     """
     keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    placement = shards_on(layout)
+    mesh, axis_name = placement.mesh, placement.data_axis
     with _checked_on_all("local_sort", mesh, axis_name, keys, payload, shard_sizes, (nan,)):
         check_choices(nan=(nan, NanRule))
     rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
-    shards = Shards(axis_name, num_shards_of(mesh, axis_name), oversampling=1, ragged=False)
+    shards = Shards(axis_name, placement.layout.data, oversampling=1, ragged=False)
     per_shard = len(rows.columns[0]) // shards.num_shards
     return _run(_program(mesh, shards, None, per_shard, "shard_map"), mesh, rows, nan)
 
@@ -159,7 +159,6 @@ def _checked_on_all(
     """Checks keys and runs the checks of the block; several processes all raise if one does or if they differ."""
     is_shared = mesh.is_multi_process
     with together(f"check the arguments of {name}") if is_shared else contextlib.nullcontext():
-        num_shards_of(mesh, axis_name)
         if not _is_number(keys.dtype) or keys.ndim != 1:
             raise UserError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
         yield
@@ -185,8 +184,8 @@ def _described(column: Any) -> tuple[str, tuple[int, ...], str]:
     return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def _check_pmap(mesh: Mesh) -> None:
-    if len(mesh.axis_names) > 1:
+def _check_pmap(mesh: Mesh, num_shards: int) -> None:
+    if mesh.size != num_shards:
         raise UserError(f"pmap needs a mesh of one axis, not of {', '.join(mesh.axis_names)}")
     owners = [device.process_index for device in mesh.devices.flat]
     if sum(a != b for a, b in itertools.pairwise(owners)) >= len(set(owners)):
@@ -213,11 +212,11 @@ def _run(program: Program, mesh: Mesh, rows: ShardedRows, nan: NanRule) -> tuple
 
 
 @functools.lru_cache(maxsize=128)
-def _program(mesh: Mesh, shards: Shards, layout: Layout | None, num_out: int, transform: Transform) -> Program:
-    """A function of sharded keys, sharded payload and the sizes of the shards; without a layout, each sorts its own."""
+def _program(mesh: Mesh, shards: Shards, result: Result | None, num_out: int, transform: Transform) -> Program:
+    """A function of sharded keys, sharded payload and the sizes of the shards; without a result, each sorts its own."""
     body = functools.partial(_sort_own_rows, shards=shards)
-    if layout is not None:
-        body = functools.partial(sort_shard, shards=shards, layout=layout, num_out=num_out)
+    if result is not None:
+        body = functools.partial(sort_shard, shards=shards, result=result, num_out=num_out)
     return (_with_pmap if transform == "pmap" else _with_shard_map)(body, mesh, shards.axis_name)
 
 
@@ -256,7 +255,7 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
 
 
 def sort_shard(
-    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, layout: Layout, num_out: int
+    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, result: Result, num_out: int
 ) -> Sorted:
     """What one shard does of a sort, inside `shard_map` or `pmap`, where the traffic of the sort can be counted.
 
@@ -265,11 +264,11 @@ def sort_shard(
       payload: a pytree of arrays that go with the keys, along their first axis; None for none.
       sizes: int[p], the rows that each shard holds; what follows in `keys` is no row.
       shards: the axis and how it exchanges.
-      layout: which ranks each shard is to hold.
+      result: which ranks each shard is to hold.
       num_out: rows that this shard gets, padding included.
 
     Returns:
-      Of all rows, those whose place in the layout is on this shard: keys, indices, payload, and which keys are NaN.
+      Of all rows, those whose place in the result is on this shard: keys, indices, payload, and which keys are NaN.
     """
     if num_out == 0:
         nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
@@ -277,7 +276,7 @@ def sort_shard(
     p, d = shards.num_shards, lax.axis_index(shards.axis_name)
     sizes = sizes.astype(index_dtype(p * len(keys)))
     num_rows = sizes.sum(dtype=sizes.dtype)
-    is_dealt = layout == "interleaved" and p > 1
+    is_dealt = result == "interleaved" and p > 1
     block = -(-num_out // p) * p if is_dealt else num_out
     starts = _block_starts(p, block, num_rows)
     words = words_of_shard(keys, sizes, d, p)

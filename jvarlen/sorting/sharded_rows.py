@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_offenders, offenders_where
-from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
+from jvarlen.distributed.mesh import NO_MESH, LayoutLike, num_shards_of, own_shards, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 
 __all__ = ["ShardedRows", "own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]
@@ -87,14 +87,13 @@ def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.nda
     return gather_arrays(sizes).sum(axis=0)
 
 
-def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tuple[Any, Int64[np.ndarray, " p"]]:
+def shard_local_rows(columns: Any, layout: LayoutLike = None) -> tuple[Any, Int64[np.ndarray, " p"]]:
     """Spreads the rows of each process over its devices, for `sample_sort(*, shard_sizes=)`.
 
     Args:
       columns: a pytree of NumPy arrays with the same leading axis, the rows of this process. Their number may be 0 and
         may differ between processes. Structure, dtypes and other axes are the same on all processes.
-      mesh: the devices at one place of the axis belong to one process.
-      axis_name: the axis to spread over.
+      layout: where to, as for `sample_sort`; the devices of a data shard belong to one process.
 
     Returns:
       The pytree, with arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard. n is the
@@ -102,11 +101,13 @@ def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tu
       process 0 come first if its devices do.
 
     Raises:
-      ValueError: leading axes that differ, no such axis, a mesh that is not as described or has no device of a process,
-        rows of another kind than those of other processes, or, with `jax_enable_x64` off, 64-bit values that do not fit
-        32 bits.
+      ValueError: leading axes that differ, a layout that is not as described or has no device of a process, rows of
+        another kind than those of other processes, or, with `jax_enable_x64` off, 64-bit values that do not fit 32
+        bits.
       RuntimeError: another process raised one of these.
     """
+    placement = shards_on(layout)
+    mesh, axis_name = placement.mesh, placement.data_axis
     with together("check the rows"):
         columns = jax.tree.map(lambda column: _fitting(np.asarray(column)), columns)
         num_rows = _leading_axis(columns)

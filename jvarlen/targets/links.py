@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.progress import progress_bar
-from jvarlen.distributed.mesh import data_mesh
+from jvarlen.distributed.mesh import LayoutLike, shards_on
 from jvarlen.distributed.processes import gather_arrays, gather_texts
 from jvarlen.parallel.wire import Link
 from jvarlen.targets.cluster import Cluster
@@ -52,7 +52,7 @@ class _Measured(NamedTuple):
 
 
 def measure_cluster(
-    mesh: Mesh | None = None, *, dtype: ProductType = "float32", repeats: int = 5, progress: bool = True
+    layout: LayoutLike = "data", *, dtype: ProductType = "float32", repeats: int = 5, progress: bool = True
 ) -> Cluster:
     """Measures products, memory and links, with all devices at work at once.
 
@@ -68,7 +68,7 @@ def measure_cluster(
     process counts.
 
     Args:
-      mesh: its devices, at least 2, as many on each host; None for all.
+      layout: the devices, at least 2, as many on each host.
       dtype: of the products, `"float32"` or `"bfloat16"`.
       repeats: timed runs of each program.
       progress: whether to show a progress bar.
@@ -87,7 +87,7 @@ def measure_cluster(
     """
     check_choices(dtype=(dtype, ProductType))
     check_at_least_one(repeats=repeats)
-    hosts = _mesh_of_hosts(data_mesh() if mesh is None else mesh)
+    hosts = _mesh_of_hosts(shards_on(layout).mesh)
     devices = hosts.devices.flatten().tolist()
     sizes = _ON_CPU if devices[0].platform == "cpu" else _ELSEWHERE
     axes = [name for name in ("device", "host") if hosts.shape[name] > 1]

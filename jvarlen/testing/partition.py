@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_key, leaves_by_name
-from jvarlen.distributed.mesh import batch_shardings, data_mesh
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import Placement
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import TrainState, divide_once, new_state
@@ -125,13 +125,13 @@ def assert_partition_invariant(
         batch = jax.tree.map(_on_host, in_float64(batch))
         num_microbatches, rows = _leading_axes(batch)
         shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
-        meshes = {p: data_mesh(p) if p > 1 else None for p in {1, *shards}}
-        steps = {p: jax.jit(_make_step(loss_fn, mesh)) for p, mesh in meshes.items()}
+        placements = {p: Layout(data=p).on() if p > 1 else None for p in {1, *shards}}
+        steps = {p: jax.jit(_make_step(loss_fn, placement)) for p, placement in placements.items()}
 
         def values_of(split: Partition, batch: Any) -> dict[str, np.ndarray]:
-            mesh = meshes[split.num_shards]
-            if mesh is not None:
-                batch = jax.device_put(batch, batch_shardings(batch, mesh))
+            placement = placements[split.num_shards]
+            if placement is not None:
+                batch = jax.device_put(batch, placement.batch_shardings(batch))
             return {name: np.asarray(value) for name, value in steps[split.num_shards](state, batch).items()}
 
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
@@ -154,9 +154,9 @@ def assert_partition_invariant(
     return [reference, *differences]
 
 
-def _make_step(loss_fn: LossFn, mesh: Mesh | None) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
+def _make_step(loss_fn: LossFn, placement: Placement | None) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
     """A function from state and batch to what a step must not let depend on its split, by name."""
-    sums_of = sum_step(loss_fn, mesh=mesh)
+    sums_of = sum_step(loss_fn, mesh=None if placement is None else placement.mesh)
 
     def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
         sums = sums_of(state, batch)

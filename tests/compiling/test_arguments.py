@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import Batch, Bucket, data_mesh
+from jvarlen import Batch, Bucket
 from jvarlen.batches import token_batch_spec
 from jvarlen.compiling.arguments import (
     explain_unplanned,
@@ -14,6 +14,7 @@ from jvarlen.compiling.arguments import (
     signature,
 )
 from jvarlen.distributed.mesh import batch_shardings
+from tests.meshes import data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
 SPECS = {bucket: token_batch_spec(bucket, 2) for bucket in BUCKETS}

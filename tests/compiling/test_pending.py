@@ -19,7 +19,6 @@ from jvarlen import (
     RecompileError,
     UnplannedShapeError,
     compile_buckets,
-    data_mesh,
     load_compiled,
     make_plan,
     no_recompiles,
@@ -27,6 +26,7 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import Recipe
 from tests import processes
+from tests.meshes import data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24), Bucket(1, 32)]  # the third is the largest
 FIRST, SECOND, LARGEST, LAST = BUCKETS

@@ -16,6 +16,7 @@ from jvarlen.compiling.lowering import make_recipe
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.distributed.mesh import batch_shardings, replicate
 from jvarlen.training.train_state import new_state
+from tests.meshes import data_mesh
 
 NUM_LAYERS, WIDTH, NUM_ROWS = 6, 16, 4
 LAYER_BYTES = 8 * WIDTH * WIDTH  # in float64
@@ -58,7 +59,7 @@ class Stepped:
     """
 
     def __init__(self, num_microbatches, **options):
-        mesh = jvarlen.data_mesh(2)
+        mesh = data_mesh(2)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
         state = replicate(new_state(make_params(), optimizer), mesh)
         batch = make_batch(num_microbatches)

@@ -18,7 +18,8 @@ import jvarlen.parallel
 from jvarlen import compile_buckets, load, make_plan
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import MESH_AXES, Layout
-from jvarlen.distributed.mesh import layout_mesh, placement_of
+from jvarlen.distributed.mesh import placement_of
+from tests.meshes import layout_mesh
 
 SIZES = st.integers(1, 64)
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")

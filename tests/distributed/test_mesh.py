@@ -1,27 +1,21 @@
-"""Devices: meshes and shardings."""
+"""Devices: which ones a command takes, and how batches lie on them."""
 
 import jax
 import numpy as np
 import pytest
 
-from jvarlen.distributed.mesh import batch_shardings, data_mesh
+from jvarlen.distributed.launch import DeviceConfig, launch
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import batch_shardings
+from tests.meshes import data_mesh
 
 
-@pytest.mark.parametrize("num_devices", [0, -1, 9])
-def test_more_devices_than_there_are_is_an_error(num_devices):
-    with pytest.raises(ValueError, match=f"between 1 and 8, not {num_devices}"):
-        data_mesh(num_devices)
-
-
-def test_a_mesh_of_so_many_devices_of_each_process_names_those_with_fewer():
-    assert data_mesh(3, of_each_process=True).devices.tolist() == jax.devices()[:3]
-    with pytest.raises(ValueError, match=r"between 1 and 8, not 9: process 0 has 8"):
-        data_mesh(9, of_each_process=True)
-
-
-def test_a_mesh_takes_the_first_devices():
-    assert data_mesh().shape == {"data": 8}
-    assert data_mesh(2).devices.tolist() == jax.devices()[:2]
+def test_a_command_takes_so_many_devices_of_each_process():
+    assert launch(DeviceConfig(devices=3)).mesh.devices.flatten().tolist() == jax.devices()[:3]
+    assert launch(DeviceConfig()).layout == Layout(data=8)
+    assert launch(DeviceConfig(devices=4), Layout(tensor=2)).layout == Layout(data=2, tensor=2)
+    with pytest.raises(ValueError, match=r"devices must be between 1 and 8, not 9: process 0 has 8. A CPU is split"):
+        launch(DeviceConfig(devices=9))
 
 
 def test_scalars_are_everywhere_and_the_rest_is_spread():

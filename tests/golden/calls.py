@@ -32,6 +32,7 @@ from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
+from tests.meshes import data_mesh
 from tests.run_fit import leave_pictures_empty, make_config, make_data
 from tests.settings import changed
 
@@ -136,7 +137,7 @@ def lr_sequence(package: str, plan: Any, base: Any, base_batch_size: float, **op
 def digest_in_parts(lengths: Any, buckets: Any, num_devices: int, **options: Any) -> str:
     """The digest of a plan of which every process holds its rows only."""
     return large_plans.plan_distributed(
-        lengths, buckets, jvarlen.data_mesh(num_devices), **_with_order("jvarlen", options)
+        lengths, buckets, data_mesh(num_devices), **_with_order("jvarlen", options)
     ).digest
 
 
@@ -234,9 +235,9 @@ def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, sl
 def train_mixed(loss_fn: Any, params: Any, mixed_plan: Any, samples: Any, num_devices: int) -> Trained:
     """In float64, microbatches of different shapes in a step, on so many devices."""
     with jax.enable_x64(True):
-        optimizer, mesh = _sgd(), jvarlen.data_mesh(num_devices)
+        optimizer, mesh = _sgd(), data_mesh(num_devices)
         step = mixed.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, layout=mesh, norms=True)
-        return _take_steps(step, params, mixed.load_mixed(mixed_plan, samples, mesh=mesh))
+        return _take_steps(step, params, mixed.load_mixed(mixed_plan, samples, layout=mesh))
 
 
 def train_stale(loss_fn: Any, params: Any, plan: Any, samples: Any, delays: Any) -> Trained:

@@ -6,6 +6,7 @@ import pytest
 
 import jvarlen
 from jvarlen.sorting.shard_sort import has_ragged
+from tests.meshes import data_mesh
 
 from ..sort_inputs import by_rank, order_of
 
@@ -30,19 +31,19 @@ def keys_of(kind):
 
 @pytest.fixture(params=["one device", "all devices"])
 def mesh(request):
-    return jvarlen.data_mesh(1 if request.param == "one device" else None)
+    return data_mesh(1 if request.param == "one device" else None)
 
 
-def assert_sorted(keys, mesh, layout="interleaved", **options):
+def assert_sorted(keys, mesh, result="interleaved", **options):
     with jax.enable_x64(keys.dtype.itemsize == 8):
-        sorted_keys, indices = jvarlen.sample_sort(keys, mesh, layout=layout, **options)
+        sorted_keys, indices = jvarlen.sample_sort(keys, mesh, result=result, **options)
         assert sorted_keys.dtype == keys.dtype
         assert sorted_keys.devices() == set(mesh.devices.flat)
         order = order_of(keys)
-        found = by_rank(indices, mesh.size, layout)
+        found = by_rank(indices, mesh.size, result)
         np.testing.assert_array_equal(found[: len(keys)], order)
         assert (found[len(keys) :] == -1).all()
-        np.testing.assert_array_equal(by_rank(sorted_keys, mesh.size, layout)[: len(keys)], keys[order])
+        np.testing.assert_array_equal(by_rank(sorted_keys, mesh.size, result)[: len(keys)], keys[order])
 
 
 @pytest.mark.parametrize("kind", KEYS)
@@ -51,11 +52,11 @@ def test_the_order_is_that_of_numpy(kind, mesh):
 
 
 def test_blocks_hold_the_order_as_well(mesh):
-    assert_sorted(keys_of("repeated"), mesh, layout="block")
+    assert_sorted(keys_of("repeated"), mesh, result="block")
 
 
 def test_exact_messages_give_the_same_order():
-    mesh = jvarlen.data_mesh()
+    mesh = data_mesh()
     if mesh.size == 1 or not has_ragged(mesh, "data"):
         pytest.skip("one device alone, or a backend without a ragged all-to-all")
     for kind in KEYS:

@@ -27,7 +27,6 @@ from jvarlen import (
     PackedBatch,
     PackedPairBatch,
     PairBatch,
-    data_mesh,
     load,
     make_buckets,
     make_plan,
@@ -39,6 +38,7 @@ from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading.plan_source import IdsDigest, PlanSource, planned_ids_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 from tests.conftest import random_dataset
+from tests.meshes import data_mesh
 
 DATASET = random_dataset(60, 20)
 LENGTHS = np.diff(DATASET.offsets)

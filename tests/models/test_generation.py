@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jvarlen import data_mesh, make_buckets, no_recompiles
+from jvarlen import make_buckets, no_recompiles
 from jvarlen.models import Transformer, TransformerConfig, flat_params, generate, init_params, params_from_flat
 from jvarlen.models.transformer import Rows
+from tests.meshes import data_mesh
 
 CONFIG = TransformerConfig(num_layers=1, width=32, num_heads=2, vocab_size=50)
 # Larger than at the start of a training, so that what is attended to decides.
@@ -55,7 +56,7 @@ def test_a_continuation_depends_neither_on_buckets_nor_on_devices():
     options = {"temperature": 1.0, "seed": 3}
     whole = continued(max_shapes=1, **options)
     assert continued(max_tokens=60, max_shapes=2, **options) == whole
-    assert continued(mesh=data_mesh(4), max_shapes=1, **options) == whole
+    assert continued(layout=data_mesh(4), max_shapes=1, **options) == whole
 
 
 def test_random_tokens_depend_on_the_seed_and_on_the_index_of_the_prompt():

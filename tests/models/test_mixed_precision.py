@@ -11,12 +11,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, make_train_step
+from jvarlen import make_train_step
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import new_state
+from tests.meshes import data_mesh
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")

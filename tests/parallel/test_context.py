@@ -16,7 +16,6 @@ from jvarlen.attention import zigzag
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel.context import (
     attend_over_axis,
@@ -27,6 +26,7 @@ from jvarlen.parallel.context import (
 )
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import merge_params, partition_specs, split_params, tensor_parallel_model
+from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "context")

@@ -17,13 +17,13 @@ from jvarlen.parallel import (
     attend_over_axis,
     estimate_communication,
     layered_loss_fn,
-    layout_mesh,
     make_eval_step,
 )
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.sharded import check_bucket
 from jvarlen.testing import assert_layout_invariant
 from jvarlen.training.train_state import new_state
+from tests.meshes import layout_mesh
 from tests.parallel.test_compositions import TIED, tied_params
 
 MODEL = TransformerConfig(num_layers=2, width=32, num_heads=2)

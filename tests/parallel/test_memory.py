@@ -10,11 +10,11 @@ import pytest
 
 from jvarlen import Bucket, compile_buckets, make_train_step, with_float32_master
 from jvarlen.batches import BatchShapes
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import LayeredParams, Layout, estimate_memory
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.training.train_state import new_state
+from tests.meshes import layout_mesh
 
 BIG = LayeredParams({}, {"k": jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)})
 P = 4 * 4096 * 4096

@@ -23,7 +23,6 @@ from jvarlen import (
 )
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
@@ -34,6 +33,7 @@ from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
+from tests.meshes import layout_mesh
 
 TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
 BUCKET = Bucket(2, 8)

@@ -15,7 +15,6 @@ from jvarlen import Bucket, compile_buckets, load, make_plan, scale_by_batch_siz
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
@@ -39,6 +38,7 @@ from jvarlen.parallel.tensor import (
 from jvarlen.parallel.train import make_eval_step, make_train_step
 from jvarlen.testing import assert_layout_invariant
 from tests.conftest import random_dataset
+from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of as short_microbatch
 
 # Neither the 131 logits nor the 132 inputs of 131 tokens are as many on each of 4 devices as of the other.

@@ -21,6 +21,7 @@ from torch import distributed
 
 import jvarlen
 import torch_ref
+from tests.meshes import data_mesh
 from torch_ref.sort import _exchange, _Place
 
 from .. import processes
@@ -32,7 +33,7 @@ PROCESSES = (2, pytest.param(4, marks=pytest.mark.slow))
 PROGRAM = Path(run_sort.__file__)
 NUM_ROWS = 3001
 SHARES = ("even", "growing from none", "all on the last")
-LAYOUTS = ("interleaved", "block")
+RESULTS = ("interleaved", "block")
 NAN = np.nan
 
 
@@ -74,15 +75,15 @@ def solvable(num_processes: int) -> dict[str, Problem]:
 
     for kind in KINDS:
         for shares in SHARES:
-            layout = LAYOUTS[len(problems) % 2]
-            add(f"{kind}, {shares}", keys_of_kind(kind, NUM_ROWS, rng), shares, options={"layout": layout})
+            result = RESULTS[len(problems) % 2]
+            add(f"{kind}, {shares}", keys_of_kind(kind, NUM_ROWS, rng), shares, options={"result": result})
     for oversampling in (1, 50):
         add(f"oversampling {oversampling}", keys_of_kind("zipf", 900, rng), options={"oversampling": oversampling})
     for num_rows in (0, 1, num_processes - 1, num_processes, 2 * num_processes + 1, 97):
-        for layout in LAYOUTS:
+        for result in RESULTS:
             few = rng.integers(-3, 4, num_rows, np.int32)
-            add(f"{num_rows} rows, {layout}", few, options={"layout": layout}, payload=True)
-            add(f"{num_rows} rows, {layout}, {SHARES[2]}", few, "all on the last", options={"layout": layout})
+            add(f"{num_rows} rows, {result}", few, options={"result": result}, payload=True)
+            add(f"{num_rows} rows, {result}, {SHARES[2]}", few, "all on the last", options={"result": result})
     for dtype in (np.int8, np.int16, np.int64, np.uint8, np.uint16, np.uint32, np.uint64):
         add(np.dtype(dtype).name, wide_keys(dtype))
     for dtype in (np.float16, np.float32, np.float64):
@@ -90,7 +91,7 @@ def solvable(num_processes: int) -> dict[str, Problem]:
         with_nan = np.where(rng.random(300) < 0.3, NAN, wide_keys(dtype)).astype(dtype)
         add(f"{np.dtype(dtype).name} with NaN", with_nan, options={"nan": "last"})
     add("beyond 2**53", rng.integers(2**60, 2**60 + 40, 500))
-    add("payload", rng.integers(0, 30, 700, np.int32), "growing from none", options={"layout": "block"}, payload=True)
+    add("payload", rng.integers(0, 30, 700, np.int32), "growing from none", options={"result": "block"}, payload=True)
     # Half the bits of a float32 are a bfloat16.
     halved = (wide_keys(np.float32).view(np.uint32) & 0xFF800000).view(np.float32)
     add("bfloat16", np.where(np.isfinite(halved), halved, 1).astype(np.float32), dtype="bfloat16")
@@ -123,11 +124,11 @@ def refused(num_processes: int) -> dict[str, tuple[Problem, str]]:
     many = np.where(np.arange(200) >= 180, NAN, keys)
     differing: dict[str, tuple[Any, str]] = {
         "dtype": ({"dtype": "float32"}, rf"dtype: torch.float64 on ranks {others}; torch.float32 on ranks \[{last}\]"),
-        "layout": ({"options": {"layout": "block"}}, rf"layout: interleaved on ranks {others}; block .* \[{last}\]"),
+        "result": ({"options": {"result": "block"}}, rf"result: interleaved on ranks {others}; block .* \[{last}\]"),
         "oversampling": ({"options": {"oversampling": 5}}, rf"oversampling: 4 on ranks {others}; 5 .* \[{last}\]"),
         "nan": ({"options": {"nan": "last"}}, rf"nan: raise on ranks {others}; last on ranks \[{last}\]"),
         "payload": ({"payload": True}, rf"payload: no payload on ranks {others}; .*'pair'.* on ranks \[{last}\]"),
-        "no layout": ({"options": {"layout": "blocks"}}, rf"^rank {last}: layout must be .* 'blocks'$"),
+        "no result": ({"options": {"result": "blocks"}}, rf"^rank {last}: result must be .* 'blocks'$"),
         "no number": ({"options": {"oversampling": 0}}, rf"^rank {last}: oversampling must be .* 0$"),
         "no rule": ({"options": {"nan": "first"}}, rf"^rank {last}: nan must be .* 'first'$"),
         "matrix": ({"dimensions": 2}, rf"^rank {last}: keys must be a dense 1-D tensor, got shape \({sizes[-1]}, 1\)$"),
@@ -196,18 +197,18 @@ def sorted_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return sort
 
 
-def places(num_rows: int, num_processes: int, layout: str, rank: int) -> slice:
+def places(num_rows: int, num_processes: int, result: str, rank: int) -> slice:
     """Return the global ranks of a process's share."""
     per_process = -(-num_rows // num_processes)
-    if layout == "block":
+    if result == "block":
         return slice(rank * per_process, (rank + 1) * per_process)
     return slice(rank, None, num_processes)
 
 
 def assert_share(share: dict[str, NDArray[Any]], problem: Problem, num_processes: int, rank: int) -> None:
     """Hold a process's share to what NumPy makes of all keys on one."""
-    layout = problem.case.get("options", {}).get("layout", "interleaved")
-    indices = order_of(problem.keys)[places(len(problem.keys), num_processes, layout, rank)]
+    result = problem.case.get("options", {}).get("result", "interleaved")
+    indices = order_of(problem.keys)[places(len(problem.keys), num_processes, result, rank)]
     assert share["indices"].dtype == np.int64
     assert share["indices"].tolist() == indices.tolist()
     assert share["keys"].dtype == problem.keys.dtype
@@ -349,7 +350,7 @@ def test_both_packages_put_the_same_rows_in_the_same_places(sorted_by: Any, num_
     if case.get("payload"):
         rows = run_sort.make_payload(torch.arange(len(keys)))
         payload = {"payload": {column: tensor.numpy() for column, tensor in rows.items()}}
-    mesh = jvarlen.data_mesh(num_processes)
+    mesh = data_mesh(num_processes)
     # 64-bit keys stay such.
     with jax.enable_x64(True):
         found_keys, indices, *rest = jvarlen.sample_sort(keys, mesh, **payload, **case.get("options", {}))

@@ -14,7 +14,6 @@ from jvarlen import (
     Batch,
     choose_row_lengths,
     compile_buckets,
-    data_mesh,
     load,
     make_buckets,
     make_eval_step,
@@ -35,6 +34,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.testing import assert_exactly_once
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
+from tests.meshes import data_mesh
 
 DATASET = random_dataset(90, 40)
 LENGTHS = np.diff(DATASET.offsets)

@@ -12,13 +12,14 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import FitConfig, cli, data_mesh, fit
+from jvarlen import FitConfig, cli, fit
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import HardwareConfig, load_config
 from tests import forks, run_fit
+from tests.meshes import data_mesh
 from tests.processes import COMPILE_FAST, ROOT, run, started
 from tests.settings import changed
 
@@ -98,7 +99,7 @@ def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cac
     further = changed(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
     assert fit(further, run_fit.make_data()).summary.num_steps == run_fit.NUM_STEPS
     with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
-        fit(config, run_fit.make_data(), mesh=data_mesh(3))
+        fit(config, run_fit.make_data(), layout=data_mesh(3))
 
 
 @pytest.mark.slow

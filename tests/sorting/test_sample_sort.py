@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort
+from jvarlen import local_sort, no_recompiles, sample_sort
 from jvarlen.sorting import sortable_words
 from jvarlen.sorting.sample_sort import _block_starts, _program
 from jvarlen.sorting.shard_sort import Shards, has_ragged
 from tests import processes
+from tests.meshes import data_mesh
 from tests.sort_inputs import KINDS, by_rank, keys_of_kind, order_of
 
 PROGRAM = Path(__file__).parents[1] / "run_sort.py"
@@ -24,29 +25,29 @@ def explicit_mesh(num_shards):
     return jax.make_mesh((num_shards,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:num_shards])
 
 
-def check(keys, num_shards, *, mesh=None, layout="interleaved", **options):
+def check(keys, num_shards, *, mesh=None, result="interleaved", **options):
     """Sorts and compares with np.lexsort; rows are balanced, none is lost, and padding is marked."""
-    found_keys, indices = sample_sort(keys, mesh or data_mesh(num_shards), layout=layout, **options)
+    found_keys, indices = sample_sort(keys, mesh or data_mesh(num_shards), result=result, **options)
     host_keys, num_rows = np.asarray(keys), len(keys)
     per_shard = -(-num_rows // num_shards)
     assert found_keys.shape == indices.shape == (num_shards * per_shard,)
     assert found_keys.dtype == host_keys.dtype
     assert found_keys.sharding.spec == indices.sharding.spec == PartitionSpec("data")
-    order, ranked = order_of(host_keys), by_rank(indices, num_shards, layout)
+    order, ranked = order_of(host_keys), by_rank(indices, num_shards, result)
     assert (ranked[:num_rows] == order).all()
     assert (ranked[num_rows:] == -1).all()
-    assert by_rank(found_keys, num_shards, layout)[:num_rows].tobytes() == host_keys[order].tobytes()
+    assert by_rank(found_keys, num_shards, result)[:num_rows].tobytes() == host_keys[order].tobytes()
     on_shard = (np.asarray(indices).reshape(num_shards, per_shard) >= 0).sum(axis=1)
-    if layout == "interleaved":
+    if result == "interleaved":
         assert set(on_shard.tolist()) <= {num_rows // num_shards, per_shard}
 
 
 @pytest.mark.parametrize("num_shards", SHARDS)
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_any_number_of_rows_on_any_number_of_shards(num_rows, num_shards):
-    layout = ("interleaved", "block")[(SIZES.index(num_rows) + num_shards) % 2]  # both with every number of each
+    result = ("interleaved", "block")[(SIZES.index(num_rows) + num_shards) % 2]  # both with every number of each
     rng = np.random.default_rng(num_rows)
-    check(rng.integers(-4, 5, num_rows).astype(np.int32), num_shards, layout=layout)
+    check(rng.integers(-4, 5, num_rows).astype(np.int32), num_shards, result=result)
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
@@ -56,7 +57,7 @@ def test_any_keys_are_ordered_and_balanced(kind, num_shards):
 
 
 @pytest.mark.parametrize(
-    ("transform", "layout", "oversampling"),
+    ("transform", "result", "oversampling"),
     [
         ("shard_map", "interleaved", 1),
         ("pmap", "block", 1),
@@ -66,9 +67,9 @@ def test_any_keys_are_ordered_and_balanced(kind, num_shards):
         ("pmap", "block", 20),
     ],
 )
-def test_nothing_but_the_layout_changes_the_result(transform, layout, oversampling):
+def test_nothing_but_the_layout_changes_the_result(transform, result, oversampling):
     keys = keys_of_kind("zipf", 203, np.random.default_rng(1))
-    check(keys, 4, transform=transform, layout=layout, oversampling=oversampling)
+    check(keys, 4, transform=transform, result=result, oversampling=oversampling)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint32, np.float16, jnp.bfloat16])
@@ -93,7 +94,7 @@ def test_64_bit_keys_keep_all_their_bits(dtype, low, high, transform):
 
 
 def test_64_bit_values_that_fit_32_bits_need_no_64_bit_mode():
-    keys, indices = sample_sort(np.array([3, -(2**31), 2**31 - 1, 0]), data_mesh(2), layout="block")
+    keys, indices = sample_sort(np.array([3, -(2**31), 2**31 - 1, 0]), data_mesh(2), result="block")
     assert keys.dtype == jnp.int32
     assert keys.tolist() == [-(2**31), 0, 3, 2**31 - 1]
     assert indices.tolist() == [1, 3, 0, 2]
@@ -106,15 +107,15 @@ def test_64_bit_values_that_do_not_fit_are_refused_by_row(keys):
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
-def test_nan_is_an_error_that_names_the_rows(num_shards, layout):
+@pytest.mark.parametrize("result", ["interleaved", "block"])
+def test_nan_is_an_error_that_names_the_rows(num_shards, result):
     keys = np.zeros(40, np.float32)
     keys[[3, 17, 38]] = np.nan, -np.nan, np.nan
     with pytest.raises(ValueError, match=r'keys are NaN \(nan="last" sorts them last\): id 3, id 17, id 38$'):
-        sample_sort(keys, data_mesh(num_shards), layout=layout)
+        sample_sort(keys, data_mesh(num_shards), result=result)
     keys[20:36] = np.nan
     with pytest.raises(ValueError, match=r"id 3, id 17, id 20, id 21, id 22 and 14 more$"):
-        sample_sort(keys, data_mesh(num_shards), layout=layout)
+        sample_sort(keys, data_mesh(num_shards), result=result)
     with pytest.raises(ValueError, match=r"id 3, id 17, id 20"):
         local_sort(keys, data_mesh(num_shards))
 
@@ -215,11 +216,11 @@ def test_shards_of_any_size_and_empty_ones(sizes):
     rng = np.random.default_rng(8)
     places = rng.integers(0, 4, (4, 5)).astype(np.int32)
     keys = np.concatenate([row[:size] for row, size in zip(places, sizes, strict=True)])
-    for layout in ("interleaved", "block"):
-        sorted_keys, indices = sample_sort(places.ravel(), data_mesh(4), layout=layout, shard_sizes=sizes)
+    for result in ("interleaved", "block"):
+        sorted_keys, indices = sample_sort(places.ravel(), data_mesh(4), result=result, shard_sizes=sizes)
         assert sorted_keys.shape == (4 * -(-len(keys) // 4),)
-        assert (by_rank(indices, 4, layout)[: len(keys)] == order_of(keys)).all()
-        assert (by_rank(indices, 4, layout)[len(keys) :] == -1).all()
+        assert (by_rank(indices, 4, result)[: len(keys)] == order_of(keys)).all()
+        assert (by_rank(indices, 4, result)[len(keys) :] == -1).all()
 
 
 def test_each_shard_for_itself():
@@ -233,11 +234,10 @@ def test_each_shard_for_itself():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "diagonal"}, r"layout \('diagonal'\) must be one of 'interleaved', 'block'"),
+        ({"result": "diagonal"}, r"result \('diagonal'\) must be one of 'interleaved', 'block'"),
         ({"transform": "vmap", "exchange": "x"}, r"transform \('vmap'\) .*; exchange \('x'\) must be"),
         ({"nan": "first"}, r"nan \('first'\) must be one of"),
         ({"oversampling": 0}, r"oversampling \(0\)"),
-        ({"axis_name": "model"}, "the mesh has axes data, but no 'model'"),
         ({"payload": np.zeros(3)}, r"one leading axis of the same size, not \[\(3,\), \(8,\)\]"),
         ({"shard_sizes": [1, 2]}, r"shard_sizes must be 4 integers, not int64\[2\]"),
         ({"shard_sizes": [1, 3, 0, -1]}, r"from 0 to the places of a shard: id 1: 3, id 3: -1 \(limit 2\)"),
@@ -263,16 +263,16 @@ def test_what_is_no_key_is_refused(keys):
 def test_more_rows_than_32_bits_number_have_longer_indices(monkeypatch):
     monkeypatch.setattr(sortable_words, "_LARGEST_SHORT_INDEX", 50)
     for kind in ("zipf", "special floats"):
-        for layout in ("interleaved", "block"):
+        for result in ("interleaved", "block"):
             keys = keys_of_kind(kind, 59, np.random.default_rng(10))  # a number of rows that no other test has
-            indices = sample_sort(keys, data_mesh(4), layout=layout)[1]
+            indices = sample_sort(keys, data_mesh(4), result=result)[1]
             assert indices.dtype == jnp.int64
-            assert (by_rank(indices, 4, layout)[:59] == order_of(keys)).all()
+            assert (by_rank(indices, 4, result)[:59] == order_of(keys)).all()
     _program.cache_clear()  # the programs of these shapes have long indices for ever
 
 
 def test_other_byte_orders_and_what_jax_has_no_type_for():
-    indices = sample_sort(np.array([3, 1, 2], ">i4"), data_mesh(2), layout="block")[1]
+    indices = sample_sort(np.array([3, 1, 2], ">i4"), data_mesh(2), result="block")[1]
     assert indices.tolist() == [1, 2, 0, -1]
     with pytest.raises(ValueError, match="a type that JAX supports, not float128"):
         sample_sort(np.zeros(3, np.longdouble), data_mesh(2))

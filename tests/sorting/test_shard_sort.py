@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh
 from jvarlen.sorting.shard_sort import Shards, _cut, deal_ranks, num_rounds, send_capacity, sort_blocks
+from tests.meshes import data_mesh
 
 AXIS = PartitionSpec("data")
 

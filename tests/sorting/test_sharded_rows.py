@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jvarlen import data_mesh, sample_sort, shard_local_rows
+from jvarlen import sample_sort, shard_local_rows
 from jvarlen.distributed.mesh import own_shards
 from jvarlen.sorting.sharded_rows import shard_rows, spread_local_rows
+from tests.meshes import data_mesh
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 10])
@@ -30,7 +31,7 @@ def test_local_rows_are_spread_evenly_and_sort(num_rows):
     (placed, ids), sizes = shard_local_rows((keys, np.arange(num_rows, dtype=np.int32)), mesh)
     assert np.ptp(sizes) <= 1
     assert sizes.sum() == num_rows
-    _, indices, payload = sample_sort(placed, mesh, layout="block", payload=ids, shard_sizes=sizes)
+    _, indices, payload = sample_sort(placed, mesh, result="block", payload=ids, shard_sizes=sizes)
     assert indices[:num_rows].tolist() == np.argsort(keys, kind="stable").tolist() == payload[:num_rows].tolist()
 
 

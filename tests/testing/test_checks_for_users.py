@@ -15,7 +15,6 @@ from jvarlen import (
     CompileOptions,
     batch_by_tokens,
     compile_buckets,
-    data_mesh,
     load,
     make_plan,
     pack_samples,
@@ -31,6 +30,7 @@ from jvarlen.testing import (
     assert_same_batches,
 )
 from tests.conftest import random_dataset
+from tests.meshes import data_mesh
 
 torch_ref = pytest.importorskip("torch_ref")
 

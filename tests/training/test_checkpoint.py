@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import data_mesh, no_recompiles
+from jvarlen import no_recompiles
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training import checkpoint
 from jvarlen.training.checkpoint import Place, _write_manifest, open_checkpoints, read_params
 from jvarlen.training.train_state import TrainState
+from tests.meshes import data_mesh
 
 STATE = TrainState({"w": jnp.arange(3.0), "b": jnp.float32(2)}, (jnp.int32(7),))
 

@@ -12,17 +12,17 @@ import pytest
 from jvarlen import (
     CompileOptions,
     compile_buckets,
-    data_mesh,
     load,
     make_plan,
     make_train_step,
     no_recompiles,
-    replicate,
     scale_by_batch_size,
 )
 from jvarlen.batches import BatchShapes
+from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
+from tests.meshes import data_mesh
 
 DATASET = random_dataset(24, 10)
 PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], order="length", microbatches_per_step=2)

@@ -12,7 +12,6 @@ import pytest
 from jvarlen import (
     CompileOptions,
     compile_buckets,
-    data_mesh,
     load,
     make_plan,
     make_train_step,
@@ -22,6 +21,7 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
+from tests.meshes import data_mesh
 
 DATASET = random_dataset(40, 10)
 PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], microbatches_per_step=4, order="shuffle")

@@ -13,7 +13,6 @@ from jvarlen import (
     CompileOptions,
     TrainState,
     compile_buckets,
-    data_mesh,
     load,
     make_eval_step,
     make_plan,
@@ -26,6 +25,7 @@ from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import Metrics, new_state
 from tests.conftest import random_dataset
+from tests.meshes import data_mesh
 
 
 class Rows(NamedTuple):

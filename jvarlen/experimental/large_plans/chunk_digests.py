@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Int64
 
 from jvarlen._common.checks import check_at_least_one
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.processes import gather_arrays
 from jvarlen.experimental.large_plans.columns import run_ahead
@@ -63,7 +64,7 @@ def chunk_digests(
     starts = np.minimum(np.arange(num_shards + 1) * block, num_ids).astype(index)
     with jax.enable_x64(True), jax.set_mesh(NO_MESH):
         rows = positions.astype(f"u{index.itemsize}"), sample_ids.astype(index)
-        (ranks, ids), sizes = shard_local_rows(rows, mesh, axis_name=axis_name)
+        (ranks, ids), sizes = shard_local_rows(rows, Layout().on(mesh, axes={"data": axis_name}))
         del rows
         blocks = own_parts(_program(mesh, shards, block)(ranks, ids, sizes, starts))
     chunks = {

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
-from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
+from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_microbatches, own_shards, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
@@ -146,9 +145,8 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
 def plan_distributed(
     lengths: npt.ArrayLike,
     buckets: Sequence[tuple[int, int]],
-    mesh: Mesh,
+    layout: LayoutLike,
     *,
-    axis_name: str = "data",
     microbatches_per_step: int = 1,
     order: DistributedOrder | Order = "shuffle",
     seed: int = 0,
@@ -166,8 +164,8 @@ def plan_distributed(
         processes and may be 0. Sample ids count along the mesh axis: those of process 0 come first if its devices do,
         and the samples of a process with several devices are spread over them evenly, in order.
       buckets: (rows, length) pairs, lengths strictly ascending; `make_buckets` chooses them from `count_lengths`.
-      mesh: its p devices along `axis_name` train on the microbatches: M / p consecutive ones each.
-      axis_name: the data-parallel axis.
+      layout: where a step runs, as for `make_train_step`: its p data shards train on M / p consecutive microbatches
+        each.
       microbatches_per_step: M, a multiple of p.
       order: `"length"`, `"length_descending"` or `"shuffle"`. Other orders are sequential and cannot be planned in
         parts.
@@ -184,11 +182,12 @@ def plan_distributed(
       RuntimeError: another process raised such an error.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], mesh, order="length", microbatches_per_step=2)
+      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], "data1", order="length", microbatches_per_step=2)
       >>> plan.num_steps, plan.rows(0).tolist()
       (2, [[1, 0], [3, 2]])
     """
+    placement = shards_on(layout)
+    mesh, axis_name = placement.mesh, placement.data_axis
     with together("check the arguments of plan_distributed"):
         order = as_order(order)
         check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
@@ -197,7 +196,7 @@ def plan_distributed(
         check_at_least_one(microbatches_per_step=microbatches_per_step)
         check_seed(seed, epoch)
         checked = _checked_buckets(buckets)
-        num_shards, num_microbatches = num_shards_of(mesh, axis_name), int(microbatches_per_step)
+        num_shards, num_microbatches = placement.layout.data, int(microbatches_per_step)
         check_shards_divide(num_microbatches, mesh, axis_name)
     decided = (checked, num_microbatches, order, seed, epoch, overlong)
     agree("the arguments of plan_distributed", repr(decided))

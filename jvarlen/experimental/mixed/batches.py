@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Integer
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.distributed.mesh import DATA_AXIS, batch_shardings, num_shards_of
+from jvarlen.distributed.mesh import LayoutLike, shards_on
 from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn
@@ -75,7 +74,7 @@ class MixedBatch:
 def mixed_batch_spec(
     plans: MixedPlan | Sequence[MixedPlan],
     *,
-    mesh: Mesh,
+    layout: LayoutLike,
     cost: CostFn | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
 ) -> MixedBatch:
@@ -84,7 +83,7 @@ def mixed_batch_spec(
     Args:
       plans: the mixed plan; or several of the same buckets, such as those of all epochs, whose batches then share one
         program.
-      mesh: its axis `"data"` has the p ranks.
+      layout: as for `make_mixed_train_step`: its p data shards are the ranks.
       cost: as for `load_mixed`: it decides which rank gets which microbatches.
       batch_spec: `batch_spec(bucket, 1)` gives the pytree of `jax.ShapeDtypeStruct` of a microbatch, with a leading
         axis of 1 on all that are not scalars.
@@ -93,19 +92,20 @@ def mixed_batch_spec(
       A `MixedBatch` of `jax.ShapeDtypeStruct` with their shardings on the mesh: every array lies along `"data"`.
 
     Raises:
-      ValueError: no plan, or plans of different buckets; a mesh without `"data"`.
+      ValueError: no plan, or plans of different buckets.
     """
-    num_ranks = num_shards_of(mesh, DATA_AXIS)
+    placement = shards_on(layout)
+    num_ranks = placement.layout.data
     plans = [plans] if not isinstance(plans, Sequence) else list(plans)
     all_buckets = list(dict.fromkeys(plan.buckets for plan in plans))
     if len(all_buckets) != 1:
         raise UserError(f"plans must be at least one, all of the same buckets, not of {list_first(all_buckets, '; ')}")
     specs = [batch_spec(bucket, 1) for bucket in all_buckets[0]]
-    layout = tuple(
+    arrays_of_each = tuple(
         BucketArrays(bucket, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(spec)))
         for bucket, spec in zip(all_buckets[0], specs, strict=True)
     )
-    sizes_KxL = np.array([[math.prod(shape) for shape in each.shapes] for each in layout], np.int64)
+    sizes_KxL = np.array([[math.prod(shape) for shape in each.shapes] for each in arrays_of_each], np.int64)
     most, capacities_L = 1, np.ones(sizes_KxL.shape[1], np.int64)
     for plan in plans:
         step = np.repeat(np.arange(plan.num_steps), np.diff(plan.step_offsets))
@@ -124,12 +124,12 @@ def mixed_batch_spec(
         bucket_index=of_each,
         places=of_each,
         num_microbatches=jax.ShapeDtypeStruct((num_ranks,), np.int32),
-        layout=layout,
+        layout=arrays_of_each,
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         spec,
-        batch_shardings(spec, mesh),
+        placement.batch_shardings(spec),
     )
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, own_shards
+from jvarlen.distributed.mesh import LayoutLike, own_shards, shards_on
 from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
 from jvarlen.experimental.mixed.plan import MixedPlan
@@ -33,7 +32,7 @@ def load_mixed(
     plan: MixedPlan,
     dataset: DataSource,
     *,
-    mesh: Mesh,
+    layout: LayoutLike,
     cost: CostFn | None = None,
     spec: MixedBatch | None = None,
     start_step: int = 0,
@@ -46,11 +45,11 @@ def load_mixed(
     Args:
       plan: the mixed plan of one epoch.
       dataset: random access by sample id: `len()` and integer indexing.
-      mesh: its axis `"data"` has the ranks. If its devices belong to several processes, all of them load, and each
+      layout: as for `make_mixed_train_step`. If its devices belong to several processes, all of them load, and each
         reads the samples of its own ranks.
       cost: cost(rows, length) of one microbatch, such as a `CostModel`; `plan.ranks` spreads the microbatches by it.
         None: as `plan.ranks` does without one.
-      spec: the shapes, from `mixed_batch_spec` with the same mesh and cost; needed for batches of other types than
+      spec: the shapes, from `mixed_batch_spec` with the same layout and cost; needed for batches of other types than
         `Batch`, and for several epochs in one program. None: those of this plan.
       start_step: the first step to return; earlier steps are not read.
       collate: makes the arrays of one microbatch from its `StepSamples`, with M = 1. `num_sequences` there is that of
@@ -66,14 +65,15 @@ def load_mixed(
     """
     if not 0 <= start_step <= plan.num_steps:
         raise UserError(f"start_step must be between 0 and {plan.num_steps}, not {start_step}")
-    spec = mixed_batch_spec(plan, mesh=mesh, cost=cost) if spec is None else spec
-    num_ranks = num_shards_of(mesh, DATA_AXIS)
+    spec = mixed_batch_spec(plan, layout=layout, cost=cost) if spec is None else spec
+    placement = shards_on(layout)
+    mesh, num_ranks = placement.mesh, placement.layout.data
     if len(spec.num_microbatches) != num_ranks:
-        raise UserError(f"the spec is for {len(spec.num_microbatches)} ranks, and the mesh has {num_ranks}")
+        raise UserError(f"the spec is for {len(spec.num_microbatches)} ranks, and the layout has {num_ranks}")
     if (of_spec := tuple(each.bucket for each in spec.layout)) != plan.buckets:
         raise UserError(f"the spec has the buckets {of_spec}, and the plan {plan.buckets}")
     ranks = plan.ranks(num_ranks, cost)
-    own = own_shards(mesh, DATA_AXIS)
+    own = own_shards(mesh, placement.data_axis)
     if mesh.is_multi_process:
         agree("the mixed plan", plan.digest)
         agree("the ranks of its microbatches", hashlib.sha256(ranks.tobytes()).hexdigest())
@@ -89,7 +89,7 @@ def load_mixed(
     shapes = BatchShapes(
         plan.buckets[-1:],
         microbatches_per_step=num_ranks,
-        layout=mesh,
+        layout=placement,
         batch_spec=lambda *_: spec,
     )
 

@@ -19,7 +19,7 @@ from jaxtyping import Float64, Int64, Integer, Shaped
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen._common.text_table import text_table
 from jvarlen.distributed.mesh import NO_MESH
-from jvarlen.sorting.sample_sort import Layout
+from jvarlen.sorting.sample_sort import Result
 from jvarlen.sorting.shard_sort import num_rounds, send_capacity
 from jvarlen.sorting.sortable_words import index_dtype, word_dtypes
 
@@ -43,13 +43,13 @@ def exchange_volume(
     num_shards: int,
     *,
     dtype: npt.DTypeLike = np.int32,
-    layout: Layout = "interleaved",
+    result: Result = "interleaved",
     oversampling: int = 4,
 ) -> ExchangeVolume:
     """What `sample_sort` sends by the dense exchange, without payload; it does not depend on the keys.
 
     With w bytes a row and i an index (4, or 8 from 2**31 − 1 rows on), n = ⌈N/p⌉, n' = n rounded up to a multiple of p,
-    b = n' (block layout: n), c = ⌊b/p⌋ + p − 1 and R = ⌊log n / log(k+1)⌋ + 1 rounds, a shard sends p − 1 times
+    b = n' (block result: n), c = ⌊b/p⌋ + p − 1 and R = ⌊log n / log(k+1)⌋ + 1 rounds, a shard sends p − 1 times
 
       n'/p·w (deal) + c·w (send) + b/p·w (interleave) + R·(p·k·w + 2·p·k·i) (samples, and a ring all-reduce of their
       ranks) + (p + 1)·i (cuts)
@@ -60,7 +60,7 @@ def exchange_volume(
       num_rows: N ≥ 0.
       num_shards: p ≥ 1.
       dtype: of the keys, integers or floats of at most 64 bits.
-      layout: as in `sample_sort`.
+      result: as in `sample_sort`.
       oversampling: k ≥ 1.
 
     Returns:
@@ -74,7 +74,7 @@ def exchange_volume(
       ExchangeVolume(messages=31, num_bytes=6001172)
     """
     check_at_least_one(num_shards=num_shards, oversampling=oversampling)
-    check_choices(layout=(layout, Layout))
+    check_choices(result=(result, Result))
     if not is_integer(num_rows) or num_rows < 0:
         raise UserError(f"num_rows must be an integer of at least 0, not {num_rows!r}")
     dtype = np.dtype(dtype)
@@ -85,7 +85,7 @@ def exchange_volume(
     if n == 0 or p == 1:
         return ExchangeVolume(0, 0)
     words = word_dtypes(dtype, p * n)
-    is_interleaved = layout == "interleaved"
+    is_interleaved = result == "interleaved"
     per_run = -(-n // p)
     block = per_run * p if is_interleaved else n
     rounds = num_rounds(n, oversampling)

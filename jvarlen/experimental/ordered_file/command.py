@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import tyro
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.distributed.mesh import DATA_AXIS
+from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_arrays, is_main_process, together
 from jvarlen.experimental.ordered_file.balance import (
     ExchangeVolume,
@@ -51,7 +50,7 @@ class SortCommand(DeviceConfig):
         """Sorts, writes the order, and prints how evenly it was spread over the devices."""
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
             raise UserError(f"out {self.out} must be a file, and another one than the lengths")
-        sorted_file = sort_file(self.lengths, self.out, launch(self).mesh, progress=self.progress)
+        sorted_file = sort_file(self.lengths, self.out, launch(self), progress=self.progress)
         if is_main_process():
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
@@ -85,7 +84,7 @@ class SortedFile(NamedTuple):
     local: ShardBalance
 
 
-def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> SortedFile:
+def sort_file(path: Path, out: Path, placement: Placement, *, progress: bool = True) -> SortedFile:
     """Writes the ids of the samples, sorted by key, ties by id: an order for `make_plan(order=)`.
 
     Every process reads and sorts its part of the file. Keys that do not fit 32 bits are sorted as 64-bit keys.
@@ -93,7 +92,7 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
     Args:
       path: a `.npy` file of integers or floats[N], lengths or any difficulty.
       out: the `.npy` file for the order, int64[N]; its directory must exist.
-      mesh: has the axis "data"; all its devices take part.
+      placement: where to sort.
       progress: whether to show a progress bar while writing.
 
     Returns:
@@ -118,19 +117,19 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
         own = _shortened(own.astype(native, copy=False))
     is_short = bool(gather_arrays(np.array([own.dtype.itemsize < 8])).all())
     own = own if is_short else own.astype(native)
-    axis_name = DATA_AXIS
+    num_shards = placement.layout.data
     with contextlib.nullcontext() if is_short else jax.enable_x64(True):
-        placed, sizes = shard_local_rows(own, mesh, axis_name=axis_name)
-        options: dict[str, Any] = {"axis_name": axis_name, "shard_sizes": sizes}
+        placed, sizes = shard_local_rows(own, placement)
+        options: dict[str, Any] = {"shard_sizes": sizes}
         start = time.perf_counter()
-        exact = jax.block_until_ready(sample_sort(placed, mesh, **options))
+        exact = jax.block_until_ready(sample_sort(placed, placement, **options))
         seconds = time.perf_counter() - start
         write_ordered(out, exact[1], len(keys), progress=progress)
-        local = local_sort(placed, mesh, nan="last", **options)
-    is_ragged = mesh.size > 1 and has_ragged(mesh, axis_name)
-    volume = None if is_ragged else exchange_volume(len(keys), mesh.size, dtype=own.dtype)
-    balances = (shard_balance(result[0], result[1], mesh.size) for result in (exact, local))
-    return SortedFile(len(keys), mesh.size, seconds, volume, *balances)
+        local = local_sort(placed, placement, nan="last", **options)
+    is_ragged = num_shards > 1 and has_ragged(placement.mesh, placement.data_axis)
+    volume = None if is_ragged else exchange_volume(len(keys), num_shards, dtype=own.dtype)
+    balances = (shard_balance(result[0], result[1], num_shards) for result in (exact, local))
+    return SortedFile(len(keys), num_shards, seconds, volume, *balances)
 
 
 def _shortened(keys: np.ndarray) -> np.ndarray:

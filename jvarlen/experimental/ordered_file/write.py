@@ -32,7 +32,7 @@ from jvarlen._common.files import check_place, move_into_place, take_space
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen._common.progress import progress_bar
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.sorting.sample_sort import Layout
+from jvarlen.sorting.sample_sort import Result
 
 __all__ = ["write_ordered"]
 
@@ -46,7 +46,7 @@ def write_ordered(
     ordered: npt.ArrayLike | jax.Array,
     num_samples: int | np.integer,
     *,
-    layout: Layout = "interleaved",
+    result: Result = "interleaved",
     dtype: npt.DTypeLike = np.int64,
     shared_disk: bool | None = None,
     progress: bool = True,
@@ -63,13 +63,13 @@ def write_ordered(
 
     Args:
       path: the file; its directory must exist. If the disk is not shared, that of process 0 counts.
-      ordered: integers or floats[p·n] in the order of `layout`, sharded over p devices of one or several processes. If
+      ordered: integers or floats[p·n] in the order of `result`, sharded over p devices of one or several processes. If
         other mesh axes replicate it, each shard is written once. p is taken from the sharding, so the array must be
         placed as it was returned. An array in a single place (NumPy, one device without a mesh, or a full copy on each)
-        has no p: it must be in the order of its ranks, with `layout="block"`. If each process has all of it, process 0
+        has no p: it must be in the order of its ranks, with `result="block"`. If each process has all of it, process 0
         writes.
       num_samples: N ≤ p·n; ranks from N on are not written.
-      layout: `"interleaved"`: shard d, slot i holds rank i·p + d. `"block"`: rank and position are the same.
+      result: `"interleaved"`: shard d, slot i holds rank i·p + d. `"block"`: rank and position are the same.
       dtype: integers or floats, the type of the file; it must hold each value exactly.
       shared_disk: whether all processes that hold shards see the directory of process 0. None: find out.
       progress: whether process 0 shows a progress bar.
@@ -86,7 +86,7 @@ def write_ordered(
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     write_ordered(f"{directory}/order.npy", [2, 0, 1, -1], 3, layout="block", progress=False)
+      ...     write_ordered(f"{directory}/order.npy", [2, 0, 1, -1], 3, result="block", progress=False)
       ...     np.load(f"{directory}/order.npy")
       array([2, 0, 1])
     """
@@ -94,15 +94,15 @@ def write_ordered(
     with together("begin to write in order"):
         raise_if_interrupted()
         array = ordered if isinstance(ordered, jax.Array) else np.asarray(ordered)
-        _check(array, num_samples, layout, dtype)
-    asked = f"{path.name}: {num_samples} of {array.dtype}{list(array.shape)}, {layout}, as {np.dtype(dtype)}"
+        _check(array, num_samples, result, dtype)
+    asked = f"{path.name}: {num_samples} of {array.dtype}{list(array.shape)}, {result}, as {np.dtype(dtype)}"
     agree("what to write", f"{asked}, shared_disk={shared_disk}")
     token = gather_texts("the name of the part", secrets.token_hex(8))[0]
     # A name that nobody has looked for before: a network disk may remember what was not there.
     part = _Part(path.with_name(f".{path.name}.{token}.part"), int(num_samples), np.dtype(dtype))
     with remembered_interrupts():
         try:
-            _fill(part, path, array, layout, shared_disk, progress)
+            _fill(part, path, array, result, shared_disk, progress)
             with together(f"give {path.name} its name"):
                 if is_main_process():  # the only one that can still fail
                     raise_if_interrupted()
@@ -117,8 +117,8 @@ def write_ordered(
         raise_if_interrupted()
 
 
-def _check(array: jax.Array | np.ndarray, num_samples: int | np.integer, layout: Layout, dtype: npt.DTypeLike) -> None:
-    check_choices(layout=(layout, Layout))
+def _check(array: jax.Array | np.ndarray, num_samples: int | np.integer, result: Result, dtype: npt.DTypeLike) -> None:
+    check_choices(result=(result, Result))
     try:
         kind = np.dtype(dtype).kind
     except (TypeError, ValueError, SyntaxError) as error:
@@ -131,10 +131,10 @@ def _check(array: jax.Array | np.ndarray, num_samples: int | np.integer, layout:
     if not is_integer(num_samples) or not 0 <= num_samples <= len(array):
         raise UserError(f"num_samples must be an integer from 0 to {len(array)}, not {num_samples!r}")
     place = _single_place(array)
-    if place and layout == "interleaved":
+    if place and result == "interleaved":
         raise UserError(
-            f'layout="interleaved" needs ordered sharded over its devices as it was returned, not {place}: pass '
-            'layout="block" for an array in the order of its ranks, or else the sharded array itself'
+            f'result="interleaved" needs ordered sharded over its devices as it was returned, not {place}: pass '
+            'result="block" for an array in the order of its ranks, or else the sharded array itself'
         )
 
 
@@ -209,13 +209,13 @@ def _fill(
     part: _Part,
     path: Path,
     array: jax.Array | np.ndarray,
-    layout: Layout,
+    result: Result,
     shared_disk: bool | None,
     progress: bool,
 ) -> None:
     """Makes the part, and writes all samples to it."""
     piece_size = min(_PIECE, len(array))
-    blocks = _to_blocks(array) if layout == "interleaved" else array
+    blocks = _to_blocks(array) if result == "interleaved" else array
     with _step(f"make room for {path.name}"):
         jax.block_until_ready(blocks)
         if is_main_process():

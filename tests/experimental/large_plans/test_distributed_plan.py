@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import Order, data_mesh, lr_sequence, make_buckets, make_plan
+from jvarlen import Order, lr_sequence, make_buckets, make_plan
 from jvarlen.experimental.large_plans import chunk_digests as module
 from jvarlen.experimental.large_plans import count_lengths, plan_distributed
 from jvarlen.planning.plan_file import plan_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches
+from tests.meshes import data_mesh
 
 
 def assert_same(plan, whole, num_samples):

@@ -12,6 +12,8 @@ import numpy as np
 import optax
 
 import jvarlen
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import replicate
 from jvarlen.experimental.mixed import load_mixed, make_mixed_plan, make_mixed_train_step
 from jvarlen.training.train_state import new_state
 
@@ -39,15 +41,15 @@ def loss_fn(params, microbatch, key):
 
 def train():
     """Losses, parameters, samples read and counted, and microbatches of each step, over four ranks."""
-    mesh = jvarlen.data_mesh(4)
+    mesh = Layout(data=4).on().mesh
     plan = make_mixed_plan(jvarlen.make_plan(LENGTHS, [(4, 3), (2, 6), (1, 8)], order="shuffle"), 9)
     dataset, optimizer = Recorded(), optax.chain(optax.sgd(0.3), jvarlen.scale_by_batch_size(8))
     with jax.enable_x64(True):
         state = new_state(np.linspace(-1, 1, 11), optimizer, seed=2)
-        state = jvarlen.replicate(state, mesh)
+        state = replicate(state, mesh)
         step = jax.jit(make_mixed_train_step(loss_fn, optimizer, plan.buckets, layout=mesh))
         losses = []
-        batches = load_mixed(plan, dataset, mesh=mesh)
+        batches = load_mixed(plan, dataset, layout=mesh)
         for batch in batches:
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))

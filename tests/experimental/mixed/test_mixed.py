@@ -17,17 +17,16 @@ from jvarlen import (
     CompileOptions,
     Plan,
     compile_buckets,
-    data_mesh,
     make_plan,
     make_train_step,
     no_recompiles,
     pack_samples,
-    replicate,
     scale_by_batch_size,
 )
 from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.batches.batches import Batch
 from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.mesh import replicate
 from jvarlen.experimental.mixed import (
     load_mixed,
     make_mixed_plan,
@@ -41,6 +40,7 @@ from jvarlen.training.train_state import new_state
 from tests import processes
 from tests.conftest import random_dataset
 from tests.experimental.mixed import run_mixed
+from tests.meshes import data_mesh
 
 BUCKETS = (Bucket(5, 3), Bucket(3, 5), Bucket(2, 8), Bucket(1, 13))
 OF_STEP = (3, 0, 2, 1, 1, 0, 3, 2, 0, 1, 2)  # the buckets of eleven microbatches
@@ -100,7 +100,7 @@ def hand_made(ranks, of_step=OF_STEP, buckets=BUCKETS):
 def mixed_by_hand(ranks, num_ranks, of_step=OF_STEP, buckets=BUCKETS):
     """Microbatches, their mixed batch, its spec and the mesh."""
     mesh = data_mesh(num_ranks)
-    spec = mixed_batch_spec(hand_made(ranks, of_step, buckets), mesh=mesh)
+    spec = mixed_batch_spec(hand_made(ranks, of_step, buckets), layout=mesh)
     own_buckets = [buckets[k] for k in of_step]
     microbatches = list(random_microbatches(own_buckets))
     return microbatches, mix_microbatches(microbatches, own_buckets, ranks, spec), spec, mesh
@@ -193,7 +193,7 @@ def tokens_of(batch):
 
 def test_a_plan_is_loaded_and_trained_and_nothing_is_compiled_after_the_first_step():
     mesh = data_mesh(3)
-    batches = list(load_mixed(MIXED, DATASET, mesh=mesh))
+    batches = list(load_mixed(MIXED, DATASET, layout=mesh))
     assert len(batches) == MIXED.num_steps > 3
     seen = [sample for batch in batches for sample in tokens_of(batch)]
     assert sorted(seen) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
@@ -238,29 +238,29 @@ def trained_on_one_device(plan, optimizer):
 def test_loading_resumes_at_any_step_and_in_the_shapes_of_several_epochs():
     mesh = data_mesh(3)
     other = make_mixed_plan(make_plan(np.diff(DATASET.offsets), BUCKETS, order="shuffle", epoch=1), 7)
-    spec = mixed_batch_spec([MIXED, other], mesh=mesh)
-    first = load_mixed(MIXED, DATASET, mesh=mesh, spec=spec)
-    resumed = load_mixed(MIXED, DATASET, mesh=mesh, spec=spec, start_step=2)
+    spec = mixed_batch_spec([MIXED, other], layout=mesh)
+    first = load_mixed(MIXED, DATASET, layout=mesh, spec=spec)
+    resumed = load_mixed(MIXED, DATASET, layout=mesh, spec=spec, start_step=2)
     pairs = list(zip(itertools.islice(first, 2, None), resumed, strict=True))
     assert len(pairs) == MIXED.num_steps - 2
     for batch, again in pairs:
         jax.tree.map(np.testing.assert_array_equal, batch, again)
     assert resumed.num_samples == MIXED.num_sequences[2:].sum()
-    batches = [pairs[0][0], *load_mixed(other, DATASET, mesh=mesh, spec=spec)]
+    batches = [pairs[0][0], *load_mixed(other, DATASET, layout=mesh, spec=spec)]
     shapes = {(jax.tree.structure(batch), *map(jnp.shape, jax.tree.leaves(batch))) for batch in batches}
     assert shapes == {(jax.tree.structure(spec), *map(jnp.shape, jax.tree.leaves(spec)))}
     smaller = make_mixed_plan(PLAN, 2)
-    alone = mixed_batch_spec(MIXED, mesh=mesh)
-    assert jax.tree.leaves(mixed_batch_spec([MIXED, smaller], mesh=mesh)) == jax.tree.leaves(alone)
-    assert jax.tree.leaves(mixed_batch_spec([smaller, MIXED], mesh=mesh)) == jax.tree.leaves(alone)
-    assert jax.tree.leaves(mixed_batch_spec(smaller, mesh=mesh)) != jax.tree.leaves(alone)
+    alone = mixed_batch_spec(MIXED, layout=mesh)
+    assert jax.tree.leaves(mixed_batch_spec([MIXED, smaller], layout=mesh)) == jax.tree.leaves(alone)
+    assert jax.tree.leaves(mixed_batch_spec([smaller, MIXED], layout=mesh)) == jax.tree.leaves(alone)
+    assert jax.tree.leaves(mixed_batch_spec(smaller, layout=mesh)) != jax.tree.leaves(alone)
 
 
 def test_a_cost_decides_the_ranks():
     mesh = data_mesh(3)
     for cost in (None, lambda rows, length: rows + 0.0 * length):
         ranks = MIXED.ranks(3, cost)[: MIXED.step_offsets[1]]
-        batch = next(load_mixed(MIXED, DATASET, mesh=mesh, cost=cost))
+        batch = next(load_mixed(MIXED, DATASET, layout=mesh, cost=cost))
         assert batch.num_microbatches.tolist() == np.bincount(ranks, minlength=3).tolist()
 
 
@@ -268,8 +268,8 @@ def test_packed_rows_and_compiled_buckets():
     lengths = np.diff(DATASET.offsets)
     plan = make_mixed_plan(make_plan(pack_samples(lengths, [13]), BUCKETS[1:], order="shuffle"), 5)
     mesh = data_mesh(2)
-    spec = mixed_batch_spec(plan, mesh=mesh, batch_spec=packed_batch_spec)
-    batches = load_mixed(plan, DATASET, mesh=mesh, spec=spec, collate=pack_to_bucket)
+    spec = mixed_batch_spec(plan, layout=mesh, batch_spec=packed_batch_spec)
+    batches = load_mixed(plan, DATASET, layout=mesh, spec=spec, collate=pack_to_bucket)
     state = new_state(make_params(np.float32), make_optimizer())
     step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, layout=mesh)
     compiled = compile_buckets(
@@ -304,10 +304,10 @@ def test_batches_of_any_type_with_counts_and_scalars():
         return params * jnp.sum(microbatch["tokens"]) / microbatch["temperature"], microbatch["num_tokens"]
 
     mesh, optimizer = data_mesh(3), scale_by_batch_size(8)
-    spec = mixed_batch_spec(MIXED, mesh=mesh, batch_spec=batch_spec)
+    spec = mixed_batch_spec(MIXED, layout=mesh, batch_spec=batch_spec)
     step = jax.jit(make_mixed_train_step(loss_fn, optimizer, BUCKETS, layout=mesh))
     state = replicate(new_state(np.float32(1), optimizer), mesh)
-    for t, batch in enumerate(load_mixed(MIXED, DATASET, mesh=mesh, spec=spec, collate=collate)):
+    for t, batch in enumerate(load_mixed(MIXED, DATASET, layout=mesh, spec=spec, collate=collate)):
         _, metrics = step(state, batch)
         ids = range(*PLAN.step_offsets[MIXED.step_offsets[t : t + 2]].tolist())
         total = sum(int(DATASET[PLAN.sample_ids[i]].sum(dtype=np.int64)) for i in ids)
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_refused_by_name():
     with refused(match=r"differ between its microbatches: \.num_sequences: 29\.0 and 3\.0"):
         mix([*microbatches[:2], microbatches[2]._replace(num_sequences=np.float32(3))], buckets, (0, 1, 1))
     with refused(match="all of the same buckets"):
-        mixed_batch_spec([MIXED, hand_made((0,), (0,), BUCKETS[:2])], mesh=mesh)
+        mixed_batch_spec([MIXED, hand_made((0,), (0,), BUCKETS[:2])], layout=mesh)
 
     make = functools.partial(make_mixed_train_step, rnn_loss, optax.sgd(0.1))
     with refused(match="must strictly ascend"):
@@ -356,15 +356,15 @@ def test_what_does_not_fit_is_refused_by_name():
         jax.eval_shape(make_mixed_train_step(reducing_loss, optax.sgd(0.1), BUCKETS, layout=mesh), state, batch)
 
     with refused(match="start_step must be between 0 and"):
-        load_mixed(MIXED, DATASET, mesh=mesh, start_step=MIXED.num_steps + 1)
-    with refused(match="the spec is for 3 ranks, and the mesh has 2"):
-        load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(MIXED, mesh=data_mesh(3)))
+        load_mixed(MIXED, DATASET, layout=mesh, start_step=MIXED.num_steps + 1)
+    with refused(match="the spec is for 3 ranks, and the layout has 2"):
+        load_mixed(MIXED, DATASET, layout=mesh, spec=mixed_batch_spec(MIXED, layout=data_mesh(3)))
     with refused(match="the spec has the buckets"):
-        load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(hand_made((0,), (0,), BUCKETS[:2]), mesh=mesh))
+        load_mixed(MIXED, DATASET, layout=mesh, spec=mixed_batch_spec(hand_made((0,), (0,), BUCKETS[:2]), layout=mesh))
     with refused(match="holds sample 82, the dataset only 50"):
-        load_mixed(MIXED, random_dataset(50, 13), mesh=mesh)
+        load_mixed(MIXED, random_dataset(50, 13), layout=mesh)
     with refused(match="rank 0 gets more than the 1 microbatches") as raised:
-        next(load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(hand_made((0,), (0,)), mesh=mesh)))
+        next(load_mixed(MIXED, DATASET, layout=mesh, spec=mixed_batch_spec(hand_made((0,), (0,)), layout=mesh)))
     assert raised.value.__notes__ == ["which is a microbatch of step 0 of the mixed plan"]
 
 

@@ -22,8 +22,8 @@ from jvarlen.experimental.ordered_file.write import write_ordered
 
 OLD = "what was there before"
 CASES = [
-    (layout, shared_disk, num_samples)
-    for layout in ("interleaved", "block")
+    (result, shared_disk, num_samples)
+    for result in ("interleaved", "block")
     for shared_disk in (None, True, False)
     for num_samples in (0, 1, 30, 101)
 ]
@@ -34,20 +34,20 @@ def values_by_rank(num_samples):
     return (np.arange(num_samples) * 7 + 3).astype(np.int32)
 
 
-def shard_values(values, sharding, layout, *, num_shards):
+def shard_values(values, sharding, result, *, num_shards):
     """Values in the order of their ranks, as the sort lays them out on p shards, padded with −1."""
     per_shard = -(-len(values) // num_shards)
     padded = np.full(num_shards * per_shard, -1).astype(values.dtype)
     padded[: len(values)] = values
-    if layout == "interleaved":
+    if result == "interleaved":
         padded = padded.reshape(-1, num_shards).T.ravel()
     return jax.make_array_from_callback(padded.shape, sharding, lambda index: padded[index], dtype=padded.dtype)
 
 
-def on_all_devices(values, layout, axis_type=AxisType.Auto):
+def on_all_devices(values, result, axis_type=AxisType.Auto):
     num_shards = jax.device_count()
     mesh = jax.make_mesh((num_shards,), ("data",), axis_types=(axis_type,))
-    return shard_values(values, NamedSharding(mesh, PartitionSpec("data")), layout, num_shards=num_shards)
+    return shard_values(values, NamedSharding(mesh, PartitionSpec("data")), result, num_shards=num_shards)
 
 
 def on_last_process(values):
@@ -59,7 +59,7 @@ def on_last_process(values):
 def write(path, values=None, *, ordered=None, **options):
     """Writes to a file; type and text of the error where there is one."""
     values = values_by_rank(101) if values is None else values
-    ordered = on_all_devices(values, options.get("layout", "interleaved")) if ordered is None else ordered
+    ordered = on_all_devices(values, options.get("result", "interleaved")) if ordered is None else ordered
     before = signal.getsignal(signal.SIGINT)
     try:
         write_ordered(path, ordered, options.pop("num_samples", len(values)), progress=False, **options)
@@ -127,19 +127,19 @@ def write_cases(directory, rank):
     if rank == 0:
         disk.mkdir()
     raised = []
-    for layout, shared_disk, num_samples in CASES:
-        values, name = values_by_rank(num_samples), f"{layout} {shared_disk} {num_samples}.npy"
-        raised.append(write(directory / name, values, layout=layout, shared_disk=shared_disk))
+    for result, shared_disk, num_samples in CASES:
+        values, name = values_by_rank(num_samples), f"{result} {shared_disk} {num_samples}.npy"
+        raised.append(write(directory / name, values, result=result, shared_disk=shared_disk))
         if not shared_disk:
-            raised.append(write(disk / name, values, layout=layout, shared_disk=shared_disk))
+            raised.append(write(disk / name, values, result=result, shared_disk=shared_disk))
     # Other ways to lie on the devices: all of it everywhere, and an axis along which it repeats.
     everywhere = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))
     copies = shard_values(values_by_rank(30), NamedSharding(everywhere, PartitionSpec()), "block", num_shards=1)
-    write_ordered(directory / "copies.npy", copies, 30, layout="block", progress=False)
-    write_ordered(disk / "copies.npy", copies, 30, layout="block", progress=False)
+    write_ordered(directory / "copies.npy", copies, 30, result="block", progress=False)
+    write_ordered(disk / "copies.npy", copies, 30, result="block", progress=False)
     own_copy = values_by_rank(30)
-    write_ordered(directory / "own copy.npy", own_copy, 30, layout="block", progress=False)
-    write_ordered(disk / "own copy.npy", own_copy, 30, layout="block", progress=False, shared_disk=False)
+    write_ordered(directory / "own copy.npy", own_copy, 30, result="block", progress=False)
+    write_ordered(disk / "own copy.npy", own_copy, 30, result="block", progress=False, shared_disk=False)
     square = jax.make_mesh((2, 2), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(square, PartitionSpec("data"))
     floats = np.float32([0.5, -0.0, np.nan])

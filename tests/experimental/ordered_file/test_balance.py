@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort
+from jvarlen import local_sort, no_recompiles, sample_sort
 from jvarlen.experimental.large_plans.chunk_digests import _digest_block, _program, digest_volume
 from jvarlen.experimental.ordered_file.balance import balance_table, exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
 from jvarlen.sorting.shard_sort import Shards
+from tests.meshes import data_mesh
 
 # How many messages a shard sends in a collective of p shards, and what share of its operand goes into each.
 MESSAGES = {
@@ -39,17 +40,17 @@ def counted(jaxpr, num_shards, times=1):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
+@pytest.mark.parametrize("result", ["interleaved", "block"])
 @pytest.mark.parametrize(("case", "num_rows", "oversampling"), [(0, 1, 4), (1, 101, 1), (2, 5000, 4), (3, 40_000, 16)])
-def test_what_is_sent_follows_the_formula(case, num_rows, oversampling, layout, num_shards):
-    # Each dtype in each case, in each layout and on each number of shards.
-    place = case + num_shards + 2 * (layout == "block")
+def test_what_is_sent_follows_the_formula(case, num_rows, oversampling, result, num_shards):
+    # Each dtype in each case, in each result and on each number of shards.
+    place = case + num_shards + 2 * (result == "block")
     dtype = (np.int32, np.float32, np.int64, np.float64)[place % 4]
     per_shard = -(-num_rows // num_shards)
     shards = Shards("data", num_shards, oversampling, ragged=False)
 
     def sort(keys, sizes):
-        return sort_shard(keys, None, sizes, shards=shards, layout=layout, num_out=per_shard)
+        return sort_shard(keys, None, sizes, shards=shards, result=result, num_out=per_shard)
 
     axis, everywhere = PartitionSpec("data"), PartitionSpec()
     out_specs = (axis, axis, axis, everywhere)
@@ -59,7 +60,7 @@ def test_what_is_sent_follows_the_formula(case, num_rows, oversampling, layout, 
     with jax.enable_x64(True):
         keys = jax.ShapeDtypeStruct((num_shards * per_shard,), dtype)
         jaxpr = jax.make_jaxpr(mapped)(keys, jax.ShapeDtypeStruct((num_shards,), np.int64)).jaxpr
-    volume = exchange_volume(num_rows, num_shards, dtype=dtype, layout=layout, oversampling=oversampling)
+    volume = exchange_volume(num_rows, num_shards, dtype=dtype, result=result, oversampling=oversampling)
     assert (volume.messages, volume.num_bytes) == pytest.approx(counted(jaxpr, num_shards))
     assert (volume.messages > 0) == (num_shards > 1)
 

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen import data_mesh, no_recompiles, sample_sort
+from jvarlen import no_recompiles, sample_sort
 from jvarlen.experimental.ordered_file import write as ordered_file
 from jvarlen.experimental.ordered_file import write_ordered
 from jvarlen.experimental.ordered_file.write import _exchange, _on_shard_mesh, _sum_parts
 from tests import processes
 from tests.experimental.ordered_file.run_ordered_file import CASES, OLD, shard_values, values_by_rank
+from tests.meshes import data_mesh
 
 PROGRAM = Path(__file__).with_name("run_ordered_file.py")
 WITHIN_S = 30  # of a death, as the heartbeat promises
@@ -31,9 +32,9 @@ def sharding_over(num_shards, axis_type=AxisType.Auto):
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
-def write(path, values, num_shards=4, layout="interleaved", **options):
-    ordered = shard_values(values, sharding_over(num_shards), layout, num_shards=num_shards)
-    write_ordered(path, ordered, len(values), layout=layout, progress=False, **options)
+def write(path, values, num_shards=4, result="interleaved", **options):
+    ordered = shard_values(values, sharding_over(num_shards), result, num_shards=num_shards)
+    write_ordered(path, ordered, len(values), result=result, progress=False, **options)
 
 
 def same(path, values, dtype=np.int64):
@@ -45,13 +46,13 @@ def same(path, values, dtype=np.int64):
 @pytest.mark.parametrize(
     ("shared_disk", "axis_type"), [(None, AxisType.Auto), (False, AxisType.Auto), (False, AxisType.Explicit)]
 )
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
+@pytest.mark.parametrize("result", ["interleaved", "block"])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-def test_element_r_is_that_of_rank_r(tmp_path, num_shards, layout, shared_disk, axis_type):
+def test_element_r_is_that_of_rank_r(tmp_path, num_shards, result, shared_disk, axis_type):
     for num_samples in (0, 1, 4, 5, 12, 97):
         values, path = values_by_rank(num_samples), tmp_path / "order.npy"
-        ordered = shard_values(values, sharding_over(num_shards, axis_type), layout, num_shards=num_shards)
-        write_ordered(path, ordered, num_samples, layout=layout, shared_disk=shared_disk, progress=False)
+        ordered = shard_values(values, sharding_over(num_shards, axis_type), result, num_shards=num_shards)
+        write_ordered(path, ordered, num_samples, result=result, shared_disk=shared_disk, progress=False)
         assert same(path, values)
         assert os.listdir(tmp_path) == ["order.npy"]
 
@@ -115,7 +116,7 @@ IN_ONE_PLACE = {
 def test_arrays_in_one_place_are_written_as_a_block(tmp_path, place):
     for dtype in (np.int32, jnp.bfloat16):
         ordered = IN_ONE_PLACE[place](np.array([3, 1, -1]).astype(dtype))
-        write_ordered(tmp_path / "order.npy", ordered, 2, layout="block", progress=False)
+        write_ordered(tmp_path / "order.npy", ordered, 2, result="block", progress=False)
         assert same(tmp_path / "order.npy", [3, 1])
 
 
@@ -123,32 +124,32 @@ def test_arrays_in_one_place_are_written_as_a_block(tmp_path, place):
 def test_a_result_that_was_moved_to_one_place_is_not_taken_as_interleaved(tmp_path, place):
     keys = np.random.default_rng(0).permutation(11).astype(np.int32)
     _, indices = sample_sort(keys, data_mesh(4))
-    with pytest.raises(ValueError, match=f'not {place}: pass layout="block" for an array in the order of its ranks, '):
+    with pytest.raises(ValueError, match=f'not {place}: pass result="block" for an array in the order of its ranks, '):
         write_ordered(tmp_path / "order.npy", IN_ONE_PLACE[place](indices), 11, progress=False)
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("transform", ["shard_map", "pmap"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
-def test_a_sort_over_an_axis_of_one_device_is_written_in_either_layout(tmp_path, layout, axis_type, transform):
+@pytest.mark.parametrize("result", ["interleaved", "block"])
+def test_a_sort_over_an_axis_of_one_device_is_written_in_either_layout(tmp_path, result, axis_type, transform):
     keys = np.random.default_rng(0).permutation(11).astype(np.int32)
     for num_copies in (1, 3) if transform == "shard_map" else (1,):
         axes = {"data": 1, "model": num_copies} if num_copies > 1 else {"data": 1}
         mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes),
                              devices=jax.devices()[:num_copies])  # fmt: skip
-        _, indices = sample_sort(keys, mesh, layout=layout, transform=transform)
-        write_ordered(tmp_path / "order.npy", indices, 11, layout=layout, progress=False)
+        _, indices = sample_sort(keys, mesh, result=result, transform=transform)
+        write_ordered(tmp_path / "order.npy", indices, 11, result=result, progress=False)
         assert same(tmp_path / "order.npy", np.argsort(keys))
 
 
 @pytest.mark.parametrize("shared_disk", [None, False])
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
-def test_pieces_make_the_whole(tmp_path, monkeypatch, layout, shared_disk):
+@pytest.mark.parametrize("result", ["interleaved", "block"])
+def test_pieces_make_the_whole(tmp_path, monkeypatch, result, shared_disk):
     values = values_by_rank(97)
     for piece in (1, 8, 25, 96, 97, 98):
         monkeypatch.setattr(ordered_file, "_PIECE", piece)
-        write(tmp_path / "order.npy", values, layout=layout, shared_disk=shared_disk)
+        write(tmp_path / "order.npy", values, result=result, shared_disk=shared_disk)
         assert same(tmp_path / "order.npy", values)
 
 
@@ -270,7 +271,7 @@ def test_values_that_do_not_fit_are_listed_by_rank(tmp_path, monkeypatch, values
         ([[1, 2]], 1, {}, r"one axis, not int64\[1, 2\]"),
         (["a"], 1, {}, "ordered must be integers or floats"),
         ([True], 1, {}, "ordered must be integers or floats"),
-        ([1, 2], 1, {"layout": "blocks"}, "layout .'blocks'. must be one of 'interleaved', 'block'"),
+        ([1, 2], 1, {"result": "blocks"}, "result .'blocks'. must be one of 'interleaved', 'block'"),
         ([1, 2], 1, {"dtype": "U3"}, "dtype must be integers or floats, not <U3"),
         ([1, 2], 1, {"dtype": bool}, "dtype must be integers or floats, not bool"),
         ([1, 2], 1, {"dtype": "foo"}, "dtype must be integers or floats, not 'foo'"),
@@ -285,9 +286,9 @@ def test_arguments_are_checked(tmp_path, ordered, num_samples, options, message)
 
 def test_places_that_cannot_be_written_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no directory \S+/nowhere to write order.npy to"):
-        write_ordered(tmp_path / "nowhere" / "order.npy", [1], 1, layout="block")
+        write_ordered(tmp_path / "nowhere" / "order.npy", [1], 1, result="block")
     with pytest.raises(IsADirectoryError, match="is a directory"):
-        write_ordered(tmp_path, [1], 1, layout="block")
+        write_ordered(tmp_path, [1], 1, result="block")
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +315,7 @@ def test_processes_write_one_file(tmp_path, num_processes, num_devices):
         assert all(error == ["", ""] for error in raised)
         assert out_of_reach[0] == ("ProcessesError" if rank else "UserError")
         assert "process 0 has no device" in out_of_reach[1]
-    expected = {f"{layout} {shared} {num_samples}.npy": num_samples for layout, shared, num_samples in CASES}
+    expected = {f"{result} {shared} {num_samples}.npy": num_samples for result, shared, num_samples in CASES}
     on_own_disk = {name for name in expected if " True " not in name}
     copies = {"copies.npy", "own copy.npy"}
     on_disk = {*expected, *copies, "of the last.npy"}
@@ -348,7 +349,7 @@ def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path):
         ("no name", 0, "OSError", "Read-only file system"),
         ("no directory", 0, "FileNotFoundError", "there is no directory"),
         ("wrong number", last, "UserError", "num_samples must be an integer from 0 to"),
-        ("in one place", last, "UserError", 'pass layout="block"'),
+        ("in one place", last, "UserError", 'pass result="block"'),
         ("interrupted at the end", last, "KeyboardInterrupt", ""),
     ]:
         for rank, one in enumerate(seen):

@@ -12,7 +12,6 @@ import pytest
 from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.experimental.token_slices.program import sum_sliced
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
@@ -22,6 +21,7 @@ from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
+from tests.meshes import layout_mesh
 
 TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
 LENGTH, WIDTH = 12, 4
