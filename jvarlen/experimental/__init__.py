@@ -5,8 +5,10 @@ does without them: only the command line imports this package.
 
 - `asynchronous`: workers that don't wait for each other.
 - `elastic`: training that goes on when workers are lost.
+- `large_plans`: plans of more samples than fit the memory of one process.
+- `mixed`: steps of microbatches of different shapes, dealt to ranks by their time.
 - `operators`: splits of operators, and stages of layers whose costs differ.
+- `ordered_file`: one file of a sorted array, written by many processes.
 - `simulation`: a plan played out on a cluster.
 - `token_slices`: rows go through the stages of a pipeline in slices of positions.
-- `mixed`: steps of microbatches of different shapes, dealt to ranks by their time.
 """

@@ -29,7 +29,7 @@ from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.steps import PlannedSteps, ReadPlan
 from jvarlen.planning.streams import StreamBatches
 
-__all__ = ["Delivered", "Loader", "load", "put"]
+__all__ = ["Delivered", "Loader", "Readable", "load", "put"]
 
 _WORKER_BUFFER = 4  # steps in each of a worker's two buffers
 

@@ -1,7 +1,8 @@
 """Plans of more samples than fit the memory of one process, with the digest of the plan that `make_plan` makes.
 
-- On disk, made in pieces and opened as memory maps: `columns`, `raw_plan`, `stages`, `out_of_core`.
-- In parts, each process making its own rows: `plan_places`, `chunk_digests`, `distributed_plan`.
+- `__main__`: `python -m jvarlen.experimental.large_plans lengths.npy plan --max-tokens N`.
+- `columns`, `raw_plan`, `stages`, `out_of_core`: on disk, made in pieces and opened as memory maps.
+- `plan_places`, `chunk_digests`, `distributed_plan`: in parts, each process making its own rows.
 """
 
 from typing import TYPE_CHECKING
