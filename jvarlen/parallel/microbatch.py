@@ -19,7 +19,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
-from jvarlen.parallel.sharded import model_on_axes, other_specs_of
+from jvarlen.parallel.sharded import model_on_axes, other_specs_of, split_specs
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.zero import padded_shape
 from jvarlen.planning.buckets import check_buckets
@@ -212,8 +212,8 @@ def _lifetimes(jaxpr: Jaxpr) -> Lifetimes:
 
 def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> Any:
     """Shapes of whole parameters, split for "tensor"."""
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
+    if (specs := split_specs(model, layout)) is not None:
+        params = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), params)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
 
 

@@ -51,20 +51,10 @@ from jvarlen.training.step_sums import StepSums, microbatches_of, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
 __all__ = [
-    "check_axes",
-    "check_bucket",
-    "check_layout",
-    "check_model",
-    "init_sharded",
-    "make_sharded_eval_step",
-    "make_sharded_step",
-    "merge_tensor_params",
-    "model_on_axes",
-    "other_specs_of",
-    "pad_params",
-    "step_on_layout",
-    "sums_on_shards",
-]
+    "check_axes", "check_bucket", "check_layout", "check_model", "init_sharded", "make_sharded_eval_step",
+    "make_sharded_step", "merge_tensor_params", "model_on_axes", "other_specs_of", "pad_params", "split_specs",
+    "step_on_layout", "sums_on_shards",
+]  # fmt: skip
 
 
 def make_sharded_step(
@@ -115,8 +105,8 @@ def init_sharded(
     is_abstract = has_shapes(params)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
     other_specs = other_specs_of(params, model, layout)
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        split = functools.partial(split_params, specs=model.specs, num_devices=layout.tensor)
+    if (specs := split_specs(model, layout)) is not None:
+        split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
         params = jax.eval_shape(split, params) if is_abstract else split(params)
 
     def init(params: Any) -> TrainState:
@@ -159,9 +149,8 @@ def step_on_layout(train_step_of_sums: StepFn, model: LayeredModel | LossFn, mes
 
 def merge_tensor_params(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
     """Whole parameters of a state, as `init_sharded` got them."""
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        return merge_params(params, model.specs, layout.tensor)
-    return params
+    specs = split_specs(model, layout)
+    return params if specs is None else merge_params(params, specs, layout.tensor)
 
 
 def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
@@ -230,6 +219,11 @@ def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Lay
     return staged_specs(whole if tensor_specs is None else tensor_specs)
 
 
+def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredParams | None:
+    """What the model says about the axis "tensor"; None if that has one device, or the model says nothing."""
+    return model.specs if isinstance(model, LayeredModel) and layout.tensor > 1 else None
+
+
 def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
     """How parameters lie along "tensor"; None if that has one device."""
     if layout.tensor == 1:
@@ -242,8 +236,8 @@ def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
 def check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
     """Raises ValueError if a layout does not take such a model."""
     _tensor_specs(model, layout)
+    name = getattr(model, "__name__", type(model).__name__)
     if layout.zero == 3 and not isinstance(model, LayeredModel):
-        name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
     if layout.context > 1 and not (isinstance(model, LayeredModel) and model.by_positions):
         raise UserError(
@@ -253,7 +247,6 @@ def check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
     if layout.remat_in_force == "full" and not isinstance(model, LayeredModel) and layout.stage == 1:
         raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
     if layout.stage > 1 and not isinstance(model, LayeredModel):
-        name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
     if layout.stage > 1 and isinstance(model, LayeredModel) and model.stack is not None:
         raise UserError(
@@ -307,7 +300,7 @@ def _sums_of(
         else:
             options["param_specs"] = other_specs
             options["accumulates_shards"] = layout.zero == 2 and accumulate != "whole"
-            sum_of = functools.partial(sum_step, _loss_fn(model))
+            sum_of = functools.partial(sum_step, layered_loss_fn(model) if isinstance(model, LayeredModel) else model)
         sums = sum_of(mesh=mesh, with_grads=with_grads, grad_specs=specs, **options)(state, batch)
         return sums_on_shards(sums, params, specs, mesh)
 
@@ -325,16 +318,10 @@ def sums_on_shards(sums: StepSums, params: Any, specs: Any, mesh: Mesh) -> StepS
 def model_on_axes(
     model: LayeredModel | LossFn, layout: Layout, params: Any, batch: Any
 ) -> tuple[LayeredModel | LossFn, str | None]:
-    """A model whose functions run inside `shard_map` over the axes of a layout.
+    """A model whose functions run inside `shard_map` over a layout's axes, and the axis over which rows are spread.
 
-    Args:
-      model: of the whole.
-      layout: binds `"tensor"`, and `"context"` for rows that are long enough.
-      params: of the whole model; arrays or shapes.
-      batch: of a step; likewise.
-
-    Returns:
-      The model, and the axis over which rows are spread; None if they are whole.
+    The layout binds `"tensor"`, and `"context"` for rows that are long enough; otherwise that axis is None. Parameters
+    and the batch of a step are arrays or shapes of the whole.
     """
     if not isinstance(model, LayeredModel):
         return model, None
@@ -363,18 +350,13 @@ def _refuse_shards(params: Any, specs: Any, layout: Layout, of_shard: int) -> No
 
 def _cropped(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
     """Parameters in the shapes that the optimizer sees."""
-    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        return crop_vocabularies(params, model.specs)
-    return params
+    specs = split_specs(model, layout)
+    return params if specs is None else crop_vocabularies(params, specs)
 
 
 def pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:
     """The inverse of `_cropped`."""
     return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, other_specs)
-
-
-def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
-    return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
 def _shardings(state: TrainState, mesh: Mesh, layout: Layout, other_specs: Any) -> TrainState:
