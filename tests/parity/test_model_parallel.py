@@ -91,7 +91,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     """Return losses, norms of gradients, and final weights by torch's names."""
-    layout, num_layers = Layout.parse(f"data1.{name}"), WAYS[name].num_layers
+    layout = Layout.parse(name if name.startswith("data") else f"data1.{name}")
+    num_layers = WAYS[name].num_layers
     model = layered(model_config(num_layers))
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
