@@ -77,6 +77,9 @@ class BatchShapes:
           layout: as the field.
           batch_spec: of arrays of one's own; None: those that `load` makes of samples of tokens.
           start_step: as the field.
+
+        Returns:
+          `BatchShapes`.
         """
         return cls(
             plan.buckets,
@@ -98,7 +101,15 @@ class BatchShapes:
         return {bucket: self.spec(bucket) for bucket in self.buckets}
 
     def spec(self, bucket: AnyBucket) -> Any:
-        """The bucket's batch as a pytree of `jax.ShapeDtypeStruct`, with the dtypes and shardings that it has there."""
+        """The batch of a bucket.
+
+        Args:
+          bucket: of these or others.
+
+        Returns:
+          A pytree of `jax.ShapeDtypeStruct`, with the dtypes that arrays have on devices, and shardings if there are
+          several.
+        """
         batch_spec = self.batch_spec or _SPECS[len(bucket.lengths), False]
         spec = jax.tree.map(_canonical, batch_spec(bucket, self.microbatches_per_step))
         if self.placement is None:

@@ -40,11 +40,7 @@ class UnplannedShapeError(UserError):
 
 
 def signature(batch: Any) -> Hashable:
-    """What decides which executable a batch belongs to: its containers, and the shape and dtype of every leaf.
-
-    Raises:
-      AttributeError: a leaf is no array.
-    """
+    """What decides which executable a batch belongs to: its containers, and the shape and dtype of every leaf."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, *map(_shape_and_dtype, leaves)
 

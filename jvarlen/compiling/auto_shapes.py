@@ -114,23 +114,6 @@ def choose_shapes(
     when it is needed is waited for. All numbers are compared for the same samples: with `num_steps`, those of that many
     steps of the plan with the most shapes.
 
-    Args:
-      lengths: int64[N], tokens a sample.
-      budget: of a microbatch, with a cost in seconds.
-      compiler: how long compiling takes.
-      num_epochs: passes over the samples.
-      num_steps: steps to take instead.
-      compiled: (rows, length) shapes that are compiled already, and cost nothing.
-      can_space: whether new shapes can be spaced out by `new_shape_every`.
-      max_length: as for `make_buckets`.
-      overlong: as for `make_buckets`.
-
-    Returns:
-      `ShapeChoice`.
-
-    Raises:
-      ValueError: the budget has no cost; or as `make_buckets`.
-
     Example:
       >>> lengths = np.arange(1, 301)
       >>> budget = Budget(max_tokens=4000, cost=lambda rows, length: 1e-5 * rows * length)
@@ -187,14 +170,8 @@ def simulated_seconds(
 ) -> float:
     """Seconds of training, waiting for the compiler included.
 
-    Args:
-      work: float64[K], seconds of all steps of each shape, in the order in which the shapes appear.
-      is_new: whether each shape is still to be compiled.
-      compiler: what that takes.
-      spacing_s: seconds of steps between two new shapes; None: a shape appears when the one before has no steps left.
-
-    Returns:
-      Seconds.
+    `work` has the seconds of all steps of each shape, in the order in which shapes appear: every `spacing_s` seconds of
+    steps, or, for None, when the one before has no steps left.
 
     Example:
       >>> background, ahead = Compiler(2.0), Compiler(2.0, in_background=False)
@@ -307,14 +284,7 @@ def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_de
 
 
 def costs_from_report(report: CompileReport, microbatches_per_step: int, before: RunCosts, program: str) -> RunCosts:
-    """The costs that a run measured; where it measured too little, those known before.
-
-    Args:
-      report: of the run.
-      microbatches_per_step: M.
-      before: what was known.
-      program: what tells its programs from those of other runs of the model.
-    """
+    """The costs that a run measured; where it measured too little, those known before."""
     timed = [row for row in report if row.times_used > 1 and row.step_s > 0]
     cold = [row.lower_s + row.compile_s for row in report if not row.cache_hit]
     seconds, is_estimate = before.seconds, before.is_estimate

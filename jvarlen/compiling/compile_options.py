@@ -205,17 +205,6 @@ def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Devic
     """Compiles an empty program with the options, in some ten milliseconds.
 
     It bypasses JAX's caches and triggers none of its events.
-
-    Args:
-      options: what `CompileOptions.compiler_options` gives.
-      device: one of this process's.
-
-    Returns:
-      The options, without those that an installed jaxlib may not know and does not.
-
-    Raises:
-      ValueError: options that the installed jaxlib does not know, cannot read, or does not take together. All are
-        listed.
     """
     if not options:
         return {}

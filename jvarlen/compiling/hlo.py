@@ -70,17 +70,6 @@ class Collectives(NamedTuple):
 def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collectives]:
     """Counts the collectives of a compiled program.
 
-    Args:
-      executable: the result of `jax.jit(...).lower(...).compile()`, or its text in XLA's HLO. One that was read from a
-        saved set may have no text.
-
-    Returns:
-      `Collectives` by kind (`"all-reduce"`, `"all-gather"`, …); kinds that do not occur are left out. A collective over
-      several arrays counts once.
-
-    Raises:
-      ValueError: the program has no text.
-
     Example:
       >>> count_collectives(jax.jit(lambda x: x + 1).lower(1.0).compile())
       {}
@@ -96,17 +85,7 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
 
 
 def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
-    """The collectives of a compiled program, one by one.
-
-    Args:
-      executable: as for `count_collectives`.
-
-    Returns:
-      `Collective`, in the order of the text.
-
-    Raises:
-      ValueError: the program has no text, or groups of devices in a form that is not known.
-    """
+    """The collectives of a compiled program, one by one."""
     bodies = _bodies_of(executable)
     times = _times_of(bodies)
     return [

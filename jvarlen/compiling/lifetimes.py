@@ -55,12 +55,6 @@ class Lifetimes(NamedTuple):
 def lifetimes_of(closed: ClosedJaxpr) -> Lifetimes:
     """Those of the arrays of a traced function.
 
-    Args:
-      closed: the function.
-
-    Returns:
-      The lifetimes.
-
     Example:
       >>> import jax
       >>> traced = jax.make_jaxpr(lambda x: (x @ x + 1) @ x)(jax.ShapeDtypeStruct((8, 8), np.float32))

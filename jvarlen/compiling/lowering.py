@@ -133,9 +133,6 @@ class Recipe:
         """Traces and lowers the step for a bucket.
 
         Settings of JAX that a `with` block makes are those of one thread: it is called in the user's.
-
-        Raises:
-          ValueError: the step returns no pair, or a state of other shapes or dtypes than it takes.
         """
         keeps_state = False
 
@@ -248,15 +245,7 @@ def _retraced(traced: jax.stages.Traced, hoisted: tuple[int, ...], *, metrics_on
 
 
 def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
-    """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it.
-
-    Args:
-      state: a pytree of arrays, numbers, or `jax.ShapeDtypeStruct`.
-      mesh: None: one device.
-
-    Returns:
-      A pytree of `jax.ShapeDtypeStruct`.
-    """
+    """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it."""
 
     def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding: Any = None if mesh is None else getattr(leaf, "sharding", None)

@@ -80,17 +80,10 @@ class Programs:
 
 
 class PendingPrograms:
-    """Compiles the programs of buckets in the given order; nothing happens in the caller's thread but inside methods.
+    """Compiles the programs of buckets in the given order; in the caller's thread nothing happens but inside methods.
 
-    Args:
-      recipe: makes the programs.
-      buckets: in the order in which they are compiled.
-      programs: takes what is compiled.
-      num_threads: that compile. One more starts if a step waits for a bucket that none of them is busy with.
-      bar: advanced with each bucket, and closed at the end.
-      check: called with the first lowered program; raises if it cannot be used.
-      in_background: whether steps run meanwhile; `no_recompiles` then takes what is compiled here as planned.
-      with_others: whether several processes compile the same: a bucket is ready when all have compiled it.
+    One more than `num_threads` starts if a step waits for a bucket that none is busy with. `check` is called with the
+    first lowered program. `with_others`: a bucket is ready when all processes have compiled it.
     """
 
     def __init__(
@@ -134,28 +127,15 @@ class PendingPrograms:
     def advance(self) -> None:
         """Takes what the threads have compiled, and lowers a bucket if one of them will soon be free.
 
-        Raises:
-          ValueError: a program needs more memory than the device has; or processes compiled different programs.
-          ProcessesError: another process could not compile.
-          Exception: whatever the compiler raised, with a note that names the bucket.
+        It raises what the compiler raised, with a note that names the bucket, and ProcessesError where another process
+        could not compile.
         """
         self._collect()
         if self._has_room:
             self._lower(self._to_lower[0])
 
     def wait(self, bucket: AnyBucket | None = None, timeout: float | None = None) -> bool:
-        """Waits for a bucket, which then comes before all others, or for all.
-
-        Args:
-          bucket: None for all; Ctrl-C then raises between two buckets.
-          timeout: seconds; None waits as long as it takes.
-
-        Returns:
-          Whether it is ready.
-
-        Raises:
-          Exception: as `advance`.
-        """
+        """Waits for a bucket, which then comes before all others, or for all."""
         start = time.monotonic()
         self._collect()
         while not (self.is_done if bucket is None else self._is_ready(bucket)):
@@ -345,12 +325,7 @@ class _Others:
         return not self._missing
 
     def check(self) -> None:
-        """Looks at what was told.
-
-        Raises:
-          ValueError: processes compiled different programs for a bucket.
-          ProcessesError: another process could not compile.
-        """
+        """Looks at what was told."""
         if not self._missing or time.monotonic() - self._last_look < _POLL_S:
             return
         self._last_look = time.monotonic()

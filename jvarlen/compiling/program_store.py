@@ -149,16 +149,7 @@ def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
 
 
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
-    """Writes a signed file that only its owner can read, atomically.
-
-    Args:
-      path: where.
-      header: what the programs are, as JSON has it.
-      programs: the bytes of each.
-
-    Raises:
-      OSError: the file cannot be written, or this user's key cannot be kept.
-    """
+    """Writes a signed file that only its owner can read, atomically."""
     digests = [hashlib.sha256(program).hexdigest() for program in programs]
     written = json.dumps({"format": _FORMAT, "sha256": digests, **header}).encode()
     signature = _signature(_own_key(), written)
@@ -170,15 +161,7 @@ def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[byt
 
 
 def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
-    """Reads what `write_compiled` wrote.
-
-    Returns:
-      The header and the programs.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is no such file, or damaged, or not signed with this user's key.
-    """
+    """Reads what `write_compiled` wrote."""
     try:
         with zipfile.ZipFile(path) as archive:
             written = archive.read(_HEADER)
@@ -248,12 +231,7 @@ def _cpu_kind() -> str:
 
 
 class Executables:
-    """The programs of buckets, at most some of them on the devices; the others wait on the host until they are used.
-
-    Args:
-      devices: those that the programs run on.
-      max_live: programs on the devices at once, the least recently used make room; None: all.
-    """
+    """The programs of buckets, at most some of them on the devices; the others wait on the host until they are used."""
 
     def __init__(self, devices: list[jax.Device], max_live: int | None):
         self._devices = devices
@@ -265,11 +243,7 @@ class Executables:
     def add(
         self, bucket: AnyBucket, compiled: jax.stages.Compiled, stored: tuple[bytes, Any, Any] | None = None
     ) -> None:
-        """Takes the program of a bucket, and, where that is known, what `serialized` gave for it.
-
-        Raises:
-          ValueError: there is a limit, and the backend cannot store programs on the host.
-        """
+        """Takes the program of a bucket, and, where that is known, what `serialized` gave for it."""
         with self._lock:
             if self._max_live is not None:
                 self._stored[bucket] = stored or serialized(compiled)
@@ -320,11 +294,7 @@ class Executables:
 
 
 def serialized(compiled: jax.stages.Compiled) -> tuple[bytes, Any, Any]:
-    """A program as bytes, and the structures of its arguments and its results.
-
-    Raises:
-      ValueError: the backend cannot, or not with this program.
-    """
+    """A program as bytes, and the structures of its arguments and its results."""
     try:
         return serialize_executable.serialize(compiled)
     except Exception as error:  # its type depends on the backend

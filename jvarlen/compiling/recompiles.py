@@ -138,9 +138,6 @@ def counting_in_thread() -> Iterator[RecompileCount]:
 
     It asks for no explanations: `arguments` and `difference` are empty unless `no_recompiles` is active too.
 
-    Yields:
-      A `RecompileCount` that counts while the region runs.
-
     Example:
       >>> lowered = jax.jit(lambda x: x * 5).lower(jax.ShapeDtypeStruct((7,), "float32"))
       >>> with counting_in_thread() as count:

@@ -89,18 +89,7 @@ _DERIVED = ("total_bytes", "compile_s_per_use")
 
 
 def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> CompileRow:
-    """The row of an executable that has not been used.
-
-    Args:
-      bucket: its shape.
-      compiled: a `jax.stages.Compiled`. Figures that its backend does not report stay unknown.
-      lower_s: seconds of tracing and lowering.
-      compile_s: seconds in the compiler, or of reading from a cache.
-      cache_hit: whether it was read from a cache.
-
-    Returns:
-      `CompileRow`.
-    """
+    """The row of an executable that has not been used."""
     operations, memory = _told_by(compiled.cost_analysis), _told_by(compiled.memory_analysis)
     flops = float((operations or {}).get("flops", math.nan))
 

@@ -46,19 +46,7 @@ class ReadStep(NamedTuple):
 
 
 class PlanSource:
-    """Random access to the collated steps of a plan, or to this process's part of them.
-
-    Args:
-      plan: the plan of one epoch.
-      dataset: random access by sample id.
-      collate: makes the arrays of one step from its `StepSamples`.
-      microbatches: int64[m], the microbatches to read; None reads all that the plan has.
-      lengths: as in `load`.
-      on_mismatch: as in `load`.
-
-    Raises:
-      ValueError: the dataset is smaller than the plan, or has another number of samples than `lengths`.
-    """
+    """Random access to the collated steps of a plan, or to this process's part of them."""
 
     def __init__(
         self,
@@ -97,12 +85,7 @@ class PlanSource:
         return self.read(step).batch
 
     def read(self, step: int) -> ReadStep:
-        """Reads and collates a step; an error says which one it was.
-
-        Raises:
-          ValueError: samples of other lengths than planned, or samples that the collate function rejects.
-          Exception: any error of the dataset, with the sample's id as a note.
-        """
+        """Reads and collates a step; an error says which one it was."""
         try:
             return self._read(step)
         except Exception as error:
@@ -167,12 +150,7 @@ class PlanSource:
 
 
 def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -> BatchSpec:
-    """The shapes of what a collate function makes: those of the first step of a bucket in these plans, which is read.
-
-    Args:
-      datasets: the samples of each plan.
-      collate: makes the arrays.
-    """
+    """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
         def spec(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -59,13 +59,6 @@ class ReadAhead(Iterator[Any]):
     """Reads the steps of an epoch in a thread, a few ahead of the consumer.
 
     Without `close`, the thread and its workers end when nothing refers to this object any more.
-
-    Args:
-      steps: what to iterate over, in that thread; its iterator has `close()`.
-      deliver: turns each step into what is returned, in the same thread.
-      first_step: the number of the first step, for errors.
-      num_steps: how many steps come; fewer are an error.
-      num_workers: processes that `steps` starts.
     """
 
     def __init__(
@@ -97,12 +90,7 @@ class ReadAhead(Iterator[Any]):
         _THREADS.add(self._thread)
 
     def __next__(self) -> Any:
-        """The next step; StopIteration after the last.
-
-        Raises:
-          RuntimeError: a worker process died.
-          Exception: what reading or delivering the step raised.
-        """
+        """The next step; StopIteration after the last."""
         num_looks = 0
         while True:
             try:
@@ -148,12 +136,7 @@ class ReadAhead(Iterator[Any]):
 
 
 def end_with_parent(worker_index: int, num_workers: int) -> None:
-    """Makes this worker process end when its parent dies, whatever the reason.
-
-    Args:
-      worker_index: unused; Grain passes both to the function that it calls in every worker.
-      num_workers: unused.
-    """
+    """Makes this worker process end when its parent dies, whatever the reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -168,9 +151,6 @@ def check_room(step: ReadStep) -> ReadStep:
     """Checks in a worker process that the arrays of a step fit into shared memory, and returns the step.
 
     The kernel grants more memory than there is, and then kills the process that writes to it.
-
-    Raises:
-      RuntimeError: they do not fit.
     """
     arrays = [leaf for leaf in jax.tree.leaves(step) if isinstance(leaf, np.ndarray)]
     needed_bytes = sum(-(-array.nbytes // _PAGE_BYTES) * _PAGE_BYTES for array in arrays)
