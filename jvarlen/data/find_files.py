@@ -121,8 +121,7 @@ def _is_data(name: str) -> bool:
 
 
 def _names_in_store(url: str) -> list[str]:
-    with _naming(url):
-        store, root = _open_store(url)
+    with _opened_store(url) as (store, root):
         if glob.has_magic(root):
             names = [each for each in sorted(store.glob(root)) if store.isfile(each)]
         elif store.isdir(root):
@@ -134,22 +133,19 @@ def _names_in_store(url: str) -> list[str]:
         return [store.unstrip_protocol(name) for name in names]
 
 
-def _open_store(url: str) -> tuple[Any, str]:
+@contextlib.contextmanager
+def _opened_store(url: str) -> Iterator[tuple[Any, str]]:
+    """A store and the path of a URL in it; within, errors of the store, which has types of its own, name the URL."""
     try:
         import fsspec  # here: only object stores need it
     except ModuleNotFoundError:
         raise UserError(f"{url} can only be read with fsspec: pip install 'jvarlen[data]'") from None
     try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # which tells the package to install
-        raise UserError(f"{url} cannot be read: {error}") from None
-
-
-@contextlib.contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Within, errors of a store, which has types of its own, become ones that name the URL."""
-    try:
-        yield
+        try:
+            store, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:  # which tells the package to install
+            raise UserError(f"{url} cannot be read: {error}") from None
+        yield store, root
     except (UserError, FileNotFoundError, MemoryError):
         raise
     except Exception as error:
@@ -158,8 +154,7 @@ def _naming(url: str) -> Iterator[None]:
 
 def _downloaded(url: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
-    with _naming(url):
-        store, root = _open_store(url)
+    with _opened_store(url) as (store, root):
         roots = [root]
         if root.endswith(".bin") and store.exists(index := root.removesuffix(".bin") + ".idx"):
             roots.append(index)  # which tells where documents begin

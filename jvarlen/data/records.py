@@ -83,12 +83,7 @@ class RecordFormat:
       MarkedText(text='b: hi\n', learned=((3, 6),), has_special_tokens=False)
     """
 
-    def __init__(
-        self,
-        fields: Sequence[str] = ("text",),
-        template: str | None = None,
-        loss_on: Sequence[str] = (),
-    ):
+    def __init__(self, fields: Sequence[str] = ("text",), template: str | None = None, loss_on: Sequence[str] = ()):
         parts = None if template is None else _parse_template(template)
         names = () if parts is None else tuple(dict.fromkeys(name for _, name in parts if name is not None))
         fields = tuple(fields)
@@ -108,11 +103,8 @@ class RecordFormat:
         self.fields = fields
         self._loss_on = frozenset(loss_on)
         self._message = parts if parts is not None and is_of_messages else _parse_template(_MESSAGE)
-        self._parts = (
-            parts
-            if parts is not None and not is_of_messages
-            else [("\n" if i else "", f) for i, f in enumerate(fields)]
-        )
+        joined: _Parts = [("\n" if i else "", field) for i, field in enumerate(fields)]
+        self._parts = joined if parts is None or is_of_messages else parts
         self._chat: ChatTemplate | None = None
         self.takes_chat_template = template is None
         self.key = json.dumps([fields, template, sorted(loss_on)])

@@ -182,7 +182,12 @@ def _measure_in(
                     submit(samples)
                 if not pending:
                     return
-                finished = _take(done, timeout_s)
+                try:
+                    finished = [done.get(timeout=timeout_s and min(timeout_s, threading.TIMEOUT_MAX))]
+                except queue.Empty:
+                    raise TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}") from None
+                while not done.empty():  # only this thread takes from it
+                    finished.append(done.get())
             for future in sorted(finished, key=lambda each: each.cancelled() or each.exception() is not None):
                 with _told(engine, ranges, pending, future):
                     answer = future.result()
@@ -199,18 +204,6 @@ def _measure_in(
     finally:
         for future in pending:
             future.cancel()
-
-
-def _take(done: queue.SimpleQueue[Future[_Answer]], timeout_s: float | None) -> list[Future[_Answer]]:
-    """All futures that are done, at least one."""
-    try:
-        finished = [done.get(timeout=timeout_s and min(timeout_s, threading.TIMEOUT_MAX))]
-    except queue.Empty:
-        raise TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}") from None
-    with contextlib.suppress(queue.Empty):
-        while True:
-            finished.append(done.get_nowait())
-    return finished
 
 
 @contextlib.contextmanager

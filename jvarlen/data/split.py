@@ -49,7 +49,14 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
     """
     if not 0 < fraction < 1:
         raise UserError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
-    shares = _hashes_of(dataset) / 2**_HASH_BITS
+    if hasattr(dataset, "sample_hashes"):
+        hashes: Int64[np.ndarray, " N"] = dataset.sample_hashes
+    else:
+        hashes = np.zeros(len(dataset), np.int64)
+        for sample_id in range(len(dataset)):
+            raise_if_interrupted()
+            hashes[sample_id] = sample_hash(dataset[sample_id])
+    shares = hashes / 2**_HASH_BITS
     is_held_out = shares < fraction
     if is_held_out.all() or not is_held_out.any():
         use, change = ("train on", "smaller") if is_held_out.all() else ("evaluate on", "larger")
@@ -76,14 +83,3 @@ def sample_hash(sample: Any) -> int:
     tokens = to_tokens(sample)
     content = tokens.astype(np.uint8 if tokens.dtype == np.uint8 else "<i8", copy=False).tobytes()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> (64 - _HASH_BITS)
-
-
-def _hashes_of(dataset: DataSource) -> Int64[np.ndarray, " N"]:
-    """The attribute `sample_hashes` of a dataset; if it has none, the hashes are computed sample by sample."""
-    if hasattr(dataset, "sample_hashes"):
-        return dataset.sample_hashes
-    hashes = np.zeros(len(dataset), np.int64)
-    for sample_id in range(len(dataset)):
-        raise_if_interrupted()
-        hashes[sample_id] = sample_hash(dataset[sample_id])
-    return hashes
