@@ -16,6 +16,7 @@ from .inputs import (
     as_arrays,
     bucket_arguments,
     difficulties,
+    dyadic_cost,
     few,
     for_plan,
     limits,
@@ -584,6 +585,44 @@ def test_counts_of_a_packed_plan_add_up(package: ModuleType, drawn: tuple[Any, A
     for name in ("overlong", "num_dropped", "num_truncated"):
         assert getattr(plan, name) == getattr(packing, name)
     assert isinstance(plan.report(), str)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+def test_a_plan_packs_its_samples_on_request(package: ModuleType, order: str) -> None:
+    """As `pack_samples` and the plan of its rows: one row length, with a cost several; anew in a shuffled epoch."""
+    lengths = np.random.default_rng(0).integers(1, 60, 300)
+    by: Any = np.arange(299, 9, -1) if order == "subset" else order
+    options: dict[str, Any] = {"seed": 3, "epoch": 2}
+    of_packing = by if order in ("shuffle", "subset") else "dataset"
+    of_rows = "dataset" if order == "subset" else by
+    cost: dict[str, Any] = {"cost": dyadic_cost, "max_shapes": 2}
+    for fields in ({"max_length": 50}, {"strategy": [32, 64]}, cost | {"max_length": 64, "length_multiple": 16}):
+        overlong = "split" if fields.get("max_length") == 50 else "error"
+        sizes = fields.get("strategy") or package.choose_row_lengths(
+            lengths, 256, overlong=overlong, **({"max_shapes": 1} if "cost" not in fields else {}) | fields
+        )
+        packing = package.pack_samples(lengths, sizes, order=of_packing, overlong=overlong, **options)
+        rows = package.pack_samples(lengths, sizes, overlong=overlong)
+        limits = {name: value for name, value in fields.items() if name not in ("max_length", "strategy")}
+        buckets = package.make_buckets(rows.num_tokens, 256, strategy=sizes, **limits)
+        expected = package.make_plan(packing, buckets, order=of_rows, **options)
+        packed = {"order": by, "packing": "best_fit", "overlong": overlong, **options}
+        assert package.make_plan(lengths, max_tokens=256, **fields, **packed).digest == expected.digest
+        assert package.make_plan(lengths, buckets, **packed).digest == expected.digest
+
+
+def test_what_cannot_be_packed_by_a_plan_is_refused(package: ModuleType) -> None:
+    """Another word, rows, pairs, and what gives samples an order that rows would lose."""
+    for lengths, options, named in (
+        ([3, 4], {"packing": "worst_fit"}, "worst_fit"),
+        (package.pack_samples([3, 4], 8), {}, "best_fit"),
+        ([[3, 4]], {}, "best_fit"),
+        ([3, 4], {"difficulty": [1, 2]}, "difficulty"),
+        ([3, 4], {"order": package.Order(block_size=2)}, "block_size"),
+        ([3, 4], {"order": "length", "pacing": package.linear_pacing(3)}, "pacing"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            package.make_plan(lengths, [(1, 8)], **{"packing": "best_fit"} | options)
 
 
 def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package: ModuleType) -> None:

@@ -377,6 +377,44 @@ def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[
         package.make_plan(**for_plan(package, valid | arguments))
 
 
+def test_buckets_are_chosen_by_a_budget_where_none_are_given(package: ModuleType) -> None:
+    """By its fields as keywords or by itself; of pairs and of packed rows, too."""
+    lengths = np.random.default_rng(0).integers(1, 200, 600)
+    fields: dict[str, Any] = {"max_shapes": 4, "microbatches_per_step": 2, "row_multiple": 2}
+    budget = package.Budget(max_tokens=1000, **fields)
+    buckets = package.make_buckets(lengths, 1000, **fields)
+    expected = package.make_plan(lengths, buckets, microbatches_per_step=2)
+    assert package.make_plan(lengths, max_tokens=1000, **fields).digest == expected.digest
+    assert package.make_plan(lengths, budget).digest == expected.digest
+    assert package.make_plan(lengths, package.Budget(max_tokens=1000), **fields).digest == expected.digest
+    shuffled = package.make_plan(lengths, buckets, microbatches_per_step=2, order=package.Order())
+    assert shuffled.digest == expected.digest
+    cut = {"max_length": 50, "overlong": "truncate"}
+    buckets = package.make_buckets(lengths, 1000, **cut)
+    assert package.make_plan(lengths, max_tokens=1000, **cut).num_truncated == (lengths > 50).sum()
+    assert package.make_plan(lengths, max_tokens=1000, **cut).buckets == buckets
+    pairs = np.stack([lengths, lengths[::-1]], axis=1)
+    buckets = package.make_pair_buckets(pairs, 2000, **fields)
+    assert package.make_plan(pairs, max_tokens=2000, **fields).buckets == buckets
+    packing = package.pack_samples(lengths, [128, 256])
+    buckets = package.make_buckets(packing.num_tokens, 1000, strategy=[128, 256], **fields)
+    assert package.make_plan(packing, budget).buckets == buckets
+
+
+def test_a_budget_and_given_buckets_exclude_each_other(package: ModuleType) -> None:
+    """One of them is needed; with buckets only M is left to say."""
+    with pytest.raises(ValueError, match="max_tokens"):
+        package.make_plan([3, 5])
+    with pytest.raises(ValueError, match="max_shapes"):
+        package.make_plan([3, 5], [(1, 5)], max_shapes=2)
+    with pytest.raises(TypeError, match="max_token"):
+        package.make_plan([3, 5], max_tokens=8, max_token=8)
+    with pytest.raises(TypeError, match="max_token"):
+        package.make_plan([3, 5], [(1, 5)], max_token=8)
+    with pytest.raises(ValueError, match="buckets of pairs"):
+        package.make_plan([[3, 5]], max_tokens=8, cost=lambda rows, length: rows * length, max_cost=8.0)
+
+
 def test_report_names_every_shape_and_the_totals(package: ModuleType) -> None:
     """A table to read: its numbers are the plan's."""
     lengths = np.random.default_rng(0).integers(100, 400, 1234)
