@@ -19,7 +19,7 @@ from support.timing import digits, report, table, versions_and_hardware
 
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import split_cpu
-from jvarlen.parallel.collectives import all_reduce
+from jvarlen.experimental.collectives import all_reduce
 from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
 
 

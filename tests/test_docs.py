@@ -29,7 +29,6 @@ PUBLIC_MODULES = [
     "data.tokens",
     "models",
     "parallel",
-    "parallel.collectives",
     "testing",
     "training.checkpoint",
 ]

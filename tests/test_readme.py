@@ -152,7 +152,7 @@ def test_the_guide_to_mixed_steps_prints_what_it_shows(capsys):
 
 
 def test_the_guide_to_collectives_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("collectives.md", capsys)
+    names = assert_prints_what_it_shows(EXPERIMENTAL / "collectives" / "README.md", capsys)
     assert names["chunks"].sum() == names["total"][:6].sum()
 
 

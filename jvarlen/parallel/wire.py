@@ -1,4 +1,4 @@
-"""What the collectives of `collectives` send, before they run: bytes, rounds and seconds. NumPy only.
+"""What collectives send, before they run: bytes, rounds and seconds. NumPy only.
 
 Letters: N devices, X bytes, r rounds. Device 0 is the root. In a round, a device sends at most one message and receives
 at most one, and all messages are of one size.
@@ -72,7 +72,7 @@ def wire_bytes(kind: str, num_bytes: int, n: int, algorithm: str, *, itemsize: i
     one: XLA's CPU backend sends bfloat16 as float32.
 
     Args:
-      kind: the name of a function of `jvarlen.parallel.collectives`.
+      kind: the name of a function of `jvarlen.experimental.collectives`.
       num_bytes: X, the bytes of the whole array: for `scatter` the root's, for `gather` and `all_gather` the result,
         otherwise the array of each device.
       n: N, at least 1.

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jvarlen import UserError
-from jvarlen.parallel.collectives import all_gather, all_reduce, broadcast, gather, reduce, reduce_scatter, scatter
+from jvarlen.experimental.collectives import all_gather, all_reduce, broadcast, gather, reduce, reduce_scatter, scatter
 from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
 
 NUM_DEVICES = [1, 2, 5, 8]
