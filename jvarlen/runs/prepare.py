@@ -14,7 +14,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
-from jvarlen.compiling.compile_options import When
+from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import Split
@@ -37,7 +37,7 @@ from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster
 
-__all__ = ["Prepared", "prepare", "say", "show_estimates", "when_compiled"]
+__all__ = ["Prepared", "prepare", "say", "show_estimates"]
 
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
@@ -54,6 +54,7 @@ class Prepared(NamedTuple):
       lengths: int64[N] of the samples to train on.
       eval_lengths: int64[H] of each set to evaluate on, by name.
       chooser: of the shapes.
+      compile_options: of the steps, which say whether these run while others are compiled.
       placement: where steps run; None: on one device.
     """
 
@@ -65,6 +66,7 @@ class Prepared(NamedTuple):
     lengths: Int64[np.ndarray, " N"]
     eval_lengths: dict[str, Int64[np.ndarray, " H"]]
     chooser: ShapeChooser
+    compile_options: CompileOptions
     placement: Placement | None = None
 
     def batch_spec(self, epoch: int = 0) -> BatchSpec:
@@ -103,7 +105,11 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     if given is None and not config.data.files and max_steps is None and config.num_epochs is None:
         max_steps = _DEMO_STEPS
     num_devices = _num_devices(placement)
-    chooser = ShapeChooser(config, task, data, when_compiled(config), num_devices)
+    # While steps run, which is faster; or before, where several processes train.
+    when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
+    time_steps = config.compile.time_steps is not False
+    compile_options = dataclasses.replace(config.compile, when=when, time_steps=time_steps)
+    chooser = ShapeChooser(config, task, data, when, num_devices)
     shapes = chooser.choose(lengths, eval_lengths, max_steps)
     with together("plan the training"):
         course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer, shapes)
@@ -120,7 +126,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             for bucket in sorted({*course.buckets, *course.eval_buckets}):
                 check_bucket(config.hardware.layout, bucket, config.plan.microbatches_per_step)
         raise_if_interrupted()
-    return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, placement)
+    return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, compile_options, placement)
 
 
 def _with_layout(
@@ -227,11 +233,6 @@ def say(title: str, *texts: str) -> None:
     """Prints a part of what a run tells, on the main process."""
     if is_main_process():
         print(f"\n{title}", *texts, sep="\n", flush=True)
-
-
-def when_compiled(config: FitConfig) -> When:
-    """When shapes are compiled: while steps run, which is faster, or before, where several processes train."""
-    return config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
 
 
 def _lengths_of(dataset: DataSource, task: Task, progress: bool) -> Int64[np.ndarray, " N"]:
