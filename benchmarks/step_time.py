@@ -21,7 +21,7 @@ from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
-from jvarlen.runs.measure_command import MeasuredCosts, measure_costs
+from jvarlen.runs.commands import MeasuredCosts, measure_costs
 
 
 class Planned(NamedTuple):

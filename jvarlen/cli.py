@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS = {
-    "plan": ("runs.page_commands", "PlanCommand", "Print the plan of an epoch for any file of lengths, and save it."),
+    "plan": ("runs.commands", "PlanCommand", "Print the plan of an epoch for any file of lengths, and save it."),
     "sort": (
         "experimental.ordered_file.command",
         "SortCommand",
@@ -29,13 +29,13 @@ COMMANDS = {
     ),
     "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
     "report": (
-        "runs.page_commands",
+        "runs.commands",
         "ReportCommand",
         "Report on runs, finished or not.",
     ),
-    "sample": ("runs.model_commands", "SampleCommand", "Continue prompts with the trained model of a run."),
-    "export": ("runs.model_commands", "ExportCommand", "Write the trained model of a run as one safetensors file."),
-    "measure": ("runs.measure_command", "MeasureCommand", "Measure time and memory of training steps."),
+    "sample": ("runs.commands", "SampleCommand", "Continue prompts with the trained model of a run."),
+    "export": ("runs.commands", "ExportCommand", "Write the trained model of a run as one safetensors file."),
+    "measure": ("runs.commands", "MeasureCommand", "Measure time and memory of training steps."),
 }
 """The module and the class of each command, and what it does."""
 

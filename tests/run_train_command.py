@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jvarlen.cli import main
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.data import open_training_data
+from jvarlen.runs.task import open_training_data
 from tests.run_fit import make_data
 
 

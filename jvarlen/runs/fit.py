@@ -48,11 +48,17 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import Overlong
 from jvarlen.runs.config import FitConfig, saved_settings
-from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.directory import (
+    EvaluatedIn,
+    Summary,
+    new_run_dir,
+    point_latest_to,
+    resumed_run_dir,
+    write_summary,
+)
 from jvarlen.runs.prepare import Prepared, prepare, say, show_estimates
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler
-from jvarlen.runs.summary import EvaluatedIn, Evaluation, Summary, write_summary
-from jvarlen.runs.task import Task
+from jvarlen.runs.task import Evaluation, Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn

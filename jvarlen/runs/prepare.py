@@ -28,11 +28,10 @@ from jvarlen.parallel.sharded import check_bucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings
-from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.epochs import Course
 from jvarlen.runs.plan_config import ChosenShapes
 from jvarlen.runs.shape_choice import ShapeChooser
-from jvarlen.runs.task import Task
+from jvarlen.runs.task import Task, TrainingData, open_training_data
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster

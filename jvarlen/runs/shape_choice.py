@@ -34,9 +34,8 @@ from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.runs.config import FitConfig, is_run_dir
-from jvarlen.runs.data import TrainingData
 from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, SHAPES_FILE, ChosenShapes, epoch_plan, shapes_for
-from jvarlen.runs.task import Task
+from jvarlen.runs.task import Task, TrainingData
 
 __all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
 

@@ -1,11 +1,13 @@
-"""What `fit` trains: the built-in language model, or your own loss, parameters and batches."""
+"""What `fit` trains, and on what: the built-in language model or your own, and the samples."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +16,10 @@ import optax
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
+from jvarlen.data.mixtures import Mixture
+from jvarlen.data.open import open_data
+from jvarlen.data.split import HELD_OUT, Split, split_held_out
+from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.loading.collate import CollateFn
@@ -26,12 +32,33 @@ from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.summary import Evaluation
+from jvarlen.runs.config import FitConfig, evaluation_name
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["Task"]
+__all__ = ["Evaluation", "Task", "TrainingData", "open_training_data"]
+
+_BLOCK_LENGTH = 1024  # of files of tokens, where no length is the longest
+
+
+class Evaluation(NamedTuple):
+    """The result of evaluating one set of samples.
+
+    Attributes:
+      loss: Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight.
+      weight: Σ weight; for a language model the tokens that are learned, truncated samples with their cut length.
+      sums: further scalar sums of the loss, over Σ weight.
+    """
+
+    loss: float
+    weight: float
+    sums: dict[str, float]
+
+    @property
+    def bits_per_token(self) -> float:
+        """The loss in bits per token; tokens are bytes if the model trains on bytes."""
+        return self.loss / math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,3 +216,70 @@ def _whole(loss_fn: LossFn | LayeredModel | None, *, takes_key: bool = True) -> 
 def _dtype(leaf: Any) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+class TrainingData(NamedTuple):
+    """The data of a training."""
+
+    train: DataSource
+    evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
+    vocab_size: int  # how many values a token can have
+    is_bytes: bool  # whether the tokens are known to be the bytes of text
+    content_keys: dict[str, str]  # of each file, by its name
+
+
+def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
+    """Opens the given samples, the files of the settings, or the built-in corpus.
+
+    Each file is split separately into training and held-out samples, so neither weights nor other files move a sample
+    to the other side. A mixture is drawn once: every epoch has the same samples.
+    """
+    if given is not None and config.data.files:
+        files = ", ".join(map(str, config.data.files))
+        raise UserError(f"data are given twice, as an argument and as settings: {files}")
+    vocab_size, is_bytes, content_keys = config.decoder.vocab_size, given is None, {}
+
+    def opened(path: Path | str) -> DataSource:
+        nonlocal vocab_size, is_bytes
+        dataset = open_data(
+            path,
+            field=config.data.field,
+            template=config.data.template,
+            loss_on=config.data.loss_on,
+            tokenizer=config.data.tokenizer,
+            num_values=None if config.data.tokenizer else config.decoder.vocab_size,
+            end_token=config.data.end_token,
+            block_length=config.plan.max_length or _BLOCK_LENGTH,
+            num_workers=config.data.num_workers,
+            progress=config.progress,
+        )
+        content_keys[str(path)] = dataset.content_key
+        if dataset.num_values is None:
+            raise UserError(
+                f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
+            )
+        vocab_size = max(vocab_size, dataset.num_values)
+        is_bytes = is_bytes and dataset.is_bytes
+        return dataset
+
+    if given is None and config.data.files:
+        splits = [_split(path, opened(path), config.data.held_out_fraction) for path in config.data.files]
+        mixed = Mixture(
+            [split.train for split in splits],
+            config.data.weights or None,
+            num_samples=config.data.mixture_samples,
+            seed=config.seed,
+            loss_weights=config.data.loss_weights or None,
+        )
+        given = Split(mixed, Mixture([split.held_out for split in splits]))
+    elif given is None:
+        given = split_held_out(stdlib_functions(progress=config.progress), config.data.held_out_fraction)
+    evaluation = {HELD_OUT: given.held_out} | {evaluation_name(path): opened(path) for path in config.data.eval_data}
+    return TrainingData(given.train, evaluation, vocab_size, is_bytes, content_keys)
+
+
+def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:
+    try:
+        return split_held_out(dataset, fraction)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

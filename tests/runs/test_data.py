@@ -12,7 +12,7 @@ from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
-from jvarlen.runs.data import open_training_data
+from jvarlen.runs.task import open_training_data
 from tests.settings import changed
 
 

@@ -1,0 +1,535 @@
+"""The commands besides `jvarlen train`: `plan`, `report`, `sample`, `export` and `measure`.
+
+Each is imported for its settings, and imports what it runs when it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import numpy as np
+import tyro
+from jaxtyping import Int32
+
+from jvarlen import __version__, models
+from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
+from jvarlen._common.files import check_place, load_array, write_atomically
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from jvarlen.distributed.launch import DeviceConfig, launch
+from jvarlen.models.config import TransformerConfig
+from jvarlen.planning.budget import check_bucket_lengths
+from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.planning.lengths import PackedOverlong, check_lengths
+from jvarlen.planning.order import OrderWord
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, shapes_for
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jvarlen.targets.cluster import Cluster
+    from jvarlen.targets.model_file import ModelFile
+
+__all__ = [
+    "ExportCommand",
+    "MeasureCommand",
+    "MeasuredCosts",
+    "PlanCommand",
+    "ReportCommand",
+    "SampleCommand",
+    "measure_costs",
+]
+
+_EMBEDDING = "embed.embedding"
+_NUM_BYTES = 256
+_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
+
+_WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlanConfig):
+    """Print the plan of an epoch for any file of lengths, and save it."""
+
+    lengths: tyro.conf.Positional[Path]
+    """A .npy file of integers, tokens a sample."""
+    max_tokens: int = dataclasses.field()
+    """Budget of one microbatch in tokens, padding included."""
+    max_shapes: int = 16
+    """The most buckets, that is, compiled shapes."""
+    max_length: int | None = None
+    """Longest bucket in tokens; None for the longest sample."""
+    overlong: PackedOverlong = "error"
+    """What happens to samples longer than that; split, which needs pack, plans them in pieces."""
+    length_multiple: int = 1
+    """Lengths of buckets are rounded up to a multiple of this."""
+    order: OrderWord = "length"
+    """The order in which samples come."""
+    seed: int = 0
+    """Seed of every shuffle, together with the epoch."""
+    epoch: int = 0
+    """The epoch to plan."""
+    learning_rate: float | None = None
+    """Base learning rate at base_batch_size. If given, the learning rates of the steps are shown."""
+    base_batch_size: float | None = None
+    """Sequences in a step for which the base rate is meant."""
+    batch_size_rule: BatchSizeRule = "sqrt"
+    """How the learning rate scales with the sequences of a step."""
+    out: Path | None = None
+    """Where to save the plan, a .npz file."""
+    compare: bool = False
+    """Also print a table of all strategies, packing, and batching without a plan."""
+    html: Path | None = None
+    """Where to write a page with pictures of the plan: one file that works offline.
+    With cluster, the page shows layouts instead of the plan."""
+    cluster: str | None = None
+    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
+    four hosts. Needs model."""
+    model: Path | None = None
+    """JSON file of the model: layers, width, heads, vocabulary, params_dtype, compute_dtype, optimizer."""
+
+    def run(self) -> None:
+        """Prints the plan, the comparison and the layouts, and writes the requested files."""
+        from jvarlen.reports.compare import compare_strategies, comparison_table
+        from jvarlen.training.rates import lr_sequence
+
+        if (self.cluster is None) != (self.model is None):
+            raise UserError("cluster and model go together: layouts are chosen for a model on a cluster")
+        if self.compare and self.cluster is not None and self.html is not None:
+            raise UserError("compare, cluster and html exclude each other: the page shows layouts, and no comparison")
+        if (self.learning_rate is None) != (self.base_batch_size is None):
+            raise UserError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
+        for path in (self.html, self.out):
+            if path is not None:
+                check_place(path)
+        described = None
+        if self.cluster is not None and self.model is not None:
+            from jvarlen.targets.cluster import Cluster  # here: they import JAX
+            from jvarlen.targets.model_file import ModelFile
+
+            described = Cluster.named(self.cluster), ModelFile.load(self.model)
+        lengths = check_lengths(load_array(self.lengths, "lengths"))
+        plan = epoch_plan(self, shapes_for(self, lengths), lengths, seed=self.seed, epoch=self.epoch)
+        rates = None
+        if self.learning_rate is not None and self.base_batch_size is not None:
+            rule = None if self.batch_size_rule == "none" else self.batch_size_rule
+            rates = lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
+        print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
+        print(f"digest {plan.digest}")
+        comparison = None
+        if self.compare:
+            if self.overlong == "split":
+                raise UserError("compare has strategies that cannot split: choose another overlong for it")
+            comparison = compare_strategies(lengths, self.budget, overlong=self.overlong)
+            print(f"\n{comparison_table(comparison)}")
+        if self.out is not None:
+            plan.save(self.out)
+            print(self.out)
+        if described is not None:
+            self._choose_layout(plan, *described)
+        elif self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
+            print(self.html)
+
+    def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
+        from jvarlen.batches.batches import packed_batch_spec, token_batch_spec  # here: they import JAX
+        from jvarlen.targets.choice import choose_layout
+
+        choice = choose_layout(
+            plan,
+            model.model,
+            model.make_optimizer(),
+            cluster,
+            params=model.params,
+            cost=self.cost,
+            batch_spec=packed_batch_spec if plan.is_packed else token_batch_spec,
+        )
+        print(f"\n{choice}")
+        if self.html is not None:
+            from jvarlen.reports.choice_page import write_choice_page  # here: it draws with matplotlib
+
+            write_choice_page(self.html, plan, choice, cluster)
+            print(self.html)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """Report on runs, finished or not: a table, and a page of pictures with the runs overlaid."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories."""
+    html: Path | None = None
+    """Where to write the page, one file that works offline.
+    None: report.html in the run directory, or in the current directory for several runs."""
+
+    def run(self) -> None:
+        """Prints the table, then writes the page."""
+        from jvarlen.reports.run_page import read_runs
+
+        report = read_runs(self.run_dirs)
+        print(report.table())
+        page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
+        report.write_html(page)
+        print(f"\n{page}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleCommand:
+    """Continue prompts with the trained model of a run."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Run directory."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text to continue; may be given several times. An empty one is a sample from its beginning."""
+    prompts: Path | None = None
+    """File with more texts to continue, a line each."""
+    max_new_tokens: int = 128
+    """The most tokens that a prompt is continued by; it ends earlier where the model writes the end token."""
+    temperature: float = 0.0
+    """Logits are divided by it; 0 always takes the likeliest token."""
+    stop: str | None = None
+    """Text before which a sample ends, such as the one that follows every answer in the data."""
+    seed: int = 0
+    """Seed of the random choice of tokens."""
+    checkpoint: _WhichCheckpoint = "latest"
+    """The checkpoint to take: the latest, or the one with the best evaluation."""
+    tokenizer: Path | None = None
+    """Tokenizer file, if it is not at the place that the run's settings name, or if they name none."""
+    out: Path | None = None
+    """Where to write the samples as well: a JSON object a line, with prompt, text and the new tokens."""
+    max_tokens: int = 16_384
+    """Budget of prompts and new tokens that are held at once on a device, padding included."""
+    max_shapes: int = 4
+    """The most buckets, that is, compiled shapes."""
+    devices: int | None = None
+    """Number of devices. Without accelerators the CPU is split into this many. None for one."""
+    progress: bool = True
+    """Show progress bars."""
+
+    def __post_init__(self):
+        check_at_least(self, 1, "max_new_tokens", "max_tokens", "max_shapes", "devices")
+        check_at_least(self, 0, "temperature", "seed")
+
+    def run(self) -> None:
+        """Samples, writes the file, and prints prompts with their continuations."""
+        layout = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
+        if self.out is not None:
+            check_place(self.out)
+        prompts = self._named_prompts()
+        trained = _read_trained(self.run_dir, self.checkpoint)
+        codec = _codec_of(trained, self.tokenizer)
+        tokens = _encode(codec, prompts, trained.model.vocab_size, self.max_tokens - self.max_new_tokens)
+        new = models.generate(
+            trained.params,
+            trained.model,
+            tokens,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            end_token=_end_token(trained, codec),
+            max_tokens=self.max_tokens,
+            max_shapes=self.max_shapes,
+            layout=layout,
+            progress=self.progress,
+        )
+        texts = [_text_of(codec, *parts, self.stop) for parts in zip(tokens, new, strict=True)]
+        if self.out is not None:
+            _write_samples(self.out, list(prompts.values()), texts, new)
+        for name, text in zip(prompts, texts, strict=True):
+            print(text if len(texts) == 1 else f"── {name}\n{text}")
+        if self.out is not None:
+            print(self.out)
+
+    def _named_prompts(self) -> dict[str, str]:
+        """All prompts, by where they come from."""
+        named = {f"prompt {i}": text for i, text in enumerate(self.prompt, 1)}
+        if self.prompts is not None:
+            try:
+                lines = self.prompts.read_bytes().decode().split("\n")
+            except UnicodeDecodeError as error:
+                line = error.object[: error.start].count(b"\n") + 1
+                raise UserError(f"{self.prompts}: line {line} is not UTF-8") from None
+            lines = lines[:-1] if lines[-1] == "" else lines
+            named |= {f"{self.prompts} line {i}": line.removesuffix("\r") for i, line in enumerate(lines, 1)}
+        if not named:
+            raise UserError("there is nothing to continue: give --prompt TEXT, or --prompts FILE with lines")
+        return named
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write the trained model of a run as one safetensors file, with its settings and tokenizer."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Run directory."""
+    out: tyro.conf.Positional[Path]
+    """Where to write the model (.safetensors)."""
+    checkpoint: _WhichCheckpoint = "latest"
+    """The checkpoint to take: the latest, or the one with the best evaluation."""
+    tokenizer: Path | None = None
+    """Tokenizer file, if it is not at the place that the run's settings name, or if they name none."""
+
+    def run(self) -> None:
+        """Writes the file, and prints what it holds."""
+        check_place(self.out)
+        trained = _read_trained(self.run_dir, self.checkpoint)
+        metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
+        tokenizer = self.tokenizer or trained.settings.data.tokenizer
+        if tokenizer is not None:
+            codec = FileTokenizer(tokenizer)
+            metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
+            if (end_token := _end_token(trained, codec)) is not None:
+                metadata["end_token"] = str(end_token)
+        models.save_params(self.out, trained.params, trained.model, metadata=metadata)
+        size = sum(np.size(leaf) for leaf in trained.arrays.values())
+        print(f"{self.out}: {size:,} parameters after {trained.num_steps:,} steps")
+
+
+class _Trained(NamedTuple):
+    """A checkpoint of a run of the built-in model."""
+
+    settings: FitConfig
+    model: TransformerConfig  # with the size of the vocabulary that it was trained with
+    params: nnx.State
+    arrays: dict[str, np.ndarray]  # the parameters by dotted names
+    num_steps: int
+
+
+def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
+    if not is_run_dir(run_dir):
+        raise FileNotFoundError(f"{run_dir} is not the directory of a run: there is no {run_dir / 'config.json'}")
+    settings = load_config(run_dir / "config.json")
+    from jvarlen.training.checkpoint import read_params  # here: settings are read without JAX
+
+    arrays, place = read_params(run_dir / "checkpoints", which)
+    # The run's vocabulary may be larger than its settings say: that of the data counts.
+    num_embeddings = len(np.atleast_1d(arrays.get(_EMBEDDING, np.zeros(2))))
+    try:
+        model = dataclasses.replace(settings.decoder, vocab_size=num_embeddings - 1)
+        params = models.params_from_flat(model, arrays)
+    except UserError as error:
+        raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None
+    return _Trained(settings, model, params, arrays, place.num_steps_done)
+
+
+def _codec_of(trained: _Trained, given: Path | None) -> Tokenizer:
+    """Between text and the run's tokens, by the given tokenizer or the run's own."""
+    tokenizer = given or trained.settings.data.tokenizer
+    if tokenizer is not None:
+        return FileTokenizer(tokenizer)
+    if trained.model.vocab_size != _NUM_BYTES:
+        raise UserError(
+            f"the run's {trained.model.vocab_size:,} tokens are no bytes, and its settings name no tokenizer: give one"
+        )
+    return ByteTokenizer()
+
+
+def _end_token(trained: _Trained, codec: Tokenizer) -> int | None:
+    """The token that ends a sample, if the model can write it."""
+    end = trained.settings.data.end_token if trained.settings.data.end_token is not None else codec.end_token
+    return end if end is not None and end < trained.model.vocab_size else None
+
+
+def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest: int) -> list[Int32[np.ndarray, " L"]]:
+    """The tokens of the prompts; raises ValueError that lists prompts without, too long, or of unknown tokens."""
+    encoded, wrong = [], []
+    for name, text in prompts.items():
+        try:
+            tokens = codec.prompt(text)
+        except UserError as error:
+            wrong.append(f"{name}: {error}")
+            continue
+        if (outside := tokens[tokens >= vocab_size]).size:
+            wrong.append(f"{name}: tokens {list_first(outside.tolist())}, but the model's are below {vocab_size}")
+        if len(tokens) > longest:
+            wrong.append(f"{name}: {len(tokens):,} tokens, but max_tokens leaves room for {max(longest, 0):,}")
+        encoded.append(tokens)
+    if wrong:
+        raise UserError(f"prompts that cannot be continued: {list_first(wrong, '; ')}")
+    return encoded
+
+
+def _text_of(codec: Tokenizer, prompt: Int32[np.ndarray, " L"], new: Int32[np.ndarray, " n"], stop: str | None) -> str:
+    """The prompt and what continues it, up to the stop."""
+    text = codec.decode(np.concatenate([prompt, new]))
+    end = text.find(stop, len(codec.decode(prompt))) if stop else -1
+    return text if end < 0 else text[:end]
+
+
+def _write_samples(path: Path, prompts: list[str], texts: list[str], new: list[Int32[np.ndarray, " n"]]) -> None:
+    with write_atomically(path) as file:
+        for prompt, text, tokens in zip(prompts, texts, new, strict=True):
+            line = {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
+            file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+
+
+class MeasuredCosts(NamedTuple):
+    """Cost models of the training steps of a model.
+
+    Attributes:
+      seconds: of one microbatch.
+      num_bytes: on one device, during a step.
+      compile_seconds: of lowering and compiling one bucket, one after the other and without a cache.
+    """
+
+    seconds: CostModel
+    num_bytes: CostModel
+    compile_seconds: float
+
+
+def measure_costs(
+    model: TransformerConfig,
+    *,
+    max_tokens: int,
+    lengths: Sequence[int],
+    microbatches_per_step: int = 1,
+    packed: bool = False,
+    repeats: int = 3,
+    progress: bool = True,
+) -> MeasuredCosts:
+    """Compiles and runs AdamW steps of the built-in model in some shapes, and fits cost models.
+
+    Args:
+      model: the model.
+      max_tokens: tokens of the full buckets; a quarter of that is measured as well.
+      lengths: lengths of rows to measure, at least 2, strictly ascending.
+      microbatches_per_step: M.
+      packed: whether rows hold several samples.
+      repeats: runs of each shape; the fastest counts.
+      progress: whether to show progress bars.
+
+    Returns:
+      `MeasuredCosts`.
+
+    Raises:
+      ValueError: lengths that are not as described, or above a quarter of `max_tokens`; other numbers below 1.
+    """
+    import optax  # here: settings are read without JAX
+
+    from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+    from jvarlen.batches.shapes import BatchShapes
+    from jvarlen.compiling.compile import compile_buckets
+    from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.program_store import without_compilation_cache
+    from jvarlen.models import init_params, make_loss_fn
+    from jvarlen.parallel.train import make_train_step
+    from jvarlen.planning.buckets import Bucket
+
+    check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
+    check_bucket_lengths(lengths)
+    if len(lengths) < 2:
+        raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
+    too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
+    if too_long:
+        raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
+    step = make_train_step(make_loss_fn(model), optax.adamw(1e-3))
+    state = step.init(init_params(model, seed=0))
+    shapes: list[tuple[int, int]] = []
+    seconds: list[float] = []
+    num_bytes: list[int] = []
+    compile_seconds = []
+    for share in _SHARES_OF_BUDGET:
+        with without_compilation_cache():  # what is asked is what compiling takes
+            compiled = compile_buckets(
+                step,
+                state,
+                BatchShapes(
+                    [Bucket(max_tokens // share // length, length) for length in lengths],
+                    microbatches_per_step=microbatches_per_step,
+                    batch_spec=packed_batch_spec if packed else token_batch_spec,
+                ),
+                progress=progress,
+                options=CompileOptions(cache_dir=None, num_threads=1),
+            )
+        measured = measure_buckets(compiled, state, repeats=repeats, progress=progress)
+        shapes += measured.shapes
+        seconds += measured.seconds.tolist()
+        num_bytes += measured.num_bytes.tolist()
+        compile_seconds.append(measured.compile_seconds)
+    name = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(model).items() if value is not None)
+    name += f", {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
+    return MeasuredCosts(
+        fit_cost_model(shapes, seconds, device=measured.device, model=name),
+        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured.device, model=name),
+        sum(compile_seconds) / len(compile_seconds),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureCommand(DeviceConfig):
+    """Measure time and memory of training steps of the built-in model, for `plan --cost-model` and `--memory-model`.
+
+    With --links, measure devices and the links between them.
+    """
+
+    max_tokens: int = 4096
+    """Tokens of the largest measured buckets."""
+    lengths: tuple[int, ...] = (32, 128, 512, 1024)
+    """Lengths of rows to measure."""
+    microbatches_per_step: int = 1
+    """Microbatches of one optimizer update."""
+    pack: bool = False
+    """Measure rows that hold several samples."""
+    links: bool = False
+    """Measure all devices and the links between them instead, as a cluster."""
+    out: Path | None = None
+    """Where to write the cost model in seconds, cost.json by default; with --links the cluster, cluster.json."""
+    memory_out: Path = Path("memory.json")
+    """Where to write the cost model in bytes."""
+    progress: bool = True
+    """Show progress bars."""
+    decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    """The shape of the built-in model."""
+
+    def run(self) -> None:
+        """Measures, prints and saves."""
+        if self.links:
+            self._measure_links(self.out or Path("cluster.json"))
+            return
+        if self.devices is not None or self.has_processes:
+            raise UserError("steps are measured on one device: devices and processes are for --links")
+        out = self.out or Path("cost.json")
+        missing = [str(path) for path in (out, self.memory_out) if not path.parent.is_dir()]
+        if missing:
+            raise FileNotFoundError(f"there is no directory for {', '.join(missing)}")
+        costs = measure_costs(
+            self.decoder,
+            max_tokens=self.max_tokens,
+            lengths=self.lengths,
+            microbatches_per_step=self.microbatches_per_step,
+            packed=self.pack,
+            progress=self.progress,
+        )
+        for fitted, path in ((costs.seconds, out), (costs.num_bytes, self.memory_out)):
+            fitted.save(path)
+            print(f"{path}: {fitted}")
+        print(f"compiling a bucket took {costs.compile_seconds:.2f} s")
+
+    def _measure_links(self, out: Path) -> None:
+        from jvarlen.distributed.processes import is_main_process
+        from jvarlen.targets.links import measure_cluster
+
+        if not out.parent.is_dir():
+            raise FileNotFoundError(f"there is no directory for {out}")
+        placement, dtype = launch(self), self.decoder.compute_dtype or "float32"
+        cluster = measure_cluster(placement, dtype=dtype, progress=self.progress)
+        if not is_main_process():
+            return
+        cluster.save(out)
+        print(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
+        print(
+            f"  {cluster.flops_per_second / 1e9:,.1f} GFLOP/s, {cluster.memory_bytes / 1e9:,.1f} GB of memory at ",
+            end="",
+        )
+        print(f"{cluster.memory_bytes_per_second / 1e9:,.2f} GB/s")
+        for name, link in (("link", cluster.link), ("host link", cluster.host_link))[: 1 + (cluster.num_hosts > 1)]:
+            print(f"  {name}: {link.bytes_per_second / 1e9:,.2f} GB/s, {1e6 * link.latency_s:,.1f} µs")
+        print(cluster.sources)
