@@ -331,11 +331,7 @@ def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote, on this machine or another.
 
     What belongs to a single call, such as where a run writes, is that of this call. Cost models are those beside the
-    file.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it holds no settings; the message says what is wrong.
+    file. Raises ValueError that says what is wrong.
     """
     try:
         settings = json.loads(path.read_text())

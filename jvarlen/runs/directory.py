@@ -87,18 +87,9 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 def new_run_dir(
     config: FitConfig, shapes: ChosenShapes, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
 ) -> Path:
-    """Creates the directory of a new run, with its settings, shapes, content keys and plan.
+    """Creates the directory of a new run, with its settings, shapes, content keys and first plan; `held` gets the lock.
 
-    Args:
-      config: the settings; if they name no directory, its name is made from the time and the plan.
-      shapes: chosen for the lengths of the data.
-      plan: of the first epoch.
-      content_keys: of the data, by name.
-      held: holds the lock of the directory.
-
-    Raises:
-      ValueError: another run has the directory.
-      OSError: it cannot be written.
+    If the settings name no directory, its name is made from the time and the plan.
     """
     run_dir = config.directory.run_dir or _make_dir(config.directory.runs_dir, plan)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -145,19 +136,10 @@ def point_latest_to(run_dir: Path) -> None:
 def resumed_run_dir(
     config: FitConfig, run_dir: Path, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
 ) -> tuple[Path, list[Change]]:
-    """The directory of a run to resume, its updated settings, and which of them changed.
+    """The directory of a run to resume, after its settings were updated, and which of them changed.
 
-    Args:
-      config: the settings to resume with.
-      run_dir: the directory.
-      plan: the plan of the first epoch from the data and these settings.
-      content_keys: of the data, by name.
-      held: holds the lock of the directory.
-
-    Raises:
-      FileNotFoundError: there is no run, or no plan in it.
-      ValueError: the run is still running; its files are damaged; it has another plan or other data; or settings differ
-        that would make it another run. They are listed.
+    `plan` is that of the first epoch from the data and these settings; `held` gets the lock. Raises ValueError for
+    another plan, other data, or settings that would make it another run.
     """
     run_dir = run_dir.resolve()
     config_path = run_dir / "config.json"
@@ -261,16 +243,6 @@ class Summary:
     interrupted: bool
     stall_s: float = 0.0
     evaluated_in: EvaluatedIn = "bits per byte"
-
-    @property
-    def held_out_bits_per_byte_before(self) -> float | None:
-        """`held_out_before` if it is in bits per byte, otherwise None."""
-        return self.held_out_before if self.evaluated_in == "bits per byte" else None
-
-    @property
-    def held_out_bits_per_byte_after(self) -> float | None:
-        """`held_out_after` if it is in bits per byte, otherwise None."""
-        return self.held_out_after if self.evaluated_in == "bits per byte" else None
 
     def __str__(self) -> str:
         after = self.held_out_after

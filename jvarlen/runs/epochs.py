@@ -29,43 +29,20 @@ _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead,
 
 
 class Rates(NamedTuple):
-    """Learning rates of an epoch.
+    """Learning rates of an epoch."""
 
-    Attributes:
-      base: float64[S], the rates of the schedule.
-      scale: float64[S], the factor for the batch size of each step.
-      in_force: float64[S], their product.
-    """
-
-    base: Float64[np.ndarray, " S"]
-    scale: Float64[np.ndarray, " S"]
-    in_force: Float64[np.ndarray, " S"]
+    base: Float64[np.ndarray, " S"]  # of the schedule
+    scale: Float64[np.ndarray, " S"]  # the factor for the batch size of each step
+    in_force: Float64[np.ndarray, " S"]  # their product
 
 
 class Course:
-    """All steps of a training.
+    """All steps of a training, in the chosen shapes or those that the settings lead to.
 
-    Args:
-      config: the settings.
-      lengths: int64[N] of the samples to train on.
-      eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets its own plan in the same buckets.
-      optimizer: replaces the optimizer of the settings; its rates are not known here.
-      shapes: chosen for these lengths; None: those of the settings.
-
-    Attributes:
-      buckets: the static shapes.
-      eval_plans: the steps of an evaluation of each set, by name.
-      eval_buckets: the buckets that these plans use.
-      num_steps: steps of the whole training.
-      steps_per_epoch: S.
-      plan_of_epoch: the plan of an epoch, from its number.
-      rates_of_epoch: the `Rates` of an epoch, from its number; None with a given optimizer.
-      optimizer: the given one, or AdamW on the schedule with updates scaled by batch size. If the schedule counts
-        sequences or tokens, all epochs are planned once, and the base rates of all their steps are a constant of the
-        program.
-
-    Raises:
-      ValueError: settings that do not fit the lengths; offending samples are listed.
+    `plan_of_epoch` and `rates_of_epoch` are the plan and the `Rates` of an epoch, from its number; there are no rates
+    with an optimizer of the caller. Each set of samples to evaluate on gets its own plan, in the same buckets. If the
+    schedule counts sequences or tokens, all epochs are planned once, and the base rates of all their steps are a
+    constant of the program.
     """
 
     def __init__(

@@ -42,20 +42,7 @@ _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a C
 
 
 class Prepared(NamedTuple):
-    """What is known of a training before its first step.
-
-    Attributes:
-      config: the settings.
-      shapes: the chosen ones.
-      task: with its model.
-      data: the samples.
-      course: all steps.
-      lengths: int64[N] of the samples to train on.
-      eval_lengths: int64[H] of each set to evaluate on, by name.
-      chooser: of the shapes.
-      compile_options: of the steps, which say whether these run while others are compiled.
-      placement: where steps run; None: on one device.
-    """
+    """What is known of a training before its first step; without a placement, steps run on one device."""
 
     config: FitConfig
     shapes: ChosenShapes
@@ -63,9 +50,9 @@ class Prepared(NamedTuple):
     data: TrainingData
     course: Course
     lengths: Int64[np.ndarray, " N"]
-    eval_lengths: dict[str, Int64[np.ndarray, " H"]]
+    eval_lengths: dict[str, Int64[np.ndarray, " H"]]  # of each set, by name
     chooser: ShapeChooser
-    compile_options: CompileOptions
+    compile_options: CompileOptions  # whose `when` is decided
     placement: Placement | None = None
 
     def batch_spec(self, epoch: int = 0) -> BatchSpec:
@@ -78,14 +65,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
-    """Opens the data, chooses the shapes and plans the training; prints the lengths and the plan.
-
-    Args:
-      config: the settings.
-      task: what is trained.
-      given: samples of the caller; None for those of the settings.
-      placement: where steps run; None: on one device.
-    """
+    """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
     cluster = None if config.hardware.cluster is None else _named_cluster(config.hardware.cluster, placement)
     if config.hardware.layout is not None:

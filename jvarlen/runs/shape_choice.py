@@ -44,15 +44,7 @@ _EVALUATION_SHARE = 1 / 3  # of the seconds of a training step, and of compiling
 
 
 class ShapeChooser:
-    """Chooses the shapes of a run, and remembers afterwards what they cost.
-
-    Args:
-      config: the settings.
-      task: the model.
-      data: what is trained on.
-      when: whether steps run while shapes are compiled.
-      num_devices: that the microbatches of a step are spread over.
-    """
+    """Chooses the shapes of a run on so many devices, and remembers afterwards what they cost."""
 
     def __init__(self, config: FitConfig, task: Task, data: TrainingData, when: When, num_devices: int = 1):
         self._config = config
@@ -69,13 +61,7 @@ class ShapeChooser:
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
         max_steps: int | None,
     ) -> ChosenShapes:
-        """The shapes of a run; the same on all processes, those of process 0.
-
-        Args:
-          lengths: int64[N] of the samples to train on.
-          eval_lengths: int64[H] of each set to evaluate on.
-          max_steps: of the settings, or of the demo.
-        """
+        """The shapes for the lengths of the samples; the same on all processes, those of process 0."""
         config, plan = self._config, self._config.plan
         if plan.max_shapes != "auto" or plan.pack or plan.strategy != "optimal":  # not chosen by seconds
             max_shapes = DEFAULT_MAX_SHAPES if plan.max_shapes == "auto" else plan.max_shapes

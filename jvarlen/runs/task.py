@@ -43,17 +43,11 @@ _BLOCK_LENGTH = 1024  # of files of tokens, where no length is the longest
 
 
 class Evaluation(NamedTuple):
-    """The result of evaluating one set of samples.
+    """The result of evaluating one set of samples."""
 
-    Attributes:
-      loss: Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight.
-      weight: Σ weight; for a language model the tokens that are learned, truncated samples with their cut length.
-      sums: further scalar sums of the loss, over Σ weight.
-    """
-
-    loss: float
-    weight: float
-    sums: dict[str, float]
+    loss: float  # Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight
+    weight: float  # Σ weight; for a language model the tokens that are learned, those of cut samples as cut
+    sums: dict[str, float]  # further scalar sums of the loss, over Σ weight
 
     @property
     def bits_per_token(self) -> float:
@@ -63,23 +57,9 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """The model that is trained, and the batches that it is trained on.
+    """The model that is trained, and the batches that it is trained on: the arguments of `fit`."""
 
-    Attributes:
-      loss_fn: a loss function or a model by layers, as for `make_train_step`; None: the built-in language
-        model, until `with_model`.
-      params: pytree of arrays; likewise.
-      eval_loss_fn: for evaluations; None: `loss_fn`.
-      extra: for losses that take it.
-      optimizer: None: the optimizer of the settings.
-      collate: makes the batches; None: the function of `jvarlen` for this kind of plan.
-      batch_spec: `batch_spec(bucket, M)` returns the shapes of a batch; None: those of `jvarlen`'s collate functions
-        or, with `collate`, of the first step of each bucket, which is read for this.
-      length_fn: returns the length of a sample; None: `len`, or the dataset's own `lengths`.
-      is_language_model: whether the loss is in nats a token.
-    """
-
-    loss_fn: LossFn | LayeredModel | None = None
+    loss_fn: LossFn | LayeredModel | None = None  # None: the built-in language model, until `with_model`
     params: Any = None
     eval_loss_fn: LossFn | LayeredModel | None = None
     extra: Any = None
@@ -87,7 +67,7 @@ class Task:
     collate: CollateFn | None = None
     batch_spec: BatchSpec | None = None
     length_fn: Callable[[Any], int] | None = None
-    is_language_model: bool = False
+    is_language_model: bool = False  # whether the loss is in nats a token
 
     def __post_init__(self):
         if (self.loss_fn is None) != (self.params is None):
@@ -135,13 +115,7 @@ class Task:
     def batch_spec_for(
         self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource], *, packed: bool
     ) -> BatchSpec:
-        """The shapes of batches.
-
-        Args:
-          plans: by name; each requested bucket is used in one of them.
-          datasets: the dataset of each plan.
-          packed: whether rows hold several samples.
-        """
+        """The shapes of the batches of plans, each with the dataset of its name."""
         if self.batch_spec is not None:
             return self.batch_spec
         if self.collate is None:
