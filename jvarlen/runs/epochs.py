@@ -87,7 +87,14 @@ class Course:
         else:  # in samples or tokens, how far training has come depends on all epochs before
             epochs = range(-(-self.num_steps // self.steps_per_epoch))
             counted = step_sizes(map(plan_of_epoch, epochs))[unit][: self.num_steps]
-        schedule = _base_schedule(settings, int(counted.sum()))
+        total, lowest_rate = int(counted.sum()), settings.learning_rate * settings.final_fraction
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=lowest_rate,
+            peak_value=settings.learning_rate,
+            warmup_steps=int(settings.warmup_fraction * total),
+            decay_steps=total,
+            end_value=lowest_rate,
+        )
         rates_of_all_steps = base_rates(schedule, before_each(counted))
         rule: Rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
         self.optimizer = optax.chain(
@@ -197,15 +204,3 @@ class Course:
                 "learning_rate": float(rates.in_force[place.step]),
             }
         return record
-
-
-def _base_schedule(settings: OptimizerConfig, total: int) -> optax.Schedule:
-    """Warm-up and cosine decay over a whole training of `total` steps, sequences or tokens."""
-    lowest_rate = settings.learning_rate * settings.final_fraction
-    return optax.warmup_cosine_decay_schedule(
-        init_value=lowest_rate,
-        peak_value=settings.learning_rate,
-        warmup_steps=int(settings.warmup_fraction * total),
-        decay_steps=total,
-        end_value=lowest_rate,
-    )

@@ -67,7 +67,10 @@ class Prepared(NamedTuple):
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
-    cluster = None if config.hardware.cluster is None else _named_cluster(config.hardware.cluster, placement)
+    num_devices = 1 if placement is None else placement.layout.num_devices
+    cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
+    if cluster is not None and cluster.num_devices != num_devices:
+        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
     if config.hardware.layout is not None:
         task.check_layout(config.hardware.layout, config.decoder)
     if config.compile.cache_dir is not None:
@@ -83,7 +86,6 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     max_steps = config.max_steps
     if given is None and not config.data.files and max_steps is None and config.num_epochs is None:
         max_steps = _DEMO_STEPS
-    num_devices = _num_devices(placement)
     # While steps run, which is faster; or before, where several processes train.
     when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
     time_steps = config.compile.time_steps is not False
@@ -117,8 +119,7 @@ def _with_layout(
     cluster: Cluster | None,
 ) -> tuple[FitConfig, Placement | None]:
     """The settings with the chosen layout, and its devices; the same on all processes."""
-    num_devices = _num_devices(placement)
-    if placement is None or num_devices == 1:
+    if placement is None or placement.layout.num_devices == 1:
         return _on_layout(config, None), placement
     if cluster is None:
         dtype = config.decoder.compute_dtype or "float32"
@@ -138,7 +139,9 @@ def _with_layout(
         )
         layout = next((each for each in choice.candidates.layouts() if _takes(each, task, course)), None)
         if layout is None:
-            raise UserError(f"no layout of {num_devices} devices takes this optimizer and the steps of evaluations")
+            raise UserError(
+                f"no layout of {placement.layout.num_devices} devices takes this optimizer and the steps of evaluations"
+            )
     say("Layout", str(choice), *([f"{layout} is the first that takes this optimizer"] * (layout != choice.layout)))
     layout = Layout.parse(gather_texts("the chosen layout", str(layout))[0])
     return _on_layout(config, layout), layout.on(placement.mesh.devices.flatten().tolist())
@@ -158,18 +161,6 @@ def _takes(layout: Layout, task: Task, course: Course) -> bool:
     except ValueError:  # also of an optimizer whose masks have the tree of the parameters on one device
         return False
     return True
-
-
-def _named_cluster(text: str, placement: Placement | None) -> Cluster:
-    """The cluster of the settings; raises ValueError if it has another number of devices."""
-    cluster, num_devices = Cluster.named(text), _num_devices(placement)
-    if cluster.num_devices != num_devices:
-        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
-    return cluster
-
-
-def _num_devices(placement: Placement | None) -> int:
-    return 1 if placement is None else placement.layout.num_devices
 
 
 def show_estimates(prepared: Prepared) -> None:

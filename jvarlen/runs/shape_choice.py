@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ from jvarlen.compiling.auto_shapes import (
     save_costs,
 )
 from jvarlen.compiling.compile_options import When
-from jvarlen.compiling.lowering import Recipe, make_recipe
+from jvarlen.compiling.lowering import make_recipe
 from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
@@ -71,9 +71,12 @@ class ShapeChooser:
             return ChosenShapes.load(run_dir / SHAPES_FILE)
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
-            chosen = self._choose(self._with_given(self._costs), lengths, eval_lengths, max_steps)
-        shared = json.loads(gather_texts("the chosen shapes", json.dumps(dataclasses.asdict(chosen)))[0])
-        return ChosenShapes(**{name: _as_tuples(value) for name, value in shared.items()})
+            # What the settings give is not remembered.
+            given: dict[str, Any] = {"seconds": plan.cost, "compile_seconds": plan.compile_seconds}
+            given = {name: value for name, value in given.items() if value is not None}
+            chosen = self._choose(dataclasses.replace(self._costs, **given), lengths, eval_lengths, max_steps)
+        shared = gather_texts("the chosen shapes", repr(dataclasses.asdict(chosen)))[0]
+        return ChosenShapes(**ast.literal_eval(shared))
 
     def remember(self, report: CompileReport) -> None:
         """Writes what the run measured beside the compiled programs, if it chose its shapes and keeps programs."""
@@ -89,22 +92,7 @@ class ShapeChooser:
         return self._config.compile.cache_dir if settings.jax_enable_compilation_cache else None
 
     def _known_costs(self, lengths: Int64[np.ndarray, " N"]) -> RunCosts:
-        plan = self._config.plan
-        recipe, buckets = self._recipe(lengths)
-        model = model_key(recipe.state_spec, self._task.whole_loss_fn, plan.microbatches_per_step, self._num_devices)
-        known = None
-        if self._cache_dir is not None:
-            known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
-        return known or estimate_costs(recipe, buckets, model, self._num_devices)
-
-    def _with_given(self, known: RunCosts) -> RunCosts:
-        """The costs with those of the settings, which are not remembered, in place of others."""
-        plan = self._config.plan
-        given: dict[str, Any] = {"seconds": plan.cost, "compile_seconds": plan.compile_seconds}
-        return dataclasses.replace(known, **{name: value for name, value in given.items() if value is not None})
-
-    def _recipe(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Recipe, tuple[Bucket, ...]]:
-        """A step of the model with a usual optimizer, and two shapes that samples have."""
+        """What earlier runs measured, or an estimate from a step with a usual optimizer in two shapes of samples."""
         plan, task = self._config.plan, self._task
         probe = dataclasses.replace(plan, strategy="quantile", max_shapes=2)
         shapes = shapes_for(probe, lengths)
@@ -115,10 +103,13 @@ class ShapeChooser:
             batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
         optimizer = task.optimizer or optax.adamw(1e-3)
         state = jax.eval_shape(functools.partial(task.init_state, optimizer, self._config.seed))
-        step = task.train_step(optimizer)
-        options = self._config.compile
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
-        return make_recipe(step, state, of_batches, options), buckets
+        recipe = make_recipe(task.train_step(optimizer), state, of_batches, self._config.compile)
+        model = model_key(recipe.state_spec, task.whole_loss_fn, plan.microbatches_per_step, self._num_devices)
+        known = None
+        if self._cache_dir is not None:
+            known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
+        return known or estimate_costs(recipe, buckets, model, self._num_devices)
 
     def _choose(
         self,
@@ -188,8 +179,3 @@ class ShapeChooser:
             config.compile.xla_options,
             *(sorted(self._data.content_keys.items()), jax.__version__),
         )
-
-
-def _as_tuples(value: Any) -> Any:
-    """Lists of JSON, at any depth, as tuples."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
