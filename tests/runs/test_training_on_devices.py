@@ -201,19 +201,13 @@ def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
     assert "Summary" in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ("data2.tensor2", "tensor2 of the layout data2.tensor2 does not divide"),
-        ("data2.stage2", "1 layers do not make 2 stages"),
-        ("data2.zeroo1", "zeroo1"),
-    ],
-)
-def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(parallel, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        fit(changed(run_fit.make_config(tmp_path), parallel=parallel), run_fit.make_data())
-    with pytest.raises(ValueError, match="takes 2 devices, not the 4 given ones"):
-        fit(changed(run_fit.make_config(tmp_path), parallel="data2", devices=4), run_fit.make_data())
+def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(tmp_path):
+    for settings, message in (
+        ({"parallel": "data2.zeroo1"}, "zeroo1"),
+        ({"parallel": "data2", "devices": 4}, "takes 2 devices, not the 4 given ones"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(changed(run_fit.make_config(tmp_path), **settings), run_fit.make_data())
 
 
 @pytest.fixture(scope="module")
