@@ -70,7 +70,6 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
 
     import jvarlen
     from jvarlen.compiling.lowering import make_recipe
-    from jvarlen.distributed.mesh import batch_shardings
 
     jvarlen.initialize_processes(f"127.0.0.1:{port}", 2, rank)
 
@@ -108,7 +107,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
         def place(leaf: np.ndarray, sharding: Any) -> jax.Array:
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-        placed = jax.tree.map(place, batch, batch_shardings(batch, mesh))
+        placed = jax.tree.map(place, batch, step.placement.batch_shardings(batch))
 
         def step(program: Any = program, placed: Any = placed) -> None:
             nonlocal state

@@ -1,6 +1,7 @@
 """Meshes for tests, over the first devices."""
 
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import placement_of
 
 
 def data_mesh(num_devices=-1):
@@ -10,3 +11,7 @@ def data_mesh(num_devices=-1):
 
 def layout_mesh(layout):
     return layout.on().mesh
+
+
+def batch_shardings(batch, mesh):
+    return placement_of(mesh).batch_shardings(batch)

@@ -15,7 +15,7 @@ from jvarlen import Bucket, CompileOptions, compile_buckets
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.distributed.mesh import placement_of
 from jvarlen.distributed.processes import agree, initialize_processes
 from tests.processes import outcome
 
@@ -35,7 +35,7 @@ def main():
                 leaf.shape, sharding, lambda index: np.ones(leaf.shape, leaf.dtype)[index]
             ),
             spec,
-            batch_shardings(spec, mesh),
+            placement_of(mesh).batch_shardings(spec),
         )
 
     def start(factor=1.0):

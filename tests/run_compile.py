@@ -21,7 +21,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.distributed.mesh import placement_of
 from tests.processes import outcome
 
 BUCKETS = [Bucket(2, 4), Bucket(1, 8)]
@@ -40,7 +40,7 @@ def batch_of(compiled, bucket, mesh):
             leaf.shape, sharding, lambda index: np.ones(leaf.shape, leaf.dtype)[index]
         ),
         spec,
-        batch_shardings(spec, mesh),
+        placement_of(mesh).batch_shardings(spec),
     )
 
 

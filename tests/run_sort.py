@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import own_microbatches
+from jvarlen.distributed.mesh import placement_of
 from jvarlen.experimental import large_plans
 from jvarlen.experimental.large_plans import chunk_digests
 from jvarlen.planning import plan_file
@@ -155,7 +155,7 @@ def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mes
             assert leaf.shape == expected.shape
             for shard in leaf.addressable_shards:
                 assert (np.asarray(shard.data) == np.asarray(expected)[shard.index]).all()
-    own = own_microbatches(mesh, whole.microbatches_per_step)
+    own = placement_of(mesh).own_microbatches(whole.microbatches_per_step)
     ids = np.concatenate([whole.rows(step)[own].ravel() for step in range(whole.num_steps)])
     assert sorted(dataset.read) == sorted(ids[ids >= 0].tolist())
 

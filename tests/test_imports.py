@@ -104,6 +104,25 @@ if __name__ == "__main__":
     assert run.stdout.strip() == "[1, 1, 1, 1]"
 
 
+def test_a_step_imports_what_its_layout_names():
+    """ZeRO, tensor parallelism, pipelines and checkpoints of layouts only where they are asked for."""
+    program = """
+import sys
+import jax, jax.numpy as jnp, optax
+import jvarlen
+
+jax.config.update("jax_num_cpu_devices", 2)
+for layout in (None, "data2", "data2.zero1"):
+    step = jvarlen.make_train_step(lambda params, x: (jnp.sum(params), jnp.ones(())), optax.sgd(0.1), layout=layout)
+    step.gather_params(step.init(jnp.ones(3)))
+    print(*sorted(name for name in sys.modules if name.startswith("jvarlen.parallel.")))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    alone, spread, sharded = run.stdout.splitlines()
+    assert alone == spread == "jvarlen.parallel.layers jvarlen.parallel.train"
+    assert "jvarlen.parallel.zero" in sharded.split()
+
+
 def test_every_package_is_an_attribute():
     program = f"import jvarlen; print(*(getattr(jvarlen, name).__name__ for name in {PACKAGES}))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)

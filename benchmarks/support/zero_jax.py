@@ -23,7 +23,6 @@ from jax.experimental import multihost_utils
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
@@ -92,20 +91,19 @@ def estimate(sizes: Sizes, zero: int, num_shards: int) -> MemoryEstimate:
 def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     """The step of AdamW over so many devices, which may be of several processes."""
     layout = Layout(data=num_shards, zero=case.zero)
-    mesh, optimizer = layout.on().mesh, optax.adamw(1e-4)
-    state = make_train_step(MODEL, optimizer, layout=layout).init(make_params(sizes))
+    optimizer = optax.adamw(1e-4)
+    train_step = make_train_step(MODEL, optimizer, layout=layout)
+    state = train_step.init(make_params(sizes))
     bucket = (sizes.rows, sizes.width)
     step = jvarlen.compile_buckets(
-        make_train_step(MODEL, optimizer, layout=layout),
+        train_step,
         state,
-        BatchShapes(
-            [bucket], microbatches_per_step=num_shards * case.num_microbatches, layout=mesh, batch_spec=batch_spec
-        ),
+        BatchShapes([bucket], microbatches_per_step=num_shards * case.num_microbatches, batch_spec=batch_spec),
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
     )
     x = np.ones((num_shards * case.num_microbatches, *bucket), np.float32)
-    batch = jax.make_array_from_callback(x.shape, batch_shardings(x, mesh), lambda index: x[index])
+    batch = jax.make_array_from_callback(x.shape, train_step.placement.batch_shardings(x), lambda index: x[index])
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
     return Compiled(step, state, batch, estimate_communication(step, bucket), held)
 

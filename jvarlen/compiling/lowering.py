@@ -20,7 +20,7 @@ from jvarlen.compiling.recompiles import counting_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.layout import BucketBytes
-from jvarlen.distributed.mesh import compiling_for, devices_of, replicate, with_auto_axes
+from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
@@ -146,7 +146,7 @@ class Recipe:
             return outputs
 
         start = time.perf_counter()
-        with compiling_for(self.mesh), with_grad_buckets(self.grad_buckets):
+        with with_grad_buckets(self.grad_buckets):
             traced = self._jitted(step).trace(self.state_spec, self.shapes.spec(bucket))
         hoisted = self._hoisted(traced.jaxpr)
         constants = tuple(hoisted.values())
@@ -213,7 +213,18 @@ def make_recipe(
     *,
     donate: bool = True,
 ) -> Recipe:
-    """Takes arguments of `compile_buckets`; raises ValueError for options that the installed jaxlib does not take."""
+    """Takes arguments of `compile_buckets`.
+
+    Raises:
+      ValueError: options that the installed jaxlib does not take; a step for one device, on several of which every one
+        would compute the whole step.
+    """
+    num_shards = 1 if shapes.placement is None else shapes.placement.layout.data
+    if num_shards > 1 and getattr(step_fn, "placement", shapes.placement) is None:
+        raise UserError(
+            f"the step was made for one device and is compiled for {num_shards} shards, each of which would compute "
+            "the whole step: give make_train_step, or make_eval_step, the same layout"
+        )
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
     recipe = Recipe(

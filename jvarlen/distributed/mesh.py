@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,13 +26,9 @@ __all__ = [
     "Placement",
     "auto_axes",
     "axes_in",
-    "batch_shardings",
-    "check_compiled_for",
     "check_shards_divide",
-    "compiling_for",
     "devices_of",
     "num_shards_of",
-    "own_microbatches",
     "own_shards",
     "place",
     "placement_of",
@@ -88,7 +83,14 @@ class Placement:
         Raises:
           ValueError: data shards do not divide M.
         """
-        return batch_shardings(batch, self.mesh, self.data_axis)
+
+        def sharding(leaf: Any) -> NamedSharding:
+            if not leaf.shape:
+                return NamedSharding(self.mesh, PartitionSpec())
+            check_shards_divide(leaf.shape[0], self.mesh, self.data_axis)
+            return NamedSharding(self.mesh, PartitionSpec(self.data_axis))
+
+        return jax.tree.map(sharding, batch)
 
     def own_microbatches(self, microbatches_per_step: int) -> Int64[np.ndarray, " m"]:
         """The microbatches of a step that are on devices of this process.
@@ -99,7 +101,8 @@ class Placement:
         Returns:
           int64[m], ascending.
         """
-        return own_microbatches(self.mesh, microbatches_per_step, self.data_axis)
+        per_shard = microbatches_per_step // self.layout.data
+        return (own_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
 
 
 LayoutLike = Layout | str | Placement | Mesh | None
@@ -149,7 +152,6 @@ def place(
         devices = devices[: layout.num_devices]
     layout = layout.for_devices(len(devices))
     names, sizes = zip(*layout.axis_sizes.items(), strict=True)
-    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
     return Placement(layout=layout, mesh=mesh, axes={name: name for name in names})
 
@@ -191,10 +193,7 @@ def axes_in(spec: Any) -> tuple[str, ...]:
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
-    """The same mesh with Auto axes.
-
-    `jax.make_mesh` makes Explicit axes by default, with which `shard_map` rejects arrays that were not placed by hand.
-    """
+    """The same mesh with Auto axes: with Explicit ones, `shard_map` rejects arrays that were not placed by hand."""
     if all(axis_type == AxisType.Auto for axis_type in mesh.axis_types):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -205,30 +204,6 @@ def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
     if not isinstance(sharding.mesh, Mesh):
         return sharding
     return NamedSharding(auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
-
-
-_compiled_mesh: ContextVar[Mesh | None] = ContextVar("compiled_mesh", default=None)
-
-
-@contextlib.contextmanager
-def compiling_for(mesh: Mesh | None) -> Iterator[None]:
-    """A block in which steps are traced for a mesh; `check_compiled_for` compares it with their own mesh."""
-    token = _compiled_mesh.set(mesh)
-    try:
-        yield
-    finally:
-        _compiled_mesh.reset(token)
-
-
-def check_compiled_for(mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> None:
-    """Raises ValueError if a step without a mesh is compiled for a mesh: every device would compute everything."""
-    compiled = _compiled_mesh.get()
-    num_shards = 1 if compiled is None else math.prod(compiled.shape.get(name, 1) for name in axes_in(axis_name))
-    if mesh is None and num_shards > 1:
-        raise UserError(
-            f"the step was made for one device and is compiled for {num_shards} shards, each of which would compute "
-            "the whole step: give make_train_step, or make_eval_step, the same layout"
-        )
 
 
 def split_cpu(num_devices: int, *, again: bool = True) -> None:
@@ -277,42 +252,13 @@ def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str | tupl
 
 
 def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
-    """The shards whose devices belong to this process.
-
-    Args:
-      mesh: the devices at one place of the axis belong to one process.
-      axis_name: the axis of the shards.
-
-    Returns:
-      int64[q], ascending.
-
-    Raises:
-      ValueError: no such axis, or devices of several processes share a place on it.
-    """
+    """The shards whose devices belong to this process, ascending; raises ValueError if several processes share one."""
     num_shards = num_shards_of(mesh, axis_name)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
     owner = np.array([[device.process_index for device in place] for place in devices])
     if (owner != owner[:, :1]).any():
         raise UserError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
     return np.flatnonzero(owner[:, 0] == jax.process_index())
-
-
-def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DATA_AXIS) -> Int64[np.ndarray, " m"]:
-    """The microbatches of a step that are on devices of this process.
-
-    Args:
-      mesh: has an axis `axis_name`, whose p shards hold consecutive microbatches.
-      microbatches_per_step: M, a multiple of p.
-      axis_name: the data-parallel axis.
-
-    Returns:
-      int64[m], ascending.
-
-    Raises:
-      ValueError: as `own_shards`.
-    """
-    per_shard = microbatches_per_step // num_shards_of(mesh, axis_name)
-    return (own_shards(mesh, axis_name)[:, None] * per_shard + np.arange(per_shard)).ravel()
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
@@ -329,29 +275,3 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
         return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
 
     return jax.tree.map(on_all_devices, tree)
-
-
-def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
-    """The shardings of a step's arrays on a mesh: microbatches over the data axis, scalars replicated.
-
-    Args:
-      batch: a pytree of arrays or shapes; all but scalars have the microbatches, M, as leading axis.
-      mesh: has the axis.
-      axis_name: the data-parallel axis.
-
-    Returns:
-      A pytree of `NamedSharding`.
-
-    Raises:
-      ValueError: no such axis, or its size (the number of shards) does not divide M.
-    """
-    num_shards_of(mesh, axis_name)
-    mesh = auto_axes(mesh)
-
-    def sharding(leaf: Any) -> NamedSharding:
-        if not leaf.shape:
-            return NamedSharding(mesh, PartitionSpec())
-        check_shards_divide(leaf.shape[0], mesh, axis_name)
-        return NamedSharding(mesh, PartitionSpec(axis_name))
-
-    return jax.tree.map(sharding, batch)

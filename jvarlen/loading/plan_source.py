@@ -190,7 +190,7 @@ def planned_ids_digest(
 
     Args:
       plan: the plan of the epoch.
-      microbatches: int64[m], the microbatches of this process, as from `own_microbatches`; None: all that the plan has.
+      microbatches: int64[m], the microbatches of this process, as of a `Placement`; None: all that the plan has.
       start_step: the step at which loading began.
 
     Returns:

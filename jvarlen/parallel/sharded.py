@@ -51,9 +51,9 @@ from jvarlen.training.step_sums import StepSums, microbatches_of, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
 __all__ = [
-    "check_axes", "check_bucket", "check_layout", "check_model", "init_sharded", "make_sharded_eval_step",
-    "make_sharded_step", "merge_tensor_params", "model_on_axes", "other_specs_of", "pad_params", "split_specs",
-    "step_on_layout", "sums_on_shards",
+    "check_bucket", "check_layout", "check_model", "init_sharded", "make_sharded_eval_step", "make_sharded_step",
+    "merge_tensor_params", "model_on_axes", "other_specs_of", "pad_params", "split_specs", "step_on_layout",
+    "sums_on_shards",
 ]  # fmt: skip
 
 
@@ -67,7 +67,6 @@ def make_sharded_step(
 ) -> StepFn:
     """`make_train_step` on a layout that shards state or rows."""
     layout, mesh = placement.layout, placement.program_mesh
-    check_axes(layout)
     check_model(model, layout)
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
@@ -80,7 +79,6 @@ def make_sharded_step(
 def make_sharded_eval_step(model: LayeredModel | LossFn, placement: Placement) -> StepFn:
     """`make_eval_step` on a layout that shards state or rows. It gets no key, so that nothing is dropped out."""
     layout = placement.layout
-    check_axes(layout)
     check_model(model, layout)
     sums_of = _sums_of(model, placement.program_mesh, layout, with_grads=False)
 
@@ -155,9 +153,10 @@ def merge_tensor_params(params: Any, model: LayeredModel | LossFn, layout: Layou
 
 def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
     """Raises ValueError if a layout is not supported, or not for these parameters or this model (None: unknown)."""
-    check_axes(layout)
-    _tensor_specs(model, layout)
-    if model is not None:
+    if model is None:
+        _check_axes(layout)
+        split_specs(model, layout)
+    else:
         check_model(model, layout)
     if isinstance(model, LayeredModel):
         num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
@@ -171,8 +170,7 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
         check_layers_divide(num_layers_of(params), layout.stage, layout.virtual)
 
 
-def check_axes(layout: Layout) -> None:
-    """Raises ValueError for words of a layout that need other words."""
+def _check_axes(layout: Layout) -> None:
     check_chunks(layout.schedule, layout.virtual)
     without = {
         "sequence_parallel": (layout.sequence_parallel, "tensor"),
@@ -219,23 +217,25 @@ def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Lay
     return staged_specs(whole if tensor_specs is None else tensor_specs)
 
 
-def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredParams | None:
-    """What the model says about the axis "tensor"; None if that has one device, or the model says nothing."""
-    return model.specs if isinstance(model, LayeredModel) and layout.tensor > 1 else None
-
-
 def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
     """How parameters lie along "tensor"; None if that has one device."""
+    specs = split_specs(model, layout)
+    return None if specs is None else partition_specs(specs)
+
+
+def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredParams | None:
+    """How a model is split over "tensor"; None if that has one device; raises ValueError if it cannot be split."""
     if layout.tensor == 1:
         return None
     if not isinstance(model, LayeredModel) or model.specs is None or model.stack is not None:
         raise UserError(f"tensor{layout.tensor} takes a LayeredModel of LayeredParams, with specs")
-    return partition_specs(model.specs)
+    return model.specs
 
 
 def check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
-    """Raises ValueError if a layout does not take such a model."""
-    _tensor_specs(model, layout)
+    """Raises ValueError for a layout that is not supported, or does not take such a model."""
+    _check_axes(layout)
+    split_specs(model, layout)
     name = getattr(model, "__name__", type(model).__name__)
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")

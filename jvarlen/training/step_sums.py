@@ -26,7 +26,7 @@ from jvarlen.distributed.grad_buckets import (
     reduce_in_buckets,
 )
 from jvarlen.distributed.layout import BucketBytes
-from jvarlen.distributed.mesh import auto_axes, axes_in, check_compiled_for, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
 from jvarlen.training.train_state import TrainState, divide_once
 
@@ -88,7 +88,6 @@ def sum_step(
     mesh = None if mesh is None else auto_axes(mesh)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        check_compiled_for(mesh, axis_name)
         microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         if mesh is None:
             return accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))

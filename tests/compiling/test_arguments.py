@@ -13,8 +13,7 @@ from jvarlen.compiling.arguments import (
     pad_to_spec,
     signature,
 )
-from jvarlen.distributed.mesh import batch_shardings
-from tests.meshes import data_mesh
+from tests.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
 SPECS = {bucket: token_batch_spec(bucket, 2) for bucket in BUCKETS}

@@ -31,10 +31,10 @@ from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import Recipe, make_recipe
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings, replicate
+from jvarlen.distributed.mesh import replicate
 from jvarlen.testing import assert_no_recompiles
 from tests import processes
-from tests.meshes import data_mesh
+from tests.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
 SHAPES = BatchShapes(BUCKETS, microbatches_per_step=2)

@@ -14,9 +14,9 @@ from jvarlen.compiling import compile_options
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.compiling.lowering import make_recipe
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
-from jvarlen.distributed.mesh import batch_shardings, replicate
+from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
-from tests.meshes import data_mesh
+from tests.meshes import batch_shardings, data_mesh
 
 NUM_LAYERS, WIDTH, NUM_ROWS = 6, 16, 4
 LAYER_BYTES = 8 * WIDTH * WIDTH  # in float64

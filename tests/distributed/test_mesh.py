@@ -6,8 +6,7 @@ import pytest
 
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import batch_shardings
-from tests.meshes import data_mesh
+from tests.meshes import batch_shardings, data_mesh
 
 
 def test_a_command_takes_so_many_devices_of_each_process():

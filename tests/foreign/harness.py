@@ -18,9 +18,8 @@ from jax.sharding import Mesh
 from jvarlen import Bucket, CompileOptions, compile_buckets, make_train_step
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives
-from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.training.train_state import new_state
-from tests.meshes import data_mesh
+from tests.meshes import batch_shardings, data_mesh
 
 M, B = 8, 3
 NUM_STEPS = 3

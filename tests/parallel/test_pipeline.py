@@ -216,7 +216,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     state = train_step.init(initial_params())
     step = compile_buckets(train_step, state, plan, progress=False)
     losses = []
-    for batch in load(plan, dataset, layout=on["mesh"]):
+    for batch in load(plan, dataset, layout=on["layout"]):
         with no_recompiles() if losses else no_recompiles("count"):
             given, (state, metrics) = state, step(state, batch)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state))

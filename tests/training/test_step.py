@@ -21,11 +21,10 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
-from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import Metrics, new_state
 from tests.conftest import random_dataset
-from tests.meshes import data_mesh
+from tests.meshes import batch_shardings, data_mesh
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
-from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_microbatches, own_shards, shards_on
+from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_shards, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
@@ -229,7 +229,7 @@ def plan_distributed(
     del keys, payload
 
     step_offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-    microbatches = own_microbatches(mesh, num_microbatches, axis_name)
+    microbatches = placement.own_microbatches(num_microbatches)
     offset_of_step = np.empty(len(emitted), np.int64)
     offset_of_step[emitted] = step_offsets[:-1]
     positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)

@@ -15,7 +15,6 @@ from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.sharded import (
-    check_axes,
     check_model,
     model_on_axes,
     other_specs_of,
@@ -66,7 +65,6 @@ def make_sliced_train_step(
     placement = placement_of(layout)
     assert placement is not None
     layout, mesh = placement.layout, placement.program_mesh
-    check_axes(layout)
     check_model(model, layout)
     _check_layout(layout)
     check_by_positions(model)
