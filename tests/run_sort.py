@@ -101,7 +101,7 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="samples longer than the longest bucket"):
         large_plans.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size)
     bad = [0] if rank == 0 else [1]
-    options = {"buckets": buckets, "mesh": mesh, "microbatches_per_step": mesh.size}
+    options = {"buckets": buckets, "layout": mesh, "microbatches_per_step": mesh.size}
     for plan_or_count in (large_plans.count_lengths, functools.partial(large_plans.plan_distributed, **options)):
         with pytest.raises(ValueError if rank == 0 else RuntimeError, match="lengths must be at least 1"):
             plan_or_count(bad)
