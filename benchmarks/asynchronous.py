@@ -53,7 +53,7 @@ def rate_of(log: ArrivalLog) -> float:
 def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_steps: int) -> list[list[str]]:
     """Of a loss that takes no time; each run has its workers' seconds, microbatches a step and bound."""
 
-    def loss_fn(params: jax.Array, microbatch: jvarlen.Batch) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: jax.Array, microbatch: jvarlen.batches.Batch) -> tuple[jax.Array, jax.Array]:
         return params * jnp.sum(microbatch.weights), jnp.sum(microbatch.weights)
 
     optimizer = optax.sgd(0.1)

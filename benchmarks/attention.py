@@ -33,9 +33,11 @@ def jax_ways(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], fl
     forms = {
         "`attend`": functools.partial(jvarlen.attend, lengths=lengths),
         "`attend`, xla": functools.partial(jvarlen.attend, lengths=lengths, implementation="xla"),
-        "`attend_within_segments`": functools.partial(jvarlen.attend_within_segments, segment_ids=segment_ids),
+        "`attend_within_segments`": functools.partial(
+            jvarlen.attention.attend_within_segments, segment_ids=segment_ids
+        ),
         "`attend_within_segments`, xla": functools.partial(
-            jvarlen.attend_within_segments, segment_ids=segment_ids, implementation="xla"
+            jvarlen.attention.attend_within_segments, segment_ids=segment_ids, implementation="xla"
         ),
     }
     ways = {}

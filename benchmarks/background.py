@@ -49,7 +49,7 @@ class Timed(NamedTuple):
     first_s: float
     stall_s: float
     total_s: float
-    report: jvarlen.CompileReport
+    report: jvarlen.compiling.CompileReport
 
     @property
     def first_compile_s(self) -> float:
@@ -64,7 +64,7 @@ def plan_of(setting: Setting, new_shape_every: int) -> jvarlen.Plan:
     return jvarlen.make_plan(setting.lengths, buckets, order=jvarlen.Order(new_shape_every=new_shape_every))
 
 
-def train_step_of(setting: Setting) -> jvarlen.TrainStep:
+def train_step_of(setting: Setting) -> jvarlen.parallel.TrainStep:
     return jvarlen.make_train_step(make_loss_fn(setting.model), OPTIMIZER)
 
 
@@ -72,7 +72,7 @@ def init_state(setting: Setting) -> Any:
     return jax.block_until_ready(train_step_of(setting).init(init_params(setting.model, seed=0)))
 
 
-def compile_for(setting: Setting, state: Any, plan: jvarlen.Plan, when: When) -> jvarlen.CompiledBuckets:
+def compile_for(setting: Setting, state: Any, plan: jvarlen.Plan, when: When) -> jvarlen.compiling.CompiledBuckets:
     options = jvarlen.CompileOptions(cache_dir=None, when=when)
     step = train_step_of(setting)
     return jvarlen.compile_buckets(step, state, plan, progress=False, options=options)

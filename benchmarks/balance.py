@@ -33,7 +33,7 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
     packing = jvarlen.pack_samples(lengths, ROW_LENGTH)
     buckets = [(ROWS_PER_RANK, ROW_LENGTH)]
     plan = jvarlen.make_plan(packing, buckets, microbatches_per_step=num_ranks, order="shuffle")
-    costs_of = functools.partial(jvarlen.packed_row_costs, lengths=lengths, crossover_length=CROSSOVER_LENGTH)
+    costs_of = functools.partial(jvarlen.planning.packed_row_costs, lengths=lengths, crossover_length=CROSSOVER_LENGTH)
     costs = costs_of(plan)
     deal = functools.partial(jvarlen.balance_plan, plan, costs, num_ranks, lengths=lengths)
     deal(over="epoch")  # numba compiles, or reads what it compiled before
@@ -77,7 +77,7 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
 def attention(length: int) -> list[str]:
     """The table of what `attend_within_segments` takes, by how many samples share a row."""
     heads = jax.random.normal(jax.random.key(0), (3, 1, length, 2, 64))
-    attend = jax.jit(jvarlen.attend_within_segments)
+    attend = jax.jit(jvarlen.attention.attend_within_segments)
     segments = {1: jnp.ones((1, length), jnp.int32)}
     for num_samples in (4, 64):
         segments[num_samples] = jnp.repeat(jnp.arange(num_samples) + 1, length // num_samples)[None]

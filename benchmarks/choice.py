@@ -30,8 +30,9 @@ import scipy.stats
 from jax.sharding import PartitionSpec
 from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
-from jvarlen import Bucket, ModelFile, Plan, compile_buckets, make_buckets, make_plan, measure_buckets, measure_cluster
+from jvarlen import Bucket, Plan, compile_buckets, make_buckets, make_plan
 from jvarlen.batches import BatchShapes
+from jvarlen.compiling import measure_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
@@ -43,6 +44,7 @@ from jvarlen.parallel.tensor import (
     take_positions,
 )
 from jvarlen.parallel.wire import Link
+from jvarlen.targets import ModelFile, measure_cluster
 from jvarlen.targets.choice import LayoutChoice, choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.memory_model import MemoryModel

@@ -77,7 +77,7 @@ def measure(model: TransformerConfig, bucket: Bucket) -> list[Measured]:
     seconds = np.min(
         [
             [
-                jvarlen.measure_buckets(compiled, state, repeats=1, progress=False).seconds[0]
+                jvarlen.compiling.measure_buckets(compiled, state, repeats=1, progress=False).seconds[0]
                 for compiled, state in steps
             ]
             for _ in range(ROUNDS)

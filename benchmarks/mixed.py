@@ -96,7 +96,7 @@ def waiting_loss(scale: float) -> Any:
         time.sleep(seconds)
         return np.zeros(x.shape, x.dtype)
 
-    def loss_fn(params: jax.Array, microbatch: jvarlen.Batch) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: jax.Array, microbatch: jvarlen.batches.Batch) -> tuple[jax.Array, jax.Array]:
         seconds = scale * float(COST(*microbatch.tokens.shape))
         sleep = functools.partial(wait, seconds=seconds)
         total = jnp.sum(microbatch.weights)

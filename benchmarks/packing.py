@@ -45,7 +45,7 @@ def pack_by_jvarlen(choose: Callable[[Lengths], tuple[int, ...]]) -> Callable[..
     def work(given: Any, lengths: Lengths) -> Work:
         return lambda: given(lengths.values, choose(lengths)), read
 
-    def read(packing: jvarlen.Packing) -> Pieces:
+    def read(packing: jvarlen.planning.Packing) -> Pieces:
         return Pieces(packing.sample_ids, packing.sample_lengths, packing.capacity)
 
     return work
@@ -60,7 +60,7 @@ def four_lengths(lengths: Lengths) -> tuple[int, ...]:
 
 
 def chosen_lengths(lengths: Lengths) -> tuple[int, ...]:
-    return jvarlen.choose_row_lengths(
+    return jvarlen.planning.choose_row_lengths(
         lengths.values, lengths.max_tokens, max_shapes=4, length_multiple=LENGTH_MULTIPLE, cost=COST
     )
 

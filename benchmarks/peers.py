@@ -45,7 +45,7 @@ def batch_by_plan(num_shapes: int) -> Callable[..., Work]:
 
 def batch_by_tokens(budget: str) -> Callable[..., Work]:
     def work(given: Any, lengths: Lengths) -> Work:
-        def read(batches: jvarlen.Batches) -> Batches:
+        def read(batches: jvarlen.planning.Batches) -> Batches:
             return with_longest(lengths.values, batches.sample_ids, batches.offsets)
 
         return lambda: given(lengths.values, lengths.max_tokens, order="length", budget=budget), read

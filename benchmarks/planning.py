@@ -38,7 +38,7 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
         'make_plan, order="dataset"': lambda: plan(lengths, buckets, order="dataset"),
         'make_plan, order="shuffle", blocks of 4,096': lambda: plan(lengths, buckets, order=blocks),
         "make_plan, competence pacing": lambda: plan(
-            lengths, buckets, order="length", pacing=jvarlen.competence_pacing(1_000)
+            lengths, buckets, order="length", pacing=jvarlen.planning.competence_pacing(1_000)
         ),
         "pack_samples into rows of 4,096": lambda: jvarlen.pack_samples(lengths, 4096),
     }
@@ -67,7 +67,7 @@ def measure_fixed(num_samples: int, longest: int) -> list[tuple[str, float]]:
             lengths, MAX_TOKENS, max_shapes=32
         ),
         "the same with a cost in seconds": lambda: make_buckets(cost=cost),
-        f"choose_row_lengths, {longest - 96:,} distinct lengths, 4 rows": lambda: jvarlen.choose_row_lengths(
+        f"choose_row_lengths, {longest - 96:,} distinct lengths, 4 rows": lambda: jvarlen.planning.choose_row_lengths(
             lengths, MAX_TOKENS, max_shapes=4
         ),
         f"make_pair_buckets, {num_samples:,} pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),

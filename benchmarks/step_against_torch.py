@@ -48,7 +48,7 @@ def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, f
     keep_memory_of_steps()  # as `jvarlen train` does
     optimizer = Course(config, lengths, {HELD_OUT: lengths}).optimizer
     spec = token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
-    batch = jax.device_put(jvarlen.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
+    batch = jax.device_put(jvarlen.batches.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
     step = jvarlen.make_train_step(make_loss_fn(config.decoder), optimizer)
     state = step.init(init_params(config.decoder, config.seed))
     begun = time.perf_counter()

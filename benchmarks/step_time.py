@@ -46,7 +46,7 @@ def plans(
         buckets = jvarlen.make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths)
         return Planned(name, jvarlen.make_plan(packing, buckets, order="length"), packed)
 
-    chosen = jvarlen.choose_row_lengths(
+    chosen = jvarlen.planning.choose_row_lengths(
         lengths,
         max_tokens,
         max_shapes=4,
@@ -77,7 +77,7 @@ def measured_seconds(planned: Planned, model: TransformerConfig, known: dict[Buc
             BatchShapes(missing, batch_spec=packed_batch_spec if planned.plan.is_packed else token_batch_spec),
             progress=False,
         )
-        measured = jvarlen.measure_buckets(compiled, state, progress=False)
+        measured = jvarlen.compiling.measure_buckets(compiled, state, progress=False)
         known.update(zip(map(Bucket._make, measured.shapes), measured.seconds.tolist(), strict=True))
     return sum(known[planned.plan.buckets[k]] for k in planned.plan.step_bucket.tolist())
 

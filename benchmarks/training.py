@@ -75,7 +75,7 @@ def compiled_step(
     step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
     state = step.init(init_params(model, seed=0))
     spec = token_batch_spec(bucket, 1)
-    batch = jax.device_put(jvarlen.full_batch(spec))
+    batch = jax.device_put(jvarlen.batches.full_batch(spec))
     executable = jax.jit(step, donate_argnums=0).lower(state, spec).compile()
 
     def call() -> None:

@@ -84,7 +84,7 @@ def embed(ends, microbatch, axes):
 
 def layer(own, x_BxTxD, microbatch, axes):
     """Positions see those before them in their sample. The key is the same on any layout."""
-    mask_BxTxT = jvarlen.segment_mask(microbatch.segment_ids, microbatch.segment_ids)
+    mask_BxTxT = jvarlen.attention.segment_mask(microbatch.segment_ids, microbatch.segment_ids)
     return nnx.merge(block_graph, own)(x_BxTxD, mask_BxTxT, axes.key)
 
 

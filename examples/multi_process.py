@@ -40,7 +40,7 @@ def train():
     lengths = jvarlen.measure_lengths(samples, progress=False)
     buckets = jvarlen.make_buckets(lengths, 256, max_shapes=2, microbatches_per_step=MICROBATCHES_PER_STEP)
     plan = jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=MICROBATCHES_PER_STEP)
-    jvarlen.agree("the plan", plan.digest)  # raises on all where one differs
+    jvarlen.distributed.agree("the plan", plan.digest)  # raises on all where one differs
 
     layout = "data"  # over the devices of all processes
     optimizer = optax.chain(optax.adam(0.3), jvarlen.scale_by_batch_size(32, rule="sqrt"))
@@ -53,7 +53,7 @@ def train():
         state, metrics = step(state, batch)
         all_metrics.append(metrics)
     losses = [float(metrics.loss) for metrics in all_metrics]
-    jvarlen.agree("the losses", repr(losses))
+    jvarlen.distributed.agree("the losses", repr(losses))
     print(
         f"process {jax.process_index()} of {jax.process_count()}: read {batches.num_samples} of {plan.num_samples} "
         f"samples, plan {plan.digest[:16]}, loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps",

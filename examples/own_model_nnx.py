@@ -39,9 +39,9 @@ class Classifier(nnx.Module):
     def __call__(self, text_BxT, lengths_B):
         """Logits of the sources."""
         x_BxTxD = self.embed(text_BxT)
-        mask_BxTxT = jvarlen.attention_mask(lengths_B, text_BxT.shape[1], causal=False)
+        mask_BxTxT = jvarlen.attention.attention_mask(lengths_B, text_BxT.shape[1], causal=False)
         x_BxTxD += self.attention(x_BxTxD, mask=mask_BxTxT[:, None])
-        is_token_BxTx1 = jvarlen.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
+        is_token_BxTx1 = jvarlen.attention.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
         mean_BxD = jnp.sum(x_BxTxD * is_token_BxTx1, axis=1) / jnp.maximum(lengths_B, 1)[:, None]
         return self.head(mean_BxD)
 

@@ -41,7 +41,7 @@ def predict(params, text_BxT, lengths_B):
     query, key, value = (x_BxTxD @ weight for weight in params["qkv"])
     heads = (query[:, :, None], key[:, :, None], value[:, :, None])  # an axis for one head
     x_BxTxD += jvarlen.attend(*heads, lengths_B, causal=False)[:, :, 0]
-    is_token_BxTx1 = jvarlen.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
+    is_token_BxTx1 = jvarlen.attention.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
     mean_BxD = jnp.sum(x_BxTxD * is_token_BxTx1, axis=1) / jnp.maximum(lengths_B, 1)[:, None]
     return mean_BxD @ params["head"]
 

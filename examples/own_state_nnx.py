@@ -24,7 +24,7 @@ class Classifier(nnx.Module):
         self.head = nnx.Linear(WIDTH, NUM_SOURCES, rngs=rngs)
 
     def __call__(self, text_BxT, lengths_B, rngs=None):
-        is_token_BxTx1 = jvarlen.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
+        is_token_BxTx1 = jvarlen.attention.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
         x_BxTxD = self.norm(self.embed(text_BxT), mask=is_token_BxTx1)
         mean_BxD = jnp.mean(x_BxTxD, axis=1, where=is_token_BxTx1)
         return self.head(self.dropout(mean_BxD, rngs=rngs))

@@ -48,7 +48,7 @@ class Recognizer(nn.Module):
     def __call__(self, x_BxTxF, frames_B, is_training):
         frames_B = jnp.maximum(frames_B, 1)  # padding rows have none, and a mean over none is no number
         x = nn.Conv(32, (3,))(x_BxTxF)
-        mask = jvarlen.padding_mask(frames_B, x.shape[1])[..., None]
+        mask = jvarlen.attention.padding_mask(frames_B, x.shape[1])[..., None]
         x = nn.relu(nn.BatchNorm(momentum=0.9)(x, use_running_average=not is_training, mask=mask))
         x = nn.Dropout(0.1)(x, deterministic=not is_training)
         return nn.Dense(V)(nn.RNN(nn.GRUCell(32))(x, seq_lengths=frames_B))
@@ -59,7 +59,7 @@ variables = model.init({"params": np.array([0, 1], np.uint32)}, jnp.zeros((1, 8,
 
 
 def sums_of(logits_BxTxV, batch):
-    is_frame, is_label = jvarlen.padding_mask(batch["frames"], logits_BxTxV.shape[1]), batch["labels"] > 0
+    is_frame, is_label = jvarlen.attention.padding_mask(batch["frames"], logits_BxTxV.shape[1]), batch["labels"] > 0
     losses_B = optax.ctc_loss(logits_BxTxV, 1.0 - is_frame, batch["labels"], 1.0 - is_label)
     best = jnp.argmax(logits_BxTxV, axis=-1)
     is_new = is_frame & (best > 0) & (best != jnp.pad(best, ((0, 0), (1, 0)))[:, :-1])

@@ -56,7 +56,7 @@ def loss_fn(kernel, microbatch):
     layout = ("NWC", "WIO", "NWC")
     predicted_BxTxF = jax.lax.conv_general_dilated(before_BxTxF, kernel, (1,), "VALID", dimension_numbers=layout)
     errors_BxT = jnp.mean((predicted_BxTxF - microbatch.features) ** 2, axis=2)
-    is_frame_BxT = jvarlen.padding_mask(microbatch.lengths, errors_BxT.shape[1])
+    is_frame_BxT = jvarlen.attention.padding_mask(microbatch.lengths, errors_BxT.shape[1])
     return jnp.sum(errors_BxT * is_frame_BxT), jnp.sum(is_frame_BxT, dtype=jnp.float32)
 
 
@@ -68,7 +68,9 @@ recordings = [make_recording(n, rng) for n in num_frames]
 # Seconds of a microbatch, made up here; measure_buckets and fit_cost_model give those of your model.
 cost = jvarlen.CostModel(constant=1e-3, linear=1e-6, quadratic=2e-9)
 buckets = jvarlen.make_buckets(num_frames, max_tokens=6_000, max_shapes=6, length_multiple=10, cost=cost)
-plan = jvarlen.make_plan(num_frames, buckets, order="length", pacing=jvarlen.competence_pacing(60, initial=0.2))
+plan = jvarlen.make_plan(
+    num_frames, buckets, order="length", pacing=jvarlen.planning.competence_pacing(60, initial=0.2)
+)
 print(plan.report(cost=cost))
 mean_s = plan.num_tokens / plan.num_sequences / FRAMES_PER_S
 print(f"mean duration: {mean_s[:10].mean():.1f} s in the first ten steps, {mean_s[-10:].mean():.1f} s in the last ten")

@@ -55,7 +55,7 @@ def check_uneven_rows(mesh: Mesh) -> None:
     sizes = [0 if i == count - 1 else 7 * i + 3 for i in range(count)]
     keys = rng.integers(0, 5, sum(sizes)).astype(np.float32)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    (placed, payload), shard_sizes = jvarlen.shard_local_rows((keys[own], keys[own] * 2), mesh)
+    (placed, payload), shard_sizes = jvarlen.sorting.shard_local_rows((keys[own], keys[own] * 2), mesh)
     sorted_keys, indices, followed = jvarlen.sample_sort(placed, mesh, payload=payload, shard_sizes=shard_sizes)
     check_ranks(indices, order_of(keys), "interleaved")
     check_ranks(sorted_keys, keys[order_of(keys)], "interleaved")
@@ -121,12 +121,12 @@ def check_refusals(mesh: Mesh) -> None:
         with pytest.raises(ValueError, match="processes differ in the arguments of sample_sort"):
             jvarlen.sample_sort(keys_here, mesh, **options)
     with pytest.raises(ValueError, match="processes differ in the kind of rows"):
-        jvarlen.shard_local_rows(keys.astype((np.int32, np.float32)[rank % 2]), mesh)
+        jvarlen.sorting.shard_local_rows(keys.astype((np.int32, np.float32)[rank % 2]), mesh)
     with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"oversampling \(0\)"):
         jvarlen.sample_sort(keys, mesh, oversampling=min(1, rank))
     of_process_0 = [device for device in jax.devices() if device.process_index == 0]
     with pytest.raises((ValueError, RuntimeError), match="has no device of the mesh"):
-        jvarlen.shard_local_rows(keys, Mesh(np.array(of_process_0), ("data",)))
+        jvarlen.sorting.shard_local_rows(keys, Mesh(np.array(of_process_0), ("data",)))
     if jax.local_device_count() > 1:
         mixed = sorted(jax.devices(), key=lambda device: (device.local_hardware_id or device.id % 2048, device.id))
         mixed_mesh = Mesh(np.array(mixed), ("data",))

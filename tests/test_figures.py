@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jvarlen import balance_plan, make_buckets, make_plan, pack_samples, packed_row_costs
+from jvarlen import balance_plan, make_buckets, make_plan, pack_samples
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.planning import packed_row_costs
 from jvarlen.planning.balance import rank_costs
 
 MAX_TOKENS = 8192

@@ -17,7 +17,7 @@ import pytest
 
 import jvarlen
 import torch_ref
-from jvarlen import ModelFile, parallel
+from jvarlen import parallel
 from jvarlen.cli import main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
@@ -25,11 +25,17 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
 from jvarlen.reports.layout_figures import draw_memory
+from jvarlen.targets import ModelFile
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
 EXPERIMENTAL = README.parent / "jvarlen" / "experimental"
 READMES = sorted(EXPERIMENTAL.glob("**/README.md"))
+# What a line may import from.
+PACKAGES = [
+    jvarlen,
+    *(getattr(jvarlen, name) for name in ("attention", "data", "distributed", "loading", "planning", "runs")),
+]
 PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")]), *READMES]
 # What the pages name of other programs.
 FLAGS_OF_OTHERS = {
@@ -247,10 +253,11 @@ def test_what_it_names_as_ours_exists():
     cells = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
     ours = types.SimpleNamespace(
         **vars(data_files)
-        | {name: getattr(jvarlen, name) for name in jvarlen.__all__}
+        | {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
         | {"torch_ref": torch_ref, "parallel": parallel}
     )
-    functions = [value for name in jvarlen.__all__ if inspect.isroutine(value := getattr(jvarlen, name))]
+    values = [getattr(package, name) for package in PACKAGES for name in package.__all__]
+    functions = [value for value in values if inspect.isroutine(value)]
     arguments = set().union(*map(arguments_of, functions))
 
     num_calls = 0

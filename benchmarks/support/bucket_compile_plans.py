@@ -93,7 +93,7 @@ def measured_cost(sizes: Sizes, seconds: dict[Shape, float], *, is_packed: bool 
 
 def planned(
     name: str,
-    lengths: np.ndarray | jvarlen.Packing,
+    lengths: np.ndarray | jvarlen.planning.Packing,
     buckets: tuple[jvarlen.Bucket, ...],
     *,
     is_started: bool = False,
@@ -117,7 +117,7 @@ def make_strategies(
     sizes: Sizes, lengths: np.ndarray, cost: MeasuredCost, packed_cost: MeasuredCost
 ) -> dict[str, Strategy]:
     main = sizes.main_shapes
-    row_lengths = jvarlen.choose_row_lengths(
+    row_lengths = jvarlen.planning.choose_row_lengths(
         lengths,
         sizes.max_tokens,
         max_shapes=sizes.packed_shapes,

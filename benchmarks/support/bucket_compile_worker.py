@@ -53,7 +53,9 @@ def build(model: dict[str, int]) -> Trained:
     return Trained(step, step.init(init_params(config, seed=SEED)))
 
 
-def compile_all(trained: Trained, shapes: Iterable[Iterable[int]], is_packed: bool = False) -> jvarlen.CompiledBuckets:
+def compile_all(
+    trained: Trained, shapes: Iterable[Iterable[int]], is_packed: bool = False
+) -> jvarlen.compiling.CompiledBuckets:
     """The step compiled for shapes of any lengths, equal ones too, which one call of `compile_buckets` refuses."""
     return jvarlen.compile_buckets(
         trained.step,
@@ -70,7 +72,7 @@ def batch_spec(is_packed: bool) -> Callable[[Any, int], Any]:
 
 def text_batch(shape: Iterable[int], dataset: TokenDataset, is_packed: bool = False) -> Any:
     """A batch on the device whose rows are full of text, a sample each."""
-    batch = jvarlen.full_batch(batch_spec(is_packed)(jvarlen.Bucket(*shape), 1))
+    batch = jvarlen.batches.full_batch(batch_spec(is_packed)(jvarlen.Bucket(*shape), 1))
     tokens = np.resize(dataset.tokens, batch.tokens.shape).astype(np.int32)
     return jax.block_until_ready(jax.device_put(batch._replace(tokens=tokens)))
 
@@ -162,7 +164,7 @@ def start(
     model: dict[str, int], buckets: list[list[int]], is_packed: bool, load_from: str | None, save_to: str | None
 ) -> dict[str, float]:
     """Seconds from the call to the first step's result, and of compiling, or of loading a compiled set."""
-    batch = jax.tree.map(np.asarray, jvarlen.full_batch(batch_spec(is_packed)(jvarlen.Bucket(*buckets[0]), 1)))
+    batch = jax.tree.map(np.asarray, jvarlen.batches.full_batch(batch_spec(is_packed)(jvarlen.Bucket(*buckets[0]), 1)))
     jax.devices()  # starting the backend is no part of what is compared
     begun = time.perf_counter()
     trained = build(model)
@@ -268,7 +270,7 @@ def measure_dispatch(models: dict[str, dict[str, int]], repeats: int) -> dict[st
     answer = {}
     for name, model in models.items():
         trained, shape = build(model), (2, 16)
-        batch = jax.device_put(jvarlen.full_batch(token_batch_spec(jvarlen.Bucket(*shape), 1)))
+        batch = jax.device_put(jvarlen.batches.full_batch(token_batch_spec(jvarlen.Bucket(*shape), 1)))
         steps = {
             "CompiledBuckets": compile_all(trained, [shape]),
             "jitted function": jax.jit(trained.step, donate_argnums=0),

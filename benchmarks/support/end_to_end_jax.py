@@ -96,10 +96,10 @@ def dotted(place: Any) -> str:
     return ".".join(str(key) for key in (getattr(part, "key", None) for part in place) if key is not None)
 
 
-def token_batch(tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> jvarlen.Batch:
+def token_batch(tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> jvarlen.batches.Batch:
     """A batch of one microbatch, without the axis of microbatches."""
     weights_BxT = (np.arange(tokens_BxT.shape[1]) < lengths_B[:, None]).astype(np.float32)
-    return jvarlen.Batch(tokens_BxT, lengths_B, weights_BxT, np.float32((lengths_B > 0).sum()))
+    return jvarlen.batches.Batch(tokens_BxT, lengths_B, weights_BxT, np.float32((lengths_B > 0).sum()))
 
 
 class Gated:

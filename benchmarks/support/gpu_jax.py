@@ -49,7 +49,9 @@ class Trainer:
         self._optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
         self._step_fn = jvarlen.make_train_step(make_loss_fn(config), self._optimizer)
         self.begin()
-        self.first: tuple[jvarlen.Plan, jvarlen.CompiledBuckets] | None = None  # the first plan, and its executables
+        self.first: tuple[jvarlen.Plan, jvarlen.compiling.CompiledBuckets] | None = (
+            None  # the first plan, and its executables
+        )
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
 
     def begin(self) -> None:
@@ -57,7 +59,7 @@ class Trainer:
         self.state: Any = None
         self.state = self._step_fn.init(init_params(self._config, seed=SEED))
 
-    def compile(self, shapes: Iterable[Shape], **options: Any) -> jvarlen.CompiledBuckets:
+    def compile(self, shapes: Iterable[Shape], **options: Any) -> jvarlen.compiling.CompiledBuckets:
         """One executable for each shape; their lengths differ. Nothing is kept for the next time."""
         return jvarlen.compile_buckets(
             self._step_fn,
@@ -67,12 +69,12 @@ class Trainer:
             options=jvarlen.CompileOptions(cache_dir=None, **options),
         )
 
-    def step(self, compiled: jvarlen.CompiledBuckets, batch: Any) -> Any:
+    def step(self, compiled: jvarlen.compiling.CompiledBuckets, batch: Any) -> Any:
         """Dispatches a step; metrics come back."""
         self.state, metrics = compiled(self.state, batch)
         return metrics
 
-    def seconds(self, compiled: jvarlen.CompiledBuckets, shape: Shape, repeats: int) -> float:
+    def seconds(self, compiled: jvarlen.compiling.CompiledBuckets, shape: Shape, repeats: int) -> float:
         """Median seconds of a step, waited for, on rows without padding."""
         batch = full_batch(shape)
         found = []
@@ -84,9 +86,9 @@ class Trainer:
         return float(np.median(found[WARM_UPS:]))
 
 
-def full_batch(shape: Shape) -> jvarlen.Batch:
+def full_batch(shape: Shape) -> jvarlen.batches.Batch:
     """A batch on the device, of random bytes."""
-    batch = jvarlen.full_batch(token_batch_spec(jvarlen.Bucket(*shape), 1))
+    batch = jvarlen.batches.full_batch(token_batch_spec(jvarlen.Bucket(*shape), 1))
     tokens = np.random.default_rng(SEED).integers(VOCAB_SIZE, size=batch.tokens.shape, dtype=np.int32)
     return jax.block_until_ready(jax.device_put(batch._replace(tokens=tokens)))
 
@@ -179,7 +181,7 @@ def measure_epochs(sizes: Sizes, answer: Answer, trainer: Trainer, save: Save) -
             save()
 
 
-def compile_shapes(trainer: Trainer, shapes: list[Shape], wall_s: list[float]) -> jvarlen.CompiledBuckets:
+def compile_shapes(trainer: Trainer, shapes: list[Shape], wall_s: list[float]) -> jvarlen.compiling.CompiledBuckets:
     """Executables of shapes, several of which are compiled at a time; the seconds of all are added to a list."""
     say(f"compiling {len(shapes)} shapes: {', '.join(f'{rows}×{length}' for rows, length in shapes)}")
     begun = time.perf_counter()
@@ -190,7 +192,11 @@ def compile_shapes(trainer: Trainer, shapes: list[Shape], wall_s: list[float]) -
 
 
 def measure_shapes(
-    trainer: Trainer, compiled: jvarlen.CompiledBuckets, sizes: Sizes, figures: list[dict[str, Any]], save: Save
+    trainer: Trainer,
+    compiled: jvarlen.compiling.CompiledBuckets,
+    sizes: Sizes,
+    figures: list[dict[str, Any]],
+    save: Save,
 ) -> None:
     """Adds what each shape takes; one that fails, for lack of memory, says so and leaves the others alone."""
     for row in compiled.report:
@@ -236,7 +242,7 @@ def measure_loop(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
         raise RuntimeError("no plan was compiled")
     plan, compiled = trainer.first
     lengths = lengths_by_kind(sizes)["long-tailed"]
-    source = PlanSource(plan, Bytes(lengths), jvarlen.pad_to_bucket)
+    source = PlanSource(plan, Bytes(lengths), jvarlen.loading.pad_to_bucket)
     steps = range(min(sizes.num_loop_steps, plan.num_steps))
     sums: list[Any] = []
     with jvarlen.no_recompiles():

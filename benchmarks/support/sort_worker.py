@@ -111,7 +111,7 @@ def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -
             '`sample_sort`, `result="block"`': sample_sort(result="block"),
             '`sample_sort`, `transform="pmap"`': sample_sort(transform="pmap"),
             '`sample_sort`, `transform="pmap"`, `result="block"`': sample_sort(transform="pmap", result="block"),
-            "`local_sort`, nothing exchanged": warmed(lambda: jvarlen.local_sort(sharded, mesh)),
+            "`local_sort`, nothing exchanged": warmed(lambda: jvarlen.sorting.local_sort(sharded, mesh)),
             "`lax.sort` by key, stable, one device": compiled(lambda *pair: lax.sort(pair, num_keys=1), *on_one),
             "`lax.sort` of key and index in one int64, one device": sort_packed,
             "`jnp.sort` of the sharded array, no index": compiled(jnp.sort, sharded, out_shardings=sharded.sharding),
@@ -228,7 +228,7 @@ def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
         keys = lengths_of_kind(kind, num_rows, mesh.size)
         sorted_keys, indices = jvarlen.sample_sort(keys, mesh)
         exact = shard_balance(sorted_keys, indices, mesh.size)
-        local = shard_balance(*jvarlen.local_sort(keys, mesh), mesh.size)
+        local = shard_balance(*jvarlen.sorting.local_sort(keys, mesh), mesh.size)
         by_rank = np.asarray(indices).reshape(mesh.size, -1).T.ravel()
         found, order = by_rank[by_rank >= 0], np.argsort(keys, kind="stable")
         answers.append(
@@ -301,11 +301,13 @@ def time_processes(num_rows: int, repeats: int) -> dict[str, list[float]]:
     mesh, keys = Layout().on().mesh, make_keys(num_rows)
     bounds = np.arange(jax.process_count() + 1) * num_rows // jax.process_count()
     own = slice(*bounds[jax.process_index() :][:2])
-    placed, sizes = jvarlen.shard_local_rows(keys[own], mesh)
+    placed, sizes = jvarlen.sorting.shard_local_rows(keys[own], mesh)
 
     calls: dict[str, Call] = {
         "`jvarlen.sample_sort`": lambda: jvarlen.sample_sort(placed, mesh, shard_sizes=sizes),
-        "`jvarlen.local_sort`, nothing exchanged": lambda: jvarlen.local_sort(placed, mesh, shard_sizes=sizes),
+        "`jvarlen.sorting.local_sort`, nothing exchanged": lambda: jvarlen.sorting.local_sort(
+            placed, mesh, shard_sizes=sizes
+        ),
     }
     (_, indices), _ = (call() for call in calls.values())
     expected = np.argsort(keys, kind="stable")[jax.process_index() :: jax.process_count()]

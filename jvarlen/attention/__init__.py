@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from jvarlen.attention.attention import attend, attend_within_segments
     from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
-__all__ = ["attend", "attend_within_segments", "attention_mask", "padding_mask", "segment_mask"]
+__all__ = [
+    "attend",
+    "attend_within_segments",
+    "attention_mask",
+    "padding_mask",
+    "segment_mask",
+]
 
-# Here, as settings name them without JAX.
 AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
 SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
-_NAMES_OF = {
-    "attention.attention": ("attend", "attend_within_segments"),
-    "attention.masks": ("attention_mask", "padding_mask", "segment_mask"),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -10,3 +10,22 @@
 - `auto_shapes`: how many shapes pay off in a run, by what steps and compiling cost on this machine.
 - `lifetimes`: when the arrays of a traced function are alive. `hlo`: collectives of a compiled program.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.compiling.compiled_buckets import CompiledBuckets
+    from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.report import CompileReport
+
+__all__ = [
+    "CompileReport",
+    "CompiledBuckets",
+    "measure_buckets",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -9,3 +9,18 @@ Every dataset gives random access by sample id, and int64 lengths. In reading or
 - `length_cache`: keys of file contents, and lengths cached under them.
 - `mixtures`: several datasets as one, with exact counts.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.data.mixtures import mixture_counts
+
+__all__ = [
+    "mixture_counts",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

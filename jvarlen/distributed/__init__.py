@@ -28,9 +28,4 @@ __all__ = [
     "together",
 ]
 
-_NAMES_OF = {
-    "distributed.grad_buckets": ("assign_grad_buckets",),
-    "distributed.mesh": ("split_cpu",),
-    "distributed.processes": ("agree", "initialize_processes", "together"),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

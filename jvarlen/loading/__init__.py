@@ -5,3 +5,32 @@
 - `read_ahead`: reads steps ahead in a thread or in workers, for which /dev/shm needs room.
 - `loader`: the iterator of batches; the only module that moves data to devices.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.loading.collate import (
+        StepSamples,
+        pack_pairs_to_bucket,
+        pack_to_bucket,
+        pad_pairs_to_bucket,
+        pad_to_bucket,
+    )
+    from jvarlen.loading.loader import Loader
+    from jvarlen.loading.plan_source import planned_ids_digest
+
+__all__ = [
+    "Loader",
+    "StepSamples",
+    "pack_pairs_to_bucket",
+    "pack_to_bucket",
+    "pad_pairs_to_bucket",
+    "pad_to_bucket",
+    "planned_ids_digest",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -31,11 +31,4 @@ __all__ = [
     "unstack_layers",
 ]
 
-_NAMES_OF = {
-    "models.config": ("TransformerConfig",),
-    "models.export": ("save_params",),
-    "models.generation": ("generate",),
-    "models.layers": ("layered", "stack_layers", "unstack_layers"),
-    "models.transformer": ("Transformer", "flat_params", "init_params", "make_loss_fn", "params_from_flat"),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

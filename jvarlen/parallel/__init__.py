@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from jvarlen._common.lazy_imports import lazy_imports
 
-# fmt: off
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import Placement
@@ -58,30 +57,42 @@ if TYPE_CHECKING:
     from jvarlen.parallel.train import EvalStep, TrainStep, make_eval_step, make_train_step
 
 __all__ = [
-    "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "TensorSpec", "Timeline",
-    "TrainStep", "attend_over_axis", "check_tensor_divides", "column_linear", "context_positions",
-    "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
-    "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step", "merge_params", "partition_specs",
-    "portable_form", "row_linear", "shard_positions", "split_params", "spread_rows", "sum_over_positions",
-    "take_features", "take_positions", "tensor_parallel_model", "unspread_rows", "vocabulary_cross_entropy",
+    "Axes",
+    "EvalStep",
+    "LayeredModel",
+    "LayeredParams",
+    "Layout",
+    "Placement",
+    "Schedule",
+    "TensorSpec",
+    "Timeline",
+    "TrainStep",
+    "attend_over_axis",
+    "check_tensor_divides",
+    "column_linear",
+    "context_positions",
+    "enter_tensor_parallel",
+    "estimate_communication",
+    "estimate_memory",
+    "layered_loss_fn",
+    "leave_tensor_parallel",
+    "make_eval_step",
+    "make_schedule",
+    "make_train_step",
+    "merge_params",
+    "partition_specs",
+    "portable_form",
+    "row_linear",
+    "shard_positions",
+    "split_params",
+    "spread_rows",
+    "sum_over_positions",
+    "take_features",
+    "take_positions",
+    "tensor_parallel_model",
+    "unspread_rows",
+    "vocabulary_cross_entropy",
     "vocabulary_embedding",
 ]
 
-_NAMES_OF = {
-    "distributed.layout": ("Layout",),
-    "distributed.mesh": ("Placement",),
-    "parallel.communication": ("estimate_communication",),
-    "parallel.context": ("attend_over_axis", "context_positions", "shard_positions", "spread_rows", "unspread_rows"),
-    "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
-    "parallel.memory": ("estimate_memory",),
-    "parallel.portable": ("portable_form",),
-    "parallel.schedules": ("Schedule", "Timeline", "make_schedule"),
-    "parallel.tensor": (
-        "TensorSpec", "check_tensor_divides", "column_linear", "enter_tensor_parallel", "leave_tensor_parallel",
-        "merge_params", "partition_specs", "row_linear", "split_params", "sum_over_positions", "take_features",
-        "take_positions", "tensor_parallel_model", "vocabulary_cross_entropy", "vocabulary_embedding",
-    ),
-    "parallel.train": ("EvalStep", "TrainStep", "make_eval_step", "make_train_step"),
-}
-# fmt: on
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -13,3 +13,36 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.planning.balance import assign_microbatches, packed_row_costs
+    from jvarlen.planning.batching import Batches
+    from jvarlen.planning.buckets import PairBucket
+    from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, root_pacing
+    from jvarlen.planning.packing import PackedHistogram, Packing
+    from jvarlen.planning.row_lengths import choose_row_lengths
+    from jvarlen.planning.streams import StreamBatches, StreamStep
+
+__all__ = [
+    "Batches",
+    "PackedHistogram",
+    "Packing",
+    "PairBucket",
+    "StreamBatches",
+    "StreamStep",
+    "ValuePacing",
+    "assign_microbatches",
+    "choose_row_lengths",
+    "competence_pacing",
+    "discrete_pacing",
+    "packed_row_costs",
+    "root_pacing",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

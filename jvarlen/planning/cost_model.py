@@ -1,6 +1,6 @@
 """Cost models: seconds or bytes of any shape, fitted to a few measured shapes.
 
-NumPy and SciPy only; `jvarlen.measure_buckets` does the measuring. Letters: B rows, T length.
+NumPy and SciPy only; `jvarlen.compiling.measure_buckets` does the measuring. Letters: B rows, T length.
 """
 
 from __future__ import annotations

@@ -6,3 +6,21 @@
 - `directory`, `trackers`, `wandb_process`: the files of a run.
 - `commands`: `jvarlen plan`, `report`, `sample`, `export` and `measure`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen._common.interrupts import exit_code_of_interrupt, remembered_interrupts
+    from jvarlen.runs.fit import FitResult
+
+__all__ = [
+    "FitResult",
+    "exit_code_of_interrupt",
+    "remembered_interrupts",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

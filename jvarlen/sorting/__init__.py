@@ -3,3 +3,20 @@
 - `sortable_words`, `shard_sort`, `sharded_rows`: keys as sortable words, the sort of a shard, rows of processes.
 - `sample_sort`: keys sorted over a mesh axis.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.sorting.sample_sort import local_sort
+    from jvarlen.sorting.sharded_rows import shard_local_rows
+
+__all__ = [
+    "local_sort",
+    "shard_local_rows",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

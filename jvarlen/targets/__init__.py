@@ -9,3 +9,22 @@ A plan, a model and a cluster determine the seconds and bytes of every layout. I
 - `memory_model`: the bytes of a step on many layouts at once. `model_file`: a model as JSON.
 - `choice`: every layout, the cost of a plan on each, and the fastest that fits.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.targets.cluster import Cluster
+    from jvarlen.targets.links import measure_cluster
+    from jvarlen.targets.model_file import ModelFile
+
+__all__ = [
+    "Cluster",
+    "ModelFile",
+    "measure_cluster",
+]
+
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -41,8 +41,8 @@ def assert_layout_invariant(
     Args:
       model: as for `make_train_step`.
       params: as for `TrainStep.init`; floats are cast to float64.
-      batch: pytree of arrays that begin with axis M, or are scalars, such as a `jvarlen.Batch`; floats are cast to
-        float64.
+      batch: pytree of arrays that begin with axis M, or are scalars, such as a `jvarlen.batches.Batch`; floats are cast
+        to float64.
       layouts: layouts, or their texts. The data shards of each must divide M, and so must data · context for rows that
         are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient. Its eps of 1e-5 keeps

@@ -76,7 +76,7 @@ def assert_partition_invariant(
       loss_fn: as for `make_train_step`.
       params: pytree of arrays; floats are cast to float64.
       batch: pytree of arrays that begin with axes M and B, or are scalars, with an attribute `num_sequences`, such as a
-        `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a padding row.
+        `jvarlen.batches.Batch`. Floats are cast to float64. A row of zeros is a padding row.
       extra: for a loss that takes it; floats are cast to float64.
       seed: for a loss that takes `key`.
       num_shards: numbers of shards to try; None for all for which there are devices. Each split compiles.

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import padding_mask
-from jvarlen.attention import attention
+from jvarlen.attention import attention, padding_mask
 from jvarlen.attention.attention import attend, attend_last, attend_within_segments
 
 T = 600  # two whole chunks of queries and a part of one

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import attention_mask, padding_mask
+from jvarlen.attention import attention_mask, padding_mask
 from jvarlen.attention.masks import segment_mask
 
 LENGTHS = jnp.array([5, 3, 0, 1])

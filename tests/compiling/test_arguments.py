@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import Batch, Bucket
-from jvarlen.batches import token_batch_spec
+from jvarlen import Bucket
+from jvarlen.batches import Batch, token_batch_spec
 from jvarlen.compiling.arguments import (
     explain_unplanned,
     explain_unplanned_state,

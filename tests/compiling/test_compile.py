@@ -18,7 +18,6 @@ import pytest
 from jvarlen import (
     Bucket,
     CompileOptions,
-    PackedBatch,
     UnplannedShapeError,
     compile_buckets,
     load_compiled,
@@ -27,7 +26,7 @@ from jvarlen import (
     no_recompiles,
     pack_samples,
 )
-from jvarlen.batches import BatchShapes, token_batch_spec
+from jvarlen.batches import BatchShapes, PackedBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import Recipe, make_recipe
 from jvarlen.distributed.layout import Layout
@@ -744,7 +743,7 @@ for how in sys.argv[1:]:
         compiled.save(folder / "set")
     print([row.cache_hit for row in compiled.report], count.num_compiled)
     for spec in compiled.specs.values():
-        batch = jvarlen.full_batch(spec)
+        batch = jvarlen.batches.full_batch(spec)
         state, _ = compiled(np.float32(1), batch)
         print(float(state))
 """
@@ -802,7 +801,7 @@ def step(state, batch):
 
 def train(compiled, plan, state):
     for bucket in plan.step_bucket.tolist():
-        state, metrics = compiled(state, jvarlen.full_batch(compiled.specs[plan.buckets[bucket]]))
+        state, metrics = compiled(state, jvarlen.batches.full_batch(compiled.specs[plan.buckets[bucket]]))
     jax.block_until_ready(metrics)
     return sum(row.is_live for row in compiled.report), megabytes() - before
 

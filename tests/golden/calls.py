@@ -49,7 +49,10 @@ PACKAGES = ("jvarlen", "torch_ref")
 
 
 def _of(package: str, name: str) -> Any:
-    return getattr(importlib.import_module(package), name)
+    module = importlib.import_module(package)
+    if package == "torch_ref" or name in module.__all__:
+        return getattr(module, name)
+    return getattr(jvarlen.data if name == "mixture_counts" else jvarlen.planning, name)
 
 
 _OF_ORDER = ("block_size", "shuffle_steps", "longest_first", "new_shape_every", "chunks_in_order")
@@ -178,7 +181,7 @@ def layered_params(ends: Any, layers: Any) -> Any:
 
 
 def batch(tokens: Any, lengths: Any, weights: Any, num_sequences: float) -> Any:
-    return jvarlen.Batch(tokens, lengths, weights, np.float64(num_sequences))
+    return jvarlen.batches.Batch(tokens, lengths, weights, np.float64(num_sequences))
 
 
 def _adamw(batch_size: float = 8) -> Any:

@@ -6,19 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen import (
-    Bucket,
-    StepSamples,
-    WeightedTokens,
-    load,
-    make_plan,
-    pack_samples,
-    pack_to_bucket,
-    pad_to_bucket,
-    stream_batches,
-)
+from jvarlen import Bucket, WeightedTokens, load, make_plan, pack_samples, stream_batches
 from jvarlen.batches import token_batch_spec
 from jvarlen.batches.batches import count_tokens
+from jvarlen.loading import StepSamples, pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
 
 

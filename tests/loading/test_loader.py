@@ -22,17 +22,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import (
-    Batch,
-    PackedBatch,
-    PackedPairBatch,
-    PairBatch,
-    load,
-    make_buckets,
-    make_plan,
-    pack_samples,
-    stream_batches,
-)
+from jvarlen import load, make_buckets, make_plan, pack_samples, stream_batches
+from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading.plan_source import IdsDigest, PlanSource, planned_ids_digest

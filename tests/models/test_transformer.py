@@ -9,19 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import (
-    WeightedTokens,
-    compile_buckets,
-    load,
-    make_plan,
-    make_train_step,
-    no_recompiles,
-    pack_samples,
-    pack_to_bucket,
-    pad_to_bucket,
-)
+from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import Batch
+from jvarlen.loading import pack_to_bucket, pad_to_bucket
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
 

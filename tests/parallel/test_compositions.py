@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Batch, PackedBatch
+from jvarlen.batches import Batch, PackedBatch
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant

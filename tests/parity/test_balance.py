@@ -15,6 +15,7 @@ import jvarlen.planning.balance
 import torch_ref
 import torch_ref.balance
 
+from . import find
 from .inputs import many, moderate
 
 BOTH = (jvarlen, torch_ref)
@@ -192,7 +193,7 @@ def test_packed_rows_cost_their_blocks(package: ModuleType) -> None:
     """T + Σ l² / c, with the bucket's T, and pieces as long as they are."""
     packing = package.pack_samples([25, 6, 3, 2], 10, overlong="split")
     plan = package.make_plan(packing, [(1, 5), (2, 10)], order="length")
-    costs = package.packed_row_costs(plan, [25, 6, 3, 2], crossover_length=8)
+    costs = find(package, "packed_row_costs")(plan, [25, 6, 3, 2], crossover_length=8)
     expected = []
     for step in range(plan.num_steps):
         length = plan.buckets[plan.step_bucket[step]][1]
@@ -228,13 +229,13 @@ def test_what_cannot_be_balanced_is_named(package: ModuleType) -> None:
 def test_what_has_no_packed_rows_is_named(package: ModuleType) -> None:
     """Rows of one feature only; one cost a row."""
     with pytest.raises(ValueError, match="packed rows"):
-        package.packed_row_costs(package.make_plan([4], [(2, 4)], order="length"), [4], crossover_length=2)
+        find(package, "packed_row_costs")(package.make_plan([4], [(2, 4)], order="length"), [4], crossover_length=2)
     joint = package.make_plan(package.pack_samples([[2, 3], [1, 1]], (4, 4)), [(1, 4, 4)], order="length")
     with pytest.raises(ValueError, match="one feature"):
-        package.packed_row_costs(joint, [[2, 3], [1, 1]], crossover_length=2)
+        find(package, "packed_row_costs")(joint, [[2, 3], [1, 1]], crossover_length=2)
     plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)], order="length")
     for wrong in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="crossover_length"):
-            package.packed_row_costs(plan, [2, 2, 3], crossover_length=wrong)
+            find(package, "packed_row_costs")(plan, [2, 2, 3], crossover_length=wrong)
     with pytest.raises(ValueError, match=r"2 rows|2 values"):
         package.balance_plan(plan, [1.0] * 3, 1)

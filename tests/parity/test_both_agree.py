@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import PACKAGES
+from . import PACKAGES, find
 from .inputs import ORDERS, for_plan, moderate
 
 pytestmark = pytest.mark.skipif(len(PACKAGES) < 2, reason="PARITY_PACKAGES names only one package")
@@ -266,7 +266,7 @@ def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficul
                 difficulty=None if difficulty is None else drawn[difficulty],
                 seed=5,
                 epoch=epoch,
-                pacing=getattr(package, name)(150, **PACINGS[name]),
+                pacing=find(package, name)(150, **PACINGS[name]),
             )
             for package in both
         ]
@@ -279,7 +279,7 @@ def row_lengths(both: list[ModuleType]) -> Any:
     """Chosen by each package for some of the lengths."""
     lengths = inputs(12)["lengths"][::8]
     return [
-        package.choose_row_lengths(lengths, 16_384, max_length=2048, overlong="truncate", max_shapes=3)
+        find(package, "choose_row_lengths")(lengths, 16_384, max_length=2048, overlong="truncate", max_shapes=3)
         for package in both
     ]
 
@@ -325,7 +325,7 @@ def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max
     lengths = inputs(13)["lengths"][::16]
     options: dict[str, Any] = {} if cost is None else {"cost": cost, "compile_seconds": 0.05, "max_cost": 0.02}
     one, other = (
-        package.choose_row_lengths(
+        find(package, "choose_row_lengths")(
             lengths, 16_384, max_shapes=max_shapes, length_multiple=8, microbatches_per_step=4, **options
         )
         for package in both
@@ -354,7 +354,7 @@ def test_both_search_alike_where_not_all_row_lengths_are_tried(
         patched.setattr("jvarlen.planning.row_lengths._MAX_SETS", max_sets)
         patched.setattr("torch_ref.row_lengths._MOST_SETS", max_sets)
         one, other = (
-            package.choose_row_lengths(
+            find(package, "choose_row_lengths")(
                 lengths,
                 180,
                 max_shapes=max_shapes,
@@ -506,4 +506,4 @@ def test_both_export_the_planning_names(both: list[ModuleType]) -> None:
     names |= {"CostModel", "Packing", "PairBucket", "choose_row_lengths", "fit_cost_model", "make_pair_buckets"}
     names |= {"competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing", "pack_samples", "stream_batches"}
     for package in both:
-        assert names <= set(package.__all__)
+        assert all(find(package, name) for name in names)

@@ -14,6 +14,7 @@ import jvarlen
 import torch_ref
 from jvarlen.experimental import mixed as jvarlen_mixed
 
+from . import find
 from .inputs import moderate
 
 BUCKETS = [(4, 3), (2, 7), (1, 20)]
@@ -49,7 +50,7 @@ def test_few_microbatches_are_assigned_exactly(package: ModuleType, costs: list[
         ranks = [tried[descending.index(i)] for i in range(len(costs))]
         if slowest(costs, ranks, num_ranks) < best:
             expected, best = ranks, slowest(costs, ranks, num_ranks)
-    assigned = package.assign_microbatches(costs, num_ranks)
+    assigned = find(package, "assign_microbatches")(costs, num_ranks)
     assert assigned.dtype == np.int64
     assert assigned.tolist() == expected
 
@@ -59,7 +60,7 @@ def test_few_microbatches_are_assigned_exactly(package: ModuleType, costs: list[
 def test_both_assign_alike(costs: list[float], num_ranks: int) -> None:
     """Also where costs are hardly different, or of very different sizes."""
     for scaled in (costs, [1 + cost / 2e300 for cost in costs], np.sqrt(costs)):
-        one, other = (package.assign_microbatches(scaled, num_ranks).tolist() for package in BOTH)
+        one, other = (find(package, "assign_microbatches")(scaled, num_ranks).tolist() for package in BOTH)
         assert one == other
 
 
@@ -68,7 +69,7 @@ def test_both_assign_alike(costs: list[float], num_ranks: int) -> None:
 def test_more_microbatches_are_assigned_alike(seed: int, size: int, num_ranks: int) -> None:
     """Up to 12 by search, then longest first."""
     costs = np.random.default_rng(seed).integers(1, 100, size).tolist()
-    one, other = (package.assign_microbatches(costs, num_ranks).tolist() for package in BOTH)
+    one, other = (find(package, "assign_microbatches")(costs, num_ranks).tolist() for package in BOTH)
     assert one == other
     simple = longest_first(costs, num_ranks)
     assert one == simple if size > 12 else slowest(costs, one, num_ranks) <= slowest(costs, simple, num_ranks)
@@ -76,19 +77,19 @@ def test_more_microbatches_are_assigned_alike(seed: int, size: int, num_ranks: i
 
 def test_ranks_may_stay_without_a_microbatch(package: ModuleType) -> None:
     """More ranks than microbatches are allowed; so are costs of 0."""
-    assert package.assign_microbatches([3, 5], 4).tolist() == [1, 0]
-    assert package.assign_microbatches([0, 0.0], 10**12).tolist() == [0, 0]
+    assert find(package, "assign_microbatches")([3, 5], 4).tolist() == [1, 0]
+    assert find(package, "assign_microbatches")([0, 0.0], 10**12).tolist() == [0, 0]
 
 
 def test_what_cannot_be_assigned_is_named(package: ModuleType) -> None:
     """Costs by index."""
     with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0, id 4: inf"):
-        package.assign_microbatches([1, float("nan"), -1, 2, float("inf")], 2)
+        find(package, "assign_microbatches")([1, float("nan"), -1, 2, float("inf")], 2)
     with pytest.raises(ValueError, match="num_ranks"):
-        package.assign_microbatches([1], 0)
+        find(package, "assign_microbatches")([1], 0)
     for wrong in ([], [[1, 2]], ["a"]):
         with pytest.raises(ValueError, match=r"costs must be (a )?1-D"):
-            package.assign_microbatches(wrong, 1)
+            find(package, "assign_microbatches")(wrong, 1)
 
 
 @moderate
@@ -122,7 +123,7 @@ def test_every_step_is_assigned_by_itself(package: ModuleType, cost) -> None:
     per_shape = cost or (lambda rows, length: rows * length)
     costs = [float(per_shape(*BUCKETS[bucket])) for bucket in plan.step_bucket]
     for start, end in itertools.pairwise(mixed.step_offsets.tolist()):
-        assert ranks[start:end].tolist() == package.assign_microbatches(costs[start:end], 2).tolist()
+        assert ranks[start:end].tolist() == find(package, "assign_microbatches")(costs[start:end], 2).tolist()
     assert len(set(ranks.tolist())) == 2
 
 
@@ -130,7 +131,7 @@ def test_pairs_count_both_sides(package: ModuleType) -> None:
     """The positions of a pair's bucket are those of its source and of its target."""
     plan = package.make_plan([[2, 3], [2, 9], [1, 1]], [(2, 2, 3), (1, 4, 12)], order="dataset")
     mixed = make_mixed_plan[package](plan, 2)
-    assert mixed.ranks(2).tolist() == package.assign_microbatches([16, 10], 2).tolist()
+    assert mixed.ranks(2).tolist() == find(package, "assign_microbatches")([16, 10], 2).tolist()
 
 
 def test_rates_follow_mixed_steps(package: ModuleType) -> None:

@@ -21,7 +21,7 @@ weights = st.lists(
 @pytest.fixture(scope="session", params=PACKAGES)
 def mixtures(request: pytest.FixtureRequest) -> ModuleType:
     """Return a package's module of mixtures."""
-    return importlib.import_module(f"{request.param}.mixtures")
+    return importlib.import_module({"jvarlen": "jvarlen.data.mixtures"}.get(request.param, f"{request.param}.mixtures"))
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def test_the_models_agree_at_every_length(length):
     tokens = np.random.default_rng(0).integers(0, 256, (2, length))
     weights = np.ones((2, length), np.float32)
     lengths = np.full(2, length, np.int32)
-    batch = jvarlen.Batch(tokens.astype(np.int32), lengths, weights, np.float32(2))
+    batch = jvarlen.batches.Batch(tokens.astype(np.int32), lengths, weights, np.float32(2))
     loss, _ = jax.jit(make_loss_fn(CONFIG))(params, batch)
     torch_batch = torch_ref.Batch(
         torch.from_numpy(tokens), torch.from_numpy(lengths).long(), torch.from_numpy(weights), 2.0
@@ -139,7 +139,9 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
         else:
             edges, overlong = ([(8, 16), (4, 48)], "error") if kind != "cut" else ([(6, 30)], "truncate")
             plan = package.make_plan(lengths, edges, microbatches_per_step=2, overlong=overlong, **options)
-        collate = {"collate": jvarlen.pack_to_bucket} if package is jvarlen and kind in ("packed", "split") else {}
+        collate = (
+            {"collate": jvarlen.loading.pack_to_bucket} if package is jvarlen and kind in ("packed", "split") else {}
+        )
         batches.append(package.load(plan, dataset, **collate))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)

@@ -97,7 +97,7 @@ def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     plan = make_plan(jvarlen, LENGTHS, WAYS[name])
-    collate = jvarlen.pack_to_bucket if WAYS[name].packed else jvarlen.pad_to_bucket
+    collate = jvarlen.loading.pack_to_bucket if WAYS[name].packed else jvarlen.loading.pad_to_bucket
     losses, norms = [], []
     with jax.enable_x64(True):
         train_step = make_train_step(model, optimizer, layout=layout, norms=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import slow
+from . import find, slow
 from .inputs import Table, difficulties, few, for_plan, moderate, pacings, seeds, steps_of, text_of
 
 SHAPES: dict[str, Callable[..., Any]] = {
@@ -27,7 +27,7 @@ def made(package: ModuleType, name: str, num_steps: int, initial: float, degree:
     options: dict[str, Any] = {"degree": degree} if name in ("root_pacing", "competence_pacing") else {}
     if name == "discrete_pacing":
         options = {"num_stages": num_stages}
-    return getattr(package, name)(num_steps, initial=initial, **options)
+    return find(package, name)(num_steps, initial=initial, **options)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -60,7 +60,7 @@ def test_stages_are_cut_in_integers(
     package: ModuleType, num_steps: int, num_stages: int, initial: float, steps: list[int]
 ) -> None:
     """The stage of a step is an integer quotient, which no rounding moves."""
-    pacing = package.discrete_pacing(num_steps, num_stages, initial=initial)
+    pacing = find(package, "discrete_pacing")(num_steps, num_stages, initial=initial)
     expected = [
         initial + (1 - initial) * min(step * num_stages // num_steps, num_stages) / num_stages for step in steps
     ]
@@ -111,9 +111,9 @@ def test_bad_pacings_are_refused_by_name(
     """At least one step and one stage, an initial share in (0, 1], a degree above 0."""
     for name in names:
         valid = {"num_steps": 10, "initial": 0.5} | ({"num_stages": 3} if name == "discrete_pacing" else {})
-        getattr(package, name)(**valid)
+        find(package, name)(**valid)
         with pytest.raises(ValueError, match=named):
-            getattr(package, name)(**(valid | options))
+            find(package, name)(**(valid | options))
 
 
 # Plans
@@ -151,14 +151,14 @@ def test_steps_paced_by_value_match_the_contract(
     del arguments["pacing"]
     number = st.one_of(st.integers(-3, 25), st.sampled_from([-np.inf, 0.5, 12.5, 2.0**53, np.inf]))
     bounds = Table(tuple(data.draw(st.lists(number, min_size=1, max_size=6))))
-    plan = package.make_plan(**for_plan(package, arguments), pacing=package.ValuePacing(bounds))
+    plan = package.make_plan(**for_plan(package, arguments), pacing=find(package, "ValuePacing")(bounds))
     assert steps_of(plan) == slow.make_steps(**arguments, value_bound=bounds)
 
 
 def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
     """In steps of two: up to 3, up to 5, all; what is above comes once nothing else is left."""
     lengths = [5, 2, 9, 3, 4, 1, 8, 5]
-    pacing = package.ValuePacing(lambda step: np.minimum(3 + 2 * (step // 2), 5))
+    pacing = find(package, "ValuePacing")(lambda step: np.minimum(3 + 2 * (step // 2), 5))
     plan = package.make_plan(lengths, [(2, 9)], order="length", pacing=pacing)
     most = [max(lengths[i] for i in ids) for _, ids in steps_of(plan)]
     assert most[0] <= 3
@@ -168,7 +168,7 @@ def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
         package.make_plan(lengths, [(2, 9)], order="length_descending", pacing=pacing)
     for wrong in (3, lambda step: 4, lambda step: np.full(len(step), np.nan), lambda step: ["a"] * len(step)):
         with pytest.raises(ValueError, match="pacing"):
-            package.make_plan(lengths, [(2, 9)], order="length", pacing=package.ValuePacing(wrong))
+            package.make_plan(lengths, [(2, 9)], order="length", pacing=find(package, "ValuePacing")(wrong))
 
 
 @moderate

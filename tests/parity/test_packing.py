@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import slow, slow_packing
+from . import find, slow, slow_packing
 from .inputs import (
     ORDERS,
     arrangements,
@@ -448,7 +448,7 @@ def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.Data
         arguments |= data.draw(limits(20))
         arguments["compile_seconds"] = data.draw(st.sampled_from([None, 0.0, 1.5]))
     arguments["max_samples_per_row"] = data.draw(st.sampled_from([None, 1, 2, 3]))
-    chosen = package.choose_row_lengths(**as_arrays(arguments))
+    chosen = find(package, "choose_row_lengths")(**as_arrays(arguments))
     assert isinstance(chosen, tuple)
     assert all(isinstance(length, int) for length in chosen)
     assert list(chosen) == slow_packing.choose_row_lengths(**arguments)
@@ -464,14 +464,16 @@ def test_row_lengths_for_split_samples_are_those_for_their_pieces(package: Modul
     of_pieces = lengths
     if limit is not None:
         of_pieces = [length for _, _, length in slow_packing.split_samples(lengths, limit, range(len(lengths)))]
-    chosen = package.choose_row_lengths(**as_arrays(arguments), overlong="split")
-    assert chosen == package.choose_row_lengths(**as_arrays(arguments | {"lengths": of_pieces}))
+    chosen = find(package, "choose_row_lengths")(**as_arrays(arguments), overlong="split")
+    assert chosen == find(package, "choose_row_lengths")(**as_arrays(arguments | {"lengths": of_pieces}))
 
 
 def test_short_samples_count_as_shares_of_a_row(package: ModuleType) -> None:
     """A thousand of length 1 need few rows of 100, where a bucket of 100 would hold a thousand rows."""
     lengths = [1] * 1000 + [100]
-    assert package.choose_row_lengths(lengths, 200, compile_seconds=200.0, cost=lambda b, t: 1.0 * b * t) == (100,)
+    assert find(package, "choose_row_lengths")(lengths, 200, compile_seconds=200.0, cost=lambda b, t: 1.0 * b * t) == (
+        100,
+    )
     buckets = package.make_buckets(lengths, 200, compile_seconds=200.0, cost=lambda b, t: 1.0 * b * t)
     assert [length for _, length in buckets] == [1, 100]
 
@@ -498,7 +500,7 @@ def test_no_row_lengths_plan_fewer_positions(
 ) -> None:
     """Counted in the plans themselves, of every set of lengths that samples have."""
     options = {"microbatches_per_step": num_microbatches, "row_multiple": row_multiple}
-    chosen = package.choose_row_lengths(lengths, max_tokens, max_shapes=max_shapes, **options)
+    chosen = find(package, "choose_row_lengths")(lengths, max_tokens, max_shapes=max_shapes, **options)
     fewest = planned_positions(package, lengths, chosen, max_tokens, **options)
     for edges in slow.edge_sets(lengths, max_shapes, None, 1):
         assert planned_positions(package, lengths, edges, max_tokens, **options) >= fewest
@@ -510,7 +512,7 @@ def test_uniform_lengths_get_rows_that_fill(package: ModuleType) -> None:
     chosen, alone, halves, by_class = (
         planned_positions(package, lengths, row_lengths, 65_536, microbatches_per_step=8)
         for row_lengths in (
-            package.choose_row_lengths(lengths, 65_536, max_shapes=4, microbatches_per_step=8),
+            find(package, "choose_row_lengths")(lengths, 65_536, max_shapes=4, microbatches_per_step=8),
             [4095],
             (512, 1024, 2048, 4095),
             (4050, 4069, 4083, 4095),
@@ -525,20 +527,20 @@ def test_samples_that_share_no_row_get_the_best_buckets(package: ModuleType) -> 
     lengths = np.random.default_rng(0).integers(100, 199, 1_000)
     buckets = package.make_buckets(lengths, 1_600, max_shapes=4)
     best = planned_positions(package, lengths, [length for _, length in buckets], 1_600, microbatches_per_step=1)
-    chosen = package.choose_row_lengths(lengths, 1_600, max_shapes=4)
+    chosen = find(package, "choose_row_lengths")(lengths, 1_600, max_shapes=4)
     assert planned_positions(package, lengths, chosen, 1_600, microbatches_per_step=1) == best
 
 
 def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
     """The same refusals as for buckets."""
     with pytest.raises(ValueError, match=offenders((1, 60), limit=50)):
-        package.choose_row_lengths([4, 60], 50)
+        find(package, "choose_row_lengths")([4, 60], 50)
     with pytest.raises(ValueError, match="max_cost"):
-        package.choose_row_lengths([4, 60], 100, max_cost=3.0)
+        find(package, "choose_row_lengths")([4, 60], 100, max_cost=3.0)
     with pytest.raises(ValueError, match=offenders((1, 60), limit=7)):
-        package.choose_row_lengths([4, 60], 100, max_length=7, overlong="error")
-    assert package.choose_row_lengths([4, 60], 100, max_length=7, overlong="drop") == (4,)
-    assert package.choose_row_lengths([4, 60], 100, max_length=7, max_shapes=1, overlong="truncate") == (7,)
+        find(package, "choose_row_lengths")([4, 60], 100, max_length=7, overlong="error")
+    assert find(package, "choose_row_lengths")([4, 60], 100, max_length=7, overlong="drop") == (4,)
+    assert find(package, "choose_row_lengths")([4, 60], 100, max_length=7, max_shapes=1, overlong="truncate") == (7,)
 
 
 # Plans
@@ -598,7 +600,7 @@ def test_a_plan_packs_its_samples_on_request(package: ModuleType, order: str) ->
     cost: dict[str, Any] = {"cost": dyadic_cost, "max_shapes": 2}
     for fields in ({"max_length": 50}, {"strategy": [32, 64]}, cost | {"max_length": 64, "length_multiple": 16}):
         overlong = "split" if fields.get("max_length") == 50 else "error"
-        sizes = fields.get("strategy") or package.choose_row_lengths(
+        sizes = fields.get("strategy") or find(package, "choose_row_lengths")(
             lengths, 256, overlong=overlong, **({"max_shapes": 1} if "cost" not in fields else {}) | fields
         )
         packing = package.pack_samples(lengths, sizes, order=of_packing, overlong=overlong, **options)

@@ -97,7 +97,7 @@ def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Result
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     plan = make_plan(jvarlen, LENGTHS, task)
-    collate = jvarlen.pack_to_bucket if task.packed else jvarlen.pad_to_bucket
+    collate = jvarlen.loading.pack_to_bucket if task.packed else jvarlen.loading.pad_to_bucket
     losses, norms = [], []
     with jax.enable_x64(True):
         train_step = make_train_step(layered(model_config(name)), optimizer, layout=layout, norms=True)

@@ -167,7 +167,7 @@ def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets]:
+def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.compiling.CompiledBuckets]:
     compiled = jvarlen.compile_buckets(
         lambda state, batch: (state + batch.weights.sum(), {}),
         jnp.float32(0),
@@ -177,7 +177,7 @@ def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets]
     return compile_eagerly(Tiny(), BUCKETS), compiled
 
 
-def both_batches(rows: int, length: int, num_microbatches: int = 2) -> tuple[torch_ref.Batch, jvarlen.Batch]:
+def both_batches(rows: int, length: int, num_microbatches: int = 2) -> tuple[torch_ref.Batch, jvarlen.batches.Batch]:
     spec = token_batch_spec(jvarlen.Bucket(rows, length), num_microbatches)
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
     tensors = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "lengths", "weights")}
@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_both_packages_refuse_what_was_not_planned(
-    compiled_pair: tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets], kind: str
+    compiled_pair: tuple[torch_ref.CompiledBuckets, jvarlen.compiling.CompiledBuckets], kind: str
 ) -> None:
     compiled, other = compiled_pair
     change, said = REFUSED[kind]

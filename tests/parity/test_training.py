@@ -119,9 +119,9 @@ def jax_optimizer(setting: Setting, plans: list[Any]) -> optax.GradientTransform
 def train_in_jax(setting: Setting, plans: list[Any], initial: Any) -> Trained:
     """Train with every bucket compiled ahead of time."""
     mesh = Mesh(np.array(jax.devices(PLATFORMS[setting.device])[:1]), ("data",))
-    collate, batch_spec = jvarlen.pad_to_bucket, token_batch_spec
+    collate, batch_spec = jvarlen.loading.pad_to_bucket, token_batch_spec
     if setting.packed:
-        collate, batch_spec = jvarlen.pack_to_bucket, packed_batch_spec
+        collate, batch_spec = jvarlen.loading.pack_to_bucket, packed_batch_spec
     with jax.enable_x64(setting.dtype == "float64"), jax.default_matmul_precision("highest"):
         optimizer = jax_optimizer(setting, plans)
         state = new_state(jax.tree.map(lambda leaf: leaf.astype(setting.dtype), initial), optimizer)

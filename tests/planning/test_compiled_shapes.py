@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jvarlen import Budget, CostModel, UserError, choose_row_lengths, make_buckets, make_pair_buckets, make_plan
+from jvarlen import Budget, CostModel, UserError, make_buckets, make_pair_buckets, make_plan
+from jvarlen.planning import choose_row_lengths
 from jvarlen.reports.compare import compare_strategies
 
 COST = CostModel(constant=1e-3, linear=1e-5, quadratic=0.0)

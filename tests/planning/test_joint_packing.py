@@ -5,22 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import (
-    PackedPairBatch,
-    WeightedTokens,
-    compile_buckets,
-    full_batch,
-    load,
-    make_pair_buckets,
-    make_plan,
-    pack_pairs_to_bucket,
-    pack_samples,
-    pad_pairs_to_bucket,
-    pad_to_bucket,
-    segment_mask,
-)
-from jvarlen.batches import BatchShapes, packed_pair_batch_spec
+from jvarlen import WeightedTokens, compile_buckets, load, make_pair_buckets, make_plan, pack_samples
+from jvarlen.attention import segment_mask
+from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, packed_pair_batch_spec
 from jvarlen.batches.batches import count_tokens
+from jvarlen.loading import pack_pairs_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.planning import _kernels as kernels
 from jvarlen.testing import assert_exactly_once

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import (
-    Batch,
-    choose_row_lengths,
     compile_buckets,
     load,
     make_buckets,
@@ -21,14 +19,13 @@ from jvarlen import (
     make_train_step,
     no_recompiles,
     pack_samples,
-    pack_to_bucket,
-    pad_pairs_to_bucket,
-    pad_to_bucket,
 )
-from jvarlen.batches import BatchShapes, packed_batch_spec
+from jvarlen.batches import Batch, BatchShapes, packed_batch_spec
+from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
 from jvarlen.testing import assert_exactly_once

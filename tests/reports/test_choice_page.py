@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Bucket, Cluster, ModelFile, choose_layout
+from jvarlen import Bucket, choose_layout
 from jvarlen.cli import main
 from jvarlen.reports.choice_page import write_choice_page
+from jvarlen.targets import Cluster, ModelFile
 from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 

@@ -6,7 +6,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from jvarlen import choose_row_lengths, make_buckets, make_plan, pack_samples
+from jvarlen import make_buckets, make_plan, pack_samples
+from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.budget import Strategy
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.steps import bucket_figures

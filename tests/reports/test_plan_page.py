@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jvarlen
-from jvarlen import choose_row_lengths, lr_sequence, make_buckets, make_pair_buckets, make_plan, pack_samples
+from jvarlen import lr_sequence, make_buckets, make_pair_buckets, make_plan, pack_samples
+from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import integer_bins, write_html_report

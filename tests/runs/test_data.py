@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import Batch, CompileOptions, fit
+from jvarlen import CompileOptions, fit
+from jvarlen.batches import Batch
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn

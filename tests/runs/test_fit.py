@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import CompileOptions, CompileReport, FitConfig, Plan, fit
+from jvarlen import CompileOptions, FitConfig, Plan, fit
+from jvarlen.compiling import CompileReport
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics

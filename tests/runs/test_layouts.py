@@ -11,11 +11,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jvarlen import Cluster, cli, fit
+from jvarlen import cli, fit
 from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
+from jvarlen.targets import Cluster
 from jvarlen.training.checkpoint import read_params
 from tests import run_fit
 from tests.settings import changed

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen import local_sort, no_recompiles, sample_sort
-from jvarlen.sorting import sortable_words
+from jvarlen import no_recompiles, sample_sort
+from jvarlen.sorting import local_sort, sortable_words
 from jvarlen.sorting.sample_sort import _block_starts, _program
 from jvarlen.sorting.shard_sort import Shards, has_ragged
 from tests import processes

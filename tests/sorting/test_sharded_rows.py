@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jvarlen import sample_sort, shard_local_rows
+from jvarlen import sample_sort
 from jvarlen.distributed.mesh import own_shards
+from jvarlen.sorting import shard_local_rows
 from jvarlen.sorting.sharded_rows import shard_rows, spread_local_rows
 from tests.meshes import data_mesh
 

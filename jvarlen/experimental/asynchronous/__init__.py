@@ -27,9 +27,4 @@ __all__ = [
     "train_async",
 ]
 
-_NAMES_OF = {
-    "experimental.asynchronous.arrival_log": ("ArrivalLog", "AsyncRun", "replay"),
-    "experimental.asynchronous.stale_step": ("PastVersions", "keep_versions", "make_stale_train_step"),
-    "experimental.asynchronous.train": ("train_async",),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -17,8 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Start", "keep_training", "surviving_layout"]
 
-_NAMES_OF = {
-    "experimental.elastic.supervisor": ("Start", "keep_training"),
-    "experimental.elastic.survivors": ("surviving_layout",),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

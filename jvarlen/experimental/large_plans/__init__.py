@@ -16,9 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedPlan", "MappedPlan", "count_lengths", "open_plan", "plan_distributed", "plan_on_disk"]
 
-_NAMES_OF = {  # on disk without JAX
-    "experimental.large_plans.distributed_plan": ("DistributedPlan", "count_lengths", "plan_distributed"),
-    "experimental.large_plans.out_of_core": ("plan_on_disk",),
-    "experimental.large_plans.raw_plan": ("MappedPlan", "open_plan"),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

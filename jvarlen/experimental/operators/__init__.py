@@ -16,8 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Operator", "choose_operators", "cut_layers", "transformer_operators"]
 
-_NAMES_OF = {
-    "experimental.operators.choice": ("Operator", "choose_operators", "transformer_operators"),
-    "experimental.operators.cutting": ("cut_layers",),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

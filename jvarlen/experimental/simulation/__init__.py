@@ -19,10 +19,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Failures", "Interruption", "Noise", "Simulation", "draw_simulation", "simulate"]
 
-_NAMES_OF = {
-    "experimental.simulation.failures": ("Failures", "Interruption"),
-    "experimental.simulation.figures": ("draw_simulation",),
-    "experimental.simulation.noise": ("Noise",),
-    "experimental.simulation.run": ("Simulation", "simulate"),
-}
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)
+__getattr__, __dir__ = lazy_imports(__name__)

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import local_sort, no_recompiles, sample_sort
+from jvarlen import no_recompiles, sample_sort
 from jvarlen.experimental.large_plans.chunk_digests import _digest_block, _program, digest_volume
 from jvarlen.experimental.ordered_file.balance import balance_table, exchange_volume, shard_balance
+from jvarlen.sorting import local_sort
 from jvarlen.sorting.sample_sort import sort_shard
 from jvarlen.sorting.shard_sort import Shards
 from tests.meshes import data_mesh
