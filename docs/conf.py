@@ -27,6 +27,18 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docst
 exclude_patterns = ["_build"]
 nitpicky = True
 # Type hints name types of other packages, and shapes. Full names of our own must exist.
+nitpick_ignore = [  # in signatures, and in no page
+    ("py:class", name)
+    for name in (
+        "jvarlen.batches.shapes.HasShapes",
+        "jvarlen.loading.loader.Readable",
+        "jvarlen.planning.steps.OwnRows",
+        "jvarlen.planning.steps.ReadPlan",
+        "jvarlen.runs.config.Annotated",
+        "jvarlen.targets.layout_table.LayoutTable",
+    )
+]
+suppress_warnings = ["ref.python"]  # `data` and the like are fields of several classes
 nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!(jvarlen|torch_ref)\.).*")]
 default_role = "py:obj"  # a link if it names something public, otherwise code
 smartquotes_action = "D"  # dashes only, no quotation marks

@@ -265,11 +265,11 @@ def parse(configs):
 
 def test_the_commands_given_by_hand_make_one_run_of_two_processes(parse):
     first, second = configs = [parse(command) for command in block("bash", "--process-id 0").splitlines()]
-    assert first.process_id == 0
+    assert first.hardware.process_id == 0
     assert first.has_processes
     assert second == changed(first, process_id=1)
-    assert first.num_processes == len(configs)
-    assert first.plan.microbatches_per_step % first.num_processes == 0
+    assert first.hardware.num_processes == len(configs)
+    assert first.plan.microbatches_per_step % first.hardware.num_processes == 0
 
 
 @pytest.mark.slow

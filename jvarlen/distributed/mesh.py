@@ -151,7 +151,9 @@ def place(
             )
         devices = devices[: layout.num_devices]
     layout = layout.for_devices(len(devices))
-    names, sizes = zip(*layout.axis_sizes.items(), strict=True)
+    # A mesh without further axes is all manual in `shard_map`, as callbacks of a loss need it.
+    sizes_by_name = {DATA_AXIS: layout.data} if layout.is_data_parallel else layout.axis_sizes
+    names, sizes = zip(*sizes_by_name.items(), strict=True)
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
     return Placement(layout=layout, mesh=mesh, axes={name: name for name in names})
 

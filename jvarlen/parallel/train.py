@@ -198,12 +198,12 @@ def make_train_step(
         the whole step; `value`, the loss of the step, and `grad`, its gradient; `value_fn(params)` and
         `grad_fn(params)`, the loss of the same step and its gradient for other parameters.
       layout: where a step runs: a `Layout`, its text, a `Placement`, or a mesh, for data parallelism; None: one device.
-        Gradients are reduced once a step. Axes of a mesh that the layout does not name are left to the compiler:
+        Axes of a mesh that the layout does not name are left to the compiler:
         parameters may be sharded over them.
       norms: whether the metrics include the global norms of gradient and updates.
-      accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
-        each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
-        ZeRO-3 also gathers parameters once a step, and shards otherwise.
+      accumulate: what ZeRO-2 and ZeRO-3, which alone look at it, sum over the microbatches of a shard: `"shards"` of
+        gradients, reduced in each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole
+        ones with stages, where ZeRO-3 also gathers parameters once a step, and shards otherwise.
 
     Returns:
       `TrainStep`: `step(state, batch) -> (state, Metrics)`, to be compiled by `compile_buckets`, whose `init` makes the

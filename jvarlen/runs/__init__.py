@@ -2,7 +2,8 @@
 
 - `config`, `plan_config`: frozen, checked settings. `task`: what is trained, and on what.
 - `shape_choice`: the shapes of a run whose settings leave their number open. `epochs`: all steps of a training.
-- `prepare`: everything before the first step. `fit`: all of it, in order, with the loop. `steps`: figures of a step.
+- `prepare`: data, shapes and plan, before anything is placed or compiled. `fit`: all of it, in order, with the loop.
+- `steps`: the seconds of steps, their display and traces.
 - `directory`, `trackers`, `wandb_process`: the files of a run.
 - `commands`: `jvarlen plan`, `report`, `sample`, `export` and `measure`.
 """

@@ -100,7 +100,7 @@ def fit(
     layout: LayoutLike = None,
     trackers: Mapping[str, Tracker] | None = None,
 ) -> FitResult:
-    """Trains the built-in language model or your own loss, with every shape compiled before the first step.
+    """Trains the built-in language model or your own loss, with every shape compiled before its first step.
 
     Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C or SIGTERM), it ends after the step in
     flight with everything saved; `config.directory.resume` then continues with exactly the remaining steps. After a
@@ -143,7 +143,7 @@ def fit(
         different settings or plans; a sample that is not as planned.
       FileNotFoundError: there is no run to resume, or a data file is missing.
       OSError: the run directory or a checkpoint cannot be written.
-      RecompileError: something was compiled after the first step.
+      RecompileError: something other than the planned shapes was compiled after the first step.
       FloatingPointError: the loss is not finite; the last checkpoint is from before that.
       ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.

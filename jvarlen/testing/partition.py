@@ -95,7 +95,7 @@ def assert_partition_invariant(
       UserWarning: the sum of weights depends on the parameters, which the gradient of the step leaves out.
 
     Example:
-      >>> from jvarlen import Batch
+      >>> from jvarlen.batches import Batch
       >>> def loss_fn(scale, microbatch):
       ...     losses = (scale * microbatch.tokens - 1.0) ** 2
       ...     return (losses * microbatch.weights).sum(), microbatch.weights.sum()

@@ -31,7 +31,7 @@ def keys_of(kind):
 
 @pytest.fixture(params=["one device", "all devices"])
 def mesh(request):
-    return data_mesh(1 if request.param == "one device" else None)
+    return data_mesh(1 if request.param == "one device" else -1)
 
 
 def assert_sorted(keys, mesh, result="interleaved", **options):

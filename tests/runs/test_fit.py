@@ -254,7 +254,7 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
 # A run of the command line with the data of `run_fit`, in which SIGTERM comes while the first bucket is compiled, or
 # whose samples take long to read, so that a signal can come amid the steps.
 SIGNALLED_PROGRAM = """
-import importlib, os, signal, sys, time
+import dataclasses, importlib, os, signal, sys, time
 
 class Slow:
     def __init__(self, dataset):
@@ -270,7 +270,7 @@ def make_signalled_step(*args, **options):
     def signalled(*args):  # called where it is traced
         os.kill(os.getpid(), signal.SIGTERM)
         return step(*args)
-    return signalled
+    return dataclasses.replace(step, function=signalled)
 
 if __name__ == "__main__":
     from jvarlen.cli import main
@@ -375,10 +375,10 @@ def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_numbe
 
     assert compiling.process.wait(60) == 143, compiling.errors
     assert compiling.errors.endswith("jvarlen: interrupted\n")
-    (begun,) = compiling.directory.runs_dir.iterdir()
+    (begun,) = compiling.runs_dir.iterdir()
     assert not any((begun / "checkpoints").iterdir())
 
-    whole = fit(changed(resume_steps, runs_dir=compiling.directory.runs_dir, resume=begun), make_data())
+    whole = fit(changed(resume_steps, runs_dir=compiling.runs_dir, resume=begun), make_data())
     resumed = fit(resume_steps, make_data())
     assert whole.summary.num_steps == resumed.summary.num_steps == 40
     assert same_training(whole, resumed)
