@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +40,15 @@ from jvarlen.compiling.arguments import (
     without_aliases,
 )
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.hlo import Collectives, count_collectives
 from jvarlen.compiling.lowering import Recipe
-from jvarlen.compiling.measure import StepClock, suggest_rows
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import serialized, without_compilation_cache, write_compiled
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import AnyBucket
+
+if TYPE_CHECKING:
+    from jvarlen.compiling.hlo import Collectives
+    from jvarlen.compiling.measure import StepClock
 
 __all__ = ["CompiledBuckets"]
 
@@ -90,7 +92,11 @@ class CompiledBuckets:
         self._is_state_checked = False
         self._is_arithmetic_prepared = False
         self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
-        self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
+        self._clock: StepClock[AnyBucket] | None = None
+        if options.time_steps:
+            from jvarlen.compiling.measure import StepClock
+
+            self._clock = StepClock()
         # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
         # with a collective wait for their turn.
         self._in_flight: collections.deque[Any] | None = collections.deque(maxlen=2) if recipe.splits_a_cpu else None
@@ -306,6 +312,8 @@ class CompiledBuckets:
           ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given and the device
             reports none; or it does not report what programs need.
         """
+        from jvarlen.compiling.measure import suggest_rows
+
         return suggest_rows(self._recipe, bucket, memory_limit, row_multiple=row_multiple)
 
     def collectives(self, bucket: tuple[int, ...]) -> dict[str, Collectives]:
@@ -320,6 +328,8 @@ class CompiledBuckets:
         Raises:
           ValueError: no such bucket, or its program was read from a file and has no text.
         """
+        from jvarlen.compiling.hlo import count_collectives
+
         return count_collectives(self.program_text(bucket))
 
     def program_text(self, bucket: tuple[int, ...]) -> str:

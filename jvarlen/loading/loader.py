@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -20,14 +20,15 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.worker_errors import portable_error
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
-from jvarlen.distributed.processes import agree
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, pad_to_bucket
 from jvarlen.loading.plan_source import IdsDigest, OnMismatch, PlanSource, ReadStep, read_sample, spec_of_steps
 from jvarlen.loading.read_ahead import ReadAhead, check_room, end_with_parent
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.steps import PlannedSteps, ReadPlan
-from jvarlen.planning.streams import StreamBatches
+
+if TYPE_CHECKING:
+    from jvarlen.planning.streams import StreamBatches
 
 __all__ = ["Delivered", "Loader", "Readable", "load", "put"]
 
@@ -195,7 +196,7 @@ def load(
       ([[[1, 3]], [[4, 0]]], 3)
     """
     placement = placement_of(layout)
-    if isinstance(plan, StreamBatches):
+    if not (callable(plan) or isinstance(plan, PlannedSteps)):
         given = {
             "epoch": epoch != 0,
             "num_epochs": num_epochs is not None,
@@ -207,7 +208,7 @@ def load(
         }
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
-        return _load_stream(plan, dataset, placement, collate)
+        return _load_stream(cast("StreamBatches", plan), dataset, placement, collate)
     if num_workers < 0:
         raise UserError(f"num_workers must be at least 0, not {num_workers}")
     if not callable(plan) and epoch:
@@ -318,6 +319,8 @@ def _read_epoch(
     own = np.arange(num_microbatches) if placement is None else placement.own_microbatches(num_microbatches)
     is_part = placement is not None and placement.mesh.is_multi_process
     if is_part:
+        from jvarlen.distributed.processes import agree
+
         agree("the plan", plan.digest)
     source = PlanSource(plan, microbatches=own, **reading)
     steps: Any = (source.read(step) for step in range(start_step, len(source)))

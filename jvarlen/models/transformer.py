@@ -22,7 +22,6 @@ from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.config import TransformerConfig
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
-from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
@@ -106,6 +105,8 @@ class _Block(nnx.Module):
     ) -> Float[Array, "B T D"]:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, num_positions, axes)
         if axes.context is not None or axes.earlier is not None:
+            from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
+
             attended = attend_over_axis(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, axes=axes, segment_ids=rows.segment_ids)
         elif rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)

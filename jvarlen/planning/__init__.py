@@ -7,7 +7,7 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.
 - `batching`: greedy token batches, without buckets.
-- `packing`, `placing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
+- `packings`, `packing`, `placing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `balance`: work dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import PairBucket
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, root_pacing
-    from jvarlen.planning.packing import PackedHistogram, Packing
+    from jvarlen.planning.packings import PackedHistogram, Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
 

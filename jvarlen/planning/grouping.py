@@ -7,7 +7,7 @@ Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M micro
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer, Shaped
@@ -27,7 +27,9 @@ from jvarlen.planning.order import (
     split_difficulty,
     stable_argsort,
 )
-from jvarlen.planning.pacing import Pacing, ValuePacing, num_admitted
+
+if TYPE_CHECKING:
+    from jvarlen.planning.pacing import Pacing, ValuePacing
 
 __all__ = [
     "BucketTable",
@@ -243,6 +245,8 @@ def _paced_ranks(
     Every arriving sample is drawn at random from those that are admitted and left; where none is left, the next one is
     admitted early. A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
     """
+    from jvarlen.planning.pacing import num_admitted
+
     assert ordering.pacing is not None
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())

@@ -38,14 +38,13 @@ from jvarlen.planning.lengths import (
     fit_lengths,
 )
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
+from jvarlen.planning.packings import PackedHistogram, Packing
 from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
 if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
 __all__ = [
-    "PackedHistogram",
-    "Packing",
     "lengths_of_rows",
     "pack_samples",
     "rows_in_chunk_order",
@@ -57,94 +56,6 @@ __all__ = [
 _MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _PackedRows:
-    """What is the same of all rows and of distinct ones: see `Packing`."""
-
-    sample_lengths: Int64[np.ndarray, " n *features"]
-    row_offsets: Int64[np.ndarray, " R_plus_1"]
-    capacity: Int64[np.ndarray, " R *features"]
-    row_lengths: tuple[int, ...]
-    overlong: PackedOverlong = "error"
-    num_dropped: int = 0
-    num_truncated: int = 0
-
-    @property
-    def num_tokens(self) -> Int64[np.ndarray, " R *features"]:
-        """int64[R], tokens in each row, which a plan takes as the length of the row."""
-        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Packing(_PackedRows):
-    """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
-
-    If samples have several features, every length has a last axis of them.
-
-    Attributes:
-      sample_ids: int64[n], row by row, each row from its beginning.
-      row_offsets: int64[R+1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r+1]]`.
-      sample_lengths: int64[n], tokens of each sample; a truncated sample counts with its cut length.
-      capacity: int64[R], the length of each row.
-      row_lengths: the lengths that rows may have, ascending; of several features, the length of each.
-      overlong: the rule for samples longer than the longest row.
-      num_dropped: samples left out by that rule.
-      num_truncated: samples cut by that rule.
-      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
-        is split, which has its id once a chunk. None where no sample is split.
-    """
-
-    sample_ids: Int64[np.ndarray, " n"]
-    piece_starts: Int64[np.ndarray, " n"] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return len(self.capacity)
-
-    @property
-    def starts(self) -> Int64[np.ndarray, " n *features"]:
-        """int64[n], the position in its row at which each sample begins."""
-        starts = np.cumsum(self.sample_lengths, axis=0) - self.sample_lengths
-        return starts - np.repeat(starts[self.row_offsets[:-1]], np.diff(self.row_offsets), axis=0)
-
-    @property
-    def fill(self) -> float:
-        """The share of all rows' tokens that are real, in (0, 1]."""
-        return int(self.sample_lengths.sum()) / int(self.capacity.sum())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PackedHistogram(_PackedRows):
-    """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
-
-    If samples have several features, every length has a last axis of them.
-
-    Attributes:
-      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features, in order of placing.
-      row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
-      capacity: int64[G], the length of each distinct row.
-      counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
-        the buckets of all rows.
-      row_lengths: as in `Packing`.
-      overlong: as in `Packing`.
-      num_dropped: as in `Packing`.
-      num_truncated: as in `Packing`.
-    """
-
-    counts: Int64[np.ndarray, " R"]
-
-    @property
-    def num_rows(self) -> int:
-        """The number of all rows."""
-        return int(self.counts.sum())
-
-    @property
-    def fill(self) -> float:
-        """The share of all rows' tokens that are real, in (0, 1]."""
-        return int((self.counts @ self.num_tokens).sum()) / int((self.counts @ self.capacity).sum())
 
 
 @overload

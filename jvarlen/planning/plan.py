@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,19 +41,13 @@ from jvarlen.planning.order import (
     sample_order,
     split_difficulty,
 )
-from jvarlen.planning.pacing import Pacing, ValuePacing
-from jvarlen.planning.packing import (
-    Packing,
-    lengths_of_rows,
-    pack_samples,
-    rows_in_chunk_order,
-    steps_in_chunk_order,
-    with_samples,
-)
-from jvarlen.planning.pair_buckets import make_pair_buckets
-from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
-from jvarlen.planning.row_lengths import choose_packed_buckets
+from jvarlen.planning.packings import Packing
 from jvarlen.planning.steps import OwnRows, PlannedSteps
+
+if TYPE_CHECKING:
+    from jvarlen.planning.pacing import Pacing, ValuePacing
+
+# Packing, pairs, pacing and the file are imported where they are used: most scripts need none of them.
 
 __all__ = ["Plan", "make_plan"]
 
@@ -90,6 +84,8 @@ class Plan(PlannedSteps):
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
+        from jvarlen.planning.plan_file import plan_digest
+
         return plan_digest(
             self.microbatches_per_step,
             self.buckets,
@@ -196,6 +192,8 @@ class Plan(PlannedSteps):
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
+        from jvarlen.planning.plan_file import write_plan_file
+
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)})
@@ -215,6 +213,8 @@ class Plan(PlannedSteps):
           ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is
             wrong.
         """
+        from jvarlen.planning.plan_file import read_plan_file
+
         fields = read_plan_file(Path(path))
         arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
         numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
@@ -302,6 +302,8 @@ def make_plan(
         num_microbatches = given_microbatches(budget)
         checked = check_buckets(cast("Sequence[tuple[int, ...]]", buckets))
     if packing is not None:
+        from jvarlen.planning.packing import pack_samples
+
         lengths = pack_samples(
             cast("npt.ArrayLike", lengths),
             [bucket.lengths[0] for bucket in checked],
@@ -318,6 +320,8 @@ def make_plan(
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked, lengths)
         return _plan_rows(values, checked, num_microbatches, ordering, cast("Overlong", overlong))
+    from jvarlen.planning.packing import lengths_of_rows, rows_in_chunk_order, steps_in_chunk_order, with_samples
+
     num_tokens = lengths_of_rows(lengths, checked, overlong)
     if not order.chunks_in_order or lengths.piece_starts is None:
         return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
@@ -332,9 +336,13 @@ def _choose_buckets(
 ) -> tuple[AnyBucket, ...]:
     """The buckets of what is planned, by the budget."""
     if packing is not None:
+        from jvarlen.planning.row_lengths import choose_packed_buckets
+
         return choose_packed_buckets(cast("npt.ArrayLike", lengths), limits, overlong)
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if np.ndim(values) == 2:
+        from jvarlen.planning.pair_buckets import make_pair_buckets
+
         return make_pair_buckets(values, limits)
     if isinstance(lengths, Packing) and limits.strategy == "optimal":
         return make_buckets(values, limits, strategy=lengths.row_lengths, max_length=None)
@@ -345,6 +353,8 @@ def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
     """Raises ValueError for an order that pacing does not go with."""
     if pacing is None:
         return
+    from jvarlen.planning.pacing import ValuePacing
+
     if not is_by(order, "length", "length_descending") or order.block_size is not None or order.shuffle_steps:
         raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
     if isinstance(pacing, ValuePacing) and order.by != "length":

@@ -20,7 +20,8 @@ from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, Strategy, as_budget, checked_cost, round_up
 from jvarlen.planning.lengths import FittedLengths, Overlong, check_lengths, fit_lengths
-from jvarlen.planning.packing import Packing, pack_samples
+from jvarlen.planning.packing import pack_samples
+from jvarlen.planning.packings import Packing
 from jvarlen.planning.plan import make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 

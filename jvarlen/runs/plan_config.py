@@ -19,7 +19,8 @@ from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from jvarlen.planning.packing import Packing, pack_samples
+from jvarlen.planning.packing import pack_samples
+from jvarlen.planning.packings import Packing
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 
