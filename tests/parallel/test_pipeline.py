@@ -11,19 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import (
-    Bucket,
     compile_buckets,
     load,
     make_eval_step,
     make_plan,
-    make_train_step,
     no_recompiles,
-    pack_samples,
-    scale_by_batch_size,
 )
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import layered, make_loss_fn, stack_layers
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
@@ -34,15 +30,14 @@ from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
-
-TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
-BUCKET = Bucket(2, 8)
-
-
-@functools.cache
-def initial_params():
-    with jax.enable_x64(False):
-        return stack_layers(jax.tree.map(np.asarray, init_params(TRANSFORMER, seed=0)))
+from tests.parallel.steps import (
+    BUCKET,
+    TRANSFORMER,
+    assert_equal_trees,
+    assert_trains_as_one_device,
+    clipped_adamw,
+    initial_params,
+)
 
 
 def noisy_embed(ends, microbatch, axes):
@@ -77,23 +72,11 @@ def noisy_batch(num_microbatches):
     return {"x": rng.normal(size=(num_microbatches, 6, 3)), "w": weights, "num_sequences": np.float64(7)}
 
 
-def on_layout(text):
-    layout = Layout.parse(text)
-    return {"layout": layout}
-
-
 def sums_on(model, text, **options):
     layout = Layout.parse(text)
     return sum_scheduled(
         model, mesh=layout_mesh(layout), schedule=layout.schedule, num_chunks=layout.virtual, **options
     )
-
-
-def assert_equal_trees(found, expected, rtol):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        largest = max(np.max(np.abs(expected_leaf), initial=0), 1e-3)
-        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * largest)
 
 
 @functools.cache
@@ -134,39 +117,6 @@ def test_sums_without_gradients_are_the_same(text):
         assert_equal_trees(found, expected._replace(grads=None), 1e-12)
 
 
-@functools.cache
-def batches_of(packed):
-    """Three steps of eight microbatches; the last one has padding rows."""
-    dataset = random_dataset(3 * 8 * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
-    lengths = np.diff(dataset.offsets)
-    samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
-    plan = make_plan(samples, [BUCKET], order="length", microbatches_per_step=8)
-    batches = load(plan, dataset)
-    return jax.tree.map(np.asarray, list(batches))
-
-
-def clipped_adamw():
-    """The norm to be clipped is that of all stages: of one alone it would be another."""
-    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
-
-
-def take_steps(step, state, packed):
-    losses = []
-    for batch in itertools.islice(itertools.cycle(batches_of(packed)), 10):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics.loss))
-    return state, losses
-
-
-@functools.cache
-def trained_whole(packed):
-    with jax.enable_x64(True):
-        params, optimizer = jax.tree.map(np.float64, initial_params()), clipped_adamw()
-        step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
-        state, losses = take_steps(step, new_state(params, optimizer), packed)
-        return losses, jax.tree.map(np.asarray, state.params)
-
-
 @pytest.mark.parametrize(
     ("text", "packed"),
     [
@@ -177,27 +127,17 @@ def trained_whole(packed):
     ],
 )
 def test_the_transformer_trains_as_one_device(text, packed):
-    """10 steps of AdamW, clipped by the norm of the whole gradient."""
-    expected_losses, expected = trained_whole(packed)
-    model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
+    """Ten steps of AdamW, clipped by the norm of the whole gradient."""
     with jax.enable_x64(True):
-        step = make_layout_step(model, optimizer, **on)
-        params = jax.tree.map(np.float64, initial_params())
-        state, placed = step.init(params), step.state_shardings(params)
-        assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
-        compiled = jax.jit(step, donate_argnums=0)
-        state, losses = take_steps(compiled, state, packed)
-        assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
-        assert compiled._cache_size() == 1
-        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        assert_equal_trees(step.gather_params(state), expected, 1e-11 if "tensor" in text else 1e-12)
-        assert losses[-1] < losses[0] - 0.3
+        step = make_layout_step(layered(TRANSFORMER), clipped_adamw(), layout=text)
+        params = initial_params()
+        assert jax.tree.map(lambda leaf: leaf.sharding, step.init(params)) == step.state_shardings(params)
+        assert_trains_as_one_device(step, 8, packed, 1e-11 if "tensor" in text else 1e-12)
 
 
 def test_a_stage_holds_its_own_layers_only():
-    on, optimizer = on_layout("data2.stage4.zero1"), optax.adam(1e-2)
     params = LayeredParams({"in": np.zeros((64, 64))}, {"k": np.zeros((4, 64, 64)), "b": np.zeros((4, 64))})
-    state = make_layout_step(SIMPLE, optimizer, **on).init(params)
+    state = make_layout_step(SIMPLE, optax.adam(1e-2), layout="data2.stage4.zero1").init(params)
     moments = state.opt_state[0].mu
     assert state.params.layers["k"].sharding.spec == PartitionSpec("stage")
     assert moments.layers["k"].sharding.spec == PartitionSpec("stage", "data")
@@ -211,12 +151,11 @@ def test_a_stage_holds_its_own_layers_only():
 def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
     plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
-    optimizer, on, model = clipped_adamw(), on_layout("data2.stage2"), layered(TRANSFORMER)
-    train_step = make_layout_step(model, optimizer, **on)
-    state = train_step.init(initial_params())
+    train_step = make_layout_step(layered(TRANSFORMER), clipped_adamw(), layout="data2.stage2")
+    state = train_step.init(initial_params(dtype=np.float32))
     step = compile_buckets(train_step, state, plan, progress=False)
     losses = []
-    for batch in load(plan, dataset, layout=on["layout"]):
+    for batch in load(plan, dataset, layout="data2.stage2"):
         with no_recompiles() if losses else no_recompiles("count"):
             given, (state, metrics) = state, step(state, batch)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state))
@@ -226,12 +165,12 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
 
 
 def test_evaluations_drop_nothing_out():
-    on, keys = on_layout("data2.stage2.interleaved.virtual2"), []
+    text, keys = "data2.stage2.interleaved.virtual2", []
     model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
     batch = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
     params = simple_state(4).params
-    state = make_layout_step(model, optax.sgd(0.1), **on).init(params, seed=0)
-    _, metrics = jax.jit(make_layout_eval_step(model, **on))(state, batch)
+    state = make_layout_step(model, optax.sgd(0.1), layout=text).init(params, seed=0)
+    _, metrics = jax.jit(make_layout_eval_step(model, layout=text))(state, batch)
     assert {*keys} == {None}
     _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
     assert_equal_trees(metrics, expected, 1e-5)
@@ -394,10 +333,10 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
 
 
 def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
-    model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), initial_params()
+    model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), initial_params(dtype=np.float32)
 
     def init(text, params=params, model=model):
-        return make_layout_step(model, optimizer, **on_layout(text)).init(params)
+        return make_layout_step(model, optimizer, layout=text).init(params)
 
     with pytest.raises(ValueError, match=r"^4 layers do not make 8 stages"):
         init("data1.stage8")
@@ -407,7 +346,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         init("data1.stage4.interleaved.virtual2")
     with pytest.raises(ValueError, match=r"^virtual2 needs the schedule interleaved, not eager_1f1b"):
         init("data1.stage2.virtual2")
-    by_shards = make_layout_step(model, optimizer, accumulate="shards", **on_layout("data2.stage2.zero3"))
+    by_shards = make_layout_step(model, optimizer, accumulate="shards", layout="data2.stage2.zero3")
     state = init("data2.stage2.zero3")
     batch = next(iter(load(make_plan([8] * 8, [BUCKET], order="length", microbatches_per_step=4), [np.arange(8)] * 8)))
     with pytest.raises(
@@ -421,9 +360,9 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^a model by layers takes LayeredParams, not a dict"):
         init("data1.stage2", {"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
-        make_layout_step(make_loss_fn(TRANSFORMER), optimizer, **on_layout("data1.stage2"))
+        make_layout_step(make_loss_fn(TRANSFORMER), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, and .* leave out LayeredModel.stack"):
-        make_layout_step(model._replace(stack=stack_layers), optimizer, **on_layout("data1.stage2"))
+        make_layout_step(model._replace(stack=stack_layers), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):
         sum_scheduled(SIMPLE, mesh=jax.make_mesh((2,), ("data",)))
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):

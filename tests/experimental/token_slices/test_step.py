@@ -1,7 +1,6 @@
 """Steps of token slices: the numbers of the unsplit model, from rows that go through stages a part at a time."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +8,25 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.experimental.token_slices.program import sum_sliced
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import layered
 from jvarlen.parallel import attend_over_axis
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
-from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
+from tests.parallel.steps import (
+    TRANSFORMER,
+    assert_equal_trees,
+    assert_trains_as_one_device,
+    batches_of,
+    clipped_adamw,
+)
 
-TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
 LENGTH, WIDTH = 12, 4
 
 
@@ -91,20 +94,8 @@ def noisy_batch(num_microbatches):
     }
 
 
-def on_layout(text):
-    layout = Layout.parse(text)
-    return {"layout": layout}
-
-
 def sums_on(text, slices, model=NOISY, **options):
     return sum_sliced(model, mesh=layout_mesh(Layout.parse(text)), slices=slices, **options)
-
-
-def assert_equal_trees(found, expected, rtol):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        largest = max(np.max(np.abs(expected_leaf), initial=0), 1e-3)
-        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * largest)
 
 
 @functools.cache
@@ -138,45 +129,6 @@ def test_without_gradients_rows_are_whole():
         assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
 
 
-@functools.cache
-def batches_of(packed):
-    """Three steps of four microbatches; in the last one, a microbatch has no tokens unless rows are packed."""
-    bucket = Bucket(2, 8)
-    dataset = random_dataset(3 * 4 * bucket.rows * (2 if packed else 1) - 5, bucket.length)
-    lengths = np.diff(dataset.offsets)
-    samples = pack_samples(lengths, (bucket.length,)) if packed else lengths
-    plan = make_plan(samples, [bucket], order="length", microbatches_per_step=4)
-    batches = load(plan, dataset)
-    return jax.tree.map(np.asarray, list(itertools.islice(batches, 3)))
-
-
-def take_steps(step, state, packed):
-    """The losses, and parameters after the first step and the last."""
-    losses, params = [], []
-    for batch in batches_of(packed):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics.loss))
-        params.append(state.params)
-    return losses, params[0], state
-
-
-def clipped_adamw():
-    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
-
-
-def whole_params():
-    return stack_layers(jax.tree.map(np.float64, init_params(TRANSFORMER, seed=0)))
-
-
-@functools.cache
-def trained_whole(packed):
-    with jax.enable_x64(True):
-        optimizer = clipped_adamw()
-        step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
-        losses, first, state = take_steps(step, new_state(whole_params(), optimizer), packed)
-        return losses, jax.tree.map(np.asarray, first), jax.tree.map(np.asarray, state.params)
-
-
 @pytest.mark.parametrize(
     ("text", "packed", "slices"),
     [
@@ -186,25 +138,13 @@ def trained_whole(packed):
 )
 def test_the_transformer_trains_as_one_device(text, packed, slices):
     """AdamW, clipped by the norm of the whole gradient."""
-    batches = batches_of(packed)
     if packed:  # samples go on in the next slice, and begin within one
-        segments = np.concatenate([batch.segment_ids for batch in batches])
+        segments = np.concatenate([batch.segment_ids for batch in batches_of(8, packed)])
         assert ((segments[..., 4] == segments[..., 5]) & (segments[..., 5] > 0)).any()
         assert (segments[..., 6] > segments[..., 5]).any()
-    else:
-        assert not batches[-1].lengths[-1].any()  # a microbatch of padding rows
-    expected_losses, expected_first, expected = trained_whole(packed)
-    model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
-    rtol = 1e-11 if "tensor" in text else 1e-12
     with jax.enable_x64(True):
-        step = make_sliced_train_step(model, optimizer, slices=slices, **on)
-        compiled = jax.jit(step)
-        losses, first, state = take_steps(compiled, step.init(whole_params()), packed)
-        assert compiled._cache_size() == 1
-        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        first = step.gather_params(state._replace(params=first))
-        assert_equal_trees(first, expected_first, rtol)
-        assert_equal_trees(step.gather_params(state), expected, rtol)
+        step = make_sliced_train_step(layered(TRANSFORMER), clipped_adamw(), slices=slices, layout=text)
+        assert_trains_as_one_device(step, 8, packed, 1e-11 if "tensor" in text else 1e-12)
 
 
 def running_mean(own, x, microbatch, axes):
@@ -244,7 +184,7 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
     model, optimizer = layered(TRANSFORMER), optax.sgd(0.1)
 
     def make(text, model=model):
-        return make_sliced_train_step(model, optimizer, slices=2, **on_layout(text))
+        return make_sliced_train_step(model, optimizer, slices=2, layout=text)
 
     def trace(slices, model=NOISY):
         state = new_state(noisy_params(), optax.identity(), seed=3)

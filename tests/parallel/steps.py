@@ -1,0 +1,79 @@
+"""What tests of steps over several devices share: a small model, its batches, and its training on one device."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+
+from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel.layers import layered_loss_fn
+from jvarlen.training.train_state import new_state
+from tests.conftest import random_dataset
+
+TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
+BUCKET = Bucket(2, 8)
+
+
+def assert_equal_trees(found, expected, rtol):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        largest = max(np.max(np.abs(expected_leaf), initial=0), 1e-3)
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * largest)
+
+
+def clipped_adamw():
+    """The norm to be clipped is that of the whole gradient: of one part alone it would be another."""
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
+
+
+@functools.cache
+def batches_of(num_microbatches, packed):
+    """Three steps; the last one has padding rows."""
+    dataset = random_dataset(3 * num_microbatches * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
+    lengths = np.diff(dataset.offsets)
+    samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
+    plan = make_plan(samples, [BUCKET], order="length", microbatches_per_step=num_microbatches)
+    return jax.tree.map(np.asarray, list(load(plan, dataset)))
+
+
+def take_steps(step, state, batches, num_steps=10):
+    losses = []
+    for batch in itertools.islice(itertools.cycle(batches), num_steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@functools.cache
+def initial_params(config=TRANSFORMER, dtype=np.float64):
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, stack_layers(jax.tree.map(dtype, init_params(config, seed=0))))
+
+
+@functools.cache
+def trained_whole(num_microbatches, packed, config=TRANSFORMER):
+    """Losses and parameters of ten steps on one device."""
+    with jax.enable_x64(True):
+        optimizer = clipped_adamw()
+        step = jax.jit(make_train_step(layered_loss_fn(layered(config)), optimizer))
+        state = new_state(initial_params(config), optimizer)
+        state, losses = take_steps(step, state, batches_of(num_microbatches, packed))
+        return losses, jax.tree.map(np.asarray, state.params)
+
+
+def assert_trains_as_one_device(step, num_microbatches, packed, rtol=1e-12, config=TRANSFORMER):
+    """Ten steps in float64 from `step.init`, compiled once, whose state stays where it lies; the last state."""
+    expected_losses, expected = trained_whole(num_microbatches, packed, config)
+    state = step.init(initial_params(config))
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    compiled = jax.jit(step, donate_argnums=0)
+    state, losses = take_steps(compiled, state, batches_of(num_microbatches, packed))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
+    assert compiled._cache_size() == 1
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+    assert_equal_trees(step.gather_params(state), expected, rtol)
+    assert losses[-1] < losses[0] - 0.3
+    return state
