@@ -21,7 +21,7 @@ def assert_same(plan, whole, num_samples):
     assert plan.report() == whole.report()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
 @pytest.mark.parametrize("num_samples", [1, 5, 513])
 def test_the_plan_is_the_one_made_in_one_place(num_samples, num_shards):
     # Each order with each number of samples and with each number of shards.
@@ -65,17 +65,8 @@ def test_any_buckets_and_options(
 
 @pytest.mark.parametrize(
     ("num_samples", "chunk", "num_shards"),
-    # One chunk, full or not; two, the second of one sample; as many as shards; more, the last of one sample or some.
-    [
-        (1, 128, 4),
-        (513, 513, 2),
-        (513, 512, 1),
-        (513, 512, 3),
-        (513, 171, 3),
-        (513, 128, 4),
-        (513, 100, 1),
-        (513, 60, 3),
-    ],
+    # One chunk, full or not; two, the second of one sample; as many as shards; more, the last of one sample.
+    [(1, 128, 4), (513, 513, 2), (513, 512, 3), (513, 171, 3), (513, 128, 4)],
 )
 def test_chunks_combine_to_one_digest(monkeypatch, num_samples, chunk, num_shards):
     lengths = np.random.default_rng(0).integers(1, 50, num_samples)

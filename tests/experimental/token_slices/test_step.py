@@ -130,21 +130,16 @@ def test_without_gradients_rows_are_whole():
 
 
 @pytest.mark.parametrize(
-    ("text", "packed", "slices"),
-    [
-        ("data2.stage2.zero3", False, 2),
-        ("data1.stage2.tensor2", True, lambda length: (5, length - 5)),
-    ],
+    ("text", "slices"), [("data2.stage2.zero3", 2), ("data1.stage2.tensor2", lambda length: (5, length - 5))]
 )
-def test_the_transformer_trains_as_one_device(text, packed, slices):
-    """AdamW, clipped by the norm of the whole gradient."""
-    if packed:  # samples go on in the next slice, and begin within one
-        segments = np.concatenate([batch.segment_ids for batch in batches_of(8, packed)])
-        assert ((segments[..., 4] == segments[..., 5]) & (segments[..., 5] > 0)).any()
-        assert (segments[..., 6] > segments[..., 5]).any()
+def test_the_transformer_trains_as_one_device(text, slices):
+    """Packed samples go on in the next slice, and begin within one."""
+    segments = np.concatenate([batch.segment_ids for batch in batches_of(8, True)])
+    assert ((segments[..., 4] == segments[..., 5]) & (segments[..., 5] > 0)).any()
+    assert (segments[..., 6] > segments[..., 5]).any()
     with jax.enable_x64(True):
         step = make_sliced_train_step(layered(TRANSFORMER), clipped_adamw(), slices=slices, layout=text)
-        assert_trains_as_one_device(step, 8, packed, 1e-11 if "tensor" in text else 1e-12)
+        assert_trains_as_one_device(step, 8, True, 1e-11 if "tensor" in text else 1e-12)
 
 
 def running_mean(own, x, microbatch, axes):
