@@ -30,6 +30,7 @@ from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, make_schedul
 from jvarlen.parallel.zero import gather_shards, staged_specs
 from jvarlen.training.step_sums import (
     StepSums,
+    bucket_each,
     check_differentiable,
     count_once,
     microbatches_of,
@@ -152,7 +153,8 @@ def sum_over_stages(
         if not with_grads:
             return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
         (grads,) = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))[1](sums.grads)
-        sums = reduce_sums(sums._replace(grads=grads), axis_name, sharded_dims(grad_specs, grads, axis_name))
+        dims = sharded_dims(grad_specs, grads, axis_name)
+        sums = reduce_sums(sums._replace(grads=grads), axis_name, dims, *bucket_each(dims))
         # Gradients of layers are not summed over the stages, which have different ones.
         others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)
         return others._replace(grads=sums.grads._replace(ends=ends))

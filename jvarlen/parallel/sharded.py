@@ -34,15 +34,15 @@ from jvarlen.parallel.tensor import (
 )
 from jvarlen.parallel.train import Accumulate
 from jvarlen.parallel.zero import (
-    Tapped,
+    Perturbed,
     crop,
     gathering_model,
     pad,
     padded,
+    perturbed_loss_fn,
     shard_specs,
     staged_specs,
     state_specs,
-    tapped_loss_fn,
     unpadded,
 )
 from jvarlen.training.losses import LossFn
@@ -292,7 +292,7 @@ def _sums_of(
                 stacked = jax.eval_shape(model.stack, state.params)
             in_shards, recomputes = specs_of(stacked, padded=False), layout.remat_in_force == "full"
             if accumulate == "whole" and with_grads:
-                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards, recomputes=recomputes), Tapped
+                loss_fn, options["perturb"] = perturbed_loss_fn(model, in_shards, recomputes=recomputes), Perturbed
             else:
                 loss_fn = layered_loss_fn(gathering_model(model, in_shards, recomputes=recomputes))
             specs = options["param_specs"] = specs_of(state.params, padded=False)

@@ -23,8 +23,8 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
 __all__ = [
-    "MIN_SHARDED", "Tapped", "crop", "gather_shards", "gathering_model", "pad", "pad_to", "padded", "padded_shape",
-    "shard_specs", "staged_specs", "state_specs", "tapped_loss_fn", "unpadded",
+    "MIN_SHARDED", "Perturbed", "crop", "gather_shards", "gathering_model", "pad", "pad_to", "padded", "padded_shape",
+    "perturbed_loss_fn", "shard_specs", "staged_specs", "state_specs", "unpadded",
 ]  # fmt: skip
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
@@ -180,19 +180,19 @@ def crop(leaf: Any, shape: tuple[int, ...]) -> Any:
     return leaf[tuple(map(slice, shape))]
 
 
-class Tapped(NamedTuple):
+class Perturbed(NamedTuple):
     """Parameters in shards, and zeros of their whole shapes: where a loss puts gradients that are not reduced."""
 
     shards: Any
-    taps: Any
+    zeros: Any
 
 
 def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LayeredModel:
     """A model whose functions take shards of their parameters, inside `shard_map` over the data axes.
 
     Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
-    whole. Their gradients are reduced to the same shards; of `Tapped` parameters, they become those of the taps. If it
-    recomputes, layers hold only their inputs for the backward pass.
+    whole. Their gradients are reduced to the same shards; of `Perturbed` parameters, they become those of the zeros.
+    If it recomputes, layers hold only their inputs for the backward pass.
     """
     specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers)
 
@@ -201,8 +201,8 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bo
             *arrays, axes = args
 
             def on_shards(params: Any, *arrays: Any) -> Any:
-                if isinstance(params, Tapped):
-                    params = jax.tree.map(_gather, params.shards, specs, params.taps)
+                if isinstance(params, Perturbed):
+                    params = jax.tree.map(_gather, params.shards, specs, params.zeros)
                 else:
                     params = gather_shards(params, specs)
                 return call(params, *arrays, axes)
@@ -223,13 +223,13 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bo
     )
 
 
-def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LossFn:
-    """The loss of a model that gathers, as a function of `Tapped` parameters."""
+def perturbed_loss_fn(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LossFn:
+    """The loss of a model that gathers, as a function of `Perturbed` parameters."""
     stack = model.stack or (lambda params: params)
 
-    def stack_both(params: Tapped) -> LayeredParams:
-        shards, taps = map(stack, params)
-        return LayeredParams(Tapped(shards.ends, taps.ends), Tapped(shards.layers, taps.layers))
+    def stack_both(params: Perturbed) -> LayeredParams:
+        shards, zeros = map(stack, params)
+        return LayeredParams(Perturbed(shards.ends, zeros.ends), Perturbed(shards.layers, zeros.layers))
 
     return layered_loss_fn(gathering_model(model, specs, recomputes=recomputes)._replace(stack=stack_both))
 
@@ -251,10 +251,10 @@ def _along_data(spec: PartitionSpec) -> _Along | None:
     return next((_Along(dim, axes) for dim, axes in enumerate(spec) if DATA_AXIS in axes_in([axes])), None)
 
 
-def _gather(shard: jax.Array, spec: PartitionSpec, tap: jax.Array | None = None) -> jax.Array:
+def _gather(shard: jax.Array, spec: PartitionSpec, zeros: jax.Array | None = None) -> jax.Array:
     along = _along_data(spec)
-    if tap is not None:
-        return _gather_dim_tapped(shard, tap, along)
+    if zeros is not None:
+        return _gather_dim_perturbed(shard, zeros, along)
     return shard if along is None else _gather_dim(shard, along)
 
 
@@ -279,10 +279,10 @@ _gather_dim.defvjp(lambda shard, along: (_all_gather(shard, along), None), _gath
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gather_dim_tapped(shard: jax.Array, tap: jax.Array, along: _Along | None) -> jax.Array:
+def _gather_dim_perturbed(shard: jax.Array, zeros: jax.Array, along: _Along | None) -> jax.Array:
     return _all_gather(shard, along)
 
 
-_gather_dim_tapped.defvjp(
-    lambda shard, tap, along: (_all_gather(shard, along), None), lambda along, _, grad: (None, grad)
+_gather_dim_perturbed.defvjp(
+    lambda shard, zeros, along: (_all_gather(shard, along), None), lambda along, _, grad: (None, grad)
 )

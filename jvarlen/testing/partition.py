@@ -160,13 +160,12 @@ def _make_step(loss_fn: LossFn, placement: Placement | None) -> Callable[[TrainS
 
     def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
         sums = sums_of(state, batch)
-        loss = divide_once(sums.loss, sums.weight)
-        values = {"loss": loss, "loss_sum": sums.loss, "weight_sum": sums.weight}
+        values = {"loss": sums.loss, "loss_sum": sums.loss_sum, "weight_sum": sums.weight_sum}
         values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
         grads = leaves_by_name(sums.grads)
-        values |= {f"gradient{name}": divide_once(grad, sums.weight) for name, grad in grads.items()}
+        values |= {f"gradient{name}": divide_once(grad, sums.weight_sum) for name, grad in grads.items()}
         changes = [
-            divide_once(change, sums.weight) if jnp.issubdtype(change.dtype, jnp.floating) else change.astype(float)
+            divide_once(change, sums.weight_sum) if jnp.issubdtype(change.dtype, jnp.floating) else change.astype(float)
             for change in sums.extra
         ]
         return values | {f"change of extra[{i}]": change for i, change in enumerate(changes)}
@@ -176,8 +175,7 @@ def _make_step(loss_fn: LossFn, placement: Placement | None) -> Callable[[TrainS
 
 def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any) -> None:
     def weight_sum(params: Any) -> jax.Array:
-        sums = sum_step(loss_fn, with_grads=False)(state._replace(params=params), batch)
-        return sums.weight
+        return sum_step(loss_fn, with_grads=False)(state._replace(params=params), batch).weight_sum
 
     grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(state.params))
     if names := [name or "params" for name, grad in grads.items() if np.asarray(grad).any()]:

@@ -63,7 +63,7 @@ def update_state(
     """The state and the metrics after a step, from its sums; the optimizer is told the counts of the batch."""
     metrics = metrics_of(sums, batch)
     if isinstance(optimizer, OptimizerOfMaster):
-        grads = jax.tree.map(lambda grad: divide_once(grad, sums.weight), sums.grads)
+        grads = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
     else:
         grads = _mean_grads(sums, state.params)
     told = {
@@ -97,20 +97,17 @@ def _value_fn(
     state: TrainState,
     batch: Any,
 ) -> Callable[..., jax.Array]:
-    """The loss of a step for other parameters.
-
-    Its derivative, forward or backward, is the gradient of the step: accumulated and reduced as the step's own.
-    """
+    """The loss of a step for other parameters; its derivative is accumulated and reduced as the step's own."""
 
     @jax.custom_jvp
     def loss_at(params: Any) -> jax.Array:
-        return _loss_of(values_of(state._replace(params=params), batch))
+        return values_of(state._replace(params=params), batch).loss
 
     @loss_at.defjvp
     def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
         (params,), (changes,) = primals, tangents
         sums = sums_of(state._replace(params=params), batch)
-        loss = _loss_of(sums)
+        loss = sums.loss
 
         def product(grad: jax.Array, change: jax.Array) -> jax.Array:
             wide = np.promote_types(grad.dtype, loss.dtype)
@@ -127,18 +124,14 @@ def _value_fn(
 
 
 def _mean_grads(sums: StepSums, params: Any) -> Any:
-    return jax.tree.map(lambda grad, param: divide_once(grad, sums.weight).astype(param.dtype), sums.grads, params)
-
-
-def _loss_of(sums: StepSums) -> jax.Array:
-    return divide_once(sums.loss, sums.weight)
+    return jax.tree.map(lambda grad, param: divide_once(grad, sums.weight_sum).astype(param.dtype), sums.grads, params)
 
 
 def metrics_of(sums: StepSums, batch: Any) -> Metrics:
     """The metrics of a step, from its sums and the counts of its batch."""
     num_tokens = field_of(batch, "num_tokens")
-    of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss.dtype)
-    return Metrics(sums.loss, sums.weight, sums.num_tokens if of_step is None else of_step, sums.sums)
+    of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss_sum.dtype)
+    return Metrics(sums.loss_sum, sums.weight_sum, sums.num_tokens if of_step is None else of_step, sums.sums)
 
 
 def _scalar_field(batch: Any, name: str) -> jax.Array | None:

@@ -33,6 +33,7 @@ from jvarlen.training.train_state import TrainState, divide_once
 __all__ = [
     "StepSums",
     "accumulate",
+    "bucket_each",
     "check_differentiable",
     "count_once",
     "field_of",
@@ -48,23 +49,19 @@ __all__ = [
 
 
 class StepSums(NamedTuple):
-    """Sums over microbatches, in float32 at least.
+    """Sums over microbatches, in float32 at least."""
 
-    Attributes:
-      loss: float[].
-      weight: float[].
-      num_tokens: float[]; None if the batch does not say.
-      sums: further sums of the loss.
-      extra: for each leaf of `extra` that holds numbers, Σ weight × change for floats, and Σ change for integers.
-      grads: Σ gradients, a pytree like the parameters; None if none were requested.
-    """
+    loss_sum: jax.Array  # float[]
+    weight_sum: jax.Array  # float[]
+    num_tokens: jax.Array | None = None  # float[]; None if the batch does not say
+    sums: Mapping[str, Any] = {}  # further ones that the loss returns
+    extra: tuple[jax.Array, ...] = ()  # of numeric leaves of `extra`: Σ weight · change of floats, Σ change of integers
+    grads: Any = None  # a pytree like the parameters; None where none were asked for
 
-    loss: jax.Array
-    weight: jax.Array
-    num_tokens: jax.Array | None = None
-    sums: Mapping[str, Any] = {}
-    extra: tuple[jax.Array, ...] = ()
-    grads: Any = None
+    @property
+    def loss(self) -> jax.Array:
+        """The loss of the step."""
+        return divide_once(self.loss_sum, self.weight_sum)
 
 
 def sum_step(
@@ -75,16 +72,13 @@ def sum_step(
     rows_along: str | None = None,  # of these, the axis along which the loss computes on parts of rows
     with_grads: bool = True,
     param_specs: Any = None,  # what of each parameter lies along the axis: the loss gets its shard, and gathers it
-    tap: Callable[[Any, Any], Any] | None = None,  # tap(shards, whole): for a loss with whole gradients
+    perturb: Callable[[Any, Any], Any] | None = None,  # perturb(shards, zeros): parameters with whole gradients
     grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
     accumulates_shards: bool = False,  # so that no more than one microbatch has whole gradients
 ) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards.
-
-    What stays whole is reduced together, once, outside of any loop, and so are gradients to shards, unless shards are
-    accumulated. Where it is traced `with_grad_buckets`, gradients are reduced in buckets, during the backward pass of
-    the last microbatch, or of each if shards are accumulated.
-    """
+    """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards."""
+    # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
+    # `with_grad_buckets`, buckets are reduced during the backward pass of the last microbatch, or of each one then.
     mesh = None if mesh is None else auto_axes(mesh)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
@@ -93,59 +87,54 @@ def sum_step(
             return accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
         over = tuple(name for name in axes_in(axis_name) if name != rows_along)
         check_shards_divide(microbatches_of(batch), mesh, over)
-        sizes = bucket_bytes_here() if with_grads else None
+        bucket_bytes = bucket_bytes_here() if with_grads else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             loss, at = loss_fn, state
-            if tap is not None and with_grads:  # a function of zeros of the whole parameters
+            param_dims = sharded_dims(param_specs, state.params, axis_name)
+            if perturb is not None and with_grads:  # then it is a function of zeros of the whole parameters
 
                 @functools.wraps(loss_fn)
-                def loss(whole: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-                    return loss_fn(tap(state.params, whole), *args, **kwargs)
+                def loss(zeros: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+                    return loss_fn(perturb(state.params, zeros), *args, **kwargs)
 
-                def zeros(shard: jax.Array, dim: int | None) -> jax.Array:
-                    sizes = (size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape))
-                    return jnp.zeros(tuple(sizes), shard.dtype)
-
-                num_shards = num_shards_of(mesh, axis_name)
-                leaves, structure = jax.tree.flatten(state.params)
-                whole = map(zeros, leaves, sharded_dims(param_specs, state.params, axis_name))
-                at = state._replace(params=jax.tree.unflatten(structure, whole))
-            of_one = _microbatch_sums(loss, at, with_grads)
+                at = state._replace(params=_whole_zeros(state.params, param_dims, num_shards_of(mesh, axis_name)))
+            sums_of_one = _microbatch_sums(loss, at, with_grads)
 
             def one(microbatch: Any) -> StepSums:
-                return count_once(of_one(microbatch), rows_along)
+                return count_once(sums_of_one(microbatch), rows_along)
 
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
             for name in axes_in(axis_name):
                 are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, name))
                 _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), name)
             dims = sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
-            buckets, together = _buckets_of(traced, shapes, dims, sizes)
+            buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
             def one_in_shards(microbatch: Any) -> StepSums:
                 sums = one(microbatch)
                 return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
 
-            if accumulates_shards:
-                return reduce_sums(accumulate(one_in_shards, microbatches), axis_name, dims, (), together)
-            is_gathered = any(dim is not None for dim in sharded_dims(param_specs, state.params, axis_name))
-            if is_gathered and tap is None:  # gathering reduces what is sharded
-                return reduce_sums(accumulate(one, microbatches), axis_name, dims, (), together)
-            sums = accumulate(one, microbatches, last_apart=sizes is not None)
-            return reduce_sums(sums, axis_name, dims, buckets, together)
+            is_gathered = perturb is None and any(dim is not None for dim in param_dims)
+            if accumulates_shards or is_gathered:  # the backward pass of gathering reduces what is sharded
+                sums = accumulate(one_in_shards if accumulates_shards else one, microbatches)
+                return reduce_sums(sums, axis_name, dims, (), unbucketed)
+            sums = accumulate(one, microbatches, last_apart=bucket_bytes is not None)
+            return reduce_sums(sums, axis_name, dims, buckets, unbucketed)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
-        split, whole = PartitionSpec(over), PartitionSpec()
-        state_lies: Any = whole if param_specs is None else TrainState(param_specs, whole, whole, whole, whole)
-        grads_lie = whole if grad_specs is None or not with_grads else grad_specs
+        split, replicated = PartitionSpec(over), PartitionSpec()
+        state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
+        sums_specs: Any = StepSums._make([replicated] * 6)
+        if grad_specs is not None and with_grads:
+            sums_specs = sums_specs._replace(grads=grad_specs)
         axes_of_params = (axis for spec in jax.tree.leaves(param_specs) for axis in axes_in(spec))
         shards = jax.shard_map(
             on_shard,
             mesh=mesh,
-            in_specs=(state_lies, split),
-            out_specs=StepSums._make([whole] * 5 + [grads_lie]),
+            in_specs=(state_specs, split),
+            out_specs=sums_specs,
             axis_names={*axes_in(axis_name), *axes_of_params},
             check_vma=False,
         )
@@ -173,7 +162,7 @@ def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, 
 
 
 def step_key(state: TrainState) -> jax.Array | None:
-    """The key of a step, which the place of a microbatch is folded into; None if the state has none."""
+    """The key of a step, which the index of a microbatch is folded into; None if the state has none."""
     if state.key is None:
         return None
     if state.step is None:
@@ -181,58 +170,59 @@ def step_key(state: TrainState) -> jax.Array | None:
     return jax.random.fold_in(state.key, state.step)
 
 
-def sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
-    """Of each gradient, the dimension that lies along the axis; None: it is whole."""
+def sharded_dims(specs: Any, tree: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
+    """Of each array, the dimension that lies along the axis; None: it is whole."""
     if specs is None:
-        return (None,) * len(jax.tree.leaves(grads))
-    leaves = jax.tree.leaves(specs)
-    return tuple(spec.index(axis_name) if axis_name in spec else None for spec in leaves)
+        return (None,) * len(jax.tree.leaves(tree))
+    return tuple(spec.index(axis_name) if axis_name in spec else None for spec in jax.tree.leaves(specs))
+
+
+def _whole_zeros(params: Any, dims: Sequence[int | None], num_shards: int) -> Any:
+    """Zeros in the whole shapes of parameters that are in shards along these dimensions."""
+
+    def zeros(shard: jax.Array, dim: int | None) -> jax.Array:
+        return jnp.zeros([size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape)], shard.dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, map(zeros, leaves, dims))
+
+
+def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+    """`buckets` and `unbucketed` of `reduce_sums`, where each gradient that becomes a shard is a bucket."""
+    sharded, whole = ([i for i, dim in enumerate(dims) if (dim is None) == is_whole] for is_whole in (False, True))
+    return [(i,) for i in sharded], whole
 
 
 def _buckets_of(
-    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], sizes: BucketBytes | None
+    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], bucket_bytes: BucketBytes | None
 ) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-    """Places of the gradients that are reduced in buckets, and of those that are reduced together with the other sums.
-
-    Without sizes each gradient that becomes a shard is a bucket. Gradients of parameters that the loss never uses, and
-    which stay whole, are in neither.
-    """
-    sharded, whole = (
-        [place for place, dim in enumerate(dims) if (dim is None) == is_whole] for is_whole in (False, True)
-    )
-    if sizes is None:
-        return [(place,) for place in sharded], whole
+    """`buckets` and `unbucketed` of `reduce_sums`; in neither are whole gradients that are always 0."""
+    if bucket_bytes is None:
+        return bucket_each(dims)
     num_leaves = len(jax.tree.leaves(shapes))
     used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves))
+    sharded = [i for i, dim in enumerate(dims) if dim is not None]
     if not sharded:
-        return assign_grad_buckets(shapes.grads, *sizes, order=used), ()
-    order = [place for place in used if dims[place] is not None]
-    order += [place for place in sharded if place not in {*used}]
-    return assign_grad_buckets(shapes.grads, *sizes, order=order), [place for place in used if dims[place] is None]
+        return assign_grad_buckets(shapes.grads, *bucket_bytes, order=used), ()
+    order = [i for i in used if dims[i] is not None] + [i for i in sharded if i not in used]
+    return assign_grad_buckets(shapes.grads, *bucket_bytes, order=order), [i for i in used if dims[i] is None]
 
 
 def reduce_sums(
     sums: StepSums,
     axis_name: str | tuple[str, ...],
-    dims: Sequence[int | None],
-    buckets: Sequence[Sequence[int]] | None = None,
-    together: Sequence[int] | None = None,
+    dims: Sequence[int | None],  # of `sharded_dims`
+    buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
+    unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
 ) -> StepSums:
-    """The sums over the shards: the reduction of every step.
-
-    `dims` are those of `sharded_dims`, `buckets` places of gradients with a collective each (None: each that becomes a
-    shard), and `together` of those that are reduced with the other sums (None: all others).
-    """
-    if buckets is None or together is None:
-        buckets = [(place,) for place, dim in enumerate(dims) if dim is not None]
-        together = [place for place, dim in enumerate(dims) if dim is None]
+    """The sums over the shards: the reduction of every step."""
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
-    reduced = sums._replace(grads=[leaves[place] for place in together])
+    reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
     packed = assign_grad_buckets(reduced) if bucket_bytes_here() is not None else None
     reduced = jax.lax.psum(reduced, axis_name) if packed is None else reduce_in_buckets(reduced, packed, axis_name)
-    for place, leaf in zip(together, reduced.grads, strict=True):
-        leaves[place] = leaf
+    for i, leaf in zip(unbucketed, reduced.grads, strict=True):
+        leaves[i] = leaf
     return reduced._replace(grads=jax.tree.unflatten(structure, leaves))
 
 
@@ -244,7 +234,7 @@ def next_extra(extra: Any, sums: StepSums) -> Any:
     def changed(leaf: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             change = next(changes)
-            return (leaf.astype(change.dtype) + divide_once(change, sums.weight)).astype(leaf.dtype)
+            return (leaf.astype(change.dtype) + divide_once(change, sums.weight_sum)).astype(leaf.dtype)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return leaf + next(changes).astype(leaf.dtype)
         return leaf
@@ -281,15 +271,15 @@ def sum_microbatch(
     grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
     is_wide = any(_bits(leaf) == 64 for leaf in [loss_sum, *jax.tree.leaves(grads)])
     sum_type = jnp.float64 if is_wide else jnp.float32
-    weight = outputs.weight_sum.astype(sum_type)
+    weight_sum = outputs.weight_sum.astype(sum_type)
     num_tokens = field_of(microbatch, "num_tokens")
     num_tokens = count_tokens(microbatch, sum_type) if num_tokens is None else jnp.sum(num_tokens).astype(sum_type)
     return StepSums(
-        loss=loss_sum.astype(sum_type),
-        weight=weight,
+        loss_sum=loss_sum.astype(sum_type),
+        weight_sum=weight_sum,
         num_tokens=num_tokens,
         sums=jax.tree.map(lambda leaf: leaf.astype(sum_type), outputs.sums),
-        extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight),
+        extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight_sum),
         grads=grads,
     )
 
@@ -315,10 +305,7 @@ def _microbatch_sums(loss_fn: LossFn, state: TrainState, with_grads: bool) -> Ca
 
 
 def accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart: bool = False) -> StepSums:
-    """The sums over microbatches, which have a leading axis, one after the other.
-
-    With `last_apart` the last one comes after the loop, so that gradients can be reduced while it runs.
-    """
+    """The sums over microbatches; `last_apart` runs the last one after the loop, so that reducing overlaps with it."""
 
     def add(sums: StepSums, microbatch: Any) -> tuple[StepSums, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
@@ -341,25 +328,24 @@ def _bits(leaf: jax.Array) -> int:
     return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
 
 
-def _changes(old: Any, new: Any, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """The change by a microbatch of each leaf of `extra` that holds numbers; 0 without weight, never NaN."""
-
-    def change(old: jax.Array, new: jax.Array) -> jax.Array:
-        if jnp.issubdtype(old.dtype, jnp.floating):
-            added = weight * (new.astype(weight.dtype) - old.astype(weight.dtype))
+def _changes(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
+    """The change by a microbatch of each numeric leaf of `extra`; 0 without weight, never NaN."""
+    changes = []
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        if jnp.issubdtype(before.dtype, jnp.floating):
+            change = weight_sum * (after.astype(weight_sum.dtype) - before.astype(weight_sum.dtype))
+        elif jnp.issubdtype(before.dtype, jnp.integer):
+            change = after - before  # which wraps around, as adding it will
+            change = change if change.dtype.itemsize >= 4 else change.astype(jnp.int32)  # that collectives always have
         else:
-            added = new - old  # which wraps around, as adding it will
-            added = added if added.dtype.itemsize >= 4 else added.astype(jnp.int32)  # that collectives have everywhere
-        return jnp.where(weight == 0, jnp.zeros_like(added), added)
-
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    kinds = (jnp.floating, jnp.integer)
-    return tuple(change(*pair) for pair in pairs if any(jnp.issubdtype(pair[0].dtype, kind) for kind in kinds))
+            continue
+        changes.append(jnp.where(weight_sum == 0, jnp.zeros_like(change), change))
+    return tuple(changes)
 
 
 def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
     """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
-    by_name: dict[str, Any] = {"loss_sum": reduced.loss, "weight_sum": reduced.weight}
+    by_name: dict[str, Any] = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
     if all(by_name.values()) and not reduced.sums:
         return  # both count every shard as often, and only their ratio matters
     by_name |= {f"sums[{key!r}]": all(jax.tree.leaves(value)) for key, value in reduced.sums.items()}

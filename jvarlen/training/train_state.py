@@ -65,18 +65,16 @@ class Metrics(NamedTuple):
         if isinstance(self.loss_sum, jax.core.Tracer):
             return divide_once(self.loss_sum, self.weight_sum)
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
-        return np.divide(loss_sum, weight_sum, out=np.zeros_like(loss_sum), where=weight_sum != 0)
+        return divide_once(loss_sum, weight_sum, np)
 
     def __add__(self, other: Any) -> Metrics:
         if not isinstance(other, Metrics):
             return NotImplemented
-        return jax.tree.map(operator.add, self._without_norms(), other._without_norms())
+        without_norms = (metrics._replace(grad_norm=None, update_norm=None) for metrics in (self, other))
+        return jax.tree.map(operator.add, *without_norms)
 
     def __radd__(self, other: Any) -> Metrics:
         return self if isinstance(other, int) and other == 0 else NotImplemented  # where `sum` begins
-
-    def _without_norms(self) -> Metrics:
-        return self._replace(grad_norm=None, update_norm=None)
 
 
 def new_state(
@@ -108,7 +106,8 @@ def own_copy(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
-def divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
-    """Total / weight_sum, and 0 where the weight is exactly 0."""
+def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp) -> Any:
+    """Total / weight_sum, and 0 where the weight is exactly 0; `numpy` is JAX's or NumPy itself."""
     weight_sum = weight_sum.astype(total.dtype)
-    return jnp.where(weight_sum == 0, 0, total / jnp.where(weight_sum == 0, 1, weight_sum)).astype(total.dtype)
+    is_zero = weight_sum == 0
+    return numpy.where(is_zero, 0, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)

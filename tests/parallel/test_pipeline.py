@@ -329,7 +329,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
     sums = jax.jit(sums_on(product, "data1.stage2.interleaved.virtual2"))(state, jnp.ones((300, 1), jnp.bfloat16))
     assert sums.grads.layers.dtype == jnp.float32
     assert sums.grads.layers.tolist() == [300] * 4
-    assert float(sums.loss) == float(sums.weight) == 300
+    assert float(sums.loss_sum) == float(sums.weight_sum) == 300
 
 
 def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
