@@ -8,5 +8,5 @@
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it and `jaxprs` import JAX here.
 - `text_table`: aligned columns of text.
-- `worker_errors`: exceptions that can be sent between processes.
+- `workers`: worker processes, and errors that can be sent between processes.
 """

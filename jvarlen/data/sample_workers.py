@@ -5,28 +5,22 @@ The caller decides what the values mean and where they are kept.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
-from multiprocessing.queues import Queue
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.interrupts import without_interrupts
-from jvarlen._common.worker_errors import PackedError, pack_error
+from jvarlen._common.workers import WorkerPool, portable_error
 from jvarlen.planning.lengths import DataSource
 
 __all__ = ["IsFloat", "MeasuredRange", "Words", "Work", "measure_ranges"]
@@ -69,7 +63,9 @@ class MeasuredRange(NamedTuple):
     seconds: float
 
 
-_Answer = MeasuredRange | tuple[Exception, PackedError | None] | None  # None: the process has yet to be handed the work
+# An error comes with its packed cause. None: the process has yet to be handed the work.
+_Answer = MeasuredRange | tuple[Exception, list[bytes] | None] | None
+_Submit = Callable[[range, bool], Future[_Answer]]  # True hands the work over once more
 
 
 def measure_ranges(
@@ -82,25 +78,26 @@ def measure_ranges(
     """Measures the missing samples in ranges that take about a quarter of a second each; gives each when it is done.
 
     Workers are spawned when the first part is requested, and end with the generator: if it is closed early, they are
-    killed, and tasks of an executor that have not begun are cancelled. Ctrl-C reaches only this process. The options
-    and errors are those of `measure_lengths`.
+    killed, and tasks of an executor that have not begun are cancelled. The options and errors are those of
+    `measure_lengths`.
     """
     ranges = _Ranges(missing)
-    num_workers = min(num_workers, sum(map(len, missing)))
+    num_workers = min(num_workers, ranges.num_left)
     if executor is not None:
         num_ranges = num_workers or os.cpu_count() or 1
-        engine = _Engine(executor, work, num_ranges)
+        key, num_unaware = uuid.uuid4().hex, itertools.count(num_ranges, -1)
+
+        def submit(samples: range, hands_work: bool) -> Future[_Answer]:
+            handed = work if hands_work or next(num_unaware) > 0 else None
+            return executor.submit(_answer_of_executor, key, handed, samples)
+
         try:
-            yield from _measure_in(engine, ranges, num_ranges, executor_timeout_s)
+            yield from _measure_in(submit, ranges, num_ranges, executor_timeout_s, executor)
         finally:
-            engine.forget()
+            _kept.pop(key, None)  # of an executor that runs threads of this process
     elif num_workers:
-        workers = _Workers(work, num_workers)
-        try:
-            yield from _measure_in(workers, ranges, num_workers, None)
-            workers.shutdown()
-        finally:
-            workers.kill()
+        with WorkerPool(work, num_workers) as pool:
+            yield from _measure_in(lambda samples, _: pool.apply(_answer, samples), ranges, num_workers, None, pool)
     else:
         for samples in ranges:
             part = _measure_range(work, samples)
@@ -164,150 +161,63 @@ def _measure_range(work: Work, samples: range) -> MeasuredRange:
 
 
 def _measure_in(
-    engine: _Engine | _Workers, ranges: _Ranges, num_ranges: int, timeout_s: float | None
+    submit: _Submit, ranges: _Ranges, num_ranges: int, timeout_s: float | None, executor: Executor
 ) -> Generator[MeasuredRange, None, None]:
-    """The parts, as an engine with this many ranges at a time finishes them."""
+    """The parts, as an executor with this many ranges at a time finishes them."""
     pending: dict[Future[_Answer], range] = {}
     done: queue.SimpleQueue[Future[_Answer]] = queue.SimpleQueue()
 
-    def submit(samples: range, asked_for_work: bool = False) -> None:
-        future = engine.submit_range(samples, asked_for_work)
+    def add(samples: range, hands_work: bool = False) -> None:
+        future = submit(samples, hands_work)
         pending[future] = samples
         future.add_done_callback(done.put)  # `wait` would not see what a shutdown cancels
 
+    def failure(error: Exception, had: Iterable[range]) -> RuntimeError:
+        listed = list_first((f"{samples.start} to {samples.stop - 1}" for samples in had), " or ")
+        it_had = f"it had {f'samples {listed}' if listed else 'no samples'}"
+        if isinstance(executor, WorkerPool):
+            told = f"a worker process {executor.kill()}; {it_had}. Where memory ran out, take fewer workers; otherwise "
+            told += "see what it printed"
+        else:
+            told = f"{type(executor).__name__} failed: {error!r}; {it_had}. To resume, repeat the call with one that "
+            told += "works; the dataset and the function must pickle for its processes"
+        return RuntimeError(f"{told}. Shards that were finished are kept; {ranges.num_left:,} samples are left")
+
     try:
         while True:
-            with _told(engine, ranges, pending):
+            try:
                 for samples in itertools.islice(ranges, num_ranges - len(pending)):
-                    submit(samples)
+                    add(samples)
                 if not pending:
                     return
-                try:
-                    finished = [done.get(timeout=timeout_s and min(timeout_s, threading.TIMEOUT_MAX))]
-                except queue.Empty:
-                    raise TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}") from None
-                while not done.empty():  # only this thread takes from it
-                    finished.append(done.get())
+                finished = [done.get(timeout=timeout_s and min(timeout_s, threading.TIMEOUT_MAX))]
+            except queue.Empty:
+                cause = TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}")
+                raise failure(cause, pending.values()) from cause
+            except Exception as error:
+                raise failure(error, pending.values()) from error
+            while not done.empty():  # only this thread takes from it
+                finished.append(done.get())
             for future in sorted(finished, key=lambda each: each.cancelled() or each.exception() is not None):
-                with _told(engine, ranges, pending, future):
+                try:
                     answer = future.result()
+                except UserError:  # the work does not unpickle in a worker
+                    raise
+                except Exception as error:
+                    is_of_all = isinstance(error, BrokenExecutor | CancelledError)
+                    raise failure(error, pending.values() if is_of_all else [pending[future]]) from error
                 samples = pending.pop(future)
                 if answer is None:
-                    with _told(engine, ranges, pending):
-                        submit(samples, asked_for_work=True)
+                    add(samples, hands_work=True)
                     continue
                 if not isinstance(answer, MeasuredRange):
-                    error, cause = answer
-                    raise error from cause and cause.unpack()
+                    of_sample, packed = answer
+                    raise of_sample from None if packed is None else _unpacked(packed)
                 ranges.adapt(answer, samples)
                 yield answer
     finally:
         for future in pending:
             future.cancel()
-
-
-@contextlib.contextmanager
-def _told(
-    engine: _Engine | _Workers, ranges: _Ranges, pending: dict[Future[_Answer], range], future: Future | None = None
-) -> Iterator[None]:
-    """Tells of errors of an engine, not of samples, what it had and what is left to measure."""
-    try:
-        yield
-    except engine.errors as error:
-        is_of_all = future is None or isinstance(error, BrokenExecutor | CancelledError)
-        had = [samples for of, samples in pending.items() if is_of_all or of is future]
-        listed = list_first((f"{samples.start} to {samples.stop - 1}" for samples in had), " or ")
-        it_had = f"it had {f'samples {listed}' if had else 'no samples'}"
-        raise RuntimeError(
-            f"{engine.end(error)}; {it_had}. {engine.advice}. Shards that were finished are kept; {ranges.num_left:,} "
-            "samples are left"
-        ) from error
-
-
-class _Engine:
-    """An executor of any kind, whose processes are handed the work with their first range, and keep it."""
-
-    errors = Exception  # those of samples come as answers
-    advice = (
-        "To resume, repeat the call with one that works; the dataset and the function must pickle for its processes"
-    )
-
-    def __init__(self, executor: Executor, work: Work, num_ranges: int):
-        self._executor = executor
-        self._work = work
-        self._key = uuid.uuid4().hex
-        self._num_unaware = num_ranges
-
-    def submit_range(self, samples: range, asked_for_work: bool = False) -> Future[_Answer]:
-        self._num_unaware -= 1
-        handed = self._work if asked_for_work or self._num_unaware >= 0 else None
-        return self._executor.submit(_answer_of_executor, self._key, handed, samples)
-
-    def end(self, error: Exception) -> str:
-        return f"{type(self._executor).__name__} failed: {error!r}"
-
-    def forget(self) -> None:
-        """Drops the work where the executor runs threads of this process."""
-        _kept.pop(self._key, None)
-
-
-class _Workers(ProcessPoolExecutor):
-    """Spawned processes that see no Ctrl-C, end with this process, however it ends, and can be killed in a task."""
-
-    errors = BrokenExecutor
-    advice = "Where memory ran out, take fewer workers; otherwise see what it printed"
-
-    def __init__(self, work: Work, num_workers: int) -> None:
-        try:
-            pickled = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise UserError(f"workers need a dataset and a function that pickle: {error!r}") from error
-        context = multiprocessing.get_context("spawn")
-        handed_over = context.Queue()  # as an argument of theirs, one worker would wait for the start of the other
-        handed_over.cancel_join_thread()
-        for _ in range(num_workers):
-            handed_over.put(pickled)
-        super().__init__(num_workers, context, _begin_worker, (handed_over,))
-
-    def submit_range(self, samples: range, asked_for_work: bool = False) -> Future[_Answer]:
-        with without_interrupts():  # which a process that is started here inherits; this one then ends the others
-            return self.submit(_answer, _work_of_worker, samples)
-
-    def end(self, error: Exception) -> str:
-        return f"a worker process {self.kill()}"
-
-    def kill(self) -> str:
-        """Ends all processes at once, and tells how one had ended before; nothing happens after `shutdown`."""
-        # `kill_workers` is of Python 3.14.
-        processes = list((self._processes or {}).values())
-        for process in processes:
-            process.kill()
-        self.shutdown()
-        killed = -signal.SIGKILL
-        code = next((process.exitcode or 0 for process in processes if process.exitcode != killed), killed)
-        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-_handed_over = b""  # in a worker: the pickled work
-
-
-def _begin_worker(handed_over: Queue[bytes]) -> None:
-    global _handed_over
-
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()  # type: ignore[union-attr]
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    _handed_over = handed_over.get()
-
-
-@functools.cache
-def _work_of_worker() -> Work:
-    try:
-        return pickle.loads(_handed_over)
-    except Exception as error:
-        raise UserError(f"the dataset or the function does not unpickle in a worker process: {error!r}") from error
 
 
 _kept: dict[str, Work] = {}  # in a process of an executor: the work by its key
@@ -319,14 +229,28 @@ def _answer_of_executor(key: str, work: Work | None, samples: range) -> _Answer:
             _kept.pop(old, None)
         _kept[key] = work
     kept = _kept.get(key)
-    return kept and _answer(lambda: kept, samples)
+    return kept and _answer(kept, samples)
 
 
-def _answer(find_work: Callable[[], Work], samples: range) -> _Answer:
+def _answer(work: Work, samples: range) -> _Answer:
     """A part; or an error and its cause, which pickling would lose."""
     try:
-        return _measure_range(find_work(), samples)
+        return _measure_range(work, samples)
     except Exception as error:
-        cause = pack_error(error.__cause__) if error.__cause__ else None
+        cause = None if error.__cause__ is None else _packed(error.__cause__)
         error.__cause__ = error.__context__ = None  # Dask's pickling would take them along
         return error, cause
+
+
+def _packed(error: BaseException) -> list[bytes]:
+    """The error, and its text and notes as a RuntimeError, for a process that may lack its type."""
+    portable, plain = portable_error(error), RuntimeError(repr(error))
+    plain.__notes__ = portable.__notes__
+    return [pickle.dumps(portable), pickle.dumps(plain)]
+
+
+def _unpacked(cause: list[bytes]) -> BaseException:
+    try:
+        return pickle.loads(cause[0])
+    except Exception:  # whatever the type's module raises here
+        return pickle.loads(cause[1])

@@ -2,7 +2,7 @@
 
 - `collate`: the samples of a step as host arrays of the bucket's shape.
 - `plan_source`: reads and collates any step; proof of which samples were read.
-- `read_ahead`: reads steps ahead in a thread or in workers, for which /dev/shm needs room.
+- `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
 - `loader`: the iterator of batches; the only module that moves data to devices.
 """
 

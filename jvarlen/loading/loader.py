@@ -17,12 +17,12 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.worker_errors import portable_error
+from jvarlen._common.workers import WorkerPool
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, pad_to_bucket
 from jvarlen.loading.plan_source import IdsDigest, OnMismatch, PlanSource, ReadStep, read_sample, spec_of_steps
-from jvarlen.loading.read_ahead import ReadAhead, check_room, end_with_parent
+from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.steps import PlannedSteps, ReadPlan
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
 
 __all__ = ["Delivered", "Loader", "Readable", "load", "put"]
-
-_WORKER_BUFFER = 4  # steps in each of a worker's two buffers
 
 
 class Delivered(NamedTuple):
@@ -127,6 +125,7 @@ class Loader(Iterator[Any]):
         self._ended = reason
         self._close_later()
         self._epoch.close()
+        self._epoch = None  # with the batches that wait in it
 
 
 def load(
@@ -164,8 +163,7 @@ def load(
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
         plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process,
-        however it ends. Each keeps up to 10 steps in /dev/shm, which in a Docker container has 64 MB unless
-        `--shm-size` says more.
+        however it ends.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is
@@ -185,8 +183,7 @@ def load(
       ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
         `lengths`; data shards that do not divide M; processes with different plans; arguments that a stream does not
         have; and, when a step comes, samples of other lengths than planned, or samples that `collate` rejects.
-      RuntimeError: when a step comes: a worker process died, or has too little room in /dev/shm; or, with `verify`,
-        other samples were read.
+      RuntimeError: when a step comes: a worker process died; or, with `verify`, other samples were read.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -292,25 +289,6 @@ def _load_stream(
     return Loader(shapes, steps())
 
 
-class _StepsOfWorker:
-    """The steps of a source from one on, as Grain takes them: errors of worker processes do not all pickle."""
-
-    def __init__(self, source: PlanSource, start_step: int):
-        self._source, self._start_step = source, start_step
-
-    def __len__(self) -> int:
-        return len(self._source) - self._start_step
-
-    def __getitem__(self, index: int) -> ReadStep:
-        try:
-            return self._source.read(self._start_step + index)
-        except Exception as error:
-            raise portable_error(error) from None
-
-    def __repr__(self) -> str:
-        return repr(self._source)
-
-
 def _read_epoch(
     plan: ReadPlan, *, start_step: int, placement: Placement | None, num_workers: int, verify: bool, **reading: Any
 ) -> ReadAhead:
@@ -323,40 +301,20 @@ def _read_epoch(
 
         agree("the plan", plan.digest)
     source = PlanSource(plan, microbatches=own, **reading)
-    steps: Any = (source.read(step) for step in range(start_step, len(source)))
-    if num_workers:
-        steps = _in_workers(_StepsOfWorker(source, start_step), num_workers)
-    planned_steps = itertools.count(start_step)
     digest = IdsDigest() if verify else None
 
     def deliver(step: ReadStep) -> Delivered:
-        planned_step = next(planned_steps)
-        if step.step != planned_step:
-            raise RuntimeError(f"step {step.step} was read where step {planned_step} comes")
         if digest is not None:
             _check_ids(plan, step, own)
             digest.add(step.step, step.ids)
-        # On a CPU, JAX would keep using the shared memory that holds the arrays of workers.
-        host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
-        batch = put(host_batch, placement, num_microbatches if is_part else None)
+        batch = put(step.batch, placement, num_microbatches if is_part else None)
         return Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
 
-    num_steps = plan.num_steps - start_step
-    return ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=num_workers)
-
-
-def _in_workers(steps: _StepsOfWorker, num_workers: int) -> Any:
-    """Steps that worker processes of Grain read."""
-    import grain  # here: nothing else needs it
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():  # workers read them, which fails in a program without absl's command line
-        flags.FLAGS.mark_as_parsed()
-    # The only thread that collates; several would only compete with the device's own threads on a small machine.
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_WORKER_BUFFER)
-    read = grain.MapDataset.source(steps).to_iter_dataset(options).map(check_room)
-    workers = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_WORKER_BUFFER)
-    return read.mp_prefetch(workers, worker_init_fn=end_with_parent)
+    steps = range(start_step, plan.num_steps)
+    if num_workers:
+        workers = WorkerPool(source, min(num_workers, max(len(steps), 1)))
+        return ReadAhead(read_in_workers(workers, steps), deliver, workers)
+    return ReadAhead((source.read(step) for step in steps), deliver)
 
 
 def _check_ids(plan: ReadPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
@@ -375,10 +333,6 @@ def _format_ids(ids: Int64[np.ndarray, " n"]) -> str:
     return np.array2string(
         ids, threshold=32, edgeitems=16, separator=", ", max_line_width=10**6, formatter={"int_kind": str}
     )
-
-
-def _copied(leaf: Any) -> Any:
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def put(batch: Any, placement: Placement | None, num_microbatches: int | None = None) -> Any:

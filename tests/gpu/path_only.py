@@ -1,16 +1,14 @@
-"""A pytest plugin for machines without most dependencies: it stands in for missing packages or reports them."""
+"""A pytest plugin for machines without most dependencies: it stands in for missing packages."""
 
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-WITHOUT_STAND_IN = ("grain",)  # nothing reads samples for `load` but Grain itself
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,7 +20,7 @@ def pytest_load_initial_conftests() -> None:
 def pytest_report_header() -> list[str]:
     import jax  # here: what the tests set for it comes before
 
-    packages = ("jax", "flax", "optax", "numpy", "torch", "grain", "jaxtyping", "tqdm", "platformdirs", "dacite")
+    packages = ("jax", "flax", "optax", "numpy", "torch", "jaxtyping", "tqdm", "platformdirs", "dacite")
     return [
         f"devices: {', '.join(device.device_kind for device in jax.devices())}",
         f"packages: {', '.join(f'{name} {_version(name)}' for name in packages)}",
@@ -33,17 +31,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Tests of both packages need both."""
     is_of_both = collection_path.parent.name == "parity" or collection_path.name == "parity"
     return True if is_of_both and importlib.util.find_spec("torch") is None else None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
-    """Skips what came upon a package that is missing and that nothing stands in for."""
-    try:
-        return (yield)
-    except ModuleNotFoundError as error:
-        if error.name not in WITHOUT_STAND_IN:
-            raise
-        pytest.skip(f"{error.name} is not installed")
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jvarlen import make_plan, pack_samples
-from jvarlen._common.worker_errors import portable_error
+from jvarlen._common.workers import portable_error
 from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket
 from jvarlen.loading.plan_source import PlanSource
 from tests.conftest import random_dataset

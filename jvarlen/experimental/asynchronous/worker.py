@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from jvarlen._common.interrupts import without_interrupts
-from jvarlen._common.worker_errors import portable_error
+from jvarlen._common.workers import portable_error
 
 __all__ = ["Worker", "WorkerDied"]
 

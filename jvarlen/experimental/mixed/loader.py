@@ -97,10 +97,7 @@ def load_mixed(
         batch = put(step.batch, shapes.placement, num_ranks if mesh.is_multi_process else None)
         return Delivered(batch, step.num_samples, step.num_adjusted)
 
-    num_steps = plan.num_steps - start_step
-    steps = (read(step) for step in range(start_step, plan.num_steps))
-    reading = ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=0)
-    return Loader(shapes, reading)
+    return Loader(shapes, ReadAhead((read(step) for step in range(start_step, plan.num_steps)), deliver))
 
 
 def _read(
