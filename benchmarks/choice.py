@@ -43,10 +43,9 @@ from jvarlen.parallel.tensor import (
     sum_over_positions,
     take_positions,
 )
-from jvarlen.parallel.wire import Link
 from jvarlen.targets import ModelFile, measure_cluster
 from jvarlen.targets.choice import LayoutChoice, choose_layout
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.memory_model import MemoryModel
 
 NUM_MICROBATCHES, WIDTH = 4, 16

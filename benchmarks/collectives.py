@@ -20,7 +20,7 @@ from support.timing import digits, report, table, versions_and_hardware
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.experimental.collectives import all_reduce
-from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
+from jvarlen.experimental.collectives.wire import ALGORITHMS, wire_bytes
 
 
 def compiled(num_devices: int, size: int, algorithm: str) -> Callable[[], object]:

@@ -7,7 +7,6 @@
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `communication`: what a compiled step communicates.
-- `wire`: what collectives send, and how long it takes.
 - `context`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.

@@ -13,11 +13,8 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.hlo import Collective, groups_along, list_collectives
-from jvarlen.parallel.wire import wire_bytes
 
 __all__ = ["CommunicationEstimate", "Traffic", "estimate_communication"]
-
-_AS_RING = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 
 
 class Traffic(NamedTuple):
@@ -92,9 +89,10 @@ def _wire_bytes(each: Collective) -> int:
         sent = collections.Counter(source for source, target in each.groups if source != target)
         return max(sent.values(), default=0) * each.num_bytes
     size: int = len(each.groups[0])
-    if each.kind in _AS_RING:
-        return wire_bytes(_AS_RING[each.kind], each.num_bytes, size, "xla").busiest
-    return each.num_bytes * (size - 1) // size  # all-to-all: all but a device's own part
+    if each.kind.endswith("all-to-all"):  # all but a device's own part
+        return each.num_bytes * (size - 1) // size
+    rounds = (size - 1) * (2 if each.kind == "all-reduce" else 1)
+    return rounds * -(-each.num_bytes // size)
 
 
 def _axes_of(groups: tuple[tuple[int, ...], ...], mesh: Mesh, kind: str) -> tuple[str, ...]:

@@ -12,11 +12,30 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
-from jvarlen.parallel.wire import Link
 
-__all__ = ["PRESETS", "Cluster", "Kind"]
+__all__ = ["PRESETS", "Cluster", "Kind", "Link"]
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The connection of each device to the network. It sends and receives at the same time.
+
+    Attributes:
+      bytes_per_second: bandwidth in each direction, above 0.
+      latency_s: seconds before the first byte of a message arrives, at least 0.
+
+    Raises:
+      ValueError: a number that is out of range.
+    """
+
+    bytes_per_second: int | float
+    latency_s: int | float = 0
+
+    def __post_init__(self) -> None:
+        check_above(self, 0, "bytes_per_second")
+        check_at_least(self, 0, "latency_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen._common.progress import progress_bar
 from jvarlen.distributed.mesh import LayoutLike, shards_on
 from jvarlen.distributed.processes import gather_arrays, gather_texts
-from jvarlen.parallel.wire import Link
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import Cluster, Link
 
 __all__ = ["ProductType", "measure_cluster"]
 

@@ -14,9 +14,8 @@ from jvarlen import Bucket
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout
 from jvarlen.parallel.sharded import check_bucket
-from jvarlen.parallel.wire import Link
 from jvarlen.targets.choice import choose_layout, divisors
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.layout_table import SCHEDULES, layout_table
 from jvarlen.targets.memory_model import MemoryModel
 from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs

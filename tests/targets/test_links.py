@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jvarlen.cli import main
-from jvarlen.parallel.wire import Link
 from jvarlen.targets import links
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.links import measure_cluster
 from tests.meshes import data_mesh
 

@@ -7,9 +7,8 @@ import pytest
 
 from jvarlen import Bucket
 from jvarlen.parallel import Layout, make_schedule
-from jvarlen.parallel.wire import Link
 from jvarlen.targets import step_seconds as module
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.layout_table import SCHEDULES, layout_table
 from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass
 from jvarlen.targets.step_seconds import step_seconds

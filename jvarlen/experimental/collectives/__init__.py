@@ -1,6 +1,6 @@
 """Collectives inside `jax.shard_map`, as messages of one `ppermute` each, by ring, tree and star.
 
-- `shard_map`: all of them. What they send is counted by `jvarlen.parallel.wire`.
+- `shard_map`: all of them. `wire`: the bytes that they send, and the seconds that they take.
 """
 
 from jvarlen.experimental.collectives.shard_map import (

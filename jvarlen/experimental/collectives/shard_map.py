@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jvarlen._common.checks import UserError, is_integer
-from jvarlen.parallel.wire import check_algorithm, tree_rounds
+from jvarlen.experimental.collectives.wire import check_algorithm, tree_rounds
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jvarlen import UserError
 from jvarlen.experimental.collectives import all_gather, all_reduce, broadcast, gather, reduce, reduce_scatter, scatter
-from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
+from jvarlen.experimental.collectives.wire import ALGORITHMS, wire_bytes
 
 NUM_DEVICES = [1, 2, 5, 8]
 SHAPES = [(), (1,), (7,), (2, 3, 5), (16,)]

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen.experimental.operators.choice import Operator, choose_operators, transformer_operators
-from jvarlen.parallel.wire import Link
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import Cluster, Link
 
 SIZE = 4
 FAST = dataclasses.replace(

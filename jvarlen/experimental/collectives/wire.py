@@ -6,17 +6,15 @@ at most one, and all messages are of one size.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, check_at_least_zero
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero
+from jvarlen.targets.cluster import Link
 
-__all__ = [
-    "ALGORITHMS", "Link", "WireBytes", "check_algorithm", "collective_seconds", "tree_rounds", "wire_bytes",
-]  # fmt: skip
+__all__ = ["ALGORITHMS", "WireBytes", "check_algorithm", "collective_seconds", "tree_rounds", "wire_bytes"]
 
 ALGORITHMS = {
     "broadcast": ("tree", "star"),
@@ -43,26 +41,6 @@ class WireBytes(NamedTuple):
     received: tuple[int, ...]
     busiest: int
     rounds: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """The connection of each device to the network. It sends and receives at the same time.
-
-    Attributes:
-      bytes_per_second: bandwidth in each direction, above 0.
-      latency_s: seconds before the first byte of a message arrives, at least 0.
-
-    Raises:
-      ValueError: a number that is out of range.
-    """
-
-    bytes_per_second: int | float
-    latency_s: int | float = 0
-
-    def __post_init__(self) -> None:
-        check_above(self, 0, "bytes_per_second")
-        check_at_least(self, 0, "latency_s")
 
 
 def wire_bytes(kind: str, num_bytes: int, n: int, algorithm: str, *, itemsize: int = 1) -> WireBytes:

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from jvarlen import UserError
-from jvarlen.parallel.wire import ALGORITHMS, Link, collective_seconds, tree_rounds, wire_bytes
+from jvarlen.experimental.collectives.wire import ALGORITHMS, collective_seconds, tree_rounds, wire_bytes
+from jvarlen.targets.cluster import Link
 
 EVERY = [(kind, algorithm) for kind, algorithms in ALGORITHMS.items() for algorithm in algorithms]
 
