@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "axes_at", "bind_axes", "check_layer", "layered_loss_fn", "num_layers_of",
-    "rematerialized",
+    "Axes", "LayeredModel", "LayeredParams", "axes_at", "bind_axes", "check_layer", "check_layers_divide",
+    "layered_loss_fn", "num_layers_of", "rematerialized", "staged_specs",
 ]  # fmt: skip
 
 
@@ -172,6 +174,24 @@ def num_layers_of(params: Any) -> int:
             f"{list_first(listed) if listed else 'there are none'}"
         )
     return next(iter(axes.values()))[0]
+
+
+def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
+    """Raises ValueError if L layers do not divide into S stages of V chunks."""
+    if num_stages > num_layers:
+        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
+    if num_layers % (num_stages * num_chunks):
+        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+        raise UserError(
+            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
+            f"must be a multiple of {num_stages * num_chunks}"
+        )
+
+
+def staged_specs(specs: LayeredParams) -> LayeredParams:
+    """The same specs, with the layers along `"stage"`."""
+    layers = jax.tree.map(lambda spec: PartitionSpec(STAGE_AXIS, *spec[1:]), specs.layers)
+    return specs._replace(layers=layers)
 
 
 def check_layer(given: Any, returned: Any) -> None:

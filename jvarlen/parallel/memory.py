@@ -19,10 +19,11 @@ from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
+from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
-from jvarlen.parallel.sharded import check_layout, other_specs_of
-from jvarlen.parallel.train import Accumulate
-from jvarlen.parallel.zero import shard_specs, state_specs
+from jvarlen.parallel.sharded import other_specs_of, state_specs
+from jvarlen.parallel.train import Accumulate, accumulates_shards
+from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
@@ -196,7 +197,7 @@ def state_bytes(
     specs_of_state = state_specs(state, layout, other_specs)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = beside
-    if layout.zero >= 2 and accumulate != "whole" and layout.stage == 1:
+    if accumulates_shards(layout, accumulate):
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
     wide = jax.tree.map(_accumulated, params)
     if layout.stage > 1:

@@ -24,10 +24,17 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
+from jvarlen.parallel.layers import (
+    LayeredModel,
+    LayeredParams,
+    axes_at,
+    check_layer,
+    check_layers_divide,
+    num_layers_of,
+    staged_specs,
+)
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
-from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, make_schedule
-from jvarlen.parallel.zero import gather_shards, staged_specs
+from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, check_schedule, make_schedule
 from jvarlen.training.step_sums import (
     StepSums,
     bucket_each,
@@ -42,8 +49,8 @@ from jvarlen.training.step_sums import (
 from jvarlen.training.train_state import TrainState
 
 __all__ = [
-    "add_trees", "buffer_of", "check_layers_divide", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros",
-    "write_slot", "zeros_of_shapes",
+    "add_trees", "buffer_of", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros", "write_slot",
+    "zeros_of_shapes",
 ]  # fmt: skip
 
 
@@ -78,7 +85,7 @@ def sum_scheduled(
     mesh = auto_axes(mesh)
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
-    make_schedule(schedule, num_stages, num_stages, num_chunks)  # raises what can be told by now
+    check_schedule(schedule, num_stages, num_stages, num_chunks)  # what can be told by now
     check_choices(remat=(remat, layout.Remat))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
@@ -115,18 +122,6 @@ def sum_scheduled(
     return sums_of
 
 
-def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
-    """Raises ValueError if L layers do not divide into S stages of V chunks."""
-    if num_stages > num_layers:
-        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
-    if num_layers % (num_stages * num_chunks):
-        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
-        raise UserError(
-            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
-            f"must be a multiple of {num_stages * num_chunks}"
-        )
-
-
 def sum_over_stages(
     sum_on_device: Callable[[LayeredParams, Any], StepSums],
     state: TrainState,
@@ -148,7 +143,11 @@ def sum_over_stages(
     """
 
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-        whole = params if param_specs is None else gather_shards(params, param_specs)
+        whole = params
+        if any({*axes_in(spec)} & {*axes_in(axis_name)} for spec in jax.tree.leaves(param_specs)):
+            from jvarlen.parallel.zero import gather_shards
+
+            whole = gather_shards(params, param_specs)
         sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
         if not with_grads:
             return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))

@@ -18,7 +18,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.layout import ScheduleName
 
 __all__ = [
-    "BACKWARD", "FORWARD", "WEIGHT", "Schedule", "Tables", "Timeline", "check_chunks", "make_schedule", "schedule_of",
+    "BACKWARD", "FORWARD", "WEIGHT", "Schedule", "Tables", "Timeline", "check_schedule", "make_schedule", "schedule_of",
 ]  # fmt: skip
 
 FORWARD, BACKWARD, WEIGHT = range(3)
@@ -287,14 +287,7 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
       program of all stages. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
       Megatron-LM". Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.3.
     """
-    check_choices(schedule=(name, ScheduleName))
-    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches)
-    check_chunks(name, num_chunks)
-    if name == "interleaved" and num_microbatches % num_stages:
-        raise UserError(
-            f"interleaved needs a multiple of num_stages ({num_stages}) microbatches, not num_microbatches "
-            f"({num_microbatches})"
-        )
+    check_schedule(name, num_stages, num_microbatches, num_chunks)
 
     def order(s: int, forwards: np.ndarray, backwards: np.ndarray) -> np.ndarray:
         later = num_stages - 1 - s
@@ -319,12 +312,18 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     return dataclasses.replace(schedule, ticks=_frozen(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
 
 
-def check_chunks(schedule: ScheduleName, num_chunks: int) -> None:
-    """Raises ValueError if a schedule has no chunks."""
-    check_at_least_one(num_chunks=num_chunks)
-    if num_chunks > 1 and schedule != "interleaved":
-        others = ", ".join(name for name in get_args(ScheduleName) if name != "interleaved")
-        raise UserError(f"virtual{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
+def check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    """Raises ValueError if there is no such schedule."""
+    check_choices(schedule=(name, ScheduleName))
+    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    if num_chunks > 1 and name != "interleaved":
+        others = ", ".join(other for other in get_args(ScheduleName) if other != "interleaved")
+        raise UserError(f"virtual{num_chunks} needs the schedule interleaved, not {name}: {others} have one chunk")
+    if name == "interleaved" and num_microbatches % num_stages:
+        raise UserError(
+            f"interleaved needs a multiple of num_stages ({num_stages}) microbatches, not num_microbatches "
+            f"({num_microbatches})"
+        )
 
 
 def schedule_of(

@@ -7,6 +7,8 @@ they are those of `training`; `sharded` replaces what other layouts must.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -15,15 +17,17 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import UserError
-from jvarlen.distributed.mesh import DATA_AXIS, LayoutLike, Placement, devices_of, placement_of, replicate
+from jvarlen._common.checks import UserError, check_choices
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn, num_layers_of, rematerialized
+from jvarlen.parallel.layout_checks import check_model
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
-from jvarlen.training.step_sums import sum_step
+from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
-__all__ = ["Accumulate", "EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
+__all__ = ["Accumulate", "EvalStep", "TrainStep", "accumulates_shards", "make_eval_step", "make_train_step"]
 
 Accumulate = Literal["shards", "whole"]
 
@@ -55,9 +59,9 @@ class TrainStep:
 
         Args:
           params: pytree of arrays, or of `jax.ShapeDtypeStruct`; what a model by layers or its `stack` takes. They are
-            copied, so that steps that donate their state leave them alone. If the devices belong to several processes,
-            each passes the same whole arrays. Where the layout spreads microbatches alone, arrays that are on its
-            devices keep their shardings, such as over an axis of the mesh that is left to the compiler.
+            copied, so that steps that donate their state leave them alone. Each of several processes passes the same
+            whole arrays. Where the layout spreads microbatches alone, arrays that are on its devices keep their
+            shardings, such as over an axis of the mesh that is left to the compiler.
           extra: pytree of arrays that are not parameters, for a loss that takes `extra`.
           seed: for a loss that takes `key`; it determines all keys.
 
@@ -65,8 +69,8 @@ class TrainStep:
           `TrainState`; of shapes with their shardings, if the parameters are shapes. What ZeRO shards lies along its
           largest dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
-          whole on every device. With `tensorN`, parameters are those of `split_params`, and with `stageN` each stage
-          has consecutive layers; arrays of the optimizer lie as their parameters.
+          whole. With `tensorN`, parameters are those of `split_params`, and with `stageN` each stage has consecutive
+          layers; arrays of the optimizer lie as their parameters.
 
         Raises:
           ValueError: parameters that are not those of the model, or not by layers at ZeRO-3 or with stages; layers that
@@ -108,12 +112,20 @@ class TrainStep:
           A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
           holds one whole array at a time.
         """
-        params = jax.tree.map(self._gathered, state.params)
-        if self.placement is None or self.placement.layout.is_data_parallel:
-            return params
-        from jvarlen.parallel.sharded import merge_tensor_params
 
-        return merge_tensor_params(params, self.model, self.placement.layout)
+        def gathered(leaf: jax.Array) -> np.ndarray:
+            if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+                leaf = jax.jit(lambda leaf: leaf, out_shardings=self._whole)(leaf)
+            return np.array(leaf)
+
+        params = jax.tree.map(gathered, state.params)
+        if self.placement is not None and self.placement.layout.tensor > 1:
+            from jvarlen.parallel.tensor import merge_params
+
+            assert isinstance(self.model, LayeredModel)
+            assert self.model.specs is not None
+            return merge_params(params, self.model.specs, self.placement.layout.tensor)
+        return params
 
     def state_shardings(self, params: Any) -> TrainState:
         """How the state of some parameters lies on the devices.
@@ -142,11 +154,6 @@ class TrainStep:
         sharding = _sharding_on(leaf)
         is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
         return leaf if is_there else replicate(leaf, self.placement.mesh)
-
-    def _gathered(self, leaf: jax.Array) -> np.ndarray:
-        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-            leaf = jax.jit(lambda leaf: leaf, out_shardings=self._whole)(leaf)
-        return np.array(leaf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,17 +200,16 @@ def make_train_step(
         sums are scalars over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which
         layouts with `zero3`, `stageN`, `tensorN` or `contextN` take.
       optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. It gets whole arrays,
-        which the compiler splits: global norms and the like are those of the whole model. Its update gets the extra
-        arguments that it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of
-        the whole step; `value`, the loss of the step, and `grad`, its gradient; `value_fn(params)` and
-        `grad_fn(params)`, the loss of the same step and its gradient for other parameters.
+        which the compiler splits: global norms are those of the whole model. Its update gets the extra arguments that
+        it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step;
+        `value`, the loss of the step, and `grad`, its gradient; `value_fn(params)` and `grad_fn(params)`, the loss of
+        the same step and its gradient for other parameters.
       layout: where a step runs: a `Layout`, its text, a `Placement`, or a mesh, for data parallelism; None: one device.
-        Axes of a mesh that the layout does not name are left to the compiler:
-        parameters may be sharded over them.
+        Axes of a mesh that the layout does not name are left to the compiler: parameters may be sharded over them.
       norms: whether the metrics include the global norms of gradient and updates.
-      accumulate: what ZeRO-2 and ZeRO-3, which alone look at it, sum over the microbatches of a shard: `"shards"` of
-        gradients, reduced in each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole
-        ones with stages, where ZeRO-3 also gathers parameters once a step, and shards otherwise.
+      accumulate: what is summed over the microbatches of a shard: `"whole"` gradients, reduced once, or `"shards"` of
+        them, reduced in each microbatch, which send more and hold less. Shards are for `zero2` and `zero3` without
+        stages, where they are the default.
 
     Returns:
       `TrainStep`: `step(state, batch) -> (state, Metrics)`, to be compiled by `compile_buckets`, whose `init` makes the
@@ -212,31 +218,44 @@ def make_train_step(
       step or a count for each microbatch, counts its tokens; the batch types of `jvarlen` do not need it.
 
     Raises:
-      ValueError: a layout that the devices do not make, or that is not for such a model. When it is traced: shards that
-        do not divide M; microbatches or layers that a schedule cannot take; a loss that takes a key or `extra` that the
-        state does not hold, returns another form, or reduces its sums over the mesh itself; a mesh other than the one
-        it is compiled for.
+      ValueError: a layout that the devices do not make, or that is not for such a model or accumulation. When it is
+        traced: shards that do not divide M; microbatches or layers that a schedule cannot take; a loss that takes a key
+        or `extra` that the state does not hold, returns another form, or reduces its sums over the mesh itself; a mesh
+        other than the one it is compiled for.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Xu et al. 2020,
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
     placement = placement_of(layout)
-    of_step: dict[str, Any] = {"model": model, "optimizer": optimizer, "placement": placement}
-    if placement is not None and not placement.layout.is_data_parallel:
-        from jvarlen.parallel.sharded import make_sharded_step
+    layout = Layout(data=1) if placement is None else placement.layout
+    check_model(model, layout)
+    in_shards = accumulates_shards(layout, accumulate)
+    if placement is None or layout.is_data_parallel:
+        of_step = model
+        if isinstance(model, LayeredModel) and layout.remat_in_force == "full":
+            of_step = rematerialized(model)
+        sums_of, values_of = (_sum_step(of_step, placement, with_grads=with_grads) for with_grads in (True, False))
+        function = step_of_sums(sums_of, values_of, optimizer, norms=norms)
+    else:
+        from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
 
-        function = make_sharded_step(model, optimizer, placement, norms=norms, accumulate=accumulate)
-        return TrainStep(function=function, **of_step)
-    if placement is not None and placement.layout.remat_in_force == "full":
-        if not isinstance(model, LayeredModel):
-            raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
-        model = rematerialized(model)
-    loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
-    sums_of, values_of = (
-        sum_step(loss_fn, with_grads=with_grads, **_mesh_of(placement)) for with_grads in (True, False)
-    )
-    return TrainStep(function=step_of_sums(sums_of, values_of, optimizer, norms=norms), **of_step)
+        sum_of = functools.partial(sum_on_layout, layout=layout, accumulates_shards=in_shards)
+        function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms)
+    return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
+
+
+def accumulates_shards(layout: Layout, accumulate: Accumulate | None) -> bool:
+    """Whether gradients are summed in shards; raises ValueError where a layout cannot do what is asked for."""
+    if accumulate is not None:
+        check_choices(accumulate=(accumulate, Accumulate))
+    is_possible = layout.zero >= 2 and layout.stage == 1
+    if accumulate == "shards" and not is_possible:
+        raise UserError(
+            f"accumulate='shards' takes zero2 or zero3 without stages, not the layout {layout}, which sums whole "
+            "gradients: leave accumulate out"
+        )
+    return is_possible and accumulate != "whole"
 
 
 def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -> EvalStep:
@@ -258,24 +277,32 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
       ValueError: as `make_train_step`.
     """
     placement = placement_of(layout)
-    if placement is not None and not placement.layout.is_data_parallel:
-        from jvarlen.parallel.sharded import make_sharded_eval_step
+    if placement is None or placement.layout.is_data_parallel:
+        sums_of = _sum_step(model, placement, with_grads=False)
+    else:
+        from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
 
-        return EvalStep(function=make_sharded_eval_step(model, placement), placement=placement)
-    loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
-    sums_of = sum_step(loss_fn, with_grads=False, **_mesh_of(placement))
+        check_model(model, placement.layout)
+        sum_of = functools.partial(sum_on_layout, layout=placement.layout)
+        sums_of = sums_on_layout(model, placement, sum_of, with_grads=False)
 
     def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
-        sums = sums_of(state if isinstance(state, TrainState) else TrainState(state, None), batch)
-        return state, metrics_of(sums, batch)
+        given = state if isinstance(state, TrainState) else TrainState(state, None)
+        if isinstance(model, LayeredModel):
+            given = given._replace(key=None)
+        return state, metrics_of(sums_of(given, batch), batch)
 
     return EvalStep(function=eval_step, placement=placement)
 
 
-def _mesh_of(placement: Placement | None) -> dict[str, Any]:
+def _sum_step(
+    model: LayeredModel | LossFn, placement: Placement | None, *, with_grads: bool
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a step whose state is whole on all devices."""
+    loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
     if placement is None:
-        return {"mesh": None, "axis_name": DATA_AXIS}
-    return {"mesh": placement.mesh, "axis_name": placement.data_axis}
+        return sum_step(loss_fn, with_grads=with_grads)
+    return sum_step(loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, with_grads=with_grads)
 
 
 def _sharding_on(leaf: Any) -> NamedSharding | None:

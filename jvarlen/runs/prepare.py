@@ -22,9 +22,9 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.parallel.communication import estimate_communication
+from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import check_portable, stack_for
-from jvarlen.parallel.sharded import check_bucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings

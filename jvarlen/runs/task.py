@@ -26,8 +26,8 @@ from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
+from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
-from jvarlen.parallel.sharded import check_layout
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource

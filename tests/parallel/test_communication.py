@@ -23,7 +23,7 @@ NUM_BYTES = 4 * NUM_LAYERS * WIDTH * WIDTH  # of the parameters
 BUCKET = (2, WIDTH)
 
 
-def estimate_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
+def estimate_of(zero, num_shards, num_microbatches, accumulate=None, **options):
     """Of a step with so many microbatches a shard."""
     layout = Layout(data=num_shards, zero=zero)
     step = make_train_step(MODEL, optax.adamw(1e-2), layout=layout, accumulate=accumulate)

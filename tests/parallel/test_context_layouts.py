@@ -20,7 +20,7 @@ from jvarlen.parallel import (
     make_eval_step,
 )
 from jvarlen.parallel import make_train_step as make_layout_step
-from jvarlen.parallel.sharded import check_bucket
+from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.testing import assert_layout_invariant
 from jvarlen.training.train_state import new_state
 from tests.meshes import layout_mesh

@@ -13,7 +13,7 @@ import jvarlen
 from jvarlen import Bucket
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout
-from jvarlen.parallel.sharded import check_bucket
+from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.targets.choice import choose_layout, divisors
 from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.layout_table import SCHEDULES, layout_table

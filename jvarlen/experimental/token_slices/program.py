@@ -28,12 +28,19 @@ from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_sha
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.context import row_length
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
+from jvarlen.parallel.layers import (
+    Axes,
+    LayeredModel,
+    LayeredParams,
+    axes_at,
+    check_layer,
+    check_layers_divide,
+    num_layers_of,
+)
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import (
     add_trees,
     buffer_of,
-    check_layers_divide,
     read_slot,
     sum_over_stages,
     sum_scheduled,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import optax
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen.distributed.layout import Layout
@@ -14,17 +12,9 @@ from jvarlen.distributed.mesh import Placement, placement_of
 from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.sharded import (
-    check_model,
-    model_on_axes,
-    other_specs_of,
-    pad_params,
-    step_on_layout,
-    sums_on_shards,
-)
+from jvarlen.parallel.layout_checks import check_model
+from jvarlen.parallel.sharded import make_sharded_step
 from jvarlen.parallel.train import TrainStep
-from jvarlen.parallel.zero import shard_specs
-from jvarlen.training.step import step_of_sums
 from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import TrainState
 
@@ -64,12 +54,14 @@ def make_sliced_train_step(
     """
     placement = placement_of(layout)
     assert placement is not None
-    layout, mesh = placement.layout, placement.program_mesh
-    check_model(model, layout)
-    _check_layout(layout)
+    check_model(model, placement.layout)
+    _check_layout(placement.layout)
     check_by_positions(model)
-    sums_of, values_of = (_sums_of(model, mesh, layout, slices, with_grads=with_grads) for with_grads in (True, False))
-    function = step_on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), model, mesh, layout)
+
+    def sum_of(model: LayeredModel, state: TrainState, batch: Any, *, rows_along: None, **options: Any) -> StepSums:
+        return sum_sliced(model, slices=slices, **options)(state, batch)
+
+    function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms)
     return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
 
 
@@ -88,32 +80,3 @@ def _check_layout(layout: Layout) -> None:
         raise UserError(
             f"slices keep inputs, and keys and values, and run layers again: leave remat_none out of {layout}"
         )
-
-
-def _sums_of(
-    whole_model: LayeredModel, mesh: Mesh, layout: Layout, slices: Slices, *, with_grads: bool
-) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
-
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
-        model, _ = model_on_axes(whole_model, layout, state.params, batch)
-        assert isinstance(model, LayeredModel)
-        params, other_specs = state.params, other_specs_of(state.params, whole_model, layout)
-        state = state._replace(params=pad_params(params, layout, other_specs))
-        param_specs = grad_specs = other_specs
-        if layout.zero:
-            grad_specs = shard_specs(state.params, layout, padded=layout.zero < 3, other_specs=other_specs)
-        if layout.zero == 3:
-            param_specs = grad_specs
-        sum_step = sum_sliced(
-            model,
-            mesh=mesh,
-            slices=slices,
-            with_grads=with_grads,
-            param_specs=param_specs,
-            grad_specs=grad_specs,
-            axis_name=layout.data_axes,
-        )
-        return sums_on_shards(sum_step(state, batch), params, grad_specs, mesh)
-
-    return sums_of

@@ -1,0 +1,89 @@
+"""Which layouts go with which models, parameters and buckets. Each check raises ValueError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jvarlen._common.checks import UserError
+from jvarlen.distributed.layout import Layout
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of
+from jvarlen.training.losses import LossFn
+
+__all__ = ["check_bucket", "check_layout", "check_model"]
+
+
+def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
+    """A layout is not supported, or not for this model or these parameters; a model of None is unknown."""
+    check_model(model, layout)
+    if isinstance(model, LayeredModel):
+        num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
+    elif layout.zero == 3 and not isinstance(params, LayeredParams):
+        raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
+    if layout.stage > 1:
+        if not isinstance(params, LayeredParams):
+            raise UserError(f"stage{layout.stage} takes LayeredParams, not a {type(params).__name__}")
+        check_layers_divide(num_layers_of(params), layout.stage, layout.virtual)
+
+
+def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
+    """A layout is not supported, or does not take such a model; None is unknown."""
+    if layout.stage > 1 or layout.virtual > 1:
+        from jvarlen.parallel.schedules import check_schedule
+
+        check_schedule(layout.schedule, layout.stage, layout.stage, layout.virtual)
+    for word, is_there, axis in (
+        ("sequence_parallel", layout.sequence_parallel, "tensor"),
+        (f"context_from{layout.context_from}", layout.context_from > 0, "context"),
+        (f"virtual{layout.virtual}", layout.virtual > 1, "stage"),
+    ):
+        if is_there and getattr(layout, axis) == 1:
+            raise UserError(f"{word} of the layout {layout} needs {axis}N, with several devices")
+    layered = model if isinstance(model, LayeredModel) else None
+    if layout.tensor > 1 and (layered is None or layered.specs is None or layered.stack is not None):
+        raise UserError(f"tensor{layout.tensor} takes a LayeredModel of LayeredParams, with specs")
+    if model is None:
+        return
+    if layout.context > 1 and (layered is None or not layered.by_positions):
+        raise UserError(
+            f"context{layout.context} takes a LayeredModel with by_positions=True, whose functions take the "
+            "positions of axes.positions and attend by attend_over_axis"
+        )
+    name = getattr(model, "__name__", type(model).__name__)
+    if layered is None:
+        if layout.zero == 3:
+            raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
+        if layout.stage > 1:
+            raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
+        if layout.remat_in_force == "full":
+            raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
+    elif layout.stage > 1 and layered.stack is not None:
+        raise UserError(
+            f"stage{layout.stage} takes LayeredParams, and the model has parameters of another form: stack them once, "
+            "before step.init, and leave out LayeredModel.stack"
+        )
+
+
+def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step: int) -> None:
+    """Steps of a bucket cannot be taken on a layout. Of buckets of pairs, nothing is known."""
+    if len(bucket) != 2:
+        return
+    length = bucket[1]
+    is_spread = layout.context > 1 and length >= layout.context_from
+    num_shards = layout.data if is_spread else layout.num_shards
+    if microbatches_per_step % num_shards:
+        raise UserError(
+            f"{microbatches_per_step} microbatches a step do not spread over the {num_shards} shards that {layout} has "
+            f"for rows of {length}"
+        )
+    if is_spread:
+        from jvarlen.parallel.context import context_positions
+
+        length = context_positions(length, layout.context).shape[1]
+    if layout.sequence_parallel and length % layout.tensor:
+        raise UserError(f"sequence_parallel of {layout} takes a multiple of {layout.tensor} positions, not {length}")
+    if layout.stage > 1:
+        from jvarlen.parallel.schedules import check_schedule
+
+        check_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.virtual)
