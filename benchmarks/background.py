@@ -125,8 +125,7 @@ def median(runs: list[Timed], value: Callable[[Timed], float]) -> float:
 def sleeping_rows(setting: Setting, spacings: Sequence[int]) -> list[list[str]]:
     plan = plan_of(setting, 1)
     step = compile_for(setting, init_state(setting), plan, "background")
-    rows = step.report
-    compile_s = (rows.lower_s + rows.compile_s) / len(rows)
+    compile_s = statistics.mean(row.lower_s + row.compile_s for row in step.report)
     rows = []
     for steps_a_shape in spacings:
         sleep_s = SPACING * compile_s / steps_a_shape
