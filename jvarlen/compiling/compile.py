@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,9 @@ from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
-from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
+from jvarlen.compiling.lowering import Programs, Recipe, largest_first, make_recipe
+from jvarlen.compiling.pending import PendingPrograms
 from jvarlen.compiling.program_store import (
-    Executables,
-    check_environment,
     deserialized,
     read_compiled,
     use_compilation_cache,
@@ -99,18 +96,14 @@ def compile_buckets(
     shapes = _shapes_of(batches, step, start_step)
     ordered = _order(shapes, options)
     with _on_all_processes(shapes):
-        _check_fallback(options, shapes)
-        if options.cache_dir is not None:
-            use_compilation_cache(options.cache_dir)
-        recipe = make_recipe(step, state, shapes, options, donate=donate)
-        programs = Programs(Executables(recipe.devices, options.max_live))
+        recipe = _make_recipe(step, state, shapes, options, donate)
+        programs = Programs(recipe.devices, options.max_live)
         pending = PendingPrograms(
             recipe,
             ordered,
             programs,
             _num_threads(options),
             _bar("compile", recipe, len(ordered), progress),
-            check=functools.partial(_check_timed, recipe, options=options),
             in_background=options.in_background,
             with_others=options.in_background and _has_processes(shapes),
         )
@@ -121,8 +114,7 @@ def compile_buckets(
             waits = options.max_live is not None and not recipe.can_serialize_what_was_read
             with without_compilation_cache() if waits else contextlib.nullcontext(), contextlib.closing(pending):
                 pending.wait()
-    compiled = CompiledBuckets(recipe, programs, ordered, options, pending if options.in_background else None)
-    return _ready(compiled, state, shapes, options, progress)
+    return _ready(recipe, programs, ordered, pending if options.in_background else None, state, options, progress)
 
 
 def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
@@ -191,74 +183,81 @@ def load_compiled(
     """
     shapes = _shapes_of(batches, step)
     with _on_all_processes(shapes):
-        compiled = _load(Path(path), step, state, shapes, donate, options, progress)
-    return _ready(compiled, state, shapes, options, progress)
+        recipe, programs = _load(Path(path), step, state, shapes, donate, options, progress)
+    return _ready(recipe, programs, recipe.shapes.buckets, None, state, options, progress)
 
 
 def _load(
-    path: Path,
-    step_fn: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
-    shapes: BatchShapes,
-    donate: bool,
-    options: CompileOptions,
-    progress: bool,
-) -> CompiledBuckets:
-    _check_fallback(options, shapes)
+    path: Path, step: Any, state: Any, shapes: BatchShapes, donate: bool, options: CompileOptions, progress: bool
+) -> tuple[Recipe, Programs]:
     header, contents = read_compiled(path)
-    if options.cache_dir is not None:
-        use_compilation_cache(options.cache_dir)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
-    if (num := header["microbatches_per_step"]) != shapes.microbatches_per_step:
-        raise UserError(f"{path} holds programs of {num} microbatches a step, not {shapes.microbatches_per_step}")
     if missing := [str(bucket) for bucket in shapes.buckets if bucket not in buckets]:
         raise UserError(f"{path} holds no programs of the buckets {list_first(missing)}")
     shapes = dataclasses.replace(shapes, buckets=buckets)
-    recipe = make_recipe(step_fn, state, shapes, options, donate=donate)
-    check_environment(path, header["environment"], recipe.environment)
+    recipe = _make_recipe(step, state, shapes, options, donate)
+    there, here = header["environment"], recipe.environment
+    if differing := [name for name in here if there.get(name) != here[name]]:
+        listed = "; ".join(f"{name}: {there.get(name)} there, {here[name]} here" for name in differing)
+        raise UserError(f"{path} was compiled for something else: {listed}")
     by_size = largest_first(buckets)
     told_apart_by = [recipe.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
-    constants = {lowered.bucket: lowered.constants for lowered in told_apart_by}
-    if any(constants.values()):  # those of each bucket are found by tracing it
-        constants |= {bucket: recipe.lower(bucket).constants for bucket in buckets if bucket not in constants}
-    _check_timed(recipe, told_apart_by[0], options)
-    programs = Programs(
-        Executables(recipe.devices, options.max_live),
-        constants={bucket: arrays for bucket, arrays in constants.items() if arrays},
-        texts={lowered.bucket: lowered.program.as_text() for lowered in told_apart_by},
-        metrics=told_apart_by[0].metrics,
-        keeps_state=told_apart_by[0].keeps_state,
-    )
-    if programs.fingerprint(recipe, buckets) != header["fingerprint"]:
+    programs = Programs(recipe.devices, options.max_live)
+    for lowered in told_apart_by:
+        programs.lowered(lowered, with_text=True)
+    if programs.fingerprint(shapes.microbatches_per_step, buckets) != header["fingerprint"]:
         raise UserError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
-    if options.when == "background":
-        options = dataclasses.replace(options, when="ahead")  # reading them is fast
-    lowered = told_apart_by[0].program
-    structures = jax.tree.structure(lowered.args_info), lowered.out_tree
+    for bucket in buckets:
+        if programs.constants and bucket not in programs.texts:  # its own are found by tracing it
+            programs.lowered(recipe.lower(bucket), with_text=False)
+        elif told_apart_by[0].keeps_state:
+            programs.keeping_state.add(bucket)
+    largest = told_apart_by[0].program
+    structures = jax.tree.structure(largest.args_info), largest.out_tree
     serialized = [(content, *structures) for content in contents]
 
     def load_one(program: tuple[bytes, Any, Any]) -> tuple[jax.stages.Compiled, float]:
         start = time.perf_counter()
         return deserialized(*program, recipe.devices), time.perf_counter() - start
 
-    with _pool(_num_threads(options)) as pool, _bar("load", recipe, len(buckets), progress) as bar:
-        loaded = zip(buckets, serialized, pool.map(load_one, serialized), strict=True)
+    with (
+        ThreadPoolExecutor(_num_threads(options)) as threads,
+        _bar("load", recipe, len(buckets), progress) as bar,
+    ):
+        loaded = zip(buckets, serialized, threads.map(load_one, serialized), strict=True)
         for bucket, program, (executable, seconds) in loaded:
             raise_if_interrupted()
-            programs.executables.add(bucket, executable, program)
-            programs.rows[bucket] = row_of(bucket, executable, 0.0, seconds, cache_hit=True)
+            programs.add(row_of(bucket, executable, 0.0, seconds, cache_hit=True), executable, program)
             bar.update()
-    return CompiledBuckets(recipe, programs, buckets, options)
+    return recipe, programs
+
+
+def _make_recipe(step: Any, state: Any, shapes: BatchShapes, options: CompileOptions, donate: bool) -> Recipe:
+    """What makes the programs, once the cache is set."""
+    if options.fallback == "pad" and _has_processes(shapes):
+        raise UserError('fallback="pad" pads whole batches on the host, and several processes each have a part')
+    if options.cache_dir is not None:
+        use_compilation_cache(options.cache_dir)
+    return make_recipe(step, state, shapes, options, donate=donate)
 
 
 def _ready(
-    compiled: CompiledBuckets, state: Any, shapes: BatchShapes, options: CompileOptions, progress: bool
+    recipe: Recipe,
+    programs: Programs,
+    buckets: Sequence[AnyBucket],
+    pending: PendingPrograms | None,
+    state: Any,
+    options: CompileOptions,
+    progress: bool,
 ) -> CompiledBuckets:
-    """The last checks before the first step: all processes hold the same programs, and warm-up if it is wanted."""
-    if _has_processes(shapes):
-        if compiled.is_complete:
-            agree("the compiled buckets", compiled.fingerprint)
-        agree("software and options of the compiler", compiled.common_environment)
+    """The compiled buckets, once all processes hold the same programs, and after warm-up if it is wanted."""
+    if _has_processes(recipe.shapes):
+        if pending is None:
+            agree("the compiled buckets", programs.fingerprint(recipe.shapes.microbatches_per_step, buckets))
+        own = ("device ids", "device kinds", "process", "CPU")
+        common = {name: value for name, value in recipe.environment.items() if name not in own}
+        agree("software and options of the compiler", repr(common))
+    compiled = CompiledBuckets(recipe, programs, buckets, options, pending)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
     return compiled
@@ -279,35 +278,12 @@ def _on_all_processes(shapes: BatchShapes) -> contextlib.AbstractContextManager[
     return together("compile the buckets") if _has_processes(shapes) else contextlib.nullcontext()
 
 
-def _check_fallback(options: CompileOptions, shapes: BatchShapes) -> None:
-    """Raises ValueError if a batch could not be brought to the host for padding."""
-    if options.fallback == "pad" and _has_processes(shapes):
-        raise UserError('fallback="pad" pads whole batches on the host, and several processes each have a part')
-
-
-def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
-    """Raises ValueError if steps are to be timed but return nothing that can be waited for."""
-    if options.time_steps and not jax.tree.leaves(lowered.metrics):
-        raise UserError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
-
-
 def _num_threads(options: CompileOptions) -> int:
     """Threads that compile; one if several processes compile together, so that all compile in the same order."""
     if options.num_threads or jax.process_count() > 1:
         return options.num_threads or 1
     cores = os.cpu_count() or 1
     return max(1, cores // 2) if options.in_background else cores
-
-
-@contextlib.contextmanager
-def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """A thread pool that starts nothing new after an error."""
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:

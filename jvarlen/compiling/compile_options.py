@@ -1,24 +1,18 @@
-"""Compiler options, checked against the installed jaxlib."""
+"""Compiler options, the cache of programs, and when programs are compiled. Settings are read without JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.files import default_cache_dir
 from jvarlen.distributed.layout import FIRST_BUCKET_BYTES, BucketBytes
 
-if TYPE_CHECKING:
-    import jax
-
-__all__ = ["CompileOptions", "Fallback", "When", "check_compiler_options", "default_compilation_cache"]
+__all__ = ["CompileOptions", "Fallback", "When", "default_compilation_cache"]
 
 Fallback = Literal["error", "pad"]
 When = Literal["ahead", "background"]
@@ -29,7 +23,6 @@ _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
-_IF_KNOWN = {_YNN_FUSIONS}  # options that are left out where jaxlib does not know them
 _FIELD_OF_OPTION = {
     _COMMAND_BUFFERS: "command_buffers",
     _LATENCY_HIDING: "latency_hiding_scheduler",
@@ -42,15 +35,6 @@ _LEAST = {
     "grad_bucket_bytes": 1,
     "first_grad_bucket_bytes": 1,
 }
-# For the compiler itself: whatever goes through jax.jit is cached, counted and logged.
-_PROGRAM = b"""
-module @nothing {
-  func.func public @main() -> tensor<f32> {
-    %0 = stablehlo.constant dense<0.0> : tensor<f32>
-    return %0 : tensor<f32>
-  }
-}
-"""
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _NAME_AND_VALUE = re.compile(r"([A-Za-z]\w*)=(.*)", re.DOTALL)
 
@@ -118,10 +102,6 @@ class CompileOptions:
         check_choices(fallback=(self.fallback, Fallback))
         if self.when is not None:
             check_choices(when=(self.when, When))
-        self._check_xla_options()
-
-    def _check_xla_options(self) -> None:
-        """Raises ValueError for options that are given twice or that have a field of their own."""
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
         if odd:
             raise UserError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")
@@ -199,50 +179,3 @@ def _parse(name: str, text: str) -> OptionValue:
         except ValueError:
             continue
     return text
-
-
-def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Device) -> dict[str, OptionValue]:
-    """Compiles an empty program with the options, in some ten milliseconds.
-
-    It bypasses JAX's caches and triggers none of its events.
-    """
-    if not options:
-        return {}
-    error = _error_of(options, device)
-    if error is None:
-        return dict(options)
-    known = {name: value for name, value in options.items() if name not in _IF_KNOWN}
-    if len(known) < len(options):
-        return check_compiler_options(known, device)
-    alone = {name: _error_of({name: value}, device) for name, value in options.items()}
-    reasons = [
-        f"{name}={options[name]!r} ({str(reason).splitlines()[0]})"
-        for name, reason in alone.items()
-        if reason is not None
-    ]
-    if not reasons:
-        reasons = [f"{', '.join(f'{name}={value!r}' for name, value in options.items())} together ({error})"]
-    import jaxlib
-
-    raise UserError(f"jaxlib {jaxlib.__version__} does not support these options: {'; '.join(reasons)}") from error
-
-
-def _error_of(options: Mapping[str, OptionValue], device: jax.Device) -> Exception | None:
-    """What jaxlib raises when it compiles with the options."""
-    import jax  # here: settings are read without JAX
-    from jax.extend.backend import get_compile_options
-
-    client = device.client
-    overrides: dict[str, Any] = dict(options)
-    try:
-        compile_options = get_compile_options(
-            num_replicas=1,
-            num_partitions=1,
-            device_assignment=np.array([[device]]),
-            env_options_overrides=overrides,
-            backend=client,
-        )
-        client.compile_and_load(_PROGRAM, executable_devices=[device], compile_options=compile_options)
-    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-        return error
-    return None

@@ -6,13 +6,12 @@ Batches that were not planned are rejected.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import operator
 import os
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,8 @@ from jvarlen.compiling.arguments import (
     without_aliases,
 )
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import Recipe
-from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
+from jvarlen.compiling.lowering import Programs, Recipe, largest_first
+from jvarlen.compiling.pending import PendingPrograms
 from jvarlen.compiling.program_store import serialized, without_compilation_cache, write_compiled
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import AnyBucket
@@ -79,7 +78,6 @@ class CompiledBuckets:
         """Made by `compile_buckets` or `load_compiled`."""
         self._recipe = recipe
         self._programs = programs
-        self._executables = programs.executables
         self._pending = pending
         self._options = options
         self.specs = {bucket: recipe.shapes.spec(bucket) for bucket in buckets}
@@ -91,7 +89,7 @@ class CompiledBuckets:
         self._failure: BaseException | None = None
         self._is_state_checked = False
         self._is_arithmetic_prepared = False
-        self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
+        self._checked: tuple[int, ...] = ()  # tells the state that was checked, or the last step gave back
         self._clock: StepClock[AnyBucket] | None = None
         if options.time_steps:
             from jvarlen.compiling.measure import StepClock
@@ -132,7 +130,7 @@ class CompiledBuckets:
                 times_used=self._times_used[bucket],
                 step_s=seconds.get(bucket, row.step_s),
                 stall_s=self._stall_s[bucket],
-                is_live=self._executables.is_live(bucket),
+                is_live=self._programs.is_live(bucket),
             )
             for bucket in self.specs
             if (row := self._programs.rows.get(bucket)) is not None
@@ -153,25 +151,24 @@ class CompiledBuckets:
             bucket, batch = self._fall_back(batch)
         if self._pending is not None:
             self.wait(bucket)
-        if not self._executables.has(bucket):
+        if not self._programs.has(bucket):
             bucket, batch = self._fall_back(batch)
-        executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
-        if identity(state) != self._returned:
+        if self._identity(state) != self._checked:
             check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
-            if self._recipe.donate and not self._programs.keeps_state:
+            if self._recipe.donate and bucket not in self._programs.keeping_state:
                 state = without_aliases(state, self._programs.constants.values())
         if self._in_flight is not None and len(self._in_flight) == 2:
             wait_for(self._in_flight[0])
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
-            outputs = self._programs.run(executable, bucket, state, batch)
+            outputs = self._programs.run(bucket, state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(state, batch, bucket, error)
             raise
-        self._returned = identity(outputs[0])
+        self._checked = self._identity(outputs[0])
         if self._in_flight is not None:
             self._in_flight.append(outputs[1])
         if self._clock is not None:
@@ -201,23 +198,13 @@ class CompiledBuckets:
           Exception: as `wait`.
         """
         if self._pending is not None:
-            with self._going_on() as pending:
-                pending.advance()
+            self._pending.advance()
+            if self._pending.is_ready():
+                self._pending = None
 
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[PendingPrograms]:
-        assert self._pending is not None
-        num_constants = len(self._programs.constants)
-        yield self._pending
-        if len(self._programs.constants) > num_constants:
-            self._returned = ()  # the state may hold one of them
-        if self._pending.is_done:
-            self._pending = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every bucket is compiled."""
-        return self._pending is None
+    def _identity(self, state: Any) -> tuple[int, ...]:
+        """Tells a state, and that programs hold the same constants as before, of which it may hold one."""
+        return *identity(state), len(self._programs.constants)
 
     @property
     def pending(self) -> tuple[AnyBucket, ...]:
@@ -247,8 +234,9 @@ class CompiledBuckets:
         if self._pending is None:
             return True
         start = time.perf_counter()
-        with self._going_on() as pending:
-            is_ready = pending.wait(known, timeout)
+        is_ready = self._pending.wait(known, timeout)
+        if self._pending.is_ready():
+            self._pending = None
         if known is not None:
             self._stall_s[known] += time.perf_counter() - start
         return is_ready
@@ -271,7 +259,7 @@ class CompiledBuckets:
         for bucket in self._known(buckets):
             if self._pending is not None:
                 self._pending.drop(bucket)
-            self._executables.release(bucket)
+            self._programs.release(bucket)
 
     def release_after(self, num_steps: Mapping[Any, int]) -> None:
         """Releases the executable of each bucket once it has run the given number of further steps.
@@ -346,7 +334,7 @@ class CompiledBuckets:
         """
         (known,) = self._known([bucket])
         self.wait(known)
-        return self._executables.get(known).as_text() or ""
+        return self._programs.get(known).as_text() or ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
@@ -363,7 +351,7 @@ class CompiledBuckets:
         """
         self.wait()
         buckets = largest_first(list(self.specs))
-        released = [bucket for bucket in buckets if not self._executables.has(bucket)]
+        released = [bucket for bucket in buckets if not self._programs.has(bucket)]
         if released:
             raise UserError(f"executables were released; save before releasing: {', '.join(map(str, released))}")
         programs = [self._serialized(bucket) for bucket in buckets]
@@ -373,21 +361,9 @@ class CompiledBuckets:
             "environment": self._recipe.environment,
             "microbatches_per_step": self.microbatches_per_step,
             "buckets": [list(bucket) for bucket in buckets],
-            "fingerprint": self.fingerprint,
+            "fingerprint": self._programs.fingerprint(self.microbatches_per_step, buckets),
         }
         write_compiled(Path(path), header, [program for program, _, _ in programs])
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the compiled buckets and programs; waits for what is pending."""
-        self.wait()
-        return self._programs.fingerprint(self._recipe, list(self.specs))
-
-    @property
-    def common_environment(self) -> str:
-        """Compiler software and options, which are the same on all processes that train together."""
-        own = ("device ids", "device kinds", "process", "CPU")
-        return repr({name: value for name, value in self._recipe.environment.items() if name not in own})
 
     def warm_up(self, state: Any, *, progress: bool = True) -> None:
         """Runs every executable on batches of zeros and a copy of the state, so that all tuning is done before step 1.
@@ -407,30 +383,27 @@ class CompiledBuckets:
             raise UserError("warming up runs the step: it needs a state of arrays, not of shapes")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
-        held = [bucket for bucket in self.specs if self._executables.has(bucket)]
+        held = [bucket for bucket in self.specs if self._programs.has(bucket)]
         bar = progress_bar(held, desc=f"warm up {self._recipe.name}", unit="bucket", progress=progress)
         for bucket in bar:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
             for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
                 batch = jax.tree.map(zeros_of, self.specs[bucket])
-                executable = self._executables.get(bucket)
-                state, _ = jax.block_until_ready(self._programs.run(executable, bucket, state, batch))
+                state, _ = jax.block_until_ready(self._programs.run(bucket, state, batch))
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
-        was_read = self._programs.rows[bucket].cache_hit and not self._executables.is_stored(bucket)
+        was_read = self._programs.rows[bucket].cache_hit and not self._programs.is_stored(bucket)
         if was_read and not self._recipe.can_serialize_what_was_read:
             with without_compilation_cache():
                 return serialized(self._recipe.compile(self._recipe.lower(bucket)).executable)
-        return self._executables.serialized(bucket)
+        return self._programs.serialized(bucket)
 
     def _fall_back(self, batch: Any) -> tuple[AnyBucket, Any]:
         if self._options.fallback == "pad":
             pending = self.pending
             held = {
-                bucket: spec
-                for bucket, spec in self.specs.items()
-                if self._executables.has(bucket) or bucket in pending
+                bucket: spec for bucket, spec in self.specs.items() if self._programs.has(bucket) or bucket in pending
             }
             bucket = nearest_larger(batch, held)
             if bucket is not None:

@@ -1,57 +1,53 @@
-"""Lowers a step for any bucket."""
+"""The programs of a step: lowered and compiled for any bucket, and those that are compiled."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+import platform
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
-from jvarlen.compiling.program_store import environment_of
-from jvarlen.compiling.recompiles import counting_in_thread
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.program_store import deserialized, serialized
+from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
-
+__all__ = ["CompiledBucket", "LoweredBucket", "Programs", "Recipe", "largest_first", "make_recipe"]
 
 _HOISTED_FROM_BYTES = 2**20  # what a step closes over in all, from which on its arrays become arguments of programs
 _CONSTANT_BYTES = 2**12  # an array up to here stays a constant
 
 
-class LoweredBucket(NamedTuple):
-    """The program of a bucket before compilation.
+def largest_first(buckets: Sequence[AnyBucket]) -> list[AnyBucket]:
+    """Buckets by tokens with padding, descending."""
+    return sorted(buckets, key=lambda bucket: -bucket.padded_tokens)
 
-    Attributes:
-      bucket: its shape.
-      program: takes the state, a batch, and `constants`; gives the next state and metrics, or metrics alone where the
-        step keeps its state.
-      constants: arrays that the step closes over, on the devices that it runs on.
-      keeps_state: whether the step returns the very state that it takes.
-      seconds: of tracing and lowering it.
-    """
+
+class LoweredBucket(NamedTuple):
+    """The program of a bucket before compilation."""
 
     bucket: AnyBucket
-    program: jax.stages.Lowered
-    constants: tuple[jax.Array, ...]
-    keeps_state: bool
-    seconds: float
-
-    @property
-    def metrics(self) -> Any:
-        """Shapes and dtypes of what a step returns besides the state."""
-        return self.program.out_info if self.keeps_state else self.program.out_info[1]
+    program: jax.stages.Lowered  # of state, batch, and constants; gives state and metrics, or metrics alone
+    constants: tuple[jax.Array, ...]  # arrays that the step closes over, on the devices that it runs on
+    keeps_state: bool  # whether the step returns the very state that it takes, so that the program gives metrics alone
+    seconds: float  # of tracing and lowering
 
 
 class CompiledBucket(NamedTuple):
@@ -63,25 +59,16 @@ class CompiledBucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What makes the program of any bucket.
+    """What makes the program of any bucket."""
 
-    Attributes:
-      step_fn: `step_fn(state, batch) -> (state, metrics)`, not jitted.
-      state_spec: pytree of `jax.ShapeDtypeStruct`.
-      shapes: of its batches, and where these lie.
-      devices: those that a step runs on, those of other processes included.
-      compiler_options: of XLA.
-      donate: whether a step writes the next state over the one that it takes.
-      grad_buckets: sizes of the buckets in which gradients are reduced; None: all together.
-    """
-
-    step_fn: Callable[[Any, Any], tuple[Any, Any]]
-    state_spec: Any
+    step_fn: Callable[[Any, Any], tuple[Any, Any]]  # not jitted
+    state_spec: Any  # pytree of `jax.ShapeDtypeStruct`
     shapes: BatchShapes
-    devices: list[jax.Device]
+    devices: list[jax.Device]  # those of other processes included
     compiler_options: Mapping[str, Any]
-    donate: bool = True
-    grad_buckets: BucketBytes | None = None
+    donate: bool = True  # whether a step writes the next state over the one that it takes
+    grad_buckets: BucketBytes | None = None  # in which gradients are reduced; None: all together
+    is_timed: bool = False  # whether a step has to return something that can be waited for
     _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -118,22 +105,30 @@ class Recipe:
 
     @property
     def can_serialize_what_was_read(self) -> bool:
-        """Whether a program that was not compiled here, but read from somewhere, can be turned into bytes again.
-
-        XLA's CPU backend then leaves the code out, and only running it shows that.
-        """
+        """Whether a program that was not compiled here can be turned into bytes again."""
+        # XLA's CPU backend leaves the code out, and only running it shows that.
         return self.device.platform != "cpu"
 
     @property
     def environment(self) -> dict[str, Any]:
         """What must be the same where programs are compiled and where they are run, by name."""
-        return environment_of(self.devices) | {"compiler options": dict(self.compiler_options)}
+        client = self.devices[0].client
+        return {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "platform": client.platform,
+            "platform version": client.platform_version,
+            "device kinds": [device.device_kind for device in self.devices],
+            "device ids": [device.id for device in self.devices],
+            "CPU": _cpu_kind(),
+            "processes": jax.process_count(),
+            "process": jax.process_index(),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+            "compiler options": dict(self.compiler_options),
+        }
 
     def lower(self, bucket: AnyBucket) -> LoweredBucket:
-        """Traces and lowers the step for a bucket.
-
-        Settings of JAX that a `with` block makes are those of one thread: it is called in the user's.
-        """
+        """Traces and lowers the step for a bucket, in the user's thread, whose settings of JAX count."""
         keeps_state = False
 
         # A function of its own for each bucket: JAX keeps an executable as long as the function that was jitted lives.
@@ -193,6 +188,8 @@ class Recipe:
     def _check_outputs(self, outputs: Any) -> None:
         if not (isinstance(outputs, tuple) and len(outputs) == 2):
             raise UserError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
+        if self.is_timed and not jax.tree.leaves(outputs[1]):
+            raise UserError(f"time_steps waits for the metrics of a step, and those of {self.name} hold no array")
         given, returned = (
             {name: describe(jax.typeof(leaf)) for name, leaf in leaves_by_name(state).items()}
             for state in (self.state_spec, outputs[0])
@@ -213,12 +210,7 @@ def make_recipe(
     *,
     donate: bool = True,
 ) -> Recipe:
-    """Takes arguments of `compile_buckets`.
-
-    Raises:
-      ValueError: options that the installed jaxlib does not take; a step for one device, on several of which every one
-        would compute the whole step.
-    """
+    """The recipe of a step with the arguments of `compile_buckets`."""
     num_shards = 1 if shapes.placement is None else shapes.placement.layout.data
     if num_shards > 1 and getattr(step_fn, "placement", shapes.placement) is None:
         raise UserError(
@@ -227,17 +219,31 @@ def make_recipe(
         )
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
+    compiler_options = options.compiler_options(devices[0].platform, len(devices))
     recipe = Recipe(
         step_fn=step_fn,
         state_spec=_spec_of_state(state, mesh),
         shapes=shapes,
         devices=devices,
-        compiler_options=options.compiler_options(devices[0].platform, len(devices)),
+        compiler_options=compiler_options,
         donate=donate,
         grad_buckets=options.grad_buckets,
+        is_timed=bool(options.time_steps),
     )
-    known = check_compiler_options(recipe.compiler_options, recipe.device)
-    return dataclasses.replace(recipe, compiler_options=known)
+    check_compiler_options(compiler_options, recipe.device)
+    return recipe
+
+
+def check_compiler_options(options: Mapping[str, Any], device: jax.Device) -> None:
+    """Raises ValueError for options that the installed jaxlib does not take, by compiling an empty program."""
+    if not options:
+        return
+    try:
+        with uncounted_in_thread(), jax.default_device(device):
+            jax.jit(lambda: 0).lower().compile(compiler_options=dict(options))
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+        listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise UserError(f"jaxlib {jaxlib.__version__} does not support these options: {listed} ({error})") from error
 
 
 def _retraced(traced: jax.stages.Traced, hoisted: tuple[int, ...], *, metrics_only: bool) -> Callable[..., Any]:
@@ -266,3 +272,96 @@ def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
         return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
 
     return jax.tree.map(spec, state, jax.eval_shape(lambda state: state, state))
+
+
+def _cpu_kind() -> str:
+    """The kind of the host's CPU; where the system tells, with what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:16]}"
+
+
+class Programs:
+    """The compiled programs of a step.
+
+    At most `max_live` are on the devices; the others wait on the host, serialized, until they are used.
+    """
+
+    def __init__(self, devices: list[jax.Device], max_live: int | None = None):
+        self.rows: dict[AnyBucket, CompileRow] = {}
+        self.constants: dict[AnyBucket, tuple[jax.Array, ...]] = {}
+        self.texts: dict[AnyBucket, str] = {}  # of the largest and the smallest, by which saved sets are told apart
+        self.keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
+        self._devices = devices
+        self._max_live = max_live
+        self._live: OrderedDict[AnyBucket, jax.stages.Compiled] = OrderedDict()  # least recently used first
+        self._stored: dict[AnyBucket, tuple[bytes, Any, Any]] = {}
+
+    def lowered(self, lowered: LoweredBucket, *, with_text: bool) -> None:
+        """Takes note of what a program takes and gives."""
+        if lowered.constants:
+            self.constants[lowered.bucket] = lowered.constants
+        if lowered.keeps_state:
+            self.keeping_state.add(lowered.bucket)
+        if with_text:
+            self.texts[lowered.bucket] = lowered.program.as_text()
+
+    def add(
+        self, row: CompileRow, executable: jax.stages.Compiled, stored: tuple[bytes, Any, Any] | None = None
+    ) -> None:
+        """Takes a program, and, where that is known, what `serialized` gave for it."""
+        self.rows[row.bucket] = row
+        if self._max_live is not None:
+            self._stored[row.bucket] = stored or serialized(executable)
+        self._hold(row.bucket, executable)
+
+    def get(self, bucket: AnyBucket) -> jax.stages.Compiled:
+        """A program that was not released, loaded again where it had made room; nothing is compiled."""
+        if bucket in self._live:
+            self._live.move_to_end(bucket)
+        else:
+            self._hold(bucket, deserialized(*self._stored[bucket], self._devices))
+        return self._live[bucket]
+
+    def _hold(self, bucket: AnyBucket, executable: jax.stages.Compiled) -> None:
+        while self._max_live is not None and len(self._live) >= self._max_live:
+            self._live.popitem(last=False)
+        self._live[bucket] = executable
+
+    def run(self, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs a program: the next state, and the metrics."""
+        constants = self.constants.get(bucket)
+        outputs = self.get(bucket)(state, batch, *([constants] if constants else []))
+        return (state, outputs) if bucket in self.keeping_state else outputs
+
+    def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
+        """A program that was not released, as `serialized` gives it."""
+        return self._stored[bucket] if bucket in self._stored else serialized(self._live[bucket])
+
+    def has(self, bucket: AnyBucket) -> bool:
+        """Whether a program is compiled and was not released."""
+        return bucket in self._live or bucket in self._stored
+
+    def is_stored(self, bucket: AnyBucket) -> bool:
+        """Whether a program waits on the host as well."""
+        return bucket in self._stored
+
+    def is_live(self, bucket: AnyBucket) -> bool:
+        """Whether a program is on the devices."""
+        return bucket in self._live
+
+    def release(self, bucket: AnyBucket) -> None:
+        """Lets a program go for good; a step that still runs it is not disturbed."""
+        self._live.pop(bucket, None)
+        self._stored.pop(bucket, None)
+
+    def fingerprint(self, microbatches_per_step: int, buckets: Sequence[AnyBucket]) -> str:
+        """SHA-256 of the buckets, and of the lowered programs of the largest and the smallest."""
+        ordered = largest_first(buckets)
+        digest = hashlib.sha256(repr((microbatches_per_step, [tuple(bucket) for bucket in ordered])).encode())
+        for bucket in dict.fromkeys((ordered[0], ordered[-1])):
+            digest.update(hashlib.sha256(self.texts[bucket].encode()).digest())
+        return digest.hexdigest()

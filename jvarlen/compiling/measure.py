@@ -5,15 +5,12 @@ Letters: K buckets.
 
 from __future__ import annotations
 
-import atexit
 import math
-import queue
 import statistics
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -44,105 +41,42 @@ _MOST_GROWTH = 16  # from one try to the next: two small ones tell little of wha
 class StepClock(Generic[Key]):
     """Times every step in a thread of its own, which waits for the results instead of the caller.
 
-    A step is timed from its dispatch to its end, or from the end of the previous step if the device was still busy with
-    that. The time includes whatever the device waited for in between, such as input. The clock ends when nothing refers
-    to it any more.
-
-    Example:
-      >>> step = jax.jit(lambda x: (x, x.sum()), donate_argnums=0)
-      >>> state, clock = jax.numpy.ones(5), StepClock()
-      >>> for _ in range(3):
-      ...     started = time.perf_counter()
-      ...     state, metrics = step(state)
-      ...     clock.step("five", started, metrics)
-      >>> clock.median_seconds()["five"] > 0
-      True
+    A step is timed from its dispatch to its end, or from the end of the step before if the device was still busy with
+    that. This includes whatever the device waited for in between, such as input.
     """
 
     def __init__(self) -> None:
-        self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._seconds: dict[Key, deque[float]] = {}
-        self._lock = threading.Lock()
-        self._thread: _Waiter | None = None  # started by the first step
-        weakref.finalize(self, self._steps.put, None).atexit = False  # there is _end_threads for that
+        self._ready = 0.0  # when the step before was
+        # Its thread ends once nothing refers to it. At exit Python waits for the thread: ending it while it waits for a
+        # device would take the process down.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step clock")
+        with without_interrupts():  # Ctrl-C is for the main thread to handle
+            self._thread.submit(int)
 
     def step(self, key: Key, started: float, outputs: Any) -> None:
-        """Takes note of a step that has just been dispatched; returns at once.
+        """Takes note of a step that has just been dispatched; returns at once. A step that fails is left out.
 
-        One array of its outputs is held until it is ready, so they leave out what the next step overwrites. A step that
-        fails is left out. Raises ValueError where there is no `jax.Array` among the outputs.
+        One array of its outputs is held until it is ready, so they leave out what the next step overwrites.
         """
-        leaf = next((leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)), None)
-        if leaf is None:
-            raise UserError(f"a step without an array in its outputs cannot be timed: {jax.tree.structure(outputs)}")
-        with self._lock:
-            if self._thread is None:
-                self._thread = _Waiter(self._steps, self._seconds, self._lock)
-                with without_interrupts():  # Ctrl-C is for the main thread to handle
-                    self._thread.start()
-                _threads.add(self._thread)
-        self._steps.put((key, started, leaf))
+        leaf = next(leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array))
+        self._thread.submit(self._wait, key, started, leaf)
+
+    def _wait(self, key: Key, started: float, array: jax.Array) -> None:
+        before = self._ready
+        try:
+            jax.block_until_ready(array)
+        finally:
+            self._ready = time.perf_counter()
+        self._seconds.setdefault(key, deque(maxlen=_NUM_KEPT)).append(self._ready - max(started, before))
 
     def median_seconds(self) -> dict[Key, float]:
         """The median of the seconds of each key, over its last 1,001 steps, once all steps so far have ended.
 
-        No step is left out, but a median ignores single slow ones: the first use of an executable, which loads it, or a
-        step during which a checkpoint was written.
+        A median ignores single slow steps: the first use of an executable, or a checkpoint that was written meanwhile.
         """
-        if self._thread is not None and _exiting.is_set():
-            self._thread.join()
-        elif self._thread is not None:
-            recorded = threading.Event()
-            self._steps.put(recorded)
-            recorded.wait()
-        with self._lock:
-            return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
-
-
-class _Waiter(threading.Thread):
-    """Takes (key, started, array) from a queue until a None comes; an Event is set when its turn comes.
-
-    It does not keep the clock alive.
-    """
-
-    def __init__(self, steps: queue.SimpleQueue, seconds: dict[Any, deque[float]], lock: threading.Lock):
-        super().__init__(name="step clock", daemon=True)
-        self.steps = steps
-        self._seconds, self._lock = seconds, lock
-
-    def run(self) -> None:
-        ready = 0.0  # when the step before was
-        while (item := self.steps.get()) is not None and not _exiting.is_set():
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            key, started, array = item
-            try:
-                jax.block_until_ready(array)
-                failed = False
-            except Exception:  # whoever reads the outputs is told
-                failed = True
-            before, ready = ready, time.perf_counter()
-            if not failed:
-                with self._lock:
-                    self._seconds.setdefault(key, deque(maxlen=_NUM_KEPT)).append(ready - max(started, before))
-            del item, array  # not held while the next step is waited for
-
-
-_threads: weakref.WeakSet[_Waiter] = weakref.WeakSet()
-_exiting = threading.Event()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """Lets each thread end by itself: one that the interpreter ends while it waits for a device takes the process down.
-
-    That is when the step which it waits for ends. JAX waits for all steps at exit, whoever else does.
-    """
-    _exiting.set()
-    for thread in list(_threads):
-        thread.steps.put(None)
-        thread.join()
+        self._thread.submit(int).result()
+        return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
 
 
 class MeasuredBuckets(NamedTuple):

@@ -14,19 +14,16 @@ import hashlib
 import hmac
 import json
 import os
-import platform
 import secrets
 import stat
 import threading
 import warnings
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import platformdirs
 from filelock import FileLock
 from jax.experimental import serialize_executable
@@ -35,13 +32,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import default_compilation_cache
-from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "Executables",
-    "check_environment",
     "deserialized",
-    "environment_of",
     "read_compiled",
     "serialized",
     "use_compilation_cache",
@@ -120,34 +113,6 @@ def without_compilation_cache() -> Iterator[None]:
             reset_cache()
 
 
-def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """What must be the same where programs are compiled and where they are run, by name."""
-    client = devices[0].client
-    return {
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "platform": client.platform,
-        "platform version": client.platform_version,
-        "device kinds": [device.device_kind for device in devices],
-        "device ids": [device.id for device in devices],
-        "CPU": _cpu_kind(),
-        "processes": jax.process_count(),
-        "process": jax.process_index(),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
-def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ValueError that lists what differs."""
-    differing = [
-        f"{name}: {saved.get(name)} there, {here.get(name)} here"
-        for name in {**here, **saved}
-        if saved.get(name) != here.get(name)
-    ]
-    if differing:
-        raise UserError(f"{path} was compiled for something else: {'; '.join(differing)}")
-
-
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
     """Writes a signed file that only its owner can read, atomically."""
     digests = [hashlib.sha256(program).hexdigest() for program in programs]
@@ -218,79 +183,6 @@ def _read_key(path: Path) -> bytes:
     if len(key) != _KEY_BYTES:  # a shorter one could be guessed
         raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save again")
     return key
-
-
-def _cpu_kind() -> str:
-    """The kind of the host's CPU; where the system tells, with what it can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:16]}"
-
-
-class Executables:
-    """The programs of buckets, at most some of them on the devices; the others wait on the host until they are used."""
-
-    def __init__(self, devices: list[jax.Device], max_live: int | None):
-        self._devices = devices
-        self._max_live = max_live
-        self._live: OrderedDict[AnyBucket, jax.stages.Compiled] = OrderedDict()  # least recently used first
-        self._stored: dict[AnyBucket, tuple[bytes, Any, Any]] = {}
-        self._lock = threading.Lock()
-
-    def add(
-        self, bucket: AnyBucket, compiled: jax.stages.Compiled, stored: tuple[bytes, Any, Any] | None = None
-    ) -> None:
-        """Takes the program of a bucket, and, where that is known, what `serialized` gave for it."""
-        with self._lock:
-            if self._max_live is not None:
-                self._stored[bucket] = stored or serialized(compiled)
-            self._hold(bucket, compiled)
-
-    def get(self, bucket: AnyBucket) -> jax.stages.Compiled:
-        """The program, loaded again where it had made room; nothing is compiled. KeyError where it was released."""
-        if self._max_live is None:
-            return self._live[bucket]
-        with self._lock:
-            if bucket in self._live:
-                self._live.move_to_end(bucket)
-                return self._live[bucket]
-            program = deserialized(*self._stored[bucket], self._devices)
-            self._hold(bucket, program)
-            return program
-
-    def any_live(self) -> jax.stages.Compiled:
-        """One of the programs on the devices."""
-        return next(iter(self._live.values()))
-
-    def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
-        """The program as `serialized` gives it. KeyError where it was released."""
-        return self._stored[bucket] if bucket in self._stored else serialized(self._live[bucket])
-
-    def has(self, bucket: AnyBucket) -> bool:
-        """Whether the program was not released."""
-        return bucket in self._live or bucket in self._stored
-
-    def is_stored(self, bucket: AnyBucket) -> bool:
-        """Whether the program waits on the host as well."""
-        return bucket in self._stored
-
-    def is_live(self, bucket: AnyBucket) -> bool:
-        """Whether the program is on the devices."""
-        return bucket in self._live
-
-    def release(self, bucket: AnyBucket) -> None:
-        """Lets a program go for good; a step that still runs it is not disturbed."""
-        with self._lock:
-            self._live.pop(bucket, None)
-            self._stored.pop(bucket, None)
-
-    def _hold(self, bucket: AnyBucket, compiled: jax.stages.Compiled) -> None:
-        while self._max_live is not None and len(self._live) >= self._max_live:
-            self._live.popitem(last=False)
-        self._live[bucket] = compiled
 
 
 def serialized(compiled: jax.stages.Compiled) -> tuple[bytes, Any, Any]:

@@ -86,11 +86,13 @@ _DERIVED = ("total_bytes", "compile_s_per_use")
 def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> CompileRow:
     """The row of an executable that has not been used."""
     flops = float((_told_by(compiled.cost_analysis) or {}).get("flops", math.nan))
+    flops = flops if flops >= 0 else math.nan  # XLA marks what it cannot count as negative
     memory = _told_by(compiled.memory_analysis)
-    names = ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
-    num_bytes = [int(getattr(memory, f"{name}_in_bytes", 0)) for name in names]
-    # XLA marks what it cannot count as negative.
-    return CompileRow(bucket, lower_s, compile_s, cache_hit, flops if flops >= 0 else math.nan, *num_bytes)
+    argument, output, alias, temp, peak = (
+        int(getattr(memory, f"{name}_in_bytes", 0))
+        for name in ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
+    )
+    return CompileRow(bucket, lower_s, compile_s, cache_hit, flops, argument, output, alias, temp, peak)
 
 
 def _told_by(analysis: Callable[[], Any]) -> Any:

@@ -12,7 +12,8 @@ import pytest
 import tyro
 
 from jvarlen import no_recompiles
-from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.lowering import check_compiler_options
 
 GRAPHS = "xla_gpu_enable_command_buffer"
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
@@ -102,12 +103,10 @@ def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_beco
     jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile(compiler_options=options)
 
 
-def test_exactly_the_options_at_fault_are_named():
-    options = CompileOptions(xla_options=("xla_none=1", "xla_gpu_autotune_level=2", "xla_gpu_autotune_max_solutions=x"))
-    with pytest.raises(ValueError, match=r"xla_none='1'.*xla_gpu_autotune_max_solutions='x'") as raised:
+def test_an_option_that_jaxlib_does_not_know_is_named():
+    options = CompileOptions(xla_options=("xla_none=1", "xla_gpu_autotune_level=2"))
+    with pytest.raises(ValueError, match=rf"jaxlib {jaxlib.__version__} does not support .*option: 'xla_none'"):
         check_compiler_options(options.compiler_options("gpu", 1), jax.devices()[0])
-    assert f"jaxlib {jaxlib.__version__}" in str(raised.value)
-    assert "xla_gpu_autotune_level" not in str(raised.value)
 
 
 def test_a_value_of_jaxs_own_options_that_cannot_be_read_is_named():

@@ -10,7 +10,6 @@ import weakref
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jvarlen.compiling.measure import StepClock
@@ -92,26 +91,8 @@ def test_a_failed_step_is_left_out_and_the_next_one_is_not():
     assert num_steps_of(clock) == {"good": 1}
 
 
-@pytest.mark.parametrize("outputs", [None, {}, {"loss": np.ones(3)}, 1.0])
-def test_outputs_without_an_array_are_refused_at_once(outputs):
-    with pytest.raises(ValueError, match="without an array"):
-        StepClock().step("key", time.perf_counter(), outputs)
-
-
 def clocks():
-    return {thread for thread in threading.enumerate() if thread.name == "step clock"}
-
-
-def test_the_thread_lives_from_the_first_step_on(busy):
-    before = clocks()
-    clock = StepClock()
-    clock.median_seconds()
-    assert clocks() == before
-    clock.step("key", time.perf_counter(), busy(jnp.ones((256, 256))))
-    (thread,) = clocks() - before
-    assert thread.daemon
-    assert clock.median_seconds()["key"] > 0
-    assert thread.is_alive()
+    return {thread for thread in threading.enumerate() if thread.name.startswith("step clock")}
 
 
 def test_a_clock_that_no_one_refers_to_ends():
@@ -128,7 +109,7 @@ def test_a_clock_that_no_one_refers_to_ends():
 def test_the_thread_never_sees_ctrl_c():
     class Key:
         def __hash__(self):  # called where the step is recorded
-            if threading.current_thread().name == "step clock":
+            if threading.current_thread().name.startswith("step clock"):
                 masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
             return 0
 

@@ -10,7 +10,6 @@ import pytest
 
 import jvarlen
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling import compile_options
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.compiling.lowering import make_recipe
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
@@ -122,15 +121,6 @@ def test_other_passes_may_be_left_out_as_well():
     passes = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,algsimp"}
     assert options.compiler_options("cpu", 2) == passes | {"xla_cpu_experimental_ynn_fusion_type": ""}
     assert options.compiler_options("cpu", 1) == {"xla_disable_hlo_passes": "algsimp"}
-
-
-def test_an_option_that_jaxlib_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(compile_options, "_YNN_FUSIONS", "xla_cpu_no_such_option")
-    monkeypatch.setattr(compile_options, "_IF_KNOWN", {"xla_cpu_no_such_option"})
-    options = jvarlen.CompileOptions(grad_bucket_bytes=8).compiler_options("cpu", 2)
-    assert "xla_cpu_no_such_option" in options
-    known = compile_options.check_compiler_options(options, jax.devices()[0])
-    assert known == {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 
 @pytest.mark.parametrize("sizes", [{"cap": 0}, {"cap": 10, "first_cap": -1}])
