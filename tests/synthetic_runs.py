@@ -48,14 +48,13 @@ def records_of(num_steps, *, seed=0):
     return records
 
 
-def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, without=(), settings=None):
-    """A directory of a run; `without` names fields that an older version did not write."""
+def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, settings=None):
+    """A directory of a run."""
     records = records_of(num_steps, seed=seed) if records is None else records
     path.mkdir(parents=True)
     settings = {"format": 2, "seed": seed, "plan": {"max_tokens": 512, "order": "shuffle"}} | (settings or {})
     (path / "config.json").write_text(json.dumps(settings))
-    kept = [{name: value for name, value in record.items() if name not in without} for record in records]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if has_ended:
         summary = {
             "num_steps": num_steps,

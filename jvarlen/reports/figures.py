@@ -13,28 +13,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64, Real
+from jaxtyping import Float64, Real
 
 __all__ = [
     "COLOURS",
     "DARK",
     "Detail",
-    "Look",
     "Picture",
+    "bars_picture",
     "colour_of",
-    "draw_bars",
-    "draw_line",
+    "draw_series",
     "draw_steps",
     "drawing_settings",
-    "finish_bars",
-    "finish_steps",
     "format_ticks",
     "look_of",
     "new_figure",
-    "range_starts",
+    "series_picture",
     "style_of_colours",
     "to_svg",
-    "where_known",
 ]
 
 _PALETTE = {
@@ -51,15 +47,13 @@ _PALETTE = {
 COLOURS = {name: light for name, (light, _) in _PALETTE.items()}  # in which figures are drawn
 DARK = {name: dark for name, (_, dark) in _PALETTE.items()}  # what SVG shows where surroundings are dark
 _OF_LINES = ("first", "second", "third", "fourth", "fifth", "sixth")
-# In points: what is drawn, and what is not, along a line. The second half of the runs looks different from the first.
+# In points: what is drawn, and what is not, along a line. From the seventh run on, lines are dashed.
 _DASHES = ((), (5.0, 2.0), (1.0, 1.5), (5.0, 1.5, 1.0, 1.5))
 
 _WIDTH, _HEIGHT = 4.4, 2.7  # inches of 72 points
 _MOST_POINTS = 500  # steps that are drawn one by one, of all lines together
 _FEW_RANGES = 50  # of steps that are drawn together, where it is several lines, and of a short one
 _MOST_RANGES = 300  # where it is one line
-_MOST_BANDS = 2  # more of them hide each other
-_POINT_SIZE = 3.0
 _MOST_LABELS = 16  # of bars side by side
 _LEVEL_CHARACTERS = 24  # of all labels, if they are to stand level
 
@@ -70,19 +64,11 @@ class Picture(NamedTuple):
     name: str  # of letters and hyphens, unlike that of any other
     title: str
     caption: str
-    svg: str  # as from `to_svg`; empty if there is nothing to show
-    runs: tuple[int, ...] = ()  # places of the runs that are in it
-
-
-class Look(NamedTuple):
-    """How a line is drawn."""
-
-    colour: str  # a name of `COLOURS`
-    dashes: tuple[float, ...]  # points drawn and left out in turn; none for a whole line
+    svg: str  # as from `to_svg`
 
 
 class Detail(NamedTuple):
-    """How finely steps are drawn: the same for all lines of a figure, which are to be compared."""
+    """How finely steps are drawn: the same for all lines of an axis, which are to be compared."""
 
     num_steps: int  # of the longest line
     num_lines: int = 1
@@ -95,12 +81,7 @@ class Detail(NamedTuple):
     @property
     def num_ranges(self) -> int:
         """Ranges of neighbouring steps, if they are drawn together."""
-        return _MOST_RANGES if self.num_lines == 1 else _FEW_RANGES
-
-    @property
-    def has_bands(self) -> bool:
-        """Whether the least and the most of each range are drawn."""
-        return self.num_lines <= _MOST_BANDS
+        return _MOST_RANGES if self.num_lines == 1 and self.is_long else _FEW_RANGES
 
     @property
     def caption(self) -> str:
@@ -108,7 +89,7 @@ class Detail(NamedTuple):
         if not self.is_long:
             return "A point a step."
         mean = f"Line: the mean of up to {math.ceil(self.num_steps / self.num_ranges):,} neighbouring steps"
-        return f"{mean}; band: their least to most." if self.has_bands else f"{mean}."
+        return f"{mean}; band: their least to most." if self.num_lines == 1 else f"{mean}."
 
 
 @contextlib.contextmanager
@@ -119,9 +100,9 @@ def drawing_settings() -> Iterator[None]:
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "jvarlen",  # the same picture from the same figures
+        "text.parse_math": False,  # names may have dollars
+        "path.simplify": False,  # which leaves out lines as short as points
         "font.sans-serif": ["DejaVu Sans"],
-        "font.size": 10,
-        "axes.labelsize": 10,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.edgecolor": COLOURS["muted"],
@@ -131,9 +112,7 @@ def drawing_settings() -> Iterator[None]:
         "ytick.color": COLOURS["muted"],
         "ytick.labelcolor": COLOURS["ink"],
         "text.color": COLOURS["ink"],
-        "grid.color": COLOURS["line"],
-        "legend.facecolor": "white",
-        "legend.edgecolor": "none",
+        "legend.frameon": False,
         "legend.fontsize": "small",
         "axes.axisbelow": True,
         "axes.facecolor": "none",
@@ -170,21 +149,15 @@ def style_of_colours(colours: Mapping[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
-def look_of(place: int) -> Look:
-    """How the line at a place of the list is drawn; there are as many looks as colours times dashes."""
+def look_of(place: int) -> tuple[str, tuple[float, ...]]:
+    """The name of the colour, and the dashes, of the line at a place of a list; they differ for 24 places."""
     dashes, colour = divmod(place, len(_OF_LINES))
-    return Look(_OF_LINES[colour], _DASHES[dashes % len(_DASHES)])
+    return _OF_LINES[colour], _DASHES[dashes % len(_DASHES)]
 
 
 def colour_of(place: int) -> str:
     """The colour of the line at a place of the list, for Matplotlib."""
-    return COLOURS[look_of(place).colour]
-
-
-def draw_line(axis: Any, x: np.ndarray, y: np.ndarray, place: int = 0, **options: Any) -> None:
-    """A line in the look of its place; `options` are those of `axis.plot`."""
-    style: Any = (0, look_of(place).dashes) if look_of(place).dashes else "-"
-    axis.plot(x, y, **{"color": colour_of(place), "linestyle": style, "linewidth": 1.6} | options)
+    return COLOURS[look_of(place)[0]]
 
 
 def draw_steps(
@@ -195,121 +168,108 @@ def draw_steps(
     place: int = 0,
     weights: Float64[np.ndarray, " S"] | None = None,
     *,
-    label: str | None = None,
     as_curve: bool = False,
-) -> bool:
-    """Draws a point a step, or the weighted mean, least and most of ranges of steps; False if all are NaN.
-
-    Few steps of a curve are a faint line, with the mean of neighbours on top.
-    """
-    x, y, weights = where_known(x, y, np.ones(len(y)) if weights is None else weights)
+) -> None:
+    """Draws a point a step; of many steps, or a curve, the weighted mean, least and most of ranges of steps."""
+    known = np.stack([x, y, np.ones(len(y)) if weights is None else weights]).astype(np.float64, copy=False)
+    x, y, weights = known[:, np.isfinite(known).all(axis=0)]
     if not len(y):
-        return False
+        return
+    colour = colour_of(place)
     if not detail.is_long and not as_curve:
-        _draw_points(axis, x, y, place, label)
-        return True
-    starts = range_starts(len(y), detail.num_ranges if detail.is_long else _FEW_RANGES)
-    centres = _means(x, starts, np.ones(len(x)))
+        # Lines with round ends and hardly any length take a tenth of the text of markers; PNG shows none of length 0.
+        length = 1e-10 * (np.ptp(x) or np.abs(x).max() or 1.0)
+        points = np.stack([x, x + length, np.full(len(x), np.nan)], axis=1).ravel()
+        look: dict[str, Any] = {"alpha": 0.75, "linewidth": 3.0, "solid_capstyle": "round", "snap": False}
+        axis.plot(points, np.repeat(y, 3), color=colour, **look)
+        return
+    starts = np.linspace(0, len(y), min(len(y), detail.num_ranges), endpoint=False).astype(np.int64)
+    centres, means = (np.add.reduceat(each * weights, starts) / np.add.reduceat(weights, starts) for each in (x, y))
     if not detail.is_long:
-        axis.plot(x, y, color=colour_of(place), alpha=0.35, linewidth=0.8)
-    elif detail.has_bands:
+        axis.plot(x, y, color=colour, alpha=0.35, linewidth=0.8)
+    elif detail.num_lines == 1:
         low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-        axis.fill_between(centres, low, high, color=colour_of(place), alpha=0.25, linewidth=0)
-    draw_line(axis, centres, _means(y, starts, weights), place, label=label)
-    return True
+        axis.fill_between(centres, low, high, color=colour, alpha=0.25, linewidth=0)
+    style: dict[str, Any] = {"linestyle": (0, look_of(place)[1] or None), "marker": "." if len(y) < _FEW_RANGES else ""}
+    axis.plot(centres, means, color=colour, linewidth=1.6, markersize=5, **style)
 
 
-def draw_bars(
+def draw_series(
     axis: Any,
-    heights: Real[np.ndarray, " K"],
-    colour: str,
+    label: str,
+    lines: Sequence[tuple[Real[np.ndarray, " _"], Real[np.ndarray, " _"]]],
     *,
-    bottom: Real[np.ndarray, " K"] | float = 0.0,
-    slot: int = 0,
-    num_slots: int = 1,
-) -> None:
-    """One of `num_slots` bars of each bucket, none where a height is NaN."""
-    known = np.isfinite(heights)
-    width = 0.8 / num_slots
-    places = np.arange(len(heights)) + (slot - (num_slots - 1) / 2) * width
-    axis.bar(places[known], heights[known], width, np.broadcast_to(bottom, known.shape)[known], color=colour)
+    weights: Sequence[np.ndarray] | None = None,
+    as_curve: bool = False,
+) -> Detail:
+    """Draws lines of x and y with `draw_steps`, and names the axis; unless they are curves, it begins at 0."""
+    detail = Detail(max(len(x) for x, _ in lines), len(lines))
+    for place, (x, y) in enumerate(lines):
+        draw_steps(axis, x, y, detail, place, None if weights is None else weights[place], as_curve=as_curve)
+    axis.set_ylabel(label)
+    if not as_curve:
+        axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    format_ticks(axis.xaxis, axis.yaxis)
+    return detail
 
 
-def finish_bars(axis: Any, labels: Sequence[str], name: str) -> None:
-    """Names the buckets below their bars, not all of them where they are many, and the axis."""
-    every = math.ceil(len(labels) / _MOST_LABELS) or 1
-    shown = list(labels)[::every]
+def series_picture(
+    name: str,
+    title: str,
+    lines: Mapping[str, Sequence[tuple[Real[np.ndarray, " _"], Real[np.ndarray, " _"]]]],
+    *,
+    xlabel: str = "step",
+    more: str = "",
+    **options: Any,
+) -> Picture:
+    """A picture of one axis for each label, with lines of x and y; `options` are those of `draw_series`."""
+    figure, axes = new_figure(len(lines), sharex=True)
+    details = [draw_series(axis, *each, **options) for axis, each in zip(axes, lines.items(), strict=True)]
+    axes[-1].set_xlabel(xlabel)
+    caption = details[0].caption
+    if options.get("as_curve") and not details[0].is_long:
+        caption = "Strong line: the mean of neighbours; faint line: each of them."
+    return Picture(name, title, f"{caption} {more}".strip(), to_svg(figure))
+
+
+def bars_picture(
+    name: str,
+    title: str,
+    caption: str,
+    labels: Sequence[str],
+    bars: Sequence[Real[np.ndarray, " K"]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    stacked: bool = False,
+    line: float | None = None,
+) -> Picture:
+    """Bars of each bucket, side by side or on top of each other, none where a height is NaN."""
+    figure, (axis,) = new_figure()
+    width = 0.8 if stacked else 0.8 / len(bars)
+    places, bottom = np.arange(len(labels)), np.zeros(len(labels))
+    for slot, heights in enumerate(np.nan_to_num(bars)):
+        shift = 0.0 if stacked else (slot - (len(bars) - 1) / 2) * width
+        axis.bar(places + shift, heights, width, bottom, color=colour_of(slot))
+        bottom = bottom + heights * stacked
+    if line is not None:
+        axis.axhline(line, color=COLOURS["second"], linewidth=1)
+    every = math.ceil(len(labels) / _MOST_LABELS)
+    shown = labels[::every]
     is_level = sum(map(len, shown)) <= _LEVEL_CHARACTERS
-    axis.set_xticks(range(0, len(labels), every), shown, rotation=0 if is_level else 90)
+    axis.set_xticks(places[::every], shown, rotation=0 if is_level else 90)
     middle, room = (len(labels) - 1) / 2, max(len(labels), 4) / 2 + 0.1  # one or two bars shall not fill the picture
-    axis.set(xlabel=name, xlim=(middle - room, middle + room))
+    axis.set(xlabel=xlabel, ylabel=ylabel, xlim=(middle - room, middle + room))
+    format_ticks(axis.yaxis)
+    return Picture(name, title, caption, to_svg(figure))
 
 
-def finish_steps(axis: Any, label: str, *, integer: bool = False) -> None:
-    """Names an axis over steps and sets its ticks; it begins at 0."""
-    axis.set(xlabel="step", ylabel=label)
-    highest = axis.dataLim.y1
-    axis.set_ylim(0, 1.05 * highest if highest > 0 and np.isfinite(highest) else 1)
-    format_ticks(axis.xaxis, integer=True)
-    format_ticks(axis.yaxis, integer=integer)
+def format_ticks(*axes: Any) -> None:
+    """Readable tick numbers: 20k rather than 20,000.0 or 2e4."""
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
-
-def format_ticks(*axes: Any, integer: bool = False) -> None:
-    """Readable tick numbers: 20k rather than 20,000.0 or 2e4, and no fractions of samples."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
+    short = EngFormatter(sep="")
     for axis in axes:
-
-        def label(value: float, _: int, axis: Any = axis) -> str:
-            is_log = axis.get_scale() == "log"
-            return _short_number(value, value if is_log else max(map(abs, axis.get_view_interval())))
-
-        axis.set_major_formatter(FuncFormatter(label))
+        axis.set_major_formatter(lambda value, _: short(value) if abs(value) >= 1e4 else f"{value:g}")
         axis.set_minor_formatter(NullFormatter())
-        if axis.get_scale() == "linear":
-            axis.get_major_locator().set_params(integer=integer, min_n_ticks=1)
-
-
-def range_starts(num_steps: int, most: int = _MOST_POINTS) -> Int64[np.ndarray, " ranges"]:
-    """Where ranges of neighbouring steps begin, at most this many and about equally long."""
-    return np.linspace(0, num_steps, min(num_steps, most), endpoint=False).astype(np.int64)
-
-
-def where_known(*values: Real[np.ndarray, " S"]) -> list[Float64[np.ndarray, " n"]]:
-    """Where all are known."""
-    stacked = np.stack(values).astype(np.float64, copy=False)
-    return list(stacked[:, np.isfinite(stacked).all(axis=0)])
-
-
-def _draw_points(
-    axis: Any, x: Float64[np.ndarray, " S"], y: Float64[np.ndarray, " S"], place: int, label: str | None
-) -> None:
-    """Lines with round ends and hardly any length, which take a tenth of the text of SVG markers."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    length = 1e-10 * (np.ptp(x) or np.abs(x).max() or 1.0)  # PNG shows no lines of length 0
-    ends = np.stack([np.stack([x, y], axis=1), np.stack([x + length, y], axis=1)], axis=1).reshape(-1, 2)
-    path = Path(ends, np.tile([Path.MOVETO, Path.LINETO], len(x)))
-    path.should_simplify = False  # which would leave out such lines, as would snapping to pixels
-    look: dict[str, Any] = {"alpha": 0.75, "linewidth": _POINT_SIZE, "capstyle": "round", "snap": False}
-    axis.add_artist(PathPatch(path, fill=False, edgecolor=colour_of(place), **look))
-    axis.update_datalim(np.stack([x, y], axis=1))
-    axis.plot([], [], ".", color=colour_of(place), alpha=0.75, label=label)  # for a legend
-    axis.autoscale_view()
-
-
-def _means(
-    values: Float64[np.ndarray, " S"], starts: np.ndarray, weights: Float64[np.ndarray, " S"]
-) -> Float64[np.ndarray, " ranges"]:
-    """Of each range; NaN where all weights are 0."""
-    of_range = np.add.reduceat(weights, starts)
-    return np.add.reduceat(values * weights, starts) / np.where(of_range > 0, of_range, np.nan)
-
-
-def _short_number(value: float, largest: float) -> str:
-    """In thousands, millions and so on, by the largest number next to it."""
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value and largest >= max(size, 1e4):
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,24 +15,22 @@ import numpy.typing as npt
 from jaxtyping import Float, Int64, Real
 
 from jvarlen._common.checks import UserError
-from jvarlen.planning.buckets import Bucket, Histogram, PairBucket
+from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.lengths import check_lengths, check_pair_lengths
 from jvarlen.planning.plan import Plan
-from jvarlen.planning.steps import bucket_figures
+from jvarlen.planning.steps import BucketFigures, bucket_figures
 from jvarlen.reports.compare import StrategyFigures, comparison_cells
 from jvarlen.reports.figures import (
     COLOURS,
     Detail,
     Picture,
-    draw_bars,
+    bars_picture,
     draw_steps,
     drawing_settings,
-    finish_bars,
-    finish_steps,
     format_ticks,
     new_figure,
-    range_starts,
+    series_picture,
     to_svg,
 )
 from jvarlen.reports.page import Table, write_page
@@ -41,6 +39,7 @@ __all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
 _MOST_BINS = 48
 _MOST_LINES = 16  # of buckets, drawn strongly
+_MOST_NEIGHBOURS = 500  # pairs of steps that are drawn
 _WIDE = 6  # longest over median, from which on lengths are drawn by ratio
 
 
@@ -72,74 +71,67 @@ def write_html_report(
         comparison without any possible plan.
       OSError: the file cannot be written; an existing file stays.
     """
-    checked = _checked_lengths(plan, lengths)
+    is_pairs = isinstance(plan.buckets[0], PairBucket)
+    checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+    if plan.largest_id >= len(checked):
+        raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")
+    num_tokens, planned = int(plan.planned_lengths(checked).sum()), int(plan.num_tokens.sum())
+    if num_tokens != planned:
+        raise UserError(
+            "these are not the lengths that the plan was made for: its samples have "
+            f"{num_tokens:,} tokens by them, {planned:,} by the plan"
+        )
     rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)
     if rates is not None and (rates.shape != (plan.num_steps,) or not np.isfinite(rates).all()):
         raise UserError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
-    shapes = "1 shape" if len(plan.buckets) == 1 else f"{len(plan.buckets):,} shapes"
-    what = "pairs" if isinstance(plan.buckets[0], PairBucket) else "samples"
-    title = f"Plan of {plan.num_samples:,} {what} in {shapes}"
-    steps = "1 step" if plan.num_steps == 1 else f"{plan.num_steps:,} steps"
-    left_out = f"{plan.num_truncated:,} cut, {plan.num_dropped:,} dropped"
-    summary = f"{steps} an epoch, every {what[:-1]} exactly once. Longer than the longest bucket: {left_out}."
-    tables = [_bucket_table(plan, cost)]
-    if comparison is not None:
-        tables.append(_comparison_table(comparison))
+    figures, what = bucket_figures(plan, cost), "pair" if is_pairs else "sample"
     write_page(
         path,
-        title=title,
-        summary=summary,
-        key_figures=_key_figures(plan, cost),
+        title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets), 'shape')}",
+        summary=f"{_counted(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
+        f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
+        key_figures=_key_figures(plan, figures),
         pictures=draw_plan(plan, checked, rates, cost),
-        tables=tables,
+        tables=[_bucket_table(plan, figures), *([] if comparison is None else [_comparison_table(comparison)])],
         digest=plan.digest,
     )
 
 
-def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
-    is_pairs = isinstance(plan.buckets[0], PairBucket)
-    checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
-    largest_id = plan.largest_id
-    if largest_id >= len(checked):
-        raise UserError(f"the plan has a sample of id {largest_id}, but there are only {len(checked):,} lengths")
-    num_tokens = int(plan.planned_lengths(checked).sum())
-    if num_tokens != plan.num_tokens.sum():
-        raise UserError(
-            f"these are not the lengths that the plan was made for: its samples have {num_tokens:,} tokens by "
-            f"them, {int(plan.num_tokens.sum()):,} by the plan"
-        )
-    return checked
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _key_figures(plan: Plan, cost: CostFn | None) -> list[tuple[str, str, str]]:
-    num_sequences = plan.num_sequences
-    least, most = int(num_sequences.min()), int(num_sequences.max())
+def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str]]:
+    num_sequences, correlation = plan.num_sequences, plan.neighbour_correlation
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
-    correlation, m = plan.neighbour_correlation, plan.microbatches_per_step
-    figures = [
-        ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} tokens"),
-        (
-            "Shapes",
-            f"{len(plan.buckets):,}",
-            f"up to {max(b.padded_tokens for b in plan.buckets):,} tokens with padding",
-        ),
-        ("Steps", f"{plan.num_steps:,}", f"of {m:,} microbatch{'' if m == 1 else 'es'}"),
-        ("Samples a step", f"{np.median(num_sequences):,.0f}", f"median; {least:,} to {most:,}"),
-        ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
-    ]
+    microbatches, largest = plan.microbatches_per_step, max(bucket.padded_tokens for bucket in plan.buckets)
+    packed, predicted = [], []
     if plan.is_packed:
-        figures.append(("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows"))
-    if cost is not None:
-        seconds = bucket_figures(plan, cost).seconds
-        assert seconds is not None
-        per_step = float(seconds.sum()) / plan.num_steps
-        figures.append(("Predicted", f"{seconds.sum():,.1f} s", f"{per_step:.3g} s a step"))
-    said = "–" if math.isnan(correlation) else f"{correlation:+.3f}"
-    return [*figures, ("Neighbour correlation", said, "of mean length, step to step")]
+        packed = [("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
+    if figures.seconds is not None:
+        seconds = figures.seconds.sum()
+        predicted = [("Predicted", f"{seconds:,.1f} s", f"{seconds / plan.num_steps:.3g} s a step")]
+    return [
+        ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} tokens"),
+        ("Shapes", f"{len(plan.buckets):,}", f"up to {largest:,} tokens with padding"),
+        ("Steps", f"{plan.num_steps:,}", f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"),
+        (
+            "Samples a step",
+            f"{np.median(num_sequences):,.0f}",
+            f"median; {num_sequences.min():,} to {num_sequences.max():,}",
+        ),
+        ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
+        *packed,
+        *predicted,
+        (
+            "Neighbour correlation",
+            "–" if math.isnan(correlation) else f"{correlation:+.3f}",
+            "of mean length, step to step",
+        ),
+    ]
 
 
-def _bucket_table(plan: Plan, cost: CostFn | None) -> Table:
-    figures = bucket_figures(plan, cost)
+def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
     seconds = figures.seconds
     header = ["Rows × length", "Samples", "Steps", "Tokens", "With padding", "Padding"]
     rows = []
@@ -174,39 +166,30 @@ def draw_plan(
 ) -> list[Picture]:
     """The pictures of a plan; samples and steps are counted before they are drawn."""
     with drawing_settings():
-        pictures = [_length_histogram(plan, lengths)]
-        if plan.is_packed:
-            pictures.append(_row_fill(plan, lengths))
-        pictures += [*_per_bucket(plan, cost), _shapes(plan)]
-        pictures.append(_per_step("sequences", "Samples of each step", "samples", plan.num_sequences))
-        if learning_rates is not None:
-            pictures.append(_per_step("learning-rate", "Learning rate of each step", "learning rate", learning_rates))
-        return [*pictures, _neighbours(plan)] if plan.num_steps > 1 else pictures
+        return [
+            _length_histogram(plan, lengths),
+            *([_row_fill(plan, lengths)] if plan.is_packed else []),
+            *_of_buckets(plan, bucket_figures(plan, cost)),
+            *_over_steps(plan, learning_rates),
+            *([_neighbours(plan)] if plan.num_steps > 1 else []),
+        ]
 
 
 def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Picture:
     edges = np.array([bucket.lengths for bucket in plan.buckets], np.int64)
-    sides = ["source", "target"] if lengths.ndim == 2 else [""]
-    figure, axes = new_figure(len(sides))
-    for side, axis, values, edge in zip(sides, axes, lengths.reshape(len(lengths), -1).T, edges.T, strict=True):
-        histogram = Histogram(values, length_multiple=1)
-        middle = np.searchsorted(np.cumsum(histogram.counts), len(values) / 2)
-        by_ratio = bool(histogram.values[-1] > _WIDE * histogram.values[middle])
-        bins = integer_bins(int(histogram.values[0]), int(histogram.values[-1]), by_ratio)
-        counts, _ = np.histogram(histogram.values, bins, weights=histogram.counts)
+    labels = ["tokens"] if lengths.ndim == 1 else ["tokens of the source", "tokens of the target"]
+    figure, axes = new_figure(len(labels))
+    for label, axis, values, edge in zip(labels, axes, lengths.reshape(len(lengths), -1).T, edges.T, strict=True):
+        by_ratio = bool(values.max() > _WIDE * np.median(values))
+        counts, bins = np.histogram(values, integer_bins(int(values.min()), int(values.max()), by_ratio))
         axis.stairs(counts, bins, fill=True, color=COLOURS["first"], alpha=0.6)
         top = 1.05 * counts.max()
         axis.vlines(np.unique(edge), 0, top, color=COLOURS["second"], linewidth=1 if len(edge) <= _MOST_LINES else 0.6)
-        axis.set(xscale="log" if by_ratio else "linear", ylim=(0, top), ylabel="samples")
-        axis.set_xlabel(f"tokens of the {side}" if side else "tokens")
-        format_ticks(axis.xaxis, axis.yaxis, integer=True)
+        axis.set(xscale="log" if by_ratio else "linear", ylim=(0, top), xlabel=label, ylabel="samples")
+        format_ticks(axis.xaxis, axis.yaxis)
     what = "row" if plan.is_packed else "bucket"
-    return Picture(
-        "lengths",
-        "Lengths of the samples",
-        f"Bars: samples by their length, before any is cut. Lines: the longest that each {what} holds.",
-        to_svg(figure),
-    )
+    caption = f"Bars: samples by their length, before any is cut. Lines: the longest that each {what} holds."
+    return Picture("lengths", "Lengths of the samples", caption, to_svg(figure))
 
 
 def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> Picture:
@@ -218,111 +201,67 @@ def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> Picture:
     counts, bins = np.histogram(fill, np.linspace(0, 1, _MOST_BINS + 2))
     figure, (axis,) = new_figure()
     axis.stairs(counts, 100 * bins, fill=True, color=COLOURS["first"], alpha=0.75, baseline=0.5)
-    axis.set(xlabel="fill of a row in %", ylabel="rows", yscale="log", xlim=(0, 100))
-    axis.set_ylim(0.5, 2 * counts.max())
-    format_ticks(axis.yaxis, integer=True)
-    return Picture(
-        "row-fill",
-        "How full the rows are",
-        f"Rows by the share of them that holds tokens, on a logarithmic scale; {fill.mean():.2%} on average.",
-        to_svg(figure),
-    )
+    axis.set(xlabel="fill of a row in %", ylabel="rows", yscale="log", xlim=(0, 100), ylim=(0.5, 2 * counts.max()))
+    format_ticks(axis.yaxis)
+    caption = f"Rows by the share of them that holds tokens, on a logarithmic scale; {fill.mean():.2%} on average."
+    return Picture("row-fill", "How full the rows are", caption, to_svg(figure))
 
 
-def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[Picture]:
-    figures = bucket_figures(plan, cost)
-    caption = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."
-    padding = {"first": 100 * np.nan_to_num(figures.padding)}
-    mean = 100 * plan.padding
-    yield _bucket_bars(plan, "padding", "Padding of each bucket", caption, "padding in %", padding, line=mean)
-    caption = "All steps of a bucket: tokens in blue, padding above them in orange."
-    tokens = {"first": figures.num_tokens, "second": figures.padded_tokens - figures.num_tokens}
-    yield _bucket_bars(plan, "tokens", "Tokens of each bucket", caption, "tokens", tokens)
+def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
+    def bars(
+        name: str, what: str, caption: str, label: str, *parts: Real[np.ndarray, " K"], line: float | None = None
+    ) -> Picture:
+        labels = [_length_of(bucket) for bucket in plan.buckets]
+        options: dict[str, Any] = {"xlabel": "bucket length", "ylabel": label, "stacked": True, "line": line}
+        return bars_picture(name, f"{what} of each bucket", caption, labels, parts, **options)
+
+    padding = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."
+    tokens = "All steps of a bucket: tokens in blue, padding above them in orange."
+    pictures = [
+        bars("padding", "Padding", padding, "padding in %", 100 * figures.padding, line=100 * plan.padding),
+        bars("tokens", "Tokens", tokens, "tokens", figures.num_tokens, figures.padded_tokens - figures.num_tokens),
+    ]
     if figures.seconds is not None:
-        caption = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."
-        seconds = {"first": figures.seconds}
-        yield _bucket_bars(plan, "seconds", "Predicted seconds of each bucket", caption, "seconds", seconds)
-
-
-def _bucket_bars(
-    plan: Plan,
-    name: str,
-    title: str,
-    caption: str,
-    label: str,
-    parts: dict[str, Real[np.ndarray, " K"]],
-    *,
-    line: float | None = None,
-) -> Picture:
-    """Bars of parts on top of each other, by colour."""
-    figure, (axis,) = new_figure()
-    bottom: Any = 0.0
-    for colour, heights in parts.items():
-        draw_bars(axis, heights, COLOURS[colour], bottom=bottom)
-        bottom = bottom + heights
-    if line is not None:
-        axis.axhline(line, color=COLOURS["second"], linewidth=1)
-    axis.set_ylabel(label)
-    finish_bars(axis, [_length_of(bucket) for bucket in plan.buckets], "bucket length")
-    format_ticks(axis.yaxis, integer=label == "tokens")
-    return Picture(name, title, caption, to_svg(figure))
+        seconds = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."
+        pictures.append(bars("seconds", "Predicted seconds", seconds, "seconds", figures.seconds))
+    return pictures
 
 
 def _length_of(bucket: Bucket | PairBucket) -> str:
     return "+".join(f"{length:,}" for length in bucket.lengths)
 
 
-def _shapes(plan: Plan) -> Picture:
-    figure, axes = new_figure(2, sharex=True)
-    sides = np.array([bucket.lengths for bucket in plan.buckets])[plan.step_bucket].T
-    rows = np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
-    for axis, label, values in ((axes[0], "bucket length", sides), (axes[1], "rows", rows[None])):
-        _over_steps(axis, label, values)
-    axes[0].set_xlabel("")
-    both = " Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
-    return Picture("shapes", "Shapes over the steps", f"{Detail(plan.num_steps).caption}{both}", to_svg(figure))
-
-
-def _per_step(name: str, title: str, label: str, values: Real[np.ndarray, " S"]) -> Picture:
-    figure, (axis,) = new_figure()
-    _over_steps(axis, label, values[None])
-    number = "{:,}" if np.issubdtype(values.dtype, np.integer) else "{:.3g}"
-    least, most = number.format(values.min()), number.format(values.max())
-    reach = f"{least} to {most}" if least != most else f"{least} in each"
-    return Picture(name, title, f"{reach}. {Detail(len(values)).caption}", to_svg(figure))
-
-
-def _over_steps(axis: Any, label: str, lines: Real[np.ndarray, "lines S"]) -> None:
-    num_steps = lines.shape[1]
-    for place, values in enumerate(lines):
-        draw_steps(axis, np.arange(num_steps), values, Detail(num_steps), place)
-    finish_steps(axis, label, integer=np.issubdtype(lines.dtype, np.integer))
+def _over_steps(plan: Plan, learning_rates: Float[np.ndarray, " S"] | None) -> list[Picture]:
+    step, shapes = np.arange(plan.num_steps), np.array(plan.buckets)[plan.step_bucket]
+    lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
+    about = "Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
+    samples = f"{plan.num_sequences.min():,} to {plan.num_sequences.max():,}."
+    pictures = [
+        series_picture("shapes", "Shapes over the steps", lines, more=about),
+        series_picture("sequences", "Samples of each step", {"samples": [(step, plan.num_sequences)]}, more=samples),
+    ]
+    if learning_rates is not None:
+        rates = f"{learning_rates.min():.3g} to {learning_rates.max():.3g}."
+        lines = {"learning rate": [(step, learning_rates)]}
+        pictures.append(series_picture("learning-rate", "Learning rate of each step", lines, more=rates))
+    return pictures
 
 
 def _neighbours(plan: Plan) -> Picture:
     mean_length = plan.num_tokens / plan.num_sequences
-    shown = range_starts(plan.num_steps - 1)
+    shown = np.linspace(0, plan.num_steps - 2, min(plan.num_steps - 1, _MOST_NEIGHBOURS)).astype(int)
     figure, (axis,) = new_figure()
     draw_steps(axis, mean_length[shown], mean_length[shown + 1], Detail(len(shown)))
     axis.set(xlabel="mean tokens a sample in a step", ylabel="in the next step")
     format_ticks(axis.xaxis, axis.yaxis)
-    correlation = plan.neighbour_correlation
-    said = "has no value here" if math.isnan(correlation) else f"is {correlation:+.3f}"
-    drawn = "" if len(shown) == plan.num_steps - 1 else f" {len(shown):,} of them are drawn."
-    return Picture(
-        "neighbours",
-        "Neighbouring steps",
-        f"The correlation {said}: near 1 in a curriculum, near 0 where steps come at random.{drawn}",
-        to_svg(figure),
-    )
+    caption = "Their correlation is near 1 in a curriculum, near 0 where steps come at random."
+    return Picture("neighbours", "Neighbouring steps", caption, to_svg(figure))
 
 
 def integer_bins(shortest: int, longest: int, by_ratio: bool) -> Int64[np.ndarray, " bins_plus_1"]:
     """Bins between integers, of one width, or none narrower than the one before it."""
     if not by_ratio:
-        covered = longest + 1 - shortest
-        widths = -(-covered // np.arange(_MOST_BINS, _MOST_BINS // 2, -1))
-        width = int(widths[np.argmin(-covered % widths / widths)])  # so that the last bin is as full as the others
+        width = -(-(longest + 1 - shortest) // _MOST_BINS)
         return np.arange(shortest, longest + 1 + width, width)
     ratio = ((longest + 1) / shortest) ** (1 / _MOST_BINS)
     bins = [shortest]

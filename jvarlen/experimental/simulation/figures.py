@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jvarlen.experimental.simulation.run import Simulation
-from jvarlen.reports.figures import COLOURS, colour_of, draw_line, drawing_settings, format_ticks, new_figure, to_svg
+from jvarlen.reports.figures import COLOURS, colour_of, drawing_settings, format_ticks, new_figure, to_svg
 
 __all__ = ["draw_simulation"]
 
@@ -56,7 +56,8 @@ def draw_simulation(simulation: Simulation) -> str:
         edges = np.linspace(0, simulation.total_s, _NUM_RANGES + 1)
         done = np.concatenate([[0], np.cumsum(simulation.num_tokens)])
         tokens = np.interp(edges, np.concatenate([[0], simulation.step_ends]), done)
-        draw_line(line, (edges[1:] + edges[:-1]) / 2 / unit_s, np.diff(tokens) / np.diff(edges))
+        centres = (edges[1:] + edges[:-1]) / 2 / unit_s
+        line.plot(centres, np.diff(tokens) / np.diff(edges), color=colour_of(0), linewidth=1.6)
         mean = simulation.tokens_per_second
         line.axhline(mean, color=COLOURS["muted"], linewidth=0.8, dashes=(4, 3))
         line.set_title(
