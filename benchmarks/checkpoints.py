@@ -32,7 +32,7 @@ from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
-from jvarlen.runs.epochs import Course
+from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 
 
@@ -42,11 +42,11 @@ class TrainingLoop:
     def __init__(self, config: FitConfig, num_steps: int):
         data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
         lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
-        course = Course(config, lengths, {HELD_OUT: held_out_lengths})
-        plan = course.plan_of_epoch(0)
+        training = TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths})
+        plan = training.plan_of_epoch(0)
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(num_steps)]
-        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), training.optimizer)
         self.state = step.init(init_params(config.decoder, config.seed))
         specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {

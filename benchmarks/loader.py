@@ -24,7 +24,7 @@ from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
-from jvarlen.runs.epochs import Course
+from jvarlen.runs.training_plan import TrainingPlan
 
 GOAL = 0.03  # most of the loop's time that it may wait with one worker
 
@@ -46,10 +46,10 @@ class Loop(NamedTuple):
 class Training:
     """A training of some steps that can be run again and again with other ways of loading."""
 
-    def __init__(self, config: FitConfig, course: Course, data: Split, num_steps: int):
-        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
+    def __init__(self, config: FitConfig, training: TrainingPlan, data: Split, num_steps: int):
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), training.optimizer)
         self._init = lambda: step.init(init_params(config.decoder, config.seed))
-        self._plan = course.plan_of_epoch(0)
+        self._plan = training.plan_of_epoch(0)
         self._dataset = data.train
         self.num_steps = min(num_steps, self._plan.num_steps)
         self._step = jvarlen.compile_buckets(
@@ -99,7 +99,7 @@ def main() -> None:
     data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
     training = Training(
-        config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps
+        config, TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps
     )
     kinds = [(num_workers, verify) for num_workers in (0, 1) for verify in (False, True)]
     if args.quick:

@@ -34,8 +34,8 @@ from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
-from jvarlen.runs.epochs import Course
 from jvarlen.runs.plan_config import shapes_for
+from jvarlen.runs.training_plan import TrainingPlan
 
 TURN_S = 0.5  # of steps of one process: threads wait busily for some time after its last one
 Shape: TypeAlias = tuple[int, int, int]  # microbatches, rows, length
@@ -46,7 +46,7 @@ MakeStep: TypeAlias = Callable[[FitConfig, Lengths, Shape], tuple[Step, float]] 
 
 def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, float]:
     keep_memory_of_steps()  # as `jvarlen train` does
-    optimizer = Course(config, lengths, {HELD_OUT: lengths}).optimizer
+    optimizer = TrainingPlan(config, lengths, {HELD_OUT: lengths}).optimizer
     spec = token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
     batch = jax.device_put(jvarlen.batches.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
     step = jvarlen.make_train_step(make_loss_fn(config.decoder), optimizer)

@@ -30,20 +30,20 @@ from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, FitConfig, PlanConfig
-from jvarlen.runs.epochs import Course
+from jvarlen.runs.training_plan import TrainingPlan
 
 
 class BareLoop:
     """The steps of a training, compiled, with their batches on the device: nothing but calls of executables."""
 
-    def __init__(self, config: FitConfig, course: Course, data: Split):
-        step = jvarlen.make_train_step(make_loss_fn(config.decoder), course.optimizer)
+    def __init__(self, config: FitConfig, training: TrainingPlan, data: Split):
+        step = jvarlen.make_train_step(make_loss_fn(config.decoder), training.optimizer)
         self._init = lambda: step.init(init_params(config.decoder, config.seed))
-        plan = course.plan_of_epoch(0)
-        self.num_steps = course.num_steps
-        self.num_tokens = int(plan.num_tokens[: course.num_steps].sum())
+        plan = training.plan_of_epoch(0)
+        self.num_steps = training.num_steps
+        self.num_tokens = int(plan.num_tokens[: training.num_steps].sum())
         batches = jvarlen.load(plan, data.train)
-        self._batches = [next(batches) for _ in range(course.num_steps)]
+        self._batches = [next(batches) for _ in range(training.num_steps)]
         specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self._init(), spec).compile() for spec in specs
@@ -109,7 +109,7 @@ def main() -> None:
         config = dataclasses.replace(config, max_steps=4, plan=plan, decoder=tiny)
     data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
-    bare = BareLoop(config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data)
+    bare = BareLoop(config, TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths}), data)
     if not quick:
         fit_seconds(config, data)  # compiles, for those that follow
     turns = [(fit_seconds(config, data), bare.seconds()) for _ in range(1 if quick else 9)]

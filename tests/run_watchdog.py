@@ -20,24 +20,24 @@ def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     processes._LOOK_S = 0.1
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    with ending_stalled_processes("practice", TIMEOUT_S) as tick:
+    with ending_stalled_processes("practice", TIMEOUT_S) as heartbeat:
         for _ in range(4):
-            tick()
+            heartbeat.step()
             agree("step", "")
             if rank == 1:
                 time.sleep(TIMEOUT_S / 2)
-    with ending_stalled_processes("compiling", TIMEOUT_S) as tick:
+    with ending_stalled_processes("compiling", TIMEOUT_S) as heartbeat:
         for _ in range(20):
-            tick.wait()
+            heartbeat.wait()
             time.sleep(TIMEOUT_S / 10)
         agree("step", "")
     print("slow is not stalled", flush=True)
-    with ending_stalled_processes("training", TIMEOUT_S) as tick:
+    with ending_stalled_processes("training", TIMEOUT_S) as heartbeat:
         for step in range(9):
             if step == 5 and rank == 1:
                 print(f"hangs at {time.time()}", flush=True)
                 read_from_a_disk_that_hangs()
-            tick()
+            heartbeat.step()
             agree("step", "")
 
 

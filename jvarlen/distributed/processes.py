@@ -32,8 +32,8 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 
 __all__ = [
+    "Heartbeat",
     "ProcessesError",
-    "Ticks",
     "agree",
     "end_without_others",
     "ending_stalled_processes",
@@ -213,14 +213,14 @@ def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]
     return _gather(array, "arrays")
 
 
-class Ticks:
-    """Counts the steps of this process, for the others to see; called at every step."""
+class Heartbeat:
+    """Shows the other processes that this one is alive: how many steps it has begun."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._num_waits = 0
 
-    def __call__(self) -> None:
+    def step(self) -> None:
         """Counts a step."""
         self._num_steps += 1
 
@@ -233,20 +233,20 @@ class Ticks:
 
 
 @contextlib.contextmanager
-def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Ticks]:
-    """A block in which all processes end when none has ticked for this long; the error names those that are behind.
+def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Heartbeat]:
+    """A block in which all processes end when no heartbeat moves for this long; the error names those that are behind.
 
-    The timeout exceeds the longest pause between two ticks, which a checkpoint may make. A process that is behind also
+    The timeout exceeds the longest pause between two steps, which a checkpoint may make. A process that is behind also
     prints where in the code it is. Nothing is saved and no exception is raised, because the main thread may be waiting
-    in a collective that nothing interrupts. `Ticks` is called at every step once this process has its own part, before
-    the computation that needs all parts: processes that are behind have then ticked less.
+    in a collective that nothing interrupts. A step is counted once this process has its own part, before the
+    computation that needs all parts: processes that are behind have then counted fewer.
     """
     if jax.process_count() == 1:
-        yield Ticks()
+        yield Heartbeat()
         return
     global _num_blocks
     _num_blocks += 1
-    own = Ticks()
+    own = Heartbeat()
     left = threading.Event()
 
     def watch(prefix: str) -> None:
@@ -259,15 +259,15 @@ def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Tic
                 shared = sorted(store.key_value_dir_get(prefix))
             except Exception:  # process 0 is lost, which JAX notices as well: it ends this process
                 return
-            ticks = dict.fromkeys(range(jax.process_count()), 0) | {
+            steps_of = dict.fromkeys(range(jax.process_count()), 0) | {
                 int(key.rpartition("/")[2]): int(value.partition(".")[0]) for key, value in shared
             }
             if shared != seen:
                 seen, last_move = shared, time.monotonic()
             elif time.monotonic() - last_move >= stall_timeout_s:
-                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(ticks)}", ticks)
+                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(steps_of)}", steps_of)
 
-    thread = threading.Thread(target=watch, args=(f"jvarlen/ticks-{_num_blocks}/",), name="watchdog", daemon=True)
+    thread = threading.Thread(target=watch, args=(f"jvarlen/steps-{_num_blocks}/",), name="watchdog", daemon=True)
     thread.start()
     try:
         yield own
@@ -276,19 +276,19 @@ def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Tic
         thread.join()
 
 
-def _who_is_behind(ticks: Mapping[int, int]) -> str:
-    """The processes that have ticked least."""
-    least, most = min(ticks.values()), max(ticks.values())
-    behind = [process for process, count in ticks.items() if count == least]
+def _who_is_behind(steps_of: Mapping[int, int]) -> str:
+    """The processes that have begun the fewest steps."""
+    least, most = min(steps_of.values()), max(steps_of.values())
+    behind = [process for process, count in steps_of.items() if count == least]
     if least == most:
         return f"all processes stand after step {least:,}"
     stand = "stands" if len(behind) == 1 else "stand"
     return f"{_processes(behind)} {stand} after step {least:,}, others after {most:,}"
 
 
-def _end(message: str, ticks: Mapping[int, int]) -> None:
+def _end(message: str, steps_of: Mapping[int, int]) -> None:
     print(f"jvarlen: {message}", file=sys.stderr, flush=True)
-    if ticks[jax.process_index()] == min(ticks.values()):
+    if steps_of[jax.process_index()] == min(steps_of.values()):
         faulthandler.dump_traceback(sys.stderr)
     if is_main_process():
         time.sleep(3 * _LOOK_S)  # without it, the others end before they can say why

@@ -134,7 +134,7 @@ def load(
     *,
     layout: LayoutLike = None,
     epoch: int = 0,
-    num_epochs: int | None = None,
+    end_epoch: int | None = None,
     start_step: int = 0,
     num_workers: int = 0,
     collate: CollateFn | None = None,
@@ -158,7 +158,7 @@ def load(
         None puts them on the default device. If its devices belong to several processes, all of them load, and each
         reads only the samples of its own devices.
       epoch: the first epoch, if `plan` is a function.
-      num_epochs: the epoch to end before, if `plan` is a function; None for no end. Each epoch is planned in a thread
+      end_epoch: the epoch to end before, if `plan` is a function; None for no end. Each epoch is planned in a thread
         while the previous one is loaded.
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
@@ -196,7 +196,7 @@ def load(
     if not (callable(plan) or isinstance(plan, PlannedSteps)):
         given = {
             "epoch": epoch != 0,
-            "num_epochs": num_epochs is not None,
+            "end_epoch": end_epoch is not None,
             "start_step": start_step != 0,
             "num_workers": num_workers != 0,
             "lengths": lengths is not None,
@@ -235,16 +235,16 @@ def load(
     reading = read(cast(ReadPlan, first), start_step=start_step)
     if not callable(plan):
         return Loader(shapes, reading)
-    planned = _PlanAhead(plan, epoch + 1, num_epochs)
+    planned = _PlanAhead(plan, epoch + 1, end_epoch)
     return Loader(shapes, reading, (read(plan, start_step=0) for plan in planned), planned.close)
 
 
 class _PlanAhead(Iterator[ReadPlan]):
     """The plans of the epochs from `first_epoch` on, each made in a thread while the epoch before it is used."""
 
-    def __init__(self, plan_of_epoch: Callable[[int], ReadPlan], first_epoch: int, num_epochs: int | None):
+    def __init__(self, plan_of_epoch: Callable[[int], ReadPlan], first_epoch: int, end_epoch: int | None):
         self._plan_of_epoch = plan_of_epoch
-        self._epochs = itertools.count(first_epoch) if num_epochs is None else iter(range(first_epoch, num_epochs))
+        self._epochs = itertools.count(first_epoch) if end_epoch is None else iter(range(first_epoch, end_epoch))
         self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
         self._submit()
 

@@ -1,8 +1,9 @@
 """A whole training: from settings to a run directory.
 
 - `config`, `plan_config`: frozen, checked settings. `task`: what is trained, and on what.
-- `shape_choice`: the shapes of a run whose settings leave their number open. `epochs`: all steps of a training.
-- `prepare`: data, shapes and plan, before anything is placed or compiled. `fit`: all of it, in order, with the loop.
+- `shape_choice`: the shapes of a run whose settings leave their number open. `training_plan`: the plans of all epochs.
+- `prepare`: data, shapes and plan, before anything is placed or compiled.
+- `fit`: all of it, in order, with the loop. `evaluation`: what the loop evaluates.
 - `steps`: the seconds of steps, their display and traces.
 - `directory`, `trackers`, `wandb_process`: the files of a run.
 - `commands`: `jvarlen plan`, `report`, `sample`, `export` and `measure`.

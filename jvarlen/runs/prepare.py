@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,17 +22,19 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.loading.loader import Loader, load
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import check_portable, stack_for
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings
-from jvarlen.runs.epochs import Course
 from jvarlen.runs.plan_config import ChosenShapes
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
+from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster
@@ -42,37 +45,51 @@ _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a C
 
 
 class Prepared(NamedTuple):
-    """What is known of a training before its first step; without a placement, steps run on one device."""
+    """What is known of a training before its first step."""
 
     config: FitConfig
     shapes: ChosenShapes
     task: Task
     data: TrainingData
-    course: Course
+    training_plan: TrainingPlan
     lengths: Int64[np.ndarray, " N"]
     eval_lengths: dict[str, Int64[np.ndarray, " H"]]  # of each set, by name
     chooser: ShapeChooser
-    compile_options: CompileOptions  # whose `when` is decided
-    placement: Placement | None = None
+    compile_options: CompileOptions  # with what the settings leave open
+    placement: Placement | None  # None: on one device
 
     def batch_spec(self, epoch: int = 0) -> BatchSpec:
         """The shapes of the batches of an epoch and of evaluations."""
         return self.task.batch_spec_for(
-            {"training": self.course.plan_of_epoch(epoch), **self.course.eval_plans},
+            {"training": self.training_plan.plan_of_epoch(epoch), **self.training_plan.eval_plans},
             {"training": self.data.train, **self.data.evaluation},
             packed=self.config.plan.pack,
+        )
+
+    def load(self, plan: Any, dataset: DataSource, lengths: Int64[np.ndarray, " N"], **where: Any) -> Loader:
+        """The batches of a plan, or of a function from the epoch to its plan, on the devices of the run."""
+        return load(
+            plan,
+            dataset,
+            layout=self.placement,
+            collate=self.task.collate,
+            lengths=lengths if self.task.compares_lengths else None,
+            on_mismatch=self.config.data.on_mismatch,
+            verify=self.config.verify,
+            **where,
         )
 
 
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
+    layout = config.hardware.layout
     num_devices = 1 if placement is None else placement.layout.num_devices
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
     if cluster is not None and cluster.num_devices != num_devices:
         raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
-    if config.hardware.layout is not None:
-        task.check_layout(config.hardware.layout, config.decoder)
+    if layout is not None:
+        task.check_layout(layout, config.decoder)
     if config.compile.cache_dir is not None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
@@ -82,111 +99,109 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
         eval_lengths = {name: _lengths_of(dataset, task, False) for name, dataset in data.evaluation.items()}
     with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)
-    task = with_model(config.hardware.layout)
-    max_steps = config.max_steps
-    if given is None and not config.data.files and max_steps is None and config.num_epochs is None:
-        max_steps = _DEMO_STEPS
+    task = with_model(layout)
+
     # While steps run, which is faster; or before, where several processes train.
     when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
-    time_steps = config.compile.time_steps is not False
-    compile_options = dataclasses.replace(config.compile, when=when, time_steps=time_steps)
-    chooser = ShapeChooser(config, task, data, when, num_devices)
-    shapes = chooser.choose(lengths, eval_lengths, max_steps)
+    compile_options = dataclasses.replace(config.compile, when=when, time_steps=config.compile.time_steps is not False)
+    decided = dataclasses.replace(config, compile=compile_options)
+    if given is None and not config.data.files and config.max_steps is None and config.num_epochs is None:
+        decided = dataclasses.replace(decided, max_steps=_DEMO_STEPS)
+    chooser = ShapeChooser(decided, task, data, num_devices)
+    shapes = chooser.choose(lengths, eval_lengths)
     with together("plan the training"):
-        course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer, shapes)
-        rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
-        plan, costs = course.plan_of_epoch(0), config.plan
-        report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
-        say("Plan", report, course.describe(), *([chooser.reason] if chooser.reason else []))
+        training_plan = TrainingPlan(decided, lengths, eval_lengths, task.optimizer, shapes)
+        plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
+        rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
+        report = plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
+        say("Plan", report, training_plan.describe(), *([chooser.reason] if chooser.reason else []))
+    prepared = Prepared(
+        config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement
+    )
     if config.hardware.parallel == AUTO:
-        config, placement = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, placement, cluster)
-        task = with_model(config.hardware.layout)
+        if placement is not None and num_devices > 1:
+            layout = _choose_layout(prepared._replace(task=with_model(Layout(data=2, zero=3))), placement, cluster)
+            placement = layout.on(placement.mesh.devices.flatten().tolist())
+        parallel = None if layout is None else str(layout)
+        hardware = dataclasses.replace(config.hardware, parallel=parallel, cluster=None)
+        config = dataclasses.replace(config, hardware=hardware)
+        prepared = prepared._replace(config=config, task=with_model(layout), placement=placement)
     with together("plan the training"):
-        if config.hardware.layout is not None:
-            check_portable(task.params, course.optimizer, layout=config.hardware.layout, model=task.loss_fn)
-            for bucket in sorted({*course.buckets, *course.eval_buckets}):
-                check_bucket(config.hardware.layout, bucket, config.plan.microbatches_per_step)
+        if layout is not None:
+            _check_layout(layout, prepared.task, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         raise_if_interrupted()
-    return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, compile_options, placement)
+    return prepared
 
 
-def _with_layout(
-    config: FitConfig,
-    task: Task,
-    course: Course,
-    data: TrainingData,
-    placement: Placement | None,
-    cluster: Cluster | None,
-) -> tuple[FitConfig, Placement | None]:
-    """The settings with the chosen layout, and its devices; the same on all processes."""
-    if placement is None or placement.layout.num_devices == 1:
-        return _on_layout(config, None), placement
+def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:
+    """The fastest layout that takes the optimizer and the steps of evaluations; the same on all processes."""
+    config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
     if cluster is None:
         dtype = config.decoder.compute_dtype or "float32"
         cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
     model, params = stack_for(Layout(data=1, stage=2), task.loss_fn, task.params)
-    plan = course.plan_of_epoch(0)
+    plan = training_plan.plan_of_epoch(0)
+
+    def is_taken(layout: Layout) -> bool:
+        try:
+            _check_layout(layout, task, training_plan, training_plan.eval_buckets)
+        except ValueError:  # also of an optimizer whose masks have the tree of the parameters on one device
+            return False
+        return True
+
     with together("choose the layout"):
         choice = choose_layout(
             plan,
             model,
-            course.optimizer,
+            training_plan.optimizer,
             cluster,
             params=jax.tree.map(jax.typeof, params),
             cost=config.plan.cost,
-            batch_spec=task.batch_spec_for({"training": plan}, {"training": data.train}, packed=config.plan.pack),
+            batch_spec=task.batch_spec_for(
+                {"training": plan}, {"training": prepared.data.train}, packed=config.plan.pack
+            ),
             extra=task.extra,
         )
-        layout = next((each for each in choice.candidates.layouts() if _takes(each, task, course)), None)
+        layout = next(filter(is_taken, choice.candidates.layouts()), None)
         if layout is None:
             raise UserError(
                 f"no layout of {placement.layout.num_devices} devices takes this optimizer and the steps of evaluations"
             )
     say("Layout", str(choice), *([f"{layout} is the first that takes this optimizer"] * (layout != choice.layout)))
-    layout = Layout.parse(gather_texts("the chosen layout", str(layout))[0])
-    return _on_layout(config, layout), layout.on(placement.mesh.devices.flatten().tolist())
+    return Layout.parse(gather_texts("the chosen layout", str(layout))[0])
 
 
-def _on_layout(config: FitConfig, layout: Layout | None) -> FitConfig:
-    parallel = None if layout is None else str(layout)
-    return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, parallel=parallel, cluster=None))
-
-
-def _takes(layout: Layout, task: Task, course: Course) -> bool:
-    """Whether a layout takes the optimizer and the steps of evaluations."""
-    try:
-        check_portable(task.params, course.optimizer, layout=layout, model=task.loss_fn)
-        for bucket in course.eval_buckets:
-            check_bucket(layout, bucket, course.plan_of_epoch(0).microbatches_per_step)
-    except ValueError:  # also of an optimizer whose masks have the tree of the parameters on one device
-        return False
-    return True
+def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
+    """Raises ValueError where a layout does not take the optimizer or a bucket."""
+    check_portable(task.params, training_plan.optimizer, layout=layout, model=task.loss_fn)
+    for bucket in sorted(buckets):
+        check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
 
 
 def show_estimates(prepared: Prepared) -> None:
     """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
-    config, task, course, placement = prepared.config, prepared.task, prepared.course, prepared.placement
-    bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
+    config, task, placement = prepared.config, prepared.task, prepared.placement
+    training_plan, batch_spec = prepared.training_plan, prepared.batch_spec()
+    bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = Layout(data=1) if placement is None else placement.layout
-    batch_spec = prepared.batch_spec()
     model, params = stack_for(layout, task.loss_fn, task.params)
     memory = estimate_memory(
         layout,
         params,
-        course.optimizer,
+        training_plan.optimizer,
         bucket,
         model=model,
         extra=task.extra,
         batch_spec=batch_spec,
         microbatches_per_step=config.plan.microbatches_per_step,
     )
-    shape = "×".join(map(str, bucket))
-    say(f"Memory of a step of {shape} on {layout}", str(memory))
+    say(f"Memory of a step of {'×'.join(map(str, bucket))} on {layout}", str(memory))
     if placement is None:
         return
+    train_step = task.train_step(training_plan.optimizer, placement)
     compiled = compile_buckets(
-        task.train_step(course.optimizer, placement),
-        task.init_state(course.optimizer, config.seed, placement),
+        train_step,
+        task.init_state(train_step, config.seed),
         BatchShapes(
             [bucket],
             microbatches_per_step=config.plan.microbatches_per_step,

@@ -19,7 +19,6 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.auto_shapes import (
     Compiler,
     RunCosts,
-    ShapeChoice,
     choose_shapes,
     costs_from_report,
     costs_path,
@@ -28,7 +27,6 @@ from jvarlen.compiling.auto_shapes import (
     model_key,
     save_costs,
 )
-from jvarlen.compiling.compile_options import When
 from jvarlen.compiling.lowering import make_recipe
 from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
@@ -46,35 +44,31 @@ _EVALUATION_SHARE = 1 / 3  # of the seconds of a training step, and of compiling
 class ShapeChooser:
     """Chooses the shapes of a run on so many devices, and remembers afterwards what they cost."""
 
-    def __init__(self, config: FitConfig, task: Task, data: TrainingData, when: When, num_devices: int = 1):
+    def __init__(self, config: FitConfig, task: Task, data: TrainingData, num_devices: int = 1):
         self._config = config
         self._task = task
         self._data = data
-        self._when = when
         self._num_devices = num_devices
         self._costs: RunCosts | None = None
-        self.reason = ""
+        self.reason = ""  # for the choice; empty where nothing was to be chosen
 
     def choose(
-        self,
-        lengths: Int64[np.ndarray, " N"],
-        eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
-        max_steps: int | None,
+        self, lengths: Int64[np.ndarray, " N"], eval_lengths: Mapping[str, Int64[np.ndarray, " H"]]
     ) -> ChosenShapes:
         """The shapes for the lengths of the samples; the same on all processes, those of process 0."""
-        config, plan = self._config, self._config.plan
+        plan, run_dir = self._config.plan, self._config.directory.resumed
         if plan.max_shapes != "auto" or plan.pack or plan.strategy != "optimal":  # not chosen by seconds
             max_shapes = DEFAULT_MAX_SHAPES if plan.max_shapes == "auto" else plan.max_shapes
             with together("plan the training"):
                 return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths)
-        if (run_dir := config.directory.resumed) is not None and is_run_dir(run_dir):
+        if run_dir is not None and is_run_dir(run_dir):
             return ChosenShapes.load(run_dir / SHAPES_FILE)
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
             # What the settings give is not remembered.
             given: dict[str, Any] = {"seconds": plan.cost, "compile_seconds": plan.compile_seconds}
             given = {name: value for name, value in given.items() if value is not None}
-            chosen = self._choose(dataclasses.replace(self._costs, **given), lengths, eval_lengths, max_steps)
+            chosen = self._choose(dataclasses.replace(self._costs, **given), lengths, eval_lengths)
         shared = gather_texts("the chosen shapes", repr(dataclasses.asdict(chosen)))[0]
         return ChosenShapes(**ast.literal_eval(shared))
 
@@ -101,10 +95,10 @@ class ShapeChooser:
         if task.batch_spec is not None or task.collate is not None:
             made = {"training": epoch_plan(probe, shapes, lengths, seed=0, epoch=0)}
             batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
-        optimizer = task.optimizer or optax.adamw(1e-3)
-        state = jax.eval_shape(functools.partial(task.init_state, optimizer, self._config.seed))
+        step = task.train_step(task.optimizer or optax.adamw(1e-3))
+        state = jax.eval_shape(functools.partial(task.init_state, step, self._config.seed))
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
-        recipe = make_recipe(task.train_step(optimizer), state, of_batches, self._config.compile)
+        recipe = make_recipe(step, state, of_batches, self._config.compile)
         model = model_key(recipe.state_spec, task.whole_loss_fn, plan.microbatches_per_step, self._num_devices)
         known = None
         if self._cache_dir is not None:
@@ -116,28 +110,33 @@ class ShapeChooser:
         costs: RunCosts,
         lengths: Int64[np.ndarray, " N"],
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
-        max_steps: int | None,
     ) -> ChosenShapes:
         config, plan = self._config, self._config.plan
         budget = dataclasses.replace(plan.budget, cost=costs.seconds, compile_seconds=None)
-        by_epochs = config.num_epochs is not None or max_steps is None
         choice = choose_shapes(
             lengths,
             budget,
-            self._compiler(costs),
+            self._compiler(costs.compile_seconds),
             num_epochs=config.num_epochs or 1,
-            num_steps=None if by_epochs else max_steps,
+            num_steps=None if config.num_epochs is not None else config.max_steps,
             compiled=costs.compiled.get(self._program, ()),
             can_space=plan.can_space,
             max_length=plan.max_length,
             overlong=plan.bucket_overlong,
         )
-        self.reason = self._reason_of(choice, costs)
+        known = "as given" if plan.compile_seconds is not None else "estimated" if costs.is_estimate else "measured"
+        spaced = f", the next after {choice.new_shape_every:,} steps each" if choice.new_shape_every else ""
+        self.reason = (
+            f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}{spaced}: compiling and training are "
+            f"expected to take {choice.seconds:,.0f} s ({costs.compile_seconds:.1f} s a shape, {known})"
+        )
         # Every evaluation waits for its shapes, so these are some of the longer ones of training.
         bucket_lengths = np.array([bucket.length for bucket in choice.buckets])
         held_out = np.concatenate(list(eval_lengths.values()))
         rounded = bucket_lengths[np.minimum(np.searchsorted(bucket_lengths, held_out), len(bucket_lengths) - 1)]
-        num_evaluations = 2 + (0 if config.eval_every is None or max_steps is None else max_steps // config.eval_every)
+        num_evaluations = 2
+        if config.eval_every is not None and config.max_steps is not None:
+            num_evaluations += config.max_steps // config.eval_every
         eval_buckets = make_buckets(
             rounded,
             dataclasses.replace(budget, compile_seconds=costs.compile_seconds / num_evaluations),
@@ -150,23 +149,14 @@ class ShapeChooser:
             new_shape_every=plan.new_shape_every or choice.new_shape_every,
         )
 
-    def _compiler(self, costs: RunCosts) -> Compiler:
+    def _compiler(self, seconds: float) -> Compiler:
+        """When programs are compiled, which take so many seconds each."""
         cores = os.cpu_count() or 1
-        in_background = self._when == "background"
-        threads = self._config.compile.num_threads or (max(1, cores // 2) if in_background else cores)
-        on_cpu = jax.default_backend() == "cpu"
-        seconds = (1 + _EVALUATION_SHARE / 2) * costs.compile_seconds  # about half of the shapes evaluate as well
-        return Compiler(seconds, threads, SLOWDOWN_ON_CPU if on_cpu and in_background else 0.0, in_background)
-
-    def _reason_of(self, choice: ShapeChoice, costs: RunCosts) -> str:
-        is_given = self._config.plan.compile_seconds is not None
-        known = "as given" if is_given else "estimated" if costs.is_estimate else "measured"
-        spaced = f", the next after {choice.new_shape_every:,} steps each" if choice.new_shape_every else ""
-        num_shapes = f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}"
-        return (
-            f"{num_shapes}{spaced}: compiling and training are expected to take "
-            f"{choice.seconds:,.0f} s ({costs.compile_seconds:.1f} s a shape, {known})"
-        )
+        options = self._config.compile
+        threads = options.num_threads or (max(1, cores // 2) if options.in_background else cores)
+        shares_cores = jax.default_backend() == "cpu" and options.in_background
+        seconds *= 1 + _EVALUATION_SHARE / 2  # about half of the shapes evaluate as well
+        return Compiler(seconds, threads, SLOWDOWN_ON_CPU if shares_cores else 0.0, options.in_background)
 
     @functools.cached_property
     def _program(self) -> str:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from tqdm import tqdm
 
+from jvarlen.loading.loader import Loader
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.training.checkpoint import Place
 
 __all__ = ["StepDisplay", "StepMeter", "StepProfiler", "host_memory_bytes"]
-
-T = TypeVar("T")
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -30,45 +31,40 @@ _LINE_S = 10.0  # between two lines in a log
 class StepMeter:
     """Seconds and memory of each step, as the loop around the steps sees them. Nothing waits for the device.
 
-    The loop takes a batch, dispatches a step, and reads the metrics of the previous step. A step ends here when its
-    metrics have been read. Its time is from the end of the previous step to its own end, so the times add up to that of
-    the loop. The first step begins with the meter. `train_s` and `data_wait_s` are the sums so far.
-
-    Example:
-      >>> batches = iter("abc")
-      >>> meter = StepMeter()
-      >>> meter.next(batches)
-      'a'
-      >>> figures = meter.end_step()
-      >>> figures["step_s"] >= figures["data_wait_s"] > 0
-      True
+    The loop takes a batch, dispatches a step, and reads the metrics of the step before, which ends that step here. So
+    the wait for a batch counts for the step before, and the seconds of all steps add up to those of the loop. The wait
+    for the first batch is no step's.
     """
 
-    def __init__(self, train_s: float = 0.0, data_wait_s: float = 0.0) -> None:
-        self.train_s, self.data_wait_s = train_s, data_wait_s
+    def __init__(self, place: Place, batches: Loader) -> None:
+        self._before = place
+        self._batches = batches
+        self._train_s, self._data_wait_s = place.train_s, place.data_wait_s
         self._device = jax.local_devices()[0]
-        self._last_end, self._wait_s = time.perf_counter(), 0.0
+        self._last_end: float | None = None
+        self._wait_s = 0.0
 
-    def next(self, batches: Iterator[T]) -> T:
+    def next_batch(self) -> Any:
         """The next batch; the time that it takes counts as waiting for data."""
         start = time.perf_counter()
-        batch = next(batches)
-        self._wait_s += time.perf_counter() - start
+        batch = next(self._batches)
+        end = time.perf_counter()
+        if self._last_end is None:
+            self._last_end = end
+        else:
+            self._wait_s += end - start
         return batch
 
     def end_step(self) -> dict[str, Any]:
-        """The figures of a step whose metrics have just been read.
-
-        `data_wait_s` are the seconds that `next` took: usually for the batch of the following step, as that step is
-        dispatched before this one's metrics are read. `device_memory_bytes` is None if the backend reports none.
-        """
+        """The figures of a step whose metrics have just been read; device memory may be unknown, None."""
+        assert self._last_end is not None
         now, wait_s, memory = time.perf_counter(), self._wait_s, self._device.memory_stats()
         step_s = now - self._last_end
-        self.train_s += step_s
-        self.data_wait_s += wait_s
+        self._train_s += step_s
+        self._data_wait_s += wait_s
         self._last_end, self._wait_s = now, 0.0
         return {
-            "time_s": self.train_s,
+            "time_s": self._train_s,
             "step_s": step_s,
             "data_wait_s": wait_s,
             "host_memory_bytes": host_memory_bytes(),
@@ -78,6 +74,15 @@ class StepMeter:
     def skip(self) -> None:
         """Excludes the time since the last end, such as that of an evaluation, from all steps."""
         self._last_end, self._wait_s = time.perf_counter(), 0.0
+
+    def measured(self, place: Place) -> Place:
+        """A place with what was measured of all steps before it."""
+        return dataclasses.replace(
+            place,
+            train_s=self._train_s,
+            data_wait_s=self._data_wait_s,
+            num_adjusted_done=self._before.num_adjusted_done + self._batches.num_adjusted,
+        )
 
 
 def host_memory_bytes() -> int:
@@ -90,11 +95,9 @@ def host_memory_bytes() -> int:
 
 
 class StepDisplay:
-    """Shows the progress of training: a bar on a terminal, otherwise a plain line now and then. A context manager.
+    """Shows the progress of training on standard error: a bar on a terminal, otherwise a line now and then.
 
-    A line has the step and the number of steps, the loss, real tokens a second and the share of time spent waiting for
-    data (both since the previous line), the learning rate in force, the bucket, and the seconds of training so far.
-    The first and the last step have one each. Lines go to standard error, like bars.
+    Tokens a second and the share of waiting are those since the previous line. The first and the last step have a line.
     """
 
     def __init__(self, num_steps: int, num_steps_done: int = 0, *, progress: bool = True, in_bits: bool = True):
@@ -105,9 +108,7 @@ class StepDisplay:
         self._bar = tqdm(total=num_steps, initial=num_steps_done, desc="train", unit="step", disable=not is_bar)
         self._seconds = _BAR_S if is_bar else _LINE_S
         self._next_line = -math.inf
-        self._unshown: tuple[Mapping[str, Any], Sequence[AnyBucket]] | None = (
-            None  # the latest, where no line told of it
-        )
+        self._unshown: tuple[Mapping[str, Any], Sequence[AnyBucket]] | None = None
         self._num_tokens, self._step_s, self._data_wait_s = 0, 0.0, 0.0  # since the line before
 
     def __enter__(self) -> StepDisplay:
@@ -152,14 +153,10 @@ class StepDisplay:
 
 
 class StepProfiler:
-    """A trace of some steps, each annotated with its bucket, for TensorBoard's profiler, XProf or Perfetto.
+    """Traces some steps, each by the name of its bucket, into `directory`/plugins/profile/<time>/.
 
-    The first steps are left out, because the first use of an executable loads it. It waits for the device twice, before
-    the trace starts and after its last step; the other steps run as usual. A context manager: a trace that is still
-    running at the end of the block is written too, below `directory` to `plugins/profile/<time>/`.
-
-    References:
-      https://docs.jax.dev/en/latest/profiling.html
+    The first steps are left out, because the first use of an executable loads it. It waits for the device before the
+    trace starts and after its last step; the other steps run as usual. The end of the block ends the trace.
     """
 
     def __init__(self, directory: Path, num_steps: int, *, steps_left: int, start_after: int = 10):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,22 +36,9 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["Evaluation", "Task", "TrainingData", "open_training_data"]
+__all__ = ["Task", "TrainingData", "open_training_data"]
 
 _BLOCK_LENGTH = 1024  # of files of tokens, where no length is the longest
-
-
-class Evaluation(NamedTuple):
-    """The result of evaluating one set of samples."""
-
-    loss: float  # Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight
-    weight: float  # Σ weight; for a language model the tokens that are learned, those of cut samples as cut
-    sums: dict[str, float]  # further scalar sums of the loss, over Σ weight
-
-    @property
-    def bits_per_token(self) -> float:
-        """The loss in bits per token; tokens are bytes if the model trains on bytes."""
-        return self.loss / math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,10 +89,6 @@ class Task:
             split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
             jax.eval_shape(split, params)
 
-    def measure(self, evaluation: Evaluation) -> float:
-        """The metric of an evaluation, lower is better: bits per token, or the user's loss."""
-        return evaluation.bits_per_token if self.is_language_model else evaluation.loss
-
     @property
     def compares_lengths(self) -> bool:
         """Whether `len()` of a sample is its length, so the loader can compare it with the plan."""
@@ -127,30 +109,27 @@ class Task:
         """The loss of the whole model, on one device."""
         return _whole(self.loss_fn)
 
-    def init_state(
-        self, optimizer: optax.GradientTransformation, seed: int, placement: Placement | None = None
-    ) -> TrainState:
-        """The state before the first step; it has keys if a loss takes one."""
-        losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
-        takes_key = any(takes_argument(_whole(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
-        params = self.params if placement is None else stack_for(placement.layout, self.loss_fn, self.params)[1]
-        step = self.train_step(optimizer, placement)
-        return step.init(params, extra=self.extra, seed=seed if takes_key else None)
-
-    def form_of(
-        self, state: TrainState, optimizer: optax.GradientTransformation, placement: Placement | None
-    ) -> PortableForm | None:
-        """The form of states on one device, which checkpoints hold; None if states have it already."""
-        if placement is None or placement.layout.is_data_parallel:
-            return None
-        return portable_form(state, self.params, optimizer, layout=placement, model=self.loss_fn)
-
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
-        """The step to compile."""
+        """The step to compile, which also makes the first state."""
         model: Any = self.loss_fn
         if placement is not None:
             model, _ = stack_for(placement.layout, model, self._shapes)
         return make_train_step(model, optimizer, layout=placement)
+
+    def init_state(self, step: TrainStep, seed: int) -> TrainState:
+        """The state before the first step; it has keys if a loss takes one."""
+        losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
+        takes_key = any(takes_argument(_whole(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
+        params = self.params
+        if step.placement is not None:
+            _, params = stack_for(step.placement.layout, self.loss_fn, params)
+        return step.init(params, extra=self.extra, seed=seed if takes_key else None)
+
+    def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:
+        """The form of states on one device, which checkpoints hold; None if states have it already."""
+        if step.placement is None or step.placement.layout.is_data_parallel:
+            return None
+        return portable_form(state, self.params, step.optimizer, layout=step.placement, model=self.loss_fn)
 
     def eval_step(self, placement: Placement | None = None) -> StepFn:
         """The step of evaluations to compile."""

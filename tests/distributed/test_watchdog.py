@@ -14,21 +14,21 @@ WITHIN_S = 10  # of the timeout
 
 
 @pytest.mark.parametrize(
-    ("ticks", "said"),
+    ("steps_of", "said"),
     [
         ({0: 7, 1: 5, 2: 6}, "process 1 stands after step 5, others after 7"),
         ({0: 7, 1: 5, 2: 5}, "processes 1, 2 stand after step 5, others after 7"),
         ({0: 1200, 1: 1200}, "all processes stand after step 1,200"),
     ],
 )
-def test_who_has_ticked_least_is_named(ticks, said):
-    assert _who_is_behind(ticks) == said
+def test_who_has_begun_the_fewest_steps_is_named(steps_of, said):
+    assert _who_is_behind(steps_of) == said
 
 
 def test_one_process_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(processes, "_LOOK_S", 0.001)
-    with ending_stalled_processes("training", 0.01) as tick:
-        tick()
+    with ending_stalled_processes("training", 0.01) as heartbeat:
+        heartbeat.step()
         time.sleep(0.1)
 
 

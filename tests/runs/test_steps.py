@@ -12,6 +12,9 @@ import pytest
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.runs import steps
 from jvarlen.runs.steps import StepMeter, StepProfiler, host_memory_bytes
+from jvarlen.training.checkpoint import Place
+
+FIRST = Place(num_steps_done=0, epoch=0, step=0, plan_digest="")
 
 
 def test_times_of_steps_add_up_and_waits_lie_within_them(monkeypatch):
@@ -24,17 +27,16 @@ def test_times_of_steps_add_up_and_waits_lie_within_them(monkeypatch):
             now += wait_s
             yield wait_s
 
-    loaded, rows = batches(), []
-    meter = StepMeter()
+    meter, rows = StepMeter(FIRST, batches()), []
     for step in range(3):
-        meter.next(loaded)
+        meter.next_batch()
         now += 0.25  # the dispatch
         if step:
             rows.append(meter.end_step())
     now += 8.0
     rows.append(meter.end_step())
-    assert [row["step_s"] for row in rows] == [1 + 0.25 + 2 + 0.25, 4 + 0.25, 8]
-    assert [row["data_wait_s"] for row in rows] == [3, 4, 0]
+    assert [row["step_s"] for row in rows] == [0.25 + 2 + 0.25, 4 + 0.25, 8], "the first batch is no step's"
+    assert [row["data_wait_s"] for row in rows] == [2, 4, 0]
     now += 100.0
     meter.skip()
     now += 0.5
@@ -47,7 +49,9 @@ def test_memory_is_what_is_held():
     with mmap.mmap(-1, 256 << 20) as block:
         block.write(b"x" * len(block))
         assert 128 << 20 < host_memory_bytes() - before < 1 << 30
-    figures = StepMeter().end_step()
+    meter = StepMeter(FIRST, iter("a"))
+    meter.next_batch()
+    figures = meter.end_step()
     assert abs(figures["host_memory_bytes"] - host_memory_bytes()) < 64 << 20
     assert figures["device_memory_bytes"] is None or figures["device_memory_bytes"] > 0
 
@@ -59,13 +63,12 @@ def test_without_proc_the_most_ever_held_is_told(monkeypatch, tmp_path):
 
 
 def test_a_step_is_metered_in_microseconds():
-    meter = StepMeter()
-    batches = iter(range(10_000))
+    meter = StepMeter(FIRST, iter(range(10_000)))
     fastest = 1.0
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(20):
-            meter.next(batches)
+            meter.next_batch()
             meter.end_step()
         fastest = min(fastest, (time.perf_counter() - start) / 20)
     assert fastest < 100e-6  # a tenth of a millisecond on the slowest machine; 13 µs as measured

@@ -1,4 +1,4 @@
-"""Course: places follow each other over epochs, and what is logged is what the plan says."""
+"""TrainingPlan: places follow each other over epochs, and what is logged is what the plan says."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import pytest
 
 from jvarlen import lr_sequence
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
-from jvarlen.runs.epochs import Course
+from jvarlen.runs.training_plan import TrainingPlan
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
 EVAL_LENGTHS = {"held_out": LENGTHS[:9]}
@@ -20,46 +20,58 @@ PLAN = PlanConfig(max_tokens=80, max_shapes=3, max_length=32, overlong="truncate
 CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PLAN)
 
 
-def places(course):
-    place = course.first_place()
+def places(training):
+    place = training.first_place()
     yield place
-    for _ in range(course.num_steps):
-        place = course.next_place(place)
+    for _ in range(training.num_steps):
+        place = training.next_place(place)
         yield place
 
 
 def test_places_run_through_all_epochs():
-    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
-    assert course.num_steps == 3 * course.steps_per_epoch
-    walked = list(places(course))
-    assert [(p.epoch, p.step) for p in walked[:-1]] == [(e, s) for e in range(3) for s in range(course.steps_per_epoch)]
+    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    assert training.num_steps == 3 * training.steps_per_epoch
+    walked = list(places(training))
+    assert [(p.epoch, p.step) for p in walked[:-1]] == [
+        (e, s) for e in range(3) for s in range(training.steps_per_epoch)
+    ]
     assert all(b.num_steps_done == a.num_steps_done + 1 for a, b in pairwise(walked))
     assert len({p.plan_digest for p in walked[:-1]}) == 3
     assert walked[-1].num_tokens_done == 3 * np.minimum(LENGTHS, 32).sum()
-    assert walked[-1].num_positions_done == 3 * course.plan_of_epoch(0).padded_tokens_per_step.sum()
+    assert walked[-1].num_positions_done == 3 * training.plan_of_epoch(0).padded_tokens_per_step.sum()
+
+
+def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
+    short = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    last = list(places(short))[-1]
+    assert (last.epoch, last.step) == (2, short.steps_per_epoch)
+    assert short.plan_of_epoch.cache_info().misses == 3
+    assert short.resumed_place(last) == last
+    extended = TrainingPlan(dataclasses.replace(CONFIG, num_epochs=4), LENGTHS, EVAL_LENGTHS)
+    assert extended.resumed_place(last) == list(places(extended))[3 * short.steps_per_epoch]
 
 
 @pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
     plan = dataclasses.replace(CONFIG.plan, order=order)
-    course = Course(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
-    left = dict.fromkeys(course.buckets, 0)
-    for place in reversed(list(places(course))):
-        if place.num_steps_done < course.num_steps:
-            planned = course.plan_of_epoch(place.epoch)
+    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
+    left = dict.fromkeys(training.buckets, 0)
+    for place in reversed(list(places(training))):
+        if place.num_steps_done < training.num_steps:
+            planned = training.plan_of_epoch(place.epoch)
             left[planned.buckets[planned.step_bucket[place.step]]] += 1
-        assert course.steps_left(place) == left
+        assert training.steps_left(place) == left
 
 
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")
-    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
-    plans = [course.plan_of_epoch(epoch) for epoch in range(3)]
-    assert {p.num_steps for p in plans} == {course.steps_per_epoch}
+    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
+    assert {p.num_steps for p in plans} == {training.steps_per_epoch}
     assert len({p.digest for p in plans}) == (3 if order == "shuffle" else 1)
-    for p in (*plans, course.eval_plans["held_out"]):
+    for p in (*plans, training.eval_plans["held_out"]):
         assert p.is_packed
     kept = np.flatnonzero(LENGTHS <= 32)
     assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
@@ -68,8 +80,8 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
 def test_shapes_appear_one_by_one_in_the_first_epoch_only():
     spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, new_shape_every=10))
     plans, usual = (
-        [course.plan_of_epoch(epoch) for epoch in range(3)]
-        for course in (Course(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
+        [training.plan_of_epoch(epoch) for epoch in range(3)]
+        for training in (TrainingPlan(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
     )
     first_steps = [
         np.sort(np.unique(first.step_bucket, return_index=True)[1]).tolist() for first in (plans[0], usual[0])
@@ -83,7 +95,7 @@ def test_every_pacing_makes_another_plan_of_all_samples(pacing):
     by_length = dataclasses.replace(CONFIG.plan, order="length")
     paced = dataclasses.replace(by_length, pacing=pacing, pacing_steps=40, pacing_stages=4)
     plans = [
-        Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
+        TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
         for plan in (by_length, paced)
     ]
     assert plans[0].digest != plans[1].digest
@@ -93,13 +105,13 @@ def test_every_pacing_makes_another_plan_of_all_samples(pacing):
 
 def test_a_curriculum_admits_samples_over_all_epochs():
     plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
-    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     ascending = np.sort(np.minimum(LENGTHS, 32))
     longest_admitted = [
         ascending[min(int(np.ceil((0.6 + 0.4 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
-        for step in range(course.steps_per_epoch)
+        for step in range(training.steps_per_epoch)
     ]
-    first = course.plan_of_epoch(0)
+    first = training.plan_of_epoch(0)
     samples = [np.setdiff1d(first.rows(step), [-1]) for step in range(first.num_steps)]
     longest = [int(np.minimum(LENGTHS, 32)[ids].max()) for ids in samples]
     early = 15  # later, the admitted samples run out before others are admitted
@@ -110,9 +122,9 @@ def test_a_curriculum_admits_samples_over_all_epochs():
 
 
 def test_records_hold_what_the_plan_says():
-    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
-    for place in list(places(course))[:-1]:
-        record, plan = course.record(place), course.plan_of_epoch(place.epoch)
+    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    for place in list(places(training))[:-1]:
+        record, plan = training.record(place), training.plan_of_epoch(place.epoch)
         assert record["num_sequences"] == plan.num_sequences[place.step]
         assert record["num_tokens"] == plan.num_tokens[place.step]
         assert (record["bucket_rows"], record["bucket_length"]) == plan.buckets[plan.step_bucket[place.step]]
@@ -122,13 +134,13 @@ def test_rates_are_those_of_the_learning_rate_sequence():
     config = dataclasses.replace(
         CONFIG, num_epochs=1, optimizer=OptimizerConfig(batch_size_rule="linear", base_batch_size=3)
     )
-    course = Course(config, LENGTHS, EVAL_LENGTHS)
-    rates = course.rates_of_epoch(0)
-    np.testing.assert_allclose(rates.in_force, lr_sequence(course.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
+    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    rates = training.rates_of_epoch(0)
+    np.testing.assert_allclose(rates.in_force, lr_sequence(training.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
 
 
 def in_units(units, max_steps=None, max_tokens=80):
-    """A course whose schedule and batch sizes count these units, decaying weights only: at the rate in force."""
+    """A training whose schedule and batch sizes count these units, decaying weights only: at the rate in force."""
     schedule_unit, batch_size_unit = units
     optimizer = OptimizerConfig(
         schedule_unit=schedule_unit,
@@ -138,7 +150,7 @@ def in_units(units, max_steps=None, max_tokens=80):
     )
     plan = dataclasses.replace(CONFIG.plan, max_tokens=max_tokens)
     config = dataclasses.replace(CONFIG, optimizer=optimizer, max_steps=max_steps, plan=plan)
-    return Course(config, LENGTHS, EVAL_LENGTHS)
+    return TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
 
 
 def base_rate(count, total, highest=3e-3, last=0.05 * 3e-3):
@@ -156,8 +168,8 @@ UNITS = [("steps", "sequences"), ("steps", "tokens"), ("sequences", "tokens"), (
 @pytest.mark.parametrize("max_steps", [None, 70])
 def test_rates_follow_what_the_schedule_and_the_batch_size_count(units, max_steps):
     """From the records alone, over epochs; training may end within one."""
-    course = in_units(units, max_steps)
-    records = [course.record(place) for place in list(places(course))[:-1]]
+    training = in_units(units, max_steps)
+    records = [training.record(place) for place in list(places(training))[:-1]]
     column = {name: np.array([record[name] for record in records]) for name in records[0]}
     sizes = {
         "steps": np.ones(len(records), np.int64),
@@ -177,8 +189,8 @@ def test_fewer_larger_steps_decay_as_fast(unit):
     """At every count of samples that both come to, the base rates are the same."""
     base_at = []
     for max_tokens in (80, 320):
-        course = in_units((unit, "sequences"), max_tokens=max_tokens)
-        records = [course.record(place) for place in list(places(course))[:-1]]
+        training = in_units((unit, "sequences"), max_tokens=max_tokens)
+        records = [training.record(place) for place in list(places(training))[:-1]]
         sizes = [record[f"num_{unit}"] for record in records]
         seen = (np.cumsum(sizes) - sizes).tolist()
         base_at.append(dict(zip(seen, [record["base_learning_rate"] for record in records], strict=True)))
@@ -190,26 +202,26 @@ def test_fewer_larger_steps_decay_as_fast(unit):
 
 @pytest.mark.parametrize("units", UNITS, ids="-".join)
 def test_the_optimizer_applies_the_rates_and_goes_on_where_it_was_resumed(units):
-    """Resumed in the second epoch by a course made anew, its state read from host arrays."""
-    course, params = in_units(units, max_steps=70), {"w": jnp.ones(())}
-    stop = course.steps_per_epoch + 3
+    """Resumed in the second epoch by a training made anew, its state read from host arrays."""
+    training, params = in_units(units, max_steps=70), {"w": jnp.ones(())}
+    stop = training.steps_per_epoch + 3
     assert stop < 70
 
-    def follow(course, state, place):
-        update, applied, states = jax.jit(course.optimizer.update), [], []
+    def follow(training, state, place):
+        update, applied, states = jax.jit(training.optimizer.update), [], []
         state = jax.tree.map(jnp.asarray, state)
-        while place.num_steps_done < course.num_steps:
+        while place.num_steps_done < training.num_steps:
             states.append((jax.tree.map(np.asarray, state), place))
-            record = course.record(place)
+            record = training.record(place)
             sizes = {"batch_size": record["num_sequences"], "num_tokens": record["num_tokens"]}
             no_gradient = {"w": jnp.zeros(())}
             updates, state = update(no_gradient, state, params, **jax.tree.map(jnp.float32, sizes))
             applied.append((-updates["w"].item(), record["learning_rate"]))
-            place = course.next_place(place)
+            place = training.next_place(place)
         assert update._cache_size() == 1
         return applied, states
 
-    applied, states = follow(course, course.optimizer.init(params), course.first_place())
+    applied, states = follow(training, training.optimizer.init(params), training.first_place())
     on_device, on_host = zip(*applied, strict=True)
     np.testing.assert_allclose(on_device, on_host, rtol=1e-5 if units[0] == "steps" else 3e-7)
     resumed, _ = follow(in_units(units, max_steps=70), *states[stop])
@@ -232,63 +244,63 @@ def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_plan
     ],
 )
 def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected, said):
-    steps_per_epoch = Course(CONFIG, LENGTHS, EVAL_LENGTHS).steps_per_epoch
+    steps_per_epoch = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS).steps_per_epoch
     steps = None if max_steps is None else int(max_steps * steps_per_epoch)
     config = dataclasses.replace(CONFIG, max_steps=steps, num_epochs=num_epochs)
-    course = Course(config, LENGTHS, EVAL_LENGTHS)
-    assert course.num_steps == int(expected * steps_per_epoch)
-    assert re.match(said, course.describe())
-    assert len({place.plan_digest for place in list(places(course))[:-1]}) == math.ceil(expected)
+    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    assert training.num_steps == int(expected * steps_per_epoch)
+    assert re.match(said, training.describe())
+    assert len({place.plan_digest for place in list(places(training))[:-1]}) == math.ceil(expected)
 
 
 def test_max_steps_ends_training_within_an_epoch():
-    course = Course(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
-    assert course.num_steps == 5
-    assert len(course.rates_of_epoch(0).base) == 5
+    training = TrainingPlan(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
+    assert training.num_steps == 5
+    assert len(training.rates_of_epoch(0).base) == 5
 
 
 def test_held_out_samples_come_in_the_same_buckets():
-    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
-    assert course.eval_plans.keys() == {"held_out"}
-    plan = course.eval_plans["held_out"]
-    assert plan.buckets == course.buckets
+    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    assert training.eval_plans.keys() == {"held_out"}
+    plan = training.eval_plans["held_out"]
+    assert plan.buckets == training.buckets
     assert sorted(plan.sample_ids) == list(range(9))
-    assert set(course.eval_buckets) == {course.buckets[k] for k in plan.step_bucket}
+    assert set(training.eval_buckets) == {training.buckets[k] for k in plan.step_bucket}
 
 
 def test_every_evaluation_has_a_plan_of_its_own():
     sets = {"a": LENGTHS[:9], "b": LENGTHS[20:60], "c": np.array([1])}
-    course = Course(CONFIG, LENGTHS, sets)
-    assert {name: sorted(plan.sample_ids) for name, plan in course.eval_plans.items()} == {
+    training = TrainingPlan(CONFIG, LENGTHS, sets)
+    assert {name: sorted(plan.sample_ids) for name, plan in training.eval_plans.items()} == {
         name: list(range(len(lengths))) for name, lengths in sets.items()
     }
-    used = {course.buckets[k] for plan in course.eval_plans.values() for k in plan.step_bucket}
-    assert set(course.eval_buckets) == used
-    alone = Course(CONFIG, LENGTHS, {"b": sets["b"]})
-    assert alone.eval_plans["b"].digest == course.eval_plans["b"].digest
+    used = {training.buckets[k] for plan in training.eval_plans.values() for k in plan.step_bucket}
+    assert set(training.eval_buckets) == used
+    alone = TrainingPlan(CONFIG, LENGTHS, {"b": sets["b"]})
+    assert alone.eval_plans["b"].digest == training.eval_plans["b"].digest
 
 
 def test_samples_to_evaluate_on_that_fit_no_bucket_are_named():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=None, overlong="error"))
     with pytest.raises(ValueError, match=r"the evaluation held_out: .*id 1: 70"):
-        Course(config, LENGTHS, {"held_out": np.array([3, 70])})
+        TrainingPlan(config, LENGTHS, {"held_out": np.array([3, 70])})
 
 
 def test_dropped_samples_take_no_part_in_the_choice_of_buckets():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=16, overlong="drop"))
-    course = Course(config, LENGTHS, EVAL_LENGTHS)
-    plan = course.plan_of_epoch(0)
+    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    plan = training.plan_of_epoch(0)
     assert plan.num_samples == (LENGTHS <= 16).sum()
     assert plan.num_dropped == (LENGTHS > 16).sum()
 
 
 def test_a_place_of_another_plan_is_refused():
-    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
-    place = course.first_place()
-    course.check_place(place)
+    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    place = training.first_place()
+    assert training.resumed_place(place) == place
     with pytest.raises(ValueError, match="belongs to plan abc"):
-        course.check_place(dataclasses.replace(place, plan_digest="abc"))
+        training.resumed_place(dataclasses.replace(place, plan_digest="abc"))
     with pytest.raises(ValueError, match="of seed 3, training is of seed 0"):
-        course.check_place(dataclasses.replace(place, seed=3))
+        training.resumed_place(dataclasses.replace(place, seed=3))
     with pytest.raises(ValueError, match="training takes"):
-        course.check_place(dataclasses.replace(place, num_steps_done=10**6))
+        training.resumed_place(dataclasses.replace(place, num_steps_done=10**6))

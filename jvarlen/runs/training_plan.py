@@ -1,6 +1,6 @@
-"""The course of a training: what is known of every step before it is taken.
+"""The plans of all epochs of a training, and what is known of every step before it is taken.
 
-A plan is one epoch; a course is all epochs, with the learning rates. Letters: S steps of an epoch.
+Letters: S steps of an epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, table_schedule
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
 
-__all__ = ["Course", "Rates"]
+__all__ = ["Rates", "TrainingPlan"]
 
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
 
@@ -36,13 +36,11 @@ class Rates(NamedTuple):
     in_force: Float64[np.ndarray, " S"]  # their product
 
 
-class Course:
-    """All steps of a training, in the chosen shapes or those that the settings lead to.
+class TrainingPlan:
+    """All steps of a training. `plan_of_epoch` and `rates_of_epoch` give the plan and the rates of an epoch.
 
-    `plan_of_epoch` and `rates_of_epoch` are the plan and the `Rates` of an epoch, from its number; there are no rates
-    with an optimizer of the caller. Each set of samples to evaluate on gets its own plan, in the same buckets. If the
-    schedule counts sequences or tokens, all epochs are planned once, and the base rates of all their steps are a
-    constant of the program.
+    Rates are None with an optimizer of the caller. If the schedule counts sequences or tokens, all epochs are planned
+    once, and the base rates of all their steps are a constant of the program.
     """
 
     def __init__(
@@ -71,6 +69,7 @@ class Course:
         else:
             all_steps = self.steps_per_epoch * (config.num_epochs or 1)
             self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
+        self.num_epochs = -(-self.num_steps // self.steps_per_epoch)  # begun, if not finished
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
@@ -85,8 +84,7 @@ class Course:
         if unit == "steps":
             counted = np.ones(self.num_steps, np.int64)
         else:  # in samples or tokens, how far training has come depends on all epochs before
-            epochs = range(-(-self.num_steps // self.steps_per_epoch))
-            counted = step_sizes(map(plan_of_epoch, epochs))[unit][: self.num_steps]
+            counted = step_sizes(map(plan_of_epoch, range(self.num_epochs)))[unit][: self.num_steps]
         total, lowest_rate = int(counted.sum()), settings.learning_rate * settings.final_fraction
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=lowest_rate,
@@ -133,33 +131,53 @@ class Course:
         return Place(num_steps_done=0, epoch=0, step=0, plan_digest=self.plan_of_epoch(0).digest, seed=self._seed)
 
     def next_place(self, place: Place) -> Place:
-        """The place after the step at `place`."""
-        num_steps_done = place.num_steps_done + 1
-        epoch, step = divmod(num_steps_done, self.steps_per_epoch)
+        """The place after the step at `place`; after the last one the end of its epoch, as no other is planned."""
         plan = self.plan_of_epoch(place.epoch)
-        return dataclasses.replace(
+        place = dataclasses.replace(
             place,
-            num_steps_done=num_steps_done,
-            epoch=epoch,
-            step=step,
-            plan_digest=self.plan_of_epoch(epoch).digest,
+            num_steps_done=place.num_steps_done + 1,
+            step=place.step + 1,
             num_tokens_done=place.num_tokens_done + int(plan.num_tokens[place.step]),
             num_positions_done=place.num_positions_done + int(plan.padded_tokens_per_step[place.step]),
         )
+        return self._within_epoch(place)
+
+    def resumed_place(self, place: Place) -> Place:
+        """Where training goes on from a checkpoint; ValueError for one of another plan, or beyond the end."""
+        planned = self.plan_of_epoch(place.epoch).digest
+        if place.plan_digest != planned:
+            raise UserError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
+        if place.seed != self._seed:
+            raise UserError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
+        if place.num_steps_done > self.num_steps:
+            raise UserError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
+        return self._within_epoch(place)
+
+    def _within_epoch(self, place: Place) -> Place:
+        """The beginning of the next epoch, if there is one, in place of the end of an epoch."""
+        if place.step < self.steps_per_epoch or place.num_steps_done == self.num_steps:
+            return place
+        epoch = place.epoch + 1
+        return dataclasses.replace(place, epoch=epoch, step=0, plan_digest=self.plan_of_epoch(epoch).digest)
+
+    def bucket_at(self, place: Place) -> Bucket:
+        """The bucket of the step at `place`."""
+        plan = self.plan_of_epoch(place.epoch)
+        return plan.buckets[plan.step_bucket[place.step]]
 
     def buckets_left(self, place: Place) -> list[AnyBucket]:
         """Buckets that have steps from `place` on, in the order in which these first come."""
-        left = [bucket for bucket, num_steps in self.steps_left(place).items() if num_steps]
-        order: list[AnyBucket] = []
-        for epoch in range(place.epoch, -(-self.num_steps // self.steps_per_epoch)):
-            if len(order) == len(left):
+        num_left = sum(num_steps > 0 for num_steps in self.steps_left(place).values())
+        order: dict[AnyBucket, None] = {}
+        for epoch in range(place.epoch, self.num_epochs):
+            if len(order) == num_left:
                 break
             plan = self.plan_of_epoch(epoch)
             first = place.step if epoch == place.epoch else 0
             steps = plan.step_bucket[first : self.num_steps - epoch * self.steps_per_epoch]
             used, first_use = np.unique(steps, return_index=True)
-            order = list(dict.fromkeys([*order, *(plan.buckets[k] for k in used[np.argsort(first_use)])]))
-        return order
+            order |= dict.fromkeys(plan.buckets[k] for k in used[np.argsort(first_use)])
+        return list(order)
 
     def steps_left(self, place: Place) -> dict[AnyBucket, int]:
         """How many steps each bucket has from `place` to the end of training."""
@@ -171,20 +189,9 @@ class Course:
         num_whole = last_epoch - place.epoch
         return {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
 
-    def check_place(self, place: Place) -> None:
-        """Raises ValueError if a checkpoint was made under another plan, or is beyond the end of training."""
-        planned = self.plan_of_epoch(place.epoch).digest
-        if place.plan_digest != planned:
-            raise UserError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
-        if place.seed != self._seed:
-            raise UserError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
-        if place.num_steps_done > self.num_steps:
-            raise UserError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
-
     def record(self, place: Place) -> dict[str, Any]:
         """The plan's figures of the step at `place`, for the log."""
-        plan = self.plan_of_epoch(place.epoch)
-        bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
+        plan, bucket = self.plan_of_epoch(place.epoch), self.bucket_at(place)
         num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
         record = {
             "step": place.num_steps_done,

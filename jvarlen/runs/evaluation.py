@@ -1,0 +1,98 @@
+"""Evaluates the parameters of a run on every set of samples, and tells the log."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jvarlen._common.progress import show_line
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.distributed.processes import Heartbeat, is_any_interrupted
+from jvarlen.runs.prepare import Prepared
+from jvarlen.runs.trackers import Trackers
+from jvarlen.training.checkpoint import Place
+from jvarlen.training.train_state import Metrics, TrainState
+
+__all__ = ["Evaluator", "Means", "is_interrupted_at", "means_of"]
+
+_STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
+
+
+class Means(NamedTuple):
+    """The loss and the scalar sums of some steps over Σ weight."""
+
+    loss: float  # in nats for a language model; 0 if nothing has weight
+    weight: float  # Σ weight; for a language model the tokens that are learned, those of cut samples as cut
+    sums: dict[str, float]
+
+
+def means_of(steps: Sequence[Metrics]) -> Means:
+    """The means of steps whose metrics are on the host."""
+    weight = math.fsum(metrics.weight_sum for metrics in steps)
+    loss = math.fsum(metrics.loss_sum for metrics in steps) / weight if weight else 0.0
+    scalars = {name for metrics in steps for name, value in metrics.sums.items() if np.ndim(value) == 0}
+    totals = {name: math.fsum(metrics.sums[name] for metrics in steps) for name in sorted(scalars)}
+    return Means(loss, weight, {name: total / (weight or 1.0) for name, total in totals.items()})
+
+
+def is_interrupted_at(num_steps: int) -> bool:
+    """Whether to stop after this step: processes decide together, and so only now and then."""
+    every = 1 if jax.process_count() == 1 else _STEPS_BETWEEN_EXCHANGES
+    return num_steps % every == 0 and is_any_interrupted()
+
+
+class Evaluator:
+    """Evaluates on every set of a run, once at a place."""
+
+    def __init__(self, prepared: Prepared, eval_step: CompiledBuckets, trackers: Trackers, heartbeat: Heartbeat):
+        self._prepared = prepared
+        self._eval_step = eval_step
+        self._trackers = trackers
+        self._heartbeat = heartbeat
+        self._latest: tuple[int, dict[str, float]] | None = None
+
+    def evaluate(self, state: TrainState, place: Place) -> dict[str, float] | None:
+        """The metric of each set, lower is better: bits per token, or the user's loss. None: it was interrupted."""
+        if self._latest is not None and self._latest[0] == place.num_steps_done:
+            return self._latest[1]
+        means = self._take_steps(state)
+        if means is None:
+            return None
+        in_bits = self._prepared.task.is_language_model
+        metrics = {name: mean.loss / math.log(2) if in_bits else mean.loss for name, mean in means.items()}
+        told = [f"evaluation after step {place.num_steps_done:,}"]
+        for name, metric in metrics.items():
+            told.append(f"{name} {metric:.3f} bits/token" if in_bits else f"{name} loss {metric:.4g}")
+            told += [f"{of_sum} {mean:.4g}" for of_sum, mean in means[name].sums.items()]
+            figure = "bits_per_token" if in_bits else "mean_loss"  # by which readers tell a loss of the user's own
+            record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: metric}
+            self._trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
+        show_line(" · ".join(told), progress=self._prepared.config.progress)
+        self._latest = place.num_steps_done, metrics
+        return metrics
+
+    def warm_up(self, state: TrainState) -> None:
+        """Takes a step of each set, without a result: its first evaluation then compiles nothing."""
+        self._take_steps(state, max_steps=1)
+
+    def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, Means] | None:
+        """The means of each set over so many steps; None if it was interrupted."""
+        means: dict[str, Means] = {}
+        num_steps = itertools.count()
+        for name, plan in self._prepared.training_plan.eval_plans.items():
+            dataset, lengths = self._prepared.data.evaluation[name], self._prepared.eval_lengths[name]
+            steps = []
+            with contextlib.closing(self._prepared.load(plan, dataset, lengths)) as batches:
+                for batch in itertools.islice(batches, max_steps):
+                    self._heartbeat.step()
+                    if is_interrupted_at(next(num_steps)):
+                        return None
+                    steps.append(self._eval_step(state, batch)[1])
+            means[name] = means_of(jax.device_get(steps))
+        return means
