@@ -22,7 +22,7 @@ import numpy as np
 
 from jvarlen import CompileOptions, FitConfig
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
-from jvarlen.runs.trackers import MetricsLog
+from jvarlen.runs.trackers import Trackers
 from jvarlen.training.checkpoint import Checkpoints
 from tests.run_fit import leave_pictures_empty, make_data
 from tests.settings import changed
@@ -66,7 +66,7 @@ class Reporting:
 
 def report_moments(report):
     """Makes this process say when it compiles, when it saves what was not saved, and when a step is in the log."""
-    compile_buckets, save, write = fit_module.compile_buckets, Checkpoints.save, MetricsLog.log
+    compile_buckets, save, write = fit_module.compile_buckets, Checkpoints.save, Trackers.log
     saved = set()
 
     def reporting_compile(*args, **options):
@@ -88,7 +88,7 @@ def report_moments(report):
 
     fit_module.compile_buckets = reporting_compile
     Checkpoints.save = reporting_save
-    MetricsLog.log = reporting_write
+    Trackers.log = reporting_write
 
 
 def train(config, out, descriptor):

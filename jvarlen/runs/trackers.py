@@ -1,7 +1,6 @@
 """Trackers: `metrics.jsonl`, TensorBoard, offline runs of Weights & Biases, and a user's own.
 
-`metrics.jsonl` is always written; the others get the same records. Their packages are extras, imported when a tracker
-is made.
+`metrics.jsonl` is always written; the others get the same records. Their packages are extras.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
@@ -27,7 +26,7 @@ from jvarlen._common.interrupts import without_interrupts
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import TrackerName
 
-__all__ = ["MetricsLog", "TensorBoardTracker", "Tracker", "Trackers", "WandbTracker", "open_trackers", "scalars_of"]
+__all__ = ["TensorBoardTracker", "Tracker", "Trackers", "WandbTracker", "open_trackers", "scalars_of"]
 
 # Where charts show what stands in a record; what is not listed goes to train/.
 _GROUPED_NAMES = {
@@ -62,61 +61,6 @@ class Tracker(Protocol):
         """Writes remaining records, and ends."""
 
 
-class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line, which readers see as soon as it is written. A context manager.
-
-    JSON has no NaN and no infinity: they are written as null. Without a path nothing is written, as by all but one of
-    several processes.
-    """
-
-    def __init__(self, path: Path | None):
-        self._path = path
-        self._file = open(os.devnull if path is None else path, "a")  # noqa: SIM115, closed by close
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Appends one line."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        try:
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise OSError(f"{self._path} cannot be written: {error.strerror}") from error
-
-    def sync(self) -> None:
-        """Returns when everything written would survive a power cut."""
-        if self._path is not None:
-            os.fsync(self._file.fileno())
-
-    def cut_to(self, num_steps_done: int) -> None:
-        """Removes what was logged after the checkpoint from which training continues."""
-        if self._path is None:
-            return
-        try:
-            kept = [row for row in read_metrics(self._path) if row["step"] < num_steps_done]
-        except TypeError as error:
-            raise UserError(f"{self._path} holds a step that is no number: {error}") from None
-        num_steps = sum("evaluation" not in row for row in kept)
-        if num_steps != num_steps_done:
-            warnings.warn(f"{self._path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=3)
-        self._file.close()
-        with write_atomically(self._path) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
-        self._file = self._path.open("a")
-
-
 @contextlib.contextmanager
 def open_trackers(
     names: Sequence[TrackerName],
@@ -126,46 +70,61 @@ def open_trackers(
     config: Mapping[str, Any] | None = None,
     others: Mapping[str, Tracker] | None = None,
 ) -> Iterator[Trackers]:
-    """A block with one tracker that passes every record to `metrics.jsonl`, and then to the named ones and `others`.
+    """A block with `metrics.jsonl`, without records of `start_step` and later, the named trackers, and `others`.
 
-    Charts must not stop a training: a tracker that fails inside the block is named in a warning and gets no more
-    records, while the run continues; `metrics.jsonl` has them all. If `metrics.jsonl` itself cannot be written, or a
-    tracker cannot be opened, that is an error. Records of `start_step` and later are removed. Without a `run_dir`
-    nothing is written.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     with open_trackers([], Path(directory)) as tracker:
-      ...         tracker.log({"step": 0, "loss": 2.5})
-      ...     print((Path(directory) / "metrics.jsonl").read_text(), end="")
-      {"step": 0, "loss": 2.5}
+    Without a `run_dir` nothing is written, as by all but one of several processes.
     """
+    path = None if run_dir is None else run_dir / "metrics.jsonl"
+    if path is not None:
+        _keep_before(start_step, path)
     with contextlib.ExitStack() as held:
-        metrics = held.enter_context(MetricsLog(None if run_dir is None else run_dir / "metrics.jsonl"))
-        metrics.cut_to(start_step)
         opened = dict(others or {})
-        tracker = Trackers(metrics, opened)
-        held.callback(tracker.close)
+        trackers = Trackers(held.enter_context(open(path or os.devnull, "a")), opened)
+        held.callback(trackers.close)
         if run_dir is not None:
             for name in dict.fromkeys(names):
                 if name == "tensorboard":
                     opened[name] = TensorBoardTracker(run_dir / "tensorboard", start_step=start_step)
                 else:
                     opened[name] = WandbTracker(run_dir, config or {})
-        yield tracker
+        yield trackers
+
+
+def _keep_before(num_steps_done: int, path: Path) -> None:
+    """Removes what was logged after the checkpoint from which training continues."""
+    try:
+        kept = [row for row in read_metrics(path) if row["step"] < num_steps_done] if path.exists() else []
+    except TypeError as error:
+        raise UserError(f"{path} holds a step that is no number: {error}") from None
+    num_steps = sum("evaluation" not in row for row in kept)
+    if num_steps != num_steps_done:
+        warnings.warn(f"{path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=4)
+    with write_atomically(path) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
 
 
 class Trackers:
-    """Passes records to the log of metrics, and to others as long as they do not fail; made by `open_trackers`."""
+    """Passes records to the open `metrics.jsonl`, and to others as long as they do not fail.
 
-    def __init__(self, metrics: MetricsLog, others: dict[str, Tracker]):
+    Charts must not stop a training: a warning names a tracker that fails, and it gets no more records.
+    """
+
+    def __init__(self, metrics: IO[str], others: dict[str, Tracker]):
         self._metrics = metrics
         self._others = others
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Passes a record on; raises OSError if `metrics.jsonl` cannot be written."""
-        self._metrics.log(record)
+        """Passes a record on, which readers of the file see at once; OSError if it cannot be written."""
+        # JSON has no NaN and no infinity.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        try:
+            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise OSError(f"{self._metrics.name} cannot be written: {error.strerror}") from error
         for name, tracker in list(self._others.items()):
             try:
                 tracker.log(record)
@@ -177,7 +136,8 @@ class Trackers:
 
     def sync(self) -> None:
         """Returns when the content of `metrics.jsonl` would survive a power cut."""
-        self._metrics.sync()
+        if self._metrics.name != os.devnull:
+            os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
         """Closes the others; one that fails is named in a warning."""
@@ -194,13 +154,7 @@ def _warn(text: str) -> None:
 
 
 class TensorBoardTracker:
-    """Scalars for TensorBoard, named in groups as `scalars_of` does.
-
-    Records of `start_step` and of later steps in earlier files are no longer shown.
-
-    References:
-      Event files and their session logs, by which a restart hides later steps: tensorflow/core/util/event.proto.
-    """
+    """Scalars for TensorBoard. A session log hides records of `start_step` and later in earlier files."""
 
     def __init__(self, directory: Path, *, start_step: int = 0):
         _require("tensorboardX", "tensorboard")
@@ -228,15 +182,10 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """An offline run of Weights & Biases, named in groups as `scalars_of` does, for `wandb sync` to upload.
+    """An offline run of Weights & Biases in `run_dir/wandb`, for `wandb sync` to upload.
 
-    It needs no account and no network, and takes no settings from the environment. All its files except a socket are in
-    `run_dir/wandb`, including the id of the run, `run_id`. A resumed run has the same id and each time one more
-    directory `offline-run-…`; a step that was taken twice is in two of them.
-
-    A process of its own writes them, through the service of wandb. Neither receives the Ctrl-C of a terminal, nor
-    SIGTERM to the processes of the run; both end with the run, even if it is killed. A scheduler that sends SIGTERM to
-    each process of a job ends the service; the tracker then counts as failed.
+    It needs no account and no network, and takes no settings from the environment. A resumed run keeps its id. A
+    process of its own writes, which receives no Ctrl-C or SIGTERM and ends with the run, even if that is killed.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
@@ -280,7 +229,7 @@ class WandbTracker:
         self._send({"step": record["step"], "scalars": scalars_of(record)})
 
     def close(self) -> None:
-        """Ends the process when it has written everything; raises OSError if it failed, or did not end within 60 s."""
+        """Ends the process when it has written everything; OSError if it failed, or did not end within 60 s."""
         with contextlib.suppress(BrokenPipeError, TimeoutError):
             self._send("end")
         self._end()
@@ -305,14 +254,7 @@ class WandbTracker:
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a record except the step, under names that charts group by.
-
-    Example:
-      >>> scalars_of({"step": 3, "loss": 2.5, "learning_rate": 0.1, "device_memory_bytes": None})
-      {'train/loss': 2.5, 'rate/in_force': 0.1}
-      >>> scalars_of({"step": 3, "evaluation": "held_out", "bits_per_token": 4.5})
-      {'eval/held_out/bits_per_token': 4.5}
-    """
+    """The figures of a record except the step, under names that charts group by."""
     group = f"eval/{record['evaluation']}/" if "evaluation" in record else None
     return {
         group + name if group else _GROUPED_NAMES.get(name, f"train/{name}"): float(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jvarlen.runs import trackers
-from jvarlen.runs.trackers import MetricsLog, TensorBoardTracker, WandbTracker, open_trackers, scalars_of
+from jvarlen.runs.trackers import TensorBoardTracker, Trackers, WandbTracker, open_trackers, scalars_of
 
 STEP = {
     "epoch": 0,
@@ -65,7 +65,7 @@ def test_scalars_are_grouped():
 
 
 def test_what_json_does_not_have_is_null(tmp_path):
-    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+    with open_trackers([], tmp_path) as log:
         log.log({"step": 0, "loss": math.nan, "learning_rate": -math.inf})
         assert lines_of(tmp_path) == [{"step": 0, "loss": None, "learning_rate": None}], "at once"
 
@@ -133,13 +133,12 @@ def test_a_tracker_that_fails_at_the_end_is_told(tmp_path, monkeypatch):
     assert len(lines_of(tmp_path)) == 1
 
 
-def test_metrics_that_cannot_be_written_end_the_run(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+def test_metrics_that_cannot_be_written_end_the_run():
+    full = open("/dev/full", "a")  # noqa: SIM115, closed below
+    with pytest.raises(OSError, match="/dev/full cannot be written: No space left"):
+        Trackers(full, {}).log({"step": 0})
     with pytest.raises(OSError, match="No space left"):
-        log.log({"step": 0})
-    with pytest.raises(OSError, match="No space left"):
-        log.close()
+        full.close()
 
 
 def events_in(directory):
