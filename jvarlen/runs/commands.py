@@ -103,6 +103,8 @@ class PlanCommand(PlanConfig):
             raise UserError("cluster and model go together: layouts are chosen for a model on a cluster")
         if self.compare and self.cluster is not None and self.html is not None:
             raise UserError("compare, cluster and html exclude each other: the page shows layouts, and no comparison")
+        if self.compare and self.overlong == "split":
+            raise UserError("compare has strategies that cannot split: choose another overlong for it")
         if (self.learning_rate is None) != (self.base_batch_size is None):
             raise UserError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
         for path in (self.html, self.out):
@@ -116,16 +118,13 @@ class PlanCommand(PlanConfig):
             described = Cluster.named(self.cluster), ModelFile.load(self.model)
         lengths = check_lengths(load_array(self.lengths, "lengths"))
         plan = epoch_plan(self, shapes_for(self, lengths), lengths, seed=self.seed, epoch=self.epoch)
-        rates = None
+        rates = comparison = None
         if self.learning_rate is not None and self.base_batch_size is not None:
             rule = None if self.batch_size_rule == "none" else self.batch_size_rule
             rates = lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
         print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")
-        comparison = None
         if self.compare:
-            if self.overlong == "split":
-                raise UserError("compare has strategies that cannot split: choose another overlong for it")
             comparison = compare_strategies(lengths, self.budget, overlong=self.overlong)
             print(f"\n{comparison_table(comparison)}")
         if self.out is not None:
@@ -225,24 +224,31 @@ class SampleCommand:
             check_place(self.out)
         prompts = self._named_prompts()
         trained = _read_trained(self.run_dir, self.checkpoint)
-        codec = _codec_of(trained, self.tokenizer)
+        codec = trained.codec(self.tokenizer)
         tokens = _encode(codec, prompts, trained.model.vocab_size, self.max_tokens - self.max_new_tokens)
-        new = models.generate(
+        continued = models.generate(
             trained.params,
             trained.model,
             tokens,
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             seed=self.seed,
-            end_token=_end_token(trained, codec),
+            end_token=trained.end_token(codec),
             max_tokens=self.max_tokens,
             max_shapes=self.max_shapes,
             layout=layout,
             progress=self.progress,
         )
-        texts = [_text_of(codec, *parts, self.stop) for parts in zip(tokens, new, strict=True)]
+        texts, lines = [], []
+        for prompt, given, new in zip(prompts.values(), tokens, continued, strict=True):
+            text = codec.decode(np.concatenate([given, new]))
+            end = text.find(self.stop, len(codec.decode(given))) if self.stop else -1
+            texts.append(text if end < 0 else text[:end])
+            line = {"prompt": prompt, "text": texts[-1], "tokens": new.tolist()}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         if self.out is not None:
-            _write_samples(self.out, list(prompts.values()), texts, new)
+            with write_atomically(self.out) as file:
+                file.write("".join(lines).encode())
         for name, text in zip(prompts, texts, strict=True):
             print(text if len(texts) == 1 else f"── {name}\n{text}")
         if self.out is not None:
@@ -251,14 +257,11 @@ class SampleCommand:
     def _named_prompts(self) -> dict[str, str]:
         """All prompts, by where they come from."""
         named = {f"prompt {i}": text for i, text in enumerate(self.prompt, 1)}
-        if self.prompts is not None:
+        for i, line in enumerate([] if self.prompts is None else self.prompts.read_bytes().splitlines(), 1):
             try:
-                lines = self.prompts.read_bytes().decode().split("\n")
-            except UnicodeDecodeError as error:
-                line = error.object[: error.start].count(b"\n") + 1
-                raise UserError(f"{self.prompts}: line {line} is not UTF-8") from None
-            lines = lines[:-1] if lines[-1] == "" else lines
-            named |= {f"{self.prompts} line {i}": line.removesuffix("\r") for i, line in enumerate(lines, 1)}
+                named[f"{self.prompts} line {i}"] = line.decode()
+            except UnicodeDecodeError:
+                raise UserError(f"{self.prompts}: line {i} is not UTF-8") from None
         if not named:
             raise UserError("there is nothing to continue: give --prompt TEXT, or --prompts FILE with lines")
         return named
@@ -284,9 +287,8 @@ class ExportCommand:
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
         tokenizer = self.tokenizer or trained.settings.data.tokenizer
         if tokenizer is not None:
-            codec = FileTokenizer(tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
-            if (end_token := _end_token(trained, codec)) is not None:
+            if (end_token := trained.end_token(FileTokenizer(tokenizer))) is not None:
                 metadata["end_token"] = str(end_token)
         models.save_params(self.out, trained.params, trained.model, metadata=metadata)
         size = sum(np.size(leaf) for leaf in trained.arrays.values())
@@ -301,6 +303,22 @@ class _Trained(NamedTuple):
     params: nnx.State
     arrays: dict[str, np.ndarray]  # the parameters by dotted names
     num_steps: int
+
+    def codec(self, given: Path | None) -> Tokenizer:
+        """Between text and the run's tokens, by the given tokenizer or the run's own."""
+        tokenizer = given or self.settings.data.tokenizer
+        if tokenizer is not None:
+            return FileTokenizer(tokenizer)
+        if self.model.vocab_size != _NUM_BYTES:
+            raise UserError(
+                f"the run's {self.model.vocab_size:,} tokens are no bytes, and its settings name no tokenizer: give one"
+            )
+        return ByteTokenizer()
+
+    def end_token(self, codec: Tokenizer) -> int | None:
+        """The token that ends a sample, if the model can write it."""
+        end = self.settings.data.end_token if self.settings.data.end_token is not None else codec.end_token
+        return end if end is not None and end < self.model.vocab_size else None
 
 
 def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
@@ -318,24 +336,6 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
     except UserError as error:
         raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None
     return _Trained(settings, model, params, arrays, place.num_steps_done)
-
-
-def _codec_of(trained: _Trained, given: Path | None) -> Tokenizer:
-    """Between text and the run's tokens, by the given tokenizer or the run's own."""
-    tokenizer = given or trained.settings.data.tokenizer
-    if tokenizer is not None:
-        return FileTokenizer(tokenizer)
-    if trained.model.vocab_size != _NUM_BYTES:
-        raise UserError(
-            f"the run's {trained.model.vocab_size:,} tokens are no bytes, and its settings name no tokenizer: give one"
-        )
-    return ByteTokenizer()
-
-
-def _end_token(trained: _Trained, codec: Tokenizer) -> int | None:
-    """The token that ends a sample, if the model can write it."""
-    end = trained.settings.data.end_token if trained.settings.data.end_token is not None else codec.end_token
-    return end if end is not None and end < trained.model.vocab_size else None
 
 
 def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest: int) -> list[Int32[np.ndarray, " L"]]:
@@ -357,32 +357,12 @@ def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest:
     return encoded
 
 
-def _text_of(codec: Tokenizer, prompt: Int32[np.ndarray, " L"], new: Int32[np.ndarray, " n"], stop: str | None) -> str:
-    """The prompt and what continues it, up to the stop."""
-    text = codec.decode(np.concatenate([prompt, new]))
-    end = text.find(stop, len(codec.decode(prompt))) if stop else -1
-    return text if end < 0 else text[:end]
-
-
-def _write_samples(path: Path, prompts: list[str], texts: list[str], new: list[Int32[np.ndarray, " n"]]) -> None:
-    with write_atomically(path) as file:
-        for prompt, text, tokens in zip(prompts, texts, new, strict=True):
-            line = {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
-            file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-
-
 class MeasuredCosts(NamedTuple):
-    """Cost models of the training steps of a model.
+    """Cost models of the training steps of a model."""
 
-    Attributes:
-      seconds: of one microbatch.
-      num_bytes: on one device, during a step.
-      compile_seconds: of lowering and compiling one bucket, one after the other and without a cache.
-    """
-
-    seconds: CostModel
-    num_bytes: CostModel
-    compile_seconds: float
+    seconds: CostModel  # of one microbatch
+    num_bytes: CostModel  # on one device, during a step
+    compile_seconds: float  # of lowering and compiling one bucket, one after the other and without a cache
 
 
 def measure_costs(
@@ -395,23 +375,7 @@ def measure_costs(
     repeats: int = 3,
     progress: bool = True,
 ) -> MeasuredCosts:
-    """Compiles and runs AdamW steps of the built-in model in some shapes, and fits cost models.
-
-    Args:
-      model: the model.
-      max_tokens: tokens of the full buckets; a quarter of that is measured as well.
-      lengths: lengths of rows to measure, at least 2, strictly ascending.
-      microbatches_per_step: M.
-      packed: whether rows hold several samples.
-      repeats: runs of each shape; the fastest counts.
-      progress: whether to show progress bars.
-
-    Returns:
-      `MeasuredCosts`.
-
-    Raises:
-      ValueError: lengths that are not as described, or above a quarter of `max_tokens`; other numbers below 1.
-    """
+    """Compiles and runs AdamW steps of the built-in model in rows of these lengths, and fits cost models."""
     import optax  # here: settings are read without JAX
 
     from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
@@ -432,10 +396,7 @@ def measure_costs(
         raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
     step = make_train_step(make_loss_fn(model), optax.adamw(1e-3))
     state = step.init(init_params(model, seed=0))
-    shapes: list[tuple[int, int]] = []
-    seconds: list[float] = []
-    num_bytes: list[int] = []
-    compile_seconds = []
+    measured = []
     for share in _SHARES_OF_BUDGET:
         with without_compilation_cache():  # what is asked is what compiling takes
             compiled = compile_buckets(
@@ -449,17 +410,17 @@ def measure_costs(
                 progress=progress,
                 options=CompileOptions(cache_dir=None, num_threads=1),
             )
-        measured = measure_buckets(compiled, state, repeats=repeats, progress=progress)
-        shapes += measured.shapes
-        seconds += measured.seconds.tolist()
-        num_bytes += measured.num_bytes.tolist()
-        compile_seconds.append(measured.compile_seconds)
+        measured.append(measure_buckets(compiled, state, repeats=repeats, progress=progress))
+    shapes = [shape for each in measured for shape in each.shapes]
+    seconds, num_bytes = (
+        np.concatenate([getattr(each, name) for each in measured]) for name in ("seconds", "num_bytes")
+    )
     name = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(model).items() if value is not None)
     name += f", {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
     return MeasuredCosts(
-        fit_cost_model(shapes, seconds, device=measured.device, model=name),
-        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured.device, model=name),
-        sum(compile_seconds) / len(compile_seconds),
+        fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
+        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured[0].device, model=name),
+        sum(each.compile_seconds for each in measured) / len(measured),
     )
 
 
@@ -497,9 +458,8 @@ class MeasureCommand(DeviceConfig):
         if self.devices is not None or self.has_processes:
             raise UserError("steps are measured on one device: devices and processes are for --links")
         out = self.out or Path("cost.json")
-        missing = [str(path) for path in (out, self.memory_out) if not path.parent.is_dir()]
-        if missing:
-            raise FileNotFoundError(f"there is no directory for {', '.join(missing)}")
+        for path in (out, self.memory_out):
+            check_place(path)
         costs = measure_costs(
             self.decoder,
             max_tokens=self.max_tokens,
@@ -517,19 +477,17 @@ class MeasureCommand(DeviceConfig):
         from jvarlen.distributed.processes import is_main_process
         from jvarlen.targets.links import measure_cluster
 
-        if not out.parent.is_dir():
-            raise FileNotFoundError(f"there is no directory for {out}")
+        check_place(out)
         placement, dtype = launch(self), self.decoder.compute_dtype or "float32"
         cluster = measure_cluster(placement, dtype=dtype, progress=self.progress)
         if not is_main_process():
             return
         cluster.save(out)
-        print(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
-        print(
-            f"  {cluster.flops_per_second / 1e9:,.1f} GFLOP/s, {cluster.memory_bytes / 1e9:,.1f} GB of memory at ",
-            end="",
+        flops, num_bytes, bandwidth = (
+            value / 1e9 for value in (cluster.flops_per_second, cluster.memory_bytes, cluster.memory_bytes_per_second)
         )
-        print(f"{cluster.memory_bytes_per_second / 1e9:,.2f} GB/s")
+        print(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
+        print(f"  {flops:,.1f} GFLOP/s, {num_bytes:,.1f} GB of memory at {bandwidth:,.2f} GB/s")
         for name, link in (("link", cluster.link), ("host link", cluster.host_link))[: 1 + (cluster.num_hosts > 1)]:
             print(f"  {name}: {link.bytes_per_second / 1e9:,.2f} GB/s, {1e6 * link.latency_s:,.1f} µs")
         print(cluster.sources)
