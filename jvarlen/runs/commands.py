@@ -103,8 +103,6 @@ class PlanCommand(PlanConfig):
             raise UserError("cluster and model go together: layouts are chosen for a model on a cluster")
         if self.compare and self.cluster is not None and self.html is not None:
             raise UserError("compare, cluster and html exclude each other: the page shows layouts, and no comparison")
-        if self.compare and self.overlong == "split":
-            raise UserError("compare has strategies that cannot split: choose another overlong for it")
         if (self.learning_rate is None) != (self.base_batch_size is None):
             raise UserError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
         for path in (self.html, self.out):
@@ -125,6 +123,8 @@ class PlanCommand(PlanConfig):
         print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")
         if self.compare:
+            if self.overlong == "split":
+                raise UserError("compare has strategies that cannot split: choose another overlong for it")
             comparison = compare_strategies(lengths, self.budget, overlong=self.overlong)
             print(f"\n{comparison_table(comparison)}")
         if self.out is not None:
