@@ -3,9 +3,6 @@
 Arguments: a folder with `inputs.npz`, to which results are written, how many processes there are, the rank and a port.
 """
 
-import os
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
 import torch_ref
+from tests.parity.run_parallel import BETAS, EPS, RATE, WEIGHT_DECAY, Results, join_group, make_plan
 from torch_ref.parallel import gather_params, make_pipeline_step, make_tensor_step, shard_tensors, split_stages
 
 WIDTH, NUM_HEADS, VOCAB_SIZE = 16, 2, 127  # an odd vocabulary: its parts are not of one size
-RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.4
-TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 20
-
-Results = dict[str, NDArray[Any]]
+MAX_NORM = 0.6
+TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 7
 
 
 class Way(NamedTuple):
@@ -60,12 +56,9 @@ WAYS = {
 }
 
 
-def make_plan(package: Any, lengths: NDArray[np.int64], way: Way) -> Any:
-    """Return the plan by a package, in shuffled order."""
-    samples = lengths
-    if way.packed:
-        samples = package.pack_samples(lengths, [length for _, length in way.buckets], order="shuffle", seed=2)
-    return package.make_plan(samples, way.buckets, order="shuffle", seed=5, microbatches_per_step=NUM_MICROBATCHES)
+def plan_of_way(package: Any, lengths: NDArray[np.int64], way: Way) -> Any:
+    """Return the plan of a layout by a package."""
+    return make_plan(package, lengths, way.buckets, NUM_MICROBATCHES, way.packed)
 
 
 def prepare(way: Way, mesh: DeviceMesh, initial: Results) -> tuple[Any, Any]:
@@ -91,7 +84,7 @@ def train(way: Way, samples: list[NDArray[np.uint8]], initial: Results) -> Resul
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     shard = mesh.get_local_rank("data") if way.data > 1 else 0
     model, step = prepare(way, mesh, initial)
-    plan = make_plan(torch_ref, np.array([len(sample) for sample in samples]), way)
+    plan = plan_of_way(torch_ref, np.array([len(sample) for sample in samples]), way)
     batches = list(torch_ref.load(plan, samples, rank=shard, num_replicas=way.data))[:NUM_STEPS]
     with sdpa_kernel(SDPBackend.MATH):
         losses = [float(step(batch)["loss"]) for batch in batches]
@@ -120,17 +113,8 @@ def tensors_of(batch: torch_ref.Batch) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Read, connect, train on all layouts of so many processes, and write what came out."""
-    folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
-    with np.load(folder / "inputs.npz") as file:
-        inputs = dict(file)
-    offsets = inputs.pop("offsets")
-    samples = np.split(inputs.pop("tokens"), offsets[1:-1])
-    address = f"tcp://127.0.0.1:{port}"
-    distributed.init_process_group("gloo", address, rank=rank, world_size=num_processes)
+    """Connect, train on all layouts of so many processes, and write what came out."""
+    folder, num_processes, rank, inputs, samples = join_group()
     for name, way in WAYS.items():
         if way.num_processes == num_processes:
             prefix = f"{way.num_layers} layers "

@@ -6,7 +6,7 @@ Arguments: a folder with `inputs.npz`, to which results are written, how many pr
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,31 +27,21 @@ import torch_ref
 from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, shard_model
 
 NUM_LAYERS, NUM_HEADS = 2, 2
-RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.7
+RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 SMALL_CAP_MB, COMPILED_CAP_MB = 0.05, 1.0
 
 Results = dict[str, NDArray[Any]]
 
 
 class Task(NamedTuple):
-    """What is trained, in JAX as well.
-
-    Attributes:
-        num_processes: how many there are.
-        microbatches_per_step: over all of them.
-        ways: how torch trains, and which ZeRO level JAX has then.
-        packed: whether rows hold several samples.
-        width: of the model.
-        num_steps: how many there are.
-        buckets: as (rows, length).
-    """
+    """What is trained, in JAX as well: `ways` are how torch trains, and which ZeRO level JAX has then."""
 
     num_processes: int
     microbatches_per_step: int
     ways: dict[str, int]
     packed: bool = False
     width: int = 32
-    num_steps: int = 12
+    num_steps: int = 6
     buckets: tuple[tuple[int, int], ...] = ((3, 20), (2, 32))
 
 
@@ -63,14 +53,19 @@ TASKS = {
 }
 
 
-def make_plan(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:
+def make_plan(
+    package: Any, lengths: NDArray[np.int64], buckets: Sequence[tuple[int, int]], num_microbatches: int, packed: bool
+) -> Any:
     """Return the plan by a package, in shuffled order."""
     samples = lengths
-    if task.packed:
-        samples = package.pack_samples(lengths, [length for _, length in task.buckets], order="shuffle", seed=2)
-    return package.make_plan(
-        samples, task.buckets, order="shuffle", seed=5, microbatches_per_step=task.microbatches_per_step
-    )
+    if packed:
+        samples = package.pack_samples(lengths, [length for _, length in buckets], order="shuffle", seed=2)
+    return package.make_plan(samples, buckets, order="shuffle", seed=5, microbatches_per_step=num_microbatches)
+
+
+def plan_of_task(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:
+    """Return the plan of a task by a package."""
+    return make_plan(package, lengths, task.buckets, task.microbatches_per_step, task.packed)
 
 
 def make_optimizer(way: str, model: nn.Module) -> Optimizer:
@@ -166,8 +161,8 @@ def train(way: str, model: nn.Module, batches: list[torch_ref.Batch]) -> Results
     }
 
 
-def main() -> None:
-    """Read, connect, train, and write what came out."""
+def join_group() -> tuple[Path, int, int, Results, list[NDArray[np.uint8]]]:
+    """Join the process group; return the folder, how many processes there are, the rank, weights, and samples."""
     folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -178,10 +173,17 @@ def main() -> None:
     samples = np.split(inputs.pop("tokens"), offsets[1:-1])
     address = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group("gloo", address, rank=rank, world_size=num_processes)
+    return folder, num_processes, rank, inputs, samples
+
+
+def main() -> None:
+    """Connect, train, and write what came out."""
+    folder, num_processes, rank, inputs, samples = join_group()
+    lengths = np.array([len(sample) for sample in samples])
     for name, task in TASKS.items():
         if task.num_processes != num_processes:
             continue
-        plan = make_plan(torch_ref, np.diff(offsets), task)
+        plan = plan_of_task(torch_ref, lengths, task)
         batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_processes))[: task.num_steps]
         initial = {key.removeprefix(f"{name} "): value for key, value in inputs.items() if key.startswith(f"{name} ")}
         for way in task.ways:

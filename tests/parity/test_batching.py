@@ -1,6 +1,5 @@
 """Token-budget batching: which samples share a batch, within which limits, and in which shape."""
 
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -19,16 +18,6 @@ shaped = batching_arguments(shaped=True)
 def make_batches(package: ModuleType, arguments: dict[str, Any]) -> Any:
     """Make the package's batches from drawn arguments."""
     return package.batch_by_tokens(**as_arrays(arguments))
-
-
-def lengths_of(batches: Any, lengths: list[int]) -> list[list[int]]:
-    """Return the lengths of the samples of each batch as Python integers."""
-    return [[lengths[i] for i in ids] for ids, _ in batches_of(batches)]
-
-
-def cost_of(batch: list[int], budget: str) -> int:
-    """Return what a batch of these lengths takes of the budget."""
-    return len(batch) * max(batch) if budget == "padded" else sum(batch)
 
 
 @many
@@ -68,41 +57,6 @@ def test_every_sample_of_the_order_is_in_exactly_one_batch(package: ModuleType, 
         assert batches.shape_index.shape == (batches.num_batches,)
     else:
         assert batches.shape_index is None
-
-
-@moderate
-@given(arguments=limited)
-def test_no_batch_is_over_its_limits(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """Tokens, sequences, and the multiple."""
-    multiple, max_sequences = arguments["sequence_multiple"], arguments["max_sequences"]
-    for batch in lengths_of(make_batches(package, arguments), arguments["lengths"]):
-        assert cost_of(batch, arguments["budget"]) <= arguments["max_tokens"]
-        assert max_sequences is None or len(batch) <= max_sequences
-        assert len(batch) < multiple or len(batch) % multiple == 0
-
-
-@moderate
-@given(arguments=limited)
-def test_no_batch_could_have_taken_the_next_sample(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """Without a multiple, each batch is as large as its limits allow."""
-    batches = lengths_of(make_batches(package, arguments | {"sequence_multiple": 1}), arguments["lengths"])
-    for batch, following in pairwise(batches):
-        over_budget = cost_of([*batch, following[0]], arguments["budget"]) > arguments["max_tokens"]
-        assert over_budget or len(batch) == arguments["max_sequences"]
-
-
-@moderate
-@given(arguments=shaped)
-def test_every_batch_is_in_the_smallest_shape_that_holds_it(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """And no shape holds it together with the next sample."""
-    batches, shapes = make_batches(package, arguments), arguments["shapes"]
-    grouped = lengths_of(batches, arguments["lengths"])
-    for batch, index in zip(grouped, batches.shape_index.tolist(), strict=True):
-        holding = [(b * t, t, k) for k, (b, t) in enumerate(shapes) if len(batch) <= b and max(batch) <= t]
-        assert index == min(holding)[2]
-    for batch, following in pairwise(grouped):
-        longer = [*batch, following[0]]
-        assert not any(len(longer) <= rows and max(longer) <= length for rows, length in shapes)
 
 
 def test_defaults_are_dataset_order_and_the_padded_budget(package: ModuleType) -> None:

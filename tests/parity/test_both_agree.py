@@ -53,16 +53,7 @@ def assert_equal_plans(plans: list[Any]) -> None:
         assert one.row_offsets.dtype == other.row_offsets.dtype
         assert np.array_equal(one.row_offsets, other.row_offsets)
     assert one.neighbour_correlation == pytest.approx(other.neighbour_correlation, abs=1e-9, nan_ok=True)
-    names = (
-        "num_steps",
-        "num_samples",
-        "num_rows",
-        "microbatches_per_step",
-        "overlong",
-        "num_dropped",
-        "num_truncated",
-    )
-    for name in names:
+    for name in ("num_steps", "num_samples", "num_rows", "microbatches_per_step", "overlong", "num_dropped"):
         assert getattr(one, name) == getattr(other, name)
     assert one.padding == pytest.approx(other.padding, abs=1e-12)
     for step in range(one.num_steps):
@@ -70,22 +61,19 @@ def assert_equal_plans(plans: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
-def test_both_choose_the_same_buckets(both: list[ModuleType], strategy: str, num_microbatches: int) -> None:
+def test_both_choose_the_same_buckets(both: list[ModuleType], strategy: str) -> None:
     """Every strategy, with and without multiples."""
     lengths = inputs(0)["lengths"]
     cut = {"max_length": 2048, "overlong": "truncate", "length_multiple": 4}
     for options in ({}, {"row_multiple": 8, "length_multiple": 16}, cut):
         one, other = (
-            package.make_buckets(
-                lengths, 16_384, strategy=strategy, max_shapes=12, microbatches_per_step=num_microbatches, **options
-            )
+            package.make_buckets(lengths, 16_384, strategy=strategy, max_shapes=12, microbatches_per_step=3, **options)
             for package in both
         )
         assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
 
 
-@pytest.mark.parametrize("compile_seconds", [None, 0.0, 0.01, 1.0])
+@pytest.mark.parametrize("compile_seconds", [None, 0.01])
 def test_both_weigh_seconds_alike(both: list[ModuleType], compile_seconds: float | None) -> None:
     """A cost that rounds: the same sums in the same order."""
     lengths = inputs(1)["lengths"]
@@ -98,11 +86,10 @@ def test_both_weigh_seconds_alike(both: list[ModuleType], compile_seconds: float
     assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
 
 
-@pytest.mark.parametrize("compile_seconds", [0.0, 0.01, 1.0])
-def test_both_reuse_the_same_shapes(both: list[ModuleType], compile_seconds: float) -> None:
+def test_both_reuse_the_same_shapes(both: list[ModuleType]) -> None:
     """The shapes of other lengths, and many that fit badly or not at all."""
-    options = {"max_shapes": 24, "length_multiple": 8, "microbatches_per_step": 2, "cost": timed_cost}
-    options["compile_seconds"] = compile_seconds
+    options: dict[str, Any] = {"max_shapes": 24, "length_multiple": 8, "microbatches_per_step": 2}
+    options |= {"cost": timed_cost, "compile_seconds": 0.01}
     shapes = both[0].make_buckets(inputs(1)["lengths"], 16_384, **options)
     rows, lengths = np.random.default_rng(3).integers((1, 1), (200, 700), (300, 2)).T
     compiled = [*shapes, *zip(rows, 8 * lengths, strict=True)]
@@ -112,8 +99,9 @@ def test_both_reuse_the_same_shapes(both: list[ModuleType], compile_seconds: flo
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
-@pytest.mark.parametrize("difficulty", [None, "integers", "floats"])
-@pytest.mark.parametrize("shuffle_steps", [False, True])
+@pytest.mark.parametrize(
+    ("difficulty", "shuffle_steps"), [(None, False), (None, True), ("integers", False), ("floats", True)]
+)
 def test_both_make_the_same_plan(
     both: list[ModuleType], order: str, difficulty: str | None, shuffle_steps: bool
 ) -> None:
@@ -139,8 +127,7 @@ def test_both_make_the_same_plan(
     assert_equal_plans(plans)
 
 
-@pytest.mark.parametrize("order", [*ORDERS, "subset"])
-@pytest.mark.parametrize("new_shape_every", [1, 10, 2000])
+@pytest.mark.parametrize(("order", "new_shape_every"), [("shuffle", 1), ("subset", 10), ("length_descending", 2000)])
 def test_both_let_shapes_come_one_by_one(both: list[ModuleType], order: str, new_shape_every: int) -> None:
     """Of samples, of packed rows and of pairs."""
     drawn, pairs = inputs(16), pair_lengths(16)
@@ -163,12 +150,11 @@ def test_both_let_shapes_come_one_by_one(both: list[ModuleType], order: str, new
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str, order: str) -> None:
+def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str) -> None:
     """The same samples dropped or cut."""
     lengths = inputs(3)["lengths"]
     plans = [
-        package.make_plan(lengths, [(8, 20), (4, 100), (1, 1000)], order=order, overlong=overlong, seed=1)
+        package.make_plan(lengths, [(8, 20), (4, 100), (1, 1000)], order="shuffle", overlong=overlong, seed=1)
         for package in both
     ]
     assert_equal_plans(plans)
@@ -180,32 +166,14 @@ def memory_bytes(rows: Any, length: Any) -> Any:
     return 1e6 + rows * length * (4096.0 + 8.0 * length)
 
 
-LIMITS: dict[str, dict[str, Any]] = {
-    "cost": {"cost": timed_cost, "max_cost": 0.004},
-    "bytes": {"memory": memory_bytes, "max_bytes": 4e8},
-    "both": {"cost": timed_cost, "max_cost": 0.008, "memory": memory_bytes, "max_bytes": 3e8},
-}
-
-
 @pytest.mark.parametrize("strategy", [*STRATEGIES, (16, 60, 250, 1000, 4096)], ids=str)
-@pytest.mark.parametrize("limited", LIMITS)
-def test_both_keep_the_same_limits(both: list[ModuleType], strategy: Any, limited: str) -> None:
+def test_both_keep_the_same_limits(both: list[ModuleType], strategy: Any) -> None:
     """Of cost and of bytes, for every strategy and for given edges, with each rule for long samples."""
-    lengths = inputs(8)["lengths"]
+    options: dict[str, Any] = {"microbatches_per_step": 4, "row_multiple": 8, "length_multiple": 4, "max_shapes": 12}
+    options |= {"cost": timed_cost, "max_cost": 0.008, "memory": memory_bytes, "max_bytes": 3e8, "max_length": 4096}
     for overlong in ("truncate", "drop"):
         one, other = (
-            package.make_buckets(
-                lengths,
-                65_536,
-                strategy=strategy,
-                max_shapes=12,
-                max_length=4096,
-                overlong=overlong,
-                microbatches_per_step=4,
-                row_multiple=8,
-                length_multiple=4,
-                **LIMITS[limited],
-            )
+            package.make_buckets(inputs(8)["lengths"], 65_536, strategy=strategy, overlong=overlong, **options)
             for package in both
         )
         assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
@@ -222,8 +190,7 @@ def test_both_fit_the_same_cost_model(both: list[ModuleType]) -> None:
         assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-6)
 
 
-@pytest.mark.parametrize("order", [*ORDERS, "subset"])
-@pytest.mark.parametrize("block_size", [1, 64, 5000])
+@pytest.mark.parametrize(("order", "block_size"), [*((order, 64) for order in ORDERS), ("subset", 5000)])
 def test_both_shuffle_the_same_blocks(both: list[ModuleType], order: str, block_size: int) -> None:
     """The same order and the same plan."""
     drawn = inputs(10)
@@ -284,8 +251,7 @@ def row_lengths(both: list[ModuleType]) -> Any:
     ]
 
 
-@pytest.mark.parametrize("order", [*ORDERS, "subset"])
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+@pytest.mark.parametrize(("order", "overlong"), [("shuffle", "drop"), ("subset", "truncate"), ("dataset", "drop")])
 def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, overlong: str) -> None:
     """The same rows of the same lengths, and the same plans of them."""
     drawn = inputs(12)
@@ -446,7 +412,7 @@ def assert_equal_batches(batches: list[Any]) -> None:
     assert one.num_batches == other.num_batches > 1
 
 
-@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize("order", ["shuffle", "subset"])
 @pytest.mark.parametrize("budget", ["padded", "sum"])
 @pytest.mark.parametrize("sequence_multiple", [1, 8, 100])
 def test_both_make_the_same_batches(both: list[ModuleType], order: str, budget: str, sequence_multiple: int) -> None:
@@ -470,7 +436,7 @@ def test_both_make_the_same_batches(both: list[ModuleType], order: str, budget: 
             assert_equal_batches(batches)
 
 
-@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize("order", ["shuffle", "subset"])
 def test_both_choose_the_same_shapes_for_batches(both: list[ModuleType], order: str) -> None:
     """Planned buckets, and shapes of which some hold nothing that others do not, in no order."""
     drawn = inputs(6)

@@ -68,16 +68,7 @@ def test_rates_of_batches_of_thirty_tokens(package: ModuleType, budget: str) -> 
 
 @pytest.mark.parametrize(
     ("max_shapes", "num_microbatches", "percent"),
-    [
-        (4, 1, "19.07"),
-        (8, 1, "10.56"),
-        (16, 1, "5.62"),
-        (32, 1, "2.93"),
-        (4, 8, "19.11"),
-        (8, 8, "10.57"),
-        (16, 8, "5.64"),
-        (32, 8, "2.95"),
-    ],
+    [(4, 1, "19.07"), (16, 1, "5.62"), (8, 8, "10.57"), (32, 8, "2.95")],
 )
 def test_padding_of_uniform_lengths_with_few_shapes(
     package: ModuleType, max_shapes: int, num_microbatches: int, percent: str

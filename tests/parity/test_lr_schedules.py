@@ -117,8 +117,9 @@ def applied_on_device(optimizer: optax.GradientTransformation, num_groups: int =
     return np.array(jax.device_get(applied))
 
 
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "rule"), [*((name, "sqrt") for name in SCHEDULES), ("sequence", "linear"), ("sequence", None)]
+)
 def test_tables_rates_in_force_and_applied_rates_are_the_same(name: str, rule: Any) -> None:
     """To 1e-12 in float64; JAX applies exactly the float32 rounding of a planned rate."""
     schedule = SCHEDULES[name]
@@ -251,6 +252,18 @@ def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name: str, optimizer
     if not optimizer_first:
         optimizer.load_state_dict(state["optimizer"])
     assert list(run(resumed, 15)) == list(run(whole, 15))
+
+
+def test_a_plateau_scheduler_gets_its_metric() -> None:
+    """Arguments of step go to the wrapped scheduler, which sees unscaled rates."""
+    plateau = schedulers.ReduceLROnPlateau(SGD(weights(1.0)), factor=0.5, patience=0)
+    scheduler = torch_ref.VariableBatchSizeLR(plateau, [8, 2], 4)
+    rates = []
+    for metric in (3.0, 3.0, 2.0, 2.0):
+        rates += scheduler.get_last_lr()
+        scheduler.optimizer.step()
+        scheduler.step(metric)
+    assert rates == [2.0, 0.5, 1.0, 0.25]
 
 
 def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path: Path) -> None:
@@ -392,6 +405,31 @@ def test_the_last_rate_is_the_one_in_force_whoever_set_it() -> None:
     assert isinstance(told, torch.Tensor)
     told.zero_()
     assert held.param_groups[0]["lr"] == 2.5
+
+
+def test_tensor_rates_are_changed_in_place() -> None:
+    """Captured optimizers hold on to the tensor."""
+    optimizer = AdamW([group["params"][0] for group in weights(1.0, 1.0)], lr=torch.tensor(1.0))
+    held = [group["lr"] for group in optimizer.param_groups]
+    scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), [8, 2], 4)
+    np.testing.assert_allclose(list(run(scheduler, 4)), [[2.0], [0.25], [0.5], [0.0625]])
+    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
+
+
+def test_a_state_of_another_kind_of_scheduler_is_refused() -> None:
+    """A state with a wrapped scheduler does not fit one without."""
+    wrapping = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer_of_two_groups(), 0.5), SIZES, 4)
+    with pytest.raises(ValueError, match="wrap"):
+        torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4).load_state_dict(wrapping.state_dict())
+
+
+@pytest.mark.parametrize(("sizes", "base"), [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0)], ids=str)
+def test_bad_batch_sizes_are_refused_before_anything_changes(sizes: Any, base: float) -> None:
+    """The optimizer's rates stay."""
+    optimizer = optimizer_of_two_groups()
+    with pytest.raises(ValueError, match="batch"):
+        torch_ref.VariableBatchSizeLR(optimizer, sizes, base)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.2]
 
 
 def test_numpy_rates_leave_a_state_that_is_read_safely(tmp_path: Path) -> None:

@@ -1,45 +1,26 @@
 """Tensor parallelism and pipelines in JAX and in several processes of PyTorch: the same losses and weights."""
 
-import functools
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import jvarlen
 import torch_ref
-from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
-from jvarlen.parallel import Layout, make_train_step
-from tests import processes
+from jvarlen.models import TransformerConfig, flat_params
 from tests.conftest import random_dataset
 from torch_ref import parallel
 
 from . import run_model_parallel
-from .run_model_parallel import (
-    BETAS,
-    EPS,
-    MAX_NORM,
-    NUM_HEADS,
-    NUM_STEPS,
-    RATE,
-    VOCAB_SIZE,
-    WAYS,
-    WEIGHT_DECAY,
-    WIDTH,
-    Results,
-    Way,
-    make_plan,
-)
+from .run_model_parallel import MAX_NORM, NUM_HEADS, NUM_STEPS, VOCAB_SIZE, WAYS, WIDTH, Way, plan_of_way
+from .run_parallel import Results
+from .trained import Trained, assert_same, initial_params, torch_model, train_in_jax, training
 
-DATASET = random_dataset(290, 32)  # so that some microbatches have no weight
+DATASET = random_dataset(120, 32)  # so that some microbatches have no weight
 LENGTHS = np.diff(DATASET.offsets)
 
 
@@ -47,70 +28,26 @@ def model_config(num_layers: int) -> TransformerConfig:
     return TransformerConfig(num_layers=num_layers, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
 
 
-@functools.cache
-def initial_params(num_layers: int) -> Any:
-    return jax.tree.map(np.float64, init_params(model_config(num_layers), seed=0))
-
-
 def make_model(num_layers: int) -> torch_ref.Transformer:
-    return torch_ref.Transformer(
-        embed_dim=WIDTH, num_layers=num_layers, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE
-    ).double()
+    return torch_model(model_config(num_layers))
 
 
-class Trained(NamedTuple):
-    """Where processes write results, and the processes, by how many there are in a group."""
-
-    folder: Path
-    running: dict[int, processes.Processes]
-
-    def results_of(self, name: str) -> list[Results]:
-        """Return what each process wrote, once all have ended."""
-        self.running[WAYS[name].num_processes].succeed(240)
-        results = []
-        for rank in range(WAYS[name].num_processes):
-            with np.load(self.folder / f"{name} {rank}.npz") as file:
-                results.append(dict(file))
-        return results
+def results_of(trained: Trained, name: str) -> list[Results]:
+    return trained.results_of(name, WAYS[name].num_processes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """Return what processes train, while JAX does."""
-    folder = tmp_path_factory.mktemp("model_parallel")
     weights = {
         f"{num_layers} layers {key}": value
         for num_layers in {way.num_layers for way in WAYS.values()}
-        for key, value in flat_params(initial_params(num_layers)).items()
+        for key, value in flat_params(initial_params(model_config(num_layers))).items()
     }
-    np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **weights)
     numbers = {way.num_processes for way in WAYS.values()}
-    with processes.all_started(Path(run_model_parallel.__file__), numbers, str(folder)) as running:
-        yield Trained(folder, running)
-
-
-def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
-    """Return losses, norms of gradients, and final weights by torch's names."""
-    layout = Layout.parse(name if name.startswith("data") else f"data1.{name}")
-    num_layers = WAYS[name].num_layers
-    model = layered(model_config(num_layers))
-    adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
-    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
-    plan = make_plan(jvarlen, LENGTHS, WAYS[name])
-    collate = jvarlen.loading.pack_to_bucket if WAYS[name].packed else jvarlen.loading.pad_to_bucket
-    losses, norms = [], []
-    with jax.enable_x64(True):
-        train_step = make_train_step(model, optimizer, layout=layout, norms=True)
-        state = train_step.init(stack_layers(initial_params(num_layers)))
-        step = jax.jit(train_step, donate_argnums=0)
-        for batch in itertools.islice(jvarlen.load(plan, DATASET, layout=layout, collate=collate), NUM_STEPS):
-            state, metrics = step(state, batch)
-            losses.append(float(metrics.loss))
-            norms.append(float(metrics.grad_norm))
-        params = flat_params(unstack_layers(train_step.gather_params(state)))
-    whole = make_model(num_layers)
-    torch_ref.load_params(whole, params)
-    return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in whole.named_parameters()}
+    folder = tmp_path_factory.mktemp("model_parallel")
+    with training(Path(run_model_parallel.__file__), folder, numbers, DATASET, weights) as trained:
+        yield trained
 
 
 @pytest.mark.slow
@@ -118,19 +55,12 @@ def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
 @pytest.mark.parametrize("name", WAYS)
 def test_jax_and_torch_train_the_same(trained: Trained, name: str) -> None:
     """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
-    losses, norms, weights = trained_in_jax(name)
-    assert len(losses) == NUM_STEPS
-    assert norms.min() < MAX_NORM < norms.max()
-    assert losses[-1] < losses[0] - 0.1
-    first, *others = trained.results_of(name)
-    assert str(first["digest"]) == make_plan(jvarlen, LENGTHS, WAYS[name]).digest
-    np.testing.assert_allclose(first["losses"], losses, rtol=1e-13)
-    for key, weight in weights.items():
-        np.testing.assert_allclose(first[f"weight {key}"], weight, rtol=0, atol=1e-12, err_msg=key)
-    assert sum(key.startswith("weight ") for key in first) == len(weights)
-    for other in others:
-        np.testing.assert_array_equal(other["losses"], first["losses"])
-        assert not any(key.startswith("weight ") for key in other)
+    way, layout = WAYS[name], name if name.startswith("data") else f"data1.{name}"
+    plan = plan_of_way(jvarlen, LENGTHS, way)
+    config = model_config(way.num_layers)
+    expected = train_in_jax(config, layout, plan, DATASET, num_steps=NUM_STEPS, max_norm=MAX_NORM)
+    assert expected.norms.min() < MAX_NORM < expected.norms.max()
+    assert_same(results_of(trained, name), expected)
 
 
 @pytest.mark.slow
@@ -138,7 +68,7 @@ def test_jax_and_torch_train_the_same(trained: Trained, name: str) -> None:
 @pytest.mark.parametrize("name", ["stage2.1f1b", "stage2.gpipe"])
 def test_some_microbatches_have_no_weight(trained: Trained, name: str) -> None:
     """What the test above rests on, with padded and with packed rows."""
-    weights = trained.results_of(name)[0]["microbatch_weights"]
+    weights = results_of(trained, name)[0]["microbatch_weights"]
     assert (weights == 0).any()
     assert (weights > 0).sum() > 2 * NUM_STEPS
 
@@ -150,7 +80,7 @@ def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
     """Of parameters: under tensor parallelism all but the norms, of stages all but the ends."""
     num_layers = WAYS[name].num_layers
     whole = sum(value.nbytes for value in make_model(num_layers).parameters())
-    held = [int(result["param_bytes"]) for result in trained.results_of(name)]
+    held = [int(result["param_bytes"]) for result in results_of(trained, name)]
     norms = (2 * num_layers + 1) * WIDTH * 8
     expected = whole + norms if name.startswith("tensor") else whole
     assert sum(held) == expected
@@ -163,10 +93,10 @@ def test_steps_communicate_as_often_as_they_must(trained: Trained) -> None:
     """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
     num_layers = WAYS["tensor2"].num_layers
     of_loss, of_clipping, of_norms = 3, 1, 2 * num_layers + 1
-    for result in trained.results_of("tensor2"):
+    for result in results_of(trained, "tensor2"):
         reduced = int(result["c10d_functional.all_reduce"])
         assert reduced == 2 * (2 * num_layers + 1) + of_loss + of_clipping
-    for result in trained.results_of("tensor2.sequence_parallel"):
+    for result in results_of(trained, "tensor2.sequence_parallel"):
         assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * num_layers + 2
         assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * num_layers + 2
         assert int(result["c10d_functional.all_reduce"]) == of_loss + of_clipping + of_norms
@@ -175,7 +105,7 @@ def test_steps_communicate_as_often_as_they_must(trained: Trained) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_sequence_parallelism_takes_lengths_that_are_divided(trained: Trained) -> None:
-    for result in trained.results_of("tensor2.sequence_parallel"):
+    for result in results_of(trained, "tensor2.sequence_parallel"):
         assert str(result["refused"]) == "sequence_parallel takes lengths that are multiples of 2, got 7"
 
 
@@ -190,14 +120,6 @@ def test_without_a_process_group_it_says_so() -> None:
     for name, call in calls.items():
         with pytest.raises(ValueError, match=f"^{name} needs a process group: call .*init_process_group"):
             call()
-
-
-@pytest.fixture
-def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def mesh_of(*names: str) -> DeviceMesh:
@@ -250,12 +172,12 @@ def test_arguments_of_pipelines_are_checked() -> None:
 @pytest.mark.usefixtures("one_process")
 def test_one_process_has_the_whole_model() -> None:
     """As one stage, of one chunk or two, and as one part: the weights after a step are those of `train_step`."""
-    plan = make_plan(torch_ref, LENGTHS, Way())
+    plan = plan_of_way(torch_ref, LENGTHS, Way())
     batch = next(iter(torch_ref.load(plan, np.split(DATASET.tokens, DATASET.offsets[1:-1]))))
 
     def trained(way: str) -> dict[str, torch.Tensor]:
         model: Any = make_model(num_layers=4)
-        torch_ref.load_params(model, flat_params(initial_params(num_layers=4)))
+        torch_ref.load_params(model, flat_params(initial_params(model_config(4))))
         if way == "tensor":
             parallel.shard_tensors(model, mesh_of("tensor"))
         elif way != "train_step":

@@ -67,10 +67,6 @@ def test_shuffled_blocks_keep_neighbours_together(package: ModuleType) -> None:
     assert (blocks == blocks[:, :1]).all()
     assert sorted(blocks[:, 0]) == list(range(10)) != blocks[:, 0].tolist()
     assert not np.array_equal(np.sort(ids.reshape(10, 100), axis=1), ids.reshape(10, 100))
-    for seed, epoch, block_size in [(0, 0, 7), (1, 2, 1), (2**63 - 1, 2**40, 16)]:
-        in_blocks, options = package.Order("shuffle", block_size=block_size), {"seed": seed, "epoch": epoch}
-        ids = package.sample_order(np.ones(100, dtype=np.int64), in_blocks, **options)
-        assert ids.tolist() == slow.sample_order([1] * 100, "shuffle", block_size=block_size, **options)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8", True])
@@ -116,14 +112,6 @@ def test_integers_above_two_to_the_53_stay_apart(package: ModuleType, dtype: str
 def test_lengths_above_two_to_the_53_stay_apart(package: ModuleType) -> None:
     """The same for the lengths themselves."""
     assert package.sample_order([2**53 + 1, 2**53, 2**63 - 1, 2**63 - 2], "length").tolist() == [1, 0, 3, 2]
-
-
-@few
-@given(seed=seeds, epoch=seeds, size=st.integers(1, 70))
-def test_shuffle_follows_the_philox_stream(package: ModuleType, seed: int, epoch: int, size: int) -> None:
-    """The keys are the upper halves of Philox words, computed here without NumPy."""
-    ids = package.sample_order(np.ones(size, dtype=np.int64), "shuffle", seed=seed, epoch=epoch)
-    assert ids.tolist() == slow.random_order(seed, epoch, 0, size)
 
 
 def test_slow_philox_is_numpys_stream() -> None:

@@ -98,18 +98,24 @@ def rows_of(packing: Any) -> list[slow_packing.Row]:
 @moderate
 @given(arguments=packing_arguments())
 def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """Best fit sample by sample, rows in the order of opening, samples in the order of placing."""
-    assert rows_of(pack(package, arguments)) == slow_packing.pack_samples(**arguments)
-
-
-@moderate
-@given(arguments=packing_arguments(), most=st.integers(1, 5))
-def test_rows_of_few_samples_match_the_contract(package: ModuleType, arguments: dict[str, Any], most: int) -> None:
-    """Row by row: the longest that fit, or short and long ones where too many samples would be left."""
-    arguments |= {"max_samples_per_row": most}
-    rows = rows_of(pack(package, arguments))
-    assert rows == slow_packing.pack_samples(**arguments)
-    assert max(len(row.samples) for row in rows) <= most
+    """Best fit sample by sample, rows in the order of opening, samples in that of placing; attributes, with dtypes."""
+    packing, rows = pack(package, arguments), slow_packing.pack_samples(**arguments)
+    assert rows_of(packing) == rows
+    assert max(len(row.samples) for row in rows) <= (arguments["max_samples_per_row"] or 2**40)
+    assert packing.row_lengths == tuple(arguments["row_lengths"])
+    assert packing.num_rows == len(rows)
+    assert packing.num_tokens.tolist() == [row.num_tokens for row in rows]
+    assert all(row.num_tokens <= row.capacity for row in rows)
+    lengths = [[length for _, length in row.samples] for row in rows]
+    assert packing.starts.tolist() == [sum(row[:i]) for row in lengths for i in range(len(row))]
+    assert packing.fill == pytest.approx(sum(map(sum, lengths)) / sum(row.capacity for row in rows), rel=1e-12)
+    used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
+    too_long = sum(arguments["lengths"][i] > arguments["row_lengths"][-1] for i in used)
+    assert packing.overlong == arguments["overlong"]
+    assert packing.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
+    assert packing.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
+    names = ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
+    assert all(getattr(packing, name).dtype == np.int64 for name in names)
 
 
 @moderate
@@ -153,28 +159,6 @@ def test_millions_of_samples_are_packed_by_their_histogram(package: ModuleType) 
         counts.tolist()
     )
     assert packed.fill > 0.998
-
-
-@moderate
-@given(arguments=packing_arguments())
-def test_a_packing_describes_its_rows(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """Every attribute, with its dtype, computed row by row."""
-    packing = pack(package, arguments)
-    rows = slow_packing.pack_samples(**arguments)
-    assert packing.row_lengths == tuple(arguments["row_lengths"])
-    assert packing.num_rows == len(rows)
-    assert packing.num_tokens.tolist() == [row.num_tokens for row in rows]
-    assert all(row.num_tokens <= row.capacity for row in rows)
-    lengths = [[length for _, length in row.samples] for row in rows]
-    assert packing.starts.tolist() == [sum(row[:i]) for row in lengths for i in range(len(row))]
-    assert packing.fill == pytest.approx(sum(map(sum, lengths)) / sum(row.capacity for row in rows), rel=1e-12)
-    used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
-    too_long = sum(arguments["lengths"][i] > arguments["row_lengths"][-1] for i in used)
-    assert packing.overlong == arguments["overlong"]
-    assert packing.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
-    assert packing.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
-    names = ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
-    assert all(getattr(packing, name).dtype == np.int64 for name in names)
 
 
 @few
@@ -222,8 +206,7 @@ def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleT
     assert package.pack_samples([1, 2], 3).row_lengths == (3,)
 
 
-@pytest.mark.parametrize("most", [None, 3])
-@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize(("order", "most"), [("shuffle", None), ("subset", 3)])
 def test_large_packings_match_the_contract(package: ModuleType, order: str, most: int | None) -> None:
     """Thousands of samples of many lengths: long queues, split intervals."""
     rng = np.random.default_rng(3)
@@ -548,45 +531,52 @@ def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
 
 @moderate
 @given(drawn=packed_plans())
-def test_packed_steps_match_the_contract(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
-    """Rows are planned as samples would be, then replaced by their samples; the digest covers the rows."""
+def test_packed_plans_match_the_contract(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any]
+) -> None:
+    """Rows are planned as samples would be, then replaced by their samples: digest, rows, counts, and the file."""
     arguments, rows, options = drawn
-    plan = package.make_plan(pack(package, arguments), **for_plan(package, options))
+    packing = pack(package, arguments)
+    plan = package.make_plan(packing, **for_plan(package, options))
     steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
-    num_microbatches = options["microbatches_per_step"]
+    buckets, num_microbatches = options["buckets"], options["microbatches_per_step"]
     assert steps_of(plan) == steps
     assert plan.row_offsets.dtype == np.int64
     assert plan.row_offsets.tolist() == offsets
-    assert plan.digest == slow.digest(steps, options["buckets"], num_microbatches, offsets)
+    assert plan.digest == slow.digest(steps, buckets, num_microbatches, offsets)
     assert plan.num_rows == len(offsets) - 1 == sum(map(len, rows_of_step))
     assert plan.num_samples == offsets[-1]
     for step, held in enumerate(rows_of_step):
         most = max(map(len, held))
         padded = [[*row, *[-1] * (most - len(row))] for row in held]
         placed = plan.rows(step)
-        slots = slow.step_rows(range(len(held)), options["buckets"][steps[step][0]][0], num_microbatches)
+        slots = slow.step_rows(range(len(held)), buckets[steps[step][0]][0], num_microbatches)
         assert placed.dtype == np.int64
         assert placed.tolist() == [[padded[j] if j >= 0 else [-1] * most for j in slot] for slot in slots]
-
-
-@moderate
-@given(drawn=packed_plans())
-def test_counts_of_a_packed_plan_add_up(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
-    """Sequences are samples, tokens those of the rows; what the packing dropped or cut is on record."""
-    arguments, rows, options = drawn
-    packing = pack(package, arguments)
-    plan = package.make_plan(packing, **for_plan(package, options))
-    steps, _, _ = slow_packing.make_steps(rows, **options)
     length_of = {i: length for row in rows for i, length in row.samples}
     tokens = [sum(length_of[i] for i in ids) for _, ids in steps]
-    shapes = [options["buckets"][k] for k, _ in steps]
-    positions = sum(rows * length * options["microbatches_per_step"] for rows, length in shapes)
+    positions = sum(buckets[k][0] * buckets[k][1] * num_microbatches for k, _ in steps)
     assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
     assert plan.num_tokens.tolist() == tokens
     assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
     for name in ("overlong", "num_dropped", "num_truncated"):
         assert getattr(plan, name) == getattr(packing, name)
     assert isinstance(plan.report(), str)
+    path = tmp_path_factory.mktemp("packed") / "plan.npz"
+    plan.save(path)
+    with np.load(path, allow_pickle=False) as archive:
+        assert archive["format_version"] == 2
+        assert archive["row_offsets"].tolist() == offsets
+        counts = tokens, plan.num_dropped, plan.num_truncated
+        assert str(archive["checksum"]) == slow.checksum(plan.digest, *counts, plan.overlong)
+    loaded = package.Plan.load(path)
+    assert loaded.digest == plan.digest
+    for step in range(plan.num_steps):
+        assert np.array_equal(loaded.rows(step), plan.rows(step))
+    for name in ("row_offsets", "sample_ids", "num_tokens", "num_sequences"):
+        assert np.array_equal(getattr(loaded, name), getattr(plan, name))
+    for name in ("num_rows", "num_samples", "overlong", "num_dropped", "num_truncated", "padding"):
+        assert getattr(loaded, name) == getattr(plan, name)
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
@@ -670,32 +660,6 @@ def test_rows_that_no_bucket_holds_are_refused(package: ModuleType) -> None:
 
 
 # Files
-
-
-@few
-@given(drawn=packed_plans())
-def test_a_packed_plan_survives_its_file(
-    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any]
-) -> None:
-    """One more array than other plans, the same version, everything as it was."""
-    arguments, _, options = drawn
-    plan = package.make_plan(pack(package, arguments), **for_plan(package, options))
-    path = tmp_path_factory.mktemp("packed") / "plan.npz"
-    plan.save(path)
-    with np.load(path, allow_pickle=False) as archive:
-        assert archive["format_version"] == 2
-        assert archive["row_offsets"].dtype == np.int64
-        assert archive["row_offsets"].tolist() == plan.row_offsets.tolist()
-        counts = plan.num_tokens.tolist(), plan.num_dropped, plan.num_truncated
-        assert str(archive["checksum"]) == slow.checksum(plan.digest, *counts, plan.overlong)
-    loaded = package.Plan.load(path)
-    assert loaded.digest == plan.digest
-    for step in range(plan.num_steps):
-        assert np.array_equal(loaded.rows(step), plan.rows(step))
-    for name in ("row_offsets", "sample_ids", "num_tokens", "num_sequences"):
-        assert np.array_equal(getattr(loaded, name), getattr(plan, name))
-    for name in ("num_rows", "num_samples", "overlong", "num_dropped", "num_truncated", "padding"):
-        assert getattr(loaded, name) == getattr(plan, name)
 
 
 def saved_fields(package: ModuleType, path: Path) -> dict[str, Any]:

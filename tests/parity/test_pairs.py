@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import find, slow, slow_pairs
-from .inputs import ORDERS, arrangements, difficulties, few, for_plan, many, moderate, seeds, steps_of
+from .inputs import ORDERS, arrangements, difficulties, for_plan, many, moderate, seeds, steps_of
 
 
 def pairs(longest: int, max_size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -151,57 +151,36 @@ def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[
 
 @moderate
 @given(arguments=pair_plan_arguments())
-def test_steps_of_pairs_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """Each pair in the first bucket that holds both sides; ordered by the sum; the digest over three columns."""
-    plan = make_plan(package, arguments)
-    steps = slow.make_steps(**arguments)
-    assert steps_of(plan) == steps
-    assert plan.digest == slow.digest(steps, arguments["buckets"], arguments["microbatches_per_step"])
-    for step, (bucket, ids) in enumerate(steps):
-        rows = arguments["buckets"][bucket][0]
-        assert plan.rows(step).tolist() == slow.step_rows(ids, rows, arguments["microbatches_per_step"])
-
-
-@moderate
-@given(arguments=pair_plan_arguments())
-def test_counts_of_a_plan_of_pairs_add_up(package: ModuleType, arguments: dict[str, Any]) -> None:
-    """Tokens and positions of both sides together; dropped pairs on record."""
+def test_plans_of_pairs_match_the_contract(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, Any]
+) -> None:
+    """Each pair in the first bucket that holds both sides, ordered by the sum; counts of both; three columns a file."""
     plan = make_plan(package, arguments)
     steps, lengths = slow.make_steps(**arguments), arguments["lengths"]
+    buckets, num_microbatches = arguments["buckets"], arguments["microbatches_per_step"]
+    assert steps_of(plan) == steps
+    assert plan.digest == slow.digest(steps, buckets, num_microbatches)
+    for step, (bucket, ids) in enumerate(steps):
+        assert plan.rows(step).tolist() == slow.step_rows(ids, buckets[bucket][0], num_microbatches)
     tokens = [sum(sum(lengths[i]) for i in ids) for _, ids in steps]
-    positions = sum(
-        arguments["buckets"][k][0] * sum(arguments["buckets"][k][1:]) * arguments["microbatches_per_step"]
-        for k, _ in steps
-    )
+    positions = sum(buckets[k][0] * sum(buckets[k][1:]) * num_microbatches for k, _ in steps)
     assert plan.num_tokens.tolist() == tokens
     assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
     assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
     assert plan.num_dropped == len(lengths) - plan.num_samples
     assert plan.num_truncated == 0
     assert plan.row_offsets is None
-    assert [tuple(bucket) for bucket in plan.buckets] == arguments["buckets"]
-    assert all(isinstance(bucket, find(package, "PairBucket")) for bucket in plan.buckets)
+    assert [tuple(bucket) for bucket in plan.buckets] == buckets
     report = plan.report().replace(",", "")
-    assert all(str(number) in report for bucket in arguments["buckets"] for number in bucket)
-
-
-@few
-@given(arguments=pair_plan_arguments())
-def test_a_plan_of_pairs_survives_its_file(
-    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, Any]
-) -> None:
-    """Three columns of buckets, the same version."""
-    plan = make_plan(package, arguments)
+    assert all(str(number) in report for bucket in buckets for number in bucket)
     path: Path = tmp_path_factory.mktemp("pairs") / "plan.npz"
     plan.save(path)
     with np.load(path, allow_pickle=False) as archive:
         assert archive["buckets"].dtype == np.int64
-        assert archive["buckets"].tolist() == [list(bucket) for bucket in arguments["buckets"]]
+        assert archive["buckets"].tolist() == [list(bucket) for bucket in buckets]
     loaded = package.Plan.load(path)
-    assert loaded.digest == plan.digest
-    assert loaded.buckets == plan.buckets
-    assert loaded.padding == plan.padding
-    assert isinstance(loaded.buckets[0], find(package, "PairBucket"))
+    assert (loaded.digest, loaded.buckets, loaded.padding) == (plan.digest, plan.buckets, plan.padding)
+    assert all(isinstance(bucket, find(package, "PairBucket")) for bucket in (*plan.buckets, *loaded.buckets))
 
 
 def test_the_longest_pair_of_edges_comes_first(package: ModuleType) -> None:

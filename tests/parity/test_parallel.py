@@ -1,45 +1,38 @@
 """Data parallelism and ZeRO in JAX and in several processes of PyTorch: the same losses and weights."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import jvarlen
 import torch_ref
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
-from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
-from jvarlen.parallel import Layout, make_train_step
-from tests import processes
+from jvarlen.models import TransformerConfig, flat_params
 from tests.conftest import random_dataset
 from torch_ref import parallel
 
 from . import run_parallel
 from .run_parallel import (
-    BETAS,
     COMPILED_CAP_MB,
-    EPS,
     MAX_NORM,
     NUM_HEADS,
     NUM_LAYERS,
-    RATE,
     SMALL_CAP_MB,
     TASKS,
-    WEIGHT_DECAY,
     Results,
-    make_plan,
+    plan_of_task,
 )
+from .trained import Trained, TrainedInJax, assert_same, initial_params, torch_model, train_in_jax, training
 
-DATASET = random_dataset(121, 32)  # so that in some step one process has dummies alone
+DATASET = random_dataset(121, 32)  # so that in some step one process has padding rows alone
 LENGTHS = np.diff(DATASET.offsets)
 WAYS = [(name, way) for name, task in TASKS.items() for way in task.ways]
 
@@ -48,70 +41,34 @@ def model_config(name: str) -> TransformerConfig:
     return TransformerConfig(num_layers=NUM_LAYERS, width=TASKS[name].width, num_heads=NUM_HEADS)
 
 
-@functools.cache
-def initial_params(config: TransformerConfig) -> Any:
-    return jax.tree.map(np.float64, init_params(config, seed=0))
-
-
-def make_model(name: str, device: str = "cpu") -> torch_ref.Transformer:
+def make_model(name: str, device: str = "cpu") -> nn.Module:
     with torch.device(device):
-        return torch_ref.Transformer(embed_dim=TASKS[name].width, num_layers=NUM_LAYERS, num_heads=NUM_HEADS).double()
+        return torch_model(model_config(name))
 
 
-class Trained(NamedTuple):
-    """Where processes write results, and the processes, by how many there are in a group."""
-
-    folder: Path
-    running: dict[int, processes.Processes]
-
-    def results_of(self, name: str, way: str) -> list[Results]:
-        """Return what each process wrote, once all have ended."""
-        self.running[TASKS[name].num_processes].succeed(240)
-        results = []
-        for rank in range(TASKS[name].num_processes):
-            with np.load(self.folder / f"{name} {way} {rank}.npz") as file:
-                results.append(dict(file))
-        return results
+def results_of(trained: Trained, name: str, way: str) -> list[Results]:
+    return trained.results_of(f"{name} {way}", TASKS[name].num_processes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """Return what processes train, while JAX does."""
-    folder = tmp_path_factory.mktemp("parallel")
     weights = {
         f"{name} {key}": value
         for name in TASKS
         for key, value in flat_params(initial_params(model_config(name))).items()
     }
-    np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **weights)
     numbers = {task.num_processes for task in TASKS.values()}
-    with processes.all_started(Path(run_parallel.__file__), numbers, str(folder)) as running:
-        yield Trained(folder, running)
+    folder = tmp_path_factory.mktemp("parallel")
+    with training(Path(run_parallel.__file__), folder, numbers, DATASET, weights) as trained:
+        yield trained
 
 
 @functools.cache
-def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Results]:
-    """Return losses, norms of gradients, and final weights by torch's names."""
+def trained_in_jax(name: str, zero: int) -> TrainedInJax:
     task = TASKS[name]
-    layout = Layout.parse(f"data{task.num_processes}.zero{zero}")
-    adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
-    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
-    plan = make_plan(jvarlen, LENGTHS, task)
-    collate = jvarlen.loading.pack_to_bucket if task.packed else jvarlen.loading.pad_to_bucket
-    losses, norms = [], []
-    with jax.enable_x64(True):
-        train_step = make_train_step(layered(model_config(name)), optimizer, layout=layout, norms=True)
-        state = train_step.init(stack_layers(initial_params(model_config(name))))
-        step = jax.jit(train_step, donate_argnums=0)
-        batches = jvarlen.load(plan, DATASET, layout=layout, collate=collate)
-        for batch in itertools.islice(batches, task.num_steps):
-            state, metrics = step(state, batch)
-            losses.append(float(metrics.loss))
-            norms.append(float(metrics.grad_norm))
-        params = flat_params(unstack_layers(train_step.gather_params(state)))
-    model = make_model(name)
-    torch_ref.load_params(model, params)
-    return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in model.named_parameters()}
+    layout, plan = f"data{task.num_processes}.zero{zero}", plan_of_task(jvarlen, LENGTHS, task)
+    return train_in_jax(model_config(name), layout, plan, DATASET, num_steps=task.num_steps, max_norm=MAX_NORM)
 
 
 @pytest.mark.slow
@@ -119,25 +76,17 @@ def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Result
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_jax_and_torch_train_the_same(trained: Trained, name: str, way: str) -> None:
     """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
-    losses, norms, weights = trained_in_jax(name, TASKS[name].ways[way])
-    assert norms.min() < MAX_NORM < norms.max() or name == "compiled"
-    assert losses[-1] < losses[0] - 0.3
-    first, *others = trained.results_of(name, way)
-    assert str(first["digest"]) == make_plan(jvarlen, LENGTHS, TASKS[name]).digest
-    np.testing.assert_allclose(first["losses"], losses, rtol=1e-13)
-    for key, weight in weights.items():
-        np.testing.assert_allclose(first[f"weight {key}"], weight, rtol=0, atol=1e-12, err_msg=key)
-    for other in others:
-        np.testing.assert_array_equal(other["losses"], first["losses"])
-        assert not any(key.startswith("weight ") for key in other)
+    expected = trained_in_jax(name, TASKS[name].ways[way])
+    assert expected.norms.min() < MAX_NORM < expected.norms.max() or name == "compiled"
+    assert_same(results_of(trained, name, way), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["padded", "packed", "four"])
-def test_in_some_step_a_process_has_dummies_alone(trained: Trained, name: str) -> None:
+def test_in_some_step_a_process_has_padding_rows_alone(trained: Trained, name: str) -> None:
     """What the test above rests on."""
-    weights = np.array([result["weights_of_steps"] for result in trained.results_of(name, "ddp")])
+    weights = np.array([result["weights_of_steps"] for result in results_of(trained, name, "ddp")])
     assert (weights == 0).any()
     assert (weights.sum(axis=0) > 0).all()
 
@@ -147,7 +96,7 @@ def test_in_some_step_a_process_has_dummies_alone(trained: Trained, name: str) -
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, way in WAYS if way.startswith("zero")])
 def test_each_process_holds_its_share(trained: Trained, name: str, way: str) -> None:
     """Of parameters and of optimizer state, between steps; the embedding's 257 rows are not divided evenly."""
-    results, (whole, *_) = trained.results_of(name, way), trained.results_of(name, "ddp")
+    results, (whole, *_) = results_of(trained, name, way), results_of(trained, name, "ddp")
     for key in ("param_bytes", "state_bytes"):
         shares = np.array([result[key] for result in results]) / whole[key]
         np.testing.assert_allclose(shares, 1 / len(results), rtol=0.02)
@@ -157,7 +106,7 @@ def test_each_process_holds_its_share(trained: Trained, name: str, way: str) -> 
 @pytest.mark.multiprocess
 def test_the_optimizer_that_shards_itself_holds_about_its_share(trained: Trained) -> None:
     """By whole parameters; those are on all processes."""
-    results, (whole, *_) = trained.results_of("padded", "redundancy"), trained.results_of("padded", "ddp")
+    results, (whole, *_) = results_of(trained, "padded", "redundancy"), results_of(trained, "padded", "ddp")
     assert {int(result["param_bytes"]) for result in results} == {int(whole["param_bytes"])}
     assert max(int(result["state_bytes"]) for result in results) < 0.6 * whole["state_bytes"]
 
@@ -172,7 +121,7 @@ def test_levels_communicate_as_often_as_they_must(
     trained: Trained, name: str, way: str, num_gathered: int, num_reduced: int
 ) -> None:
     """Each layer, and the rest together; two microbatches a process where rows are padded, and one where packed."""
-    for result in trained.results_of(name, way):
+    for result in results_of(trained, name, way):
         assert int(result["num_all_gathers"]) == num_gathered * (NUM_LAYERS + 1)
         assert int(result["num_reduce_scatters"]) == num_reduced * (NUM_LAYERS + 1)
 
@@ -185,7 +134,7 @@ def test_gradients_are_reduced_in_the_buckets_of_jax(trained: Trained) -> None:
     cap = int(SMALL_CAP_MB * 2**20)
     expected = named(model, assign_grad_buckets(shapes_of(model), cap, cap))
     assert len(expected) > 3
-    for result in trained.results_of("padded", "redundancy"):
+    for result in results_of(trained, "padded", "redundancy"):
         # torch lists parameters of a bucket in the order of the backward pass as well.
         assert [tuple(bucket.split()) for bucket in result["buckets"].tolist()] == expected
 
@@ -197,7 +146,7 @@ def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(trained: Trained) 
     tokens = torch.zeros(TASKS["compiled"].buckets[0], dtype=torch.int64, device="meta")
     told = parallel.graph_buckets(model, tokens, cap=int(COMPILED_CAP_MB * 2**20))
     assert len(told) > 3
-    for result in trained.results_of("compiled", "compiled"):
+    for result in results_of(trained, "compiled", "compiled"):
         assert result["num_graphs"].tolist() == [len(told)] * TASKS["compiled"].num_steps
 
 
@@ -243,14 +192,6 @@ def test_graphs_count_a_shared_parameter_each_time() -> None:
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.fixture
-def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_without_a_process_group_it_says_so() -> None:
@@ -320,6 +261,6 @@ def test_caps_of_graphs_are_checked(cap: int, first_cap: int) -> None:
 
 
 def test_processes_must_divide_the_microbatches_of_a_step() -> None:
-    plan = make_plan(torch_ref, LENGTHS, TASKS["padded"])
+    plan = plan_of_task(torch_ref, LENGTHS, TASKS["padded"])
     with pytest.raises(ValueError, match="num_replicas=3 must divide the plan's microbatches_per_step=4"):
         torch_ref.load(plan, [], rank=0, num_replicas=3)

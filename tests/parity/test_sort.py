@@ -1,11 +1,7 @@
 """Distributed sort in both packages, each in its own idiom: the same share of the same order on every process."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -296,26 +292,6 @@ def test_collectives_and_bytes_are_those_documented(sorted_by: Any, num_processe
             assert sent[1] == num_processes * (own // stride) * row_bytes[0]
             assert sent[2] == 8 * num_processes**2
             assert sent[3:] == tuple(rows * width for rows in (own, brought) for width in row_bytes)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_torchrun_starts_it_too(tmp_path: Path) -> None:
-    """As a user would: the process group comes from the environment."""
-    names = ("zipf, growing from none", "uniform, even", "payload")
-    problems = {name: solvable(2)[name] for name in names}
-    write_cases(tmp_path, problems)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(processes.ROOT)}
-    command = [*torchrun, f"--master-port={port}", str(PROGRAM), str(tmp_path)]
-    ended = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    for name, problem in problems.items():
-        for rank in range(2):
-            assert_share(read_sorted(tmp_path, 2).share(name, rank), problem, 2, rank)
 
 
 @pytest.mark.multiprocess

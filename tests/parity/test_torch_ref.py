@@ -1,9 +1,6 @@
-"""What only torch_ref has: sampler, loader, scheduler, model and train step."""
+"""What only torch_ref has: sampler, loader, model and train step."""
 
-import copy
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
-from torch.optim import lr_scheduler as schedulers
+from torch.optim import SGD, Adam
 
 import torch_ref
 from torch_ref.train import to_device
 
 from .inputs import few, make_plan, plan_arguments
-
-Rates = list[list[float]]
 
 
 def small_model(**sizes: int) -> torch_ref.Transformer:
@@ -55,16 +49,6 @@ def test_replicas_partition_every_step(arguments: dict[str, Any], share: tuple[i
     for step in range(plan.num_steps):
         together = [rows for share in microbatches for rows in share[step * per_replica : (step + 1) * per_replica]]
         assert together == plan.rows(step).tolist()
-
-
-def test_eight_devices_take_the_same_number_of_steps() -> None:
-    """15 samples on 2 nodes of 4 devices: every sample is read once, every device has six microbatches."""
-    lengths = [1650, 310, 2900, 480, 3900, 120, 1580, 300, 2870, 450, 1700, 290, 3950, 110, 2950]
-    buckets = [(4096 // edge, edge) for edge in (128, 512, 1600, 1728, 3008, 4000)]
-    plan = torch_ref.make_plan(lengths, buckets, order="length", microbatches_per_step=8)
-    shares = [list(torch_ref.PlanBatchSampler(plan, rank, 8)) for rank in range(8)]
-    assert [len(share) for share in shares] == [6] * 8
-    assert sorted(i for share in shares for rows in share for i in rows if i >= 0) == list(range(15))
 
 
 @pytest.mark.parametrize(("rank", "num_replicas", "named"), [(0, 3, "3"), (4, 4, "rank"), (-1, 2, "rank"), (0, 0, "0")])
@@ -207,178 +191,6 @@ def test_plans_of_pairs_are_not_read() -> None:
     plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)], order="length")
     with pytest.raises(ValueError, match="pairs"):
         torch_ref.load(plan, dataset_of([3]))
-
-
-# Scheduler
-
-
-def two_groups(kind: type[Optimizer] = SGD, lr: Any = 1.0) -> Optimizer:
-    """Return an optimizer with groups of different rates, or of one tensor rate."""
-    weights = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
-    if isinstance(lr, Tensor):
-        return kind([{"params": weights[:1]}, {"params": weights[1:]}], lr=lr)  # type: ignore[call-arg]
-    return kind([{"params": weights[:1], "lr": lr}, {"params": weights[1:], "lr": 0.1 * lr}])  # type: ignore[call-arg]
-
-
-def run(scheduler: schedulers.LRScheduler, num_steps: int) -> Rates:
-    """Return the rates in force at each step, checking that `get_last_lr` tells them."""
-    rates = []
-    for _ in range(num_steps):
-        in_force = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
-        assert [float(rate) for rate in scheduler.get_last_lr()] == in_force
-        rates.append(in_force)
-        scheduler.optimizer.step()
-        scheduler.step()
-    return rates
-
-
-def warmup_then_cosine(optimizer: Optimizer) -> schedulers.LRScheduler:
-    """Return ten steps of warmup and a cosine after them."""
-    warmup = schedulers.LinearLR(optimizer, start_factor=0.1, total_iters=10)
-    cosine = schedulers.CosineAnnealingLR(optimizer, T_max=20)
-    return schedulers.SequentialLR(optimizer, [warmup, cosine], milestones=[10])
-
-
-def chained(optimizer: Optimizer) -> schedulers.LRScheduler:
-    """Return two schedulers that both multiply the rate in the group."""
-    parts = [
-        schedulers.ConstantLR(optimizer, factor=0.5, total_iters=6),
-        schedulers.ExponentialLR(optimizer, gamma=0.9),
-    ]
-    return schedulers.ChainedScheduler(parts, optimizer)
-
-
-def cosine_at(t: int, period: int) -> float:
-    """Return a cosine from 1 to 0."""
-    return (1 + math.cos(math.pi * t / period)) / 2
-
-
-SCHEDULES: dict[str, tuple[Callable[[Optimizer], schedulers.LRScheduler] | None, Callable[[int], float]]] = {
-    "constant": (None, lambda t: 1.0),
-    "step": (lambda o: schedulers.StepLR(o, step_size=4, gamma=0.3), lambda t: 0.3 ** (t // 4)),
-    "exponential": (lambda o: schedulers.ExponentialLR(o, gamma=0.9), lambda t: 0.9**t),
-    "cosine": (lambda o: schedulers.CosineAnnealingLR(o, T_max=40), lambda t: cosine_at(t, 40)),
-    "linear": (lambda o: schedulers.LinearLR(o, 0.2, 1.0, total_iters=8), lambda t: min(1.0, 0.2 + 0.1 * t)),
-    "sequential": (warmup_then_cosine, lambda t: 0.1 + 0.09 * t if t < 10 else cosine_at(t - 10, 20)),
-    "chained": (chained, lambda t: (0.5 if t < 6 else 1.0) * 0.9**t),
-    "lambda": (lambda o: schedulers.LambdaLR(o, lambda t: 1 / (1 + t)), lambda t: 1 / (1 + t)),
-}
-
-
-def scaled(name: str, optimizer: Optimizer, sizes: Any, **options: Any) -> torch_ref.VariableBatchSizeLR:
-    """Return our scheduler over the named one."""
-    make = SCHEDULES[name][0]
-    return torch_ref.VariableBatchSizeLR(optimizer if make is None else make(optimizer), sizes, 4, **options)
-
-
-@pytest.mark.parametrize("kind", [SGD, Adam])
-@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rate_is_the_schedule_times_the_scale(name: str, rule: Any, kind: type[Optimizer]) -> None:
-    """The closed form base(t) * scale(n_t / n_ref) for every group, batch sizes repeating."""
-    sizes = [10, 4, 1, 7, 3, 16, 2]
-    rates = run(scaled(name, two_groups(kind), sizes, rule=rule), 30)
-    base = SCHEDULES[name][1]
-    factors = [base(t) * float(torch_ref.lr_scale(sizes[t % 7], 4, rule)) for t in range(30)]
-    np.testing.assert_allclose(rates, [[factor, 0.1 * factor] for factor in factors], rtol=1e-9, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_wrapped_schedule_is_not_disturbed(name: str) -> None:
-    """Scaled by one it gives, bit for bit, what it gives alone, though other batch sizes came before."""
-    make = SCHEDULES[name][0]
-    alone = run(schedulers.LambdaLR(two_groups(), lambda t: 1.0) if make is None else make(two_groups()), 30)
-    sizes = [4 if t % 2 else 64 for t in range(30)]
-    together = run(scaled(name, two_groups(), sizes), 30)
-    assert together[1::2] == alone[1::2]
-
-
-@pytest.mark.parametrize("stop", [0, 1, 7, 10, 17])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_resumed_sequence_is_the_sequence(name: str, stop: int) -> None:
-    """After load_state_dict the rate is right at once, whatever the new optimizer started with."""
-    sizes = [10, 4, 1, 7, 3]
-    whole = run(scaled(name, two_groups(), sizes), 30)
-    first = scaled(name, two_groups(), sizes)
-    before = run(first, stop)
-    state = copy.deepcopy(first.state_dict())
-    resumed = scaled(name, two_groups(), sizes)
-    resumed.load_state_dict(state)
-    assert [group["lr"] for group in resumed.optimizer.param_groups] == whole[stop]
-    assert before + run(resumed, 30 - stop) == whole
-
-
-def test_resuming_works_in_either_order_with_the_optimizer() -> None:
-    """The optimizer's own state holds the same rate."""
-    first = scaled("cosine", two_groups(), [10, 4, 1])
-    run(first, 5)
-    expected = [group["lr"] for group in first.optimizer.param_groups]
-    states = first.state_dict(), first.optimizer.state_dict()
-    for scheduler_first in (False, True):
-        resumed = scaled("cosine", two_groups(), [10, 4, 1])
-        if scheduler_first:
-            resumed.load_state_dict(states[0])
-        resumed.optimizer.load_state_dict(states[1])
-        resumed.load_state_dict(states[0])
-        assert [group["lr"] for group in resumed.optimizer.param_groups] == expected == resumed.get_last_lr()
-
-
-def test_state_survives_a_safe_checkpoint(tmp_path: Path) -> None:
-    """The state holds plain values only, so torch.load reads it with weights_only."""
-    first = scaled("sequential", two_groups(), np.array([10, 4, 1]))
-    run(first, 12)
-    torch.save(first.state_dict(), tmp_path / "scheduler.pt")
-    resumed = scaled("sequential", two_groups(), np.array([10, 4, 1]))
-    resumed.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
-    assert run(resumed, 10) == run(first, 10)
-
-
-def test_state_of_another_kind_of_scheduler_is_refused() -> None:
-    """A state with a wrapped scheduler does not fit one without."""
-    state = scaled("cosine", two_groups(), [1]).state_dict()
-    with pytest.raises(ValueError, match="wrap"):
-        scaled("constant", two_groups(), [1]).load_state_dict(state)
-
-
-def test_tensor_rates_are_changed_in_place() -> None:
-    """Captured optimizers hold on to the tensor."""
-    optimizer = two_groups(Adam, torch.tensor(1.0))
-    held = [group["lr"] for group in optimizer.param_groups]
-    rates = run(torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), [8, 2], 4), 4)
-    np.testing.assert_allclose(rates, np.array([[2.0, 0.25, 0.5, 0.0625]] * 2).T)
-    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
-
-
-def test_a_plateau_scheduler_gets_its_metric() -> None:
-    """Arguments of step go to the wrapped scheduler, which sees unscaled rates."""
-    optimizer = two_groups()
-    plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    scheduler = torch_ref.VariableBatchSizeLR(plateau, [8, 2], 4)
-    rates = []
-    for metric in (3.0, 3.0, 2.0, 2.0):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step(metric)
-    assert rates == [2.0, 0.5, 1.0, 0.25]
-
-
-def test_the_scheduler_follows_the_table_of_a_plan() -> None:
-    """Its rates are `lr_sequence`, epoch after epoch."""
-    lengths = np.random.default_rng(0).integers(1, 50, 100)
-    plan = torch_ref.make_plan(lengths, [(8, 20), (4, 50)], order="shuffle")
-    scheduler = torch_ref.VariableBatchSizeLR(two_groups(), plan.num_sequences, 4, rule="sqrt")
-    rates = [first for first, _ in run(scheduler, 2 * plan.num_steps)]
-    table = torch_ref.lr_sequence(plan, 1.0, 4, rule="sqrt")
-    np.testing.assert_allclose(rates, [*table, *table], rtol=1e-12)
-
-
-@pytest.mark.parametrize(("sizes", "base"), [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0)], ids=str)
-def test_bad_batch_sizes_are_refused_before_anything_changes(sizes: Any, base: float) -> None:
-    """The optimizer's rates stay."""
-    optimizer = two_groups()
-    with pytest.raises(ValueError, match="batch"):
-        torch_ref.VariableBatchSizeLR(optimizer, sizes, base)
-    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
 
 
 # Model
