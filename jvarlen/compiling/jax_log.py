@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["explaining", "forget", "plain_name", "told_of"]
+__all__ = ["explaining", "plain_name", "told_of"]
 
 _LOWERING_LOG = "jax._src.interpreters.pxla"
 _TRACING_LOG = "jax._src.interpreters.partial_eval"
@@ -29,16 +29,12 @@ _MAX_CHARS = 200  # of one leaf: the static part of a pytree can be a whole mode
 
 
 class _Notes(threading.local):
-    """What a thread has told of a program before the event that it is compiled.
-
-    Attributes:
-      differences: by function, why it was traced; in the order of tracing.
-      lowerings: by function, types and difference of the program that was lowered and not yet compiled; None where
-        there are several, since it is not told which one is compiled.
-    """
+    """What a thread has told of a program before the event that it is compiled."""
 
     def __init__(self) -> None:
-        self.differences: dict[str, str] = {}
+        self.differences: dict[str, str] = {}  # by function, why it was traced; in the order of tracing
+        # By function, types and difference of the program that was lowered and not yet compiled; None where there are
+        # several, since it is not told which one is compiled.
         self.lowerings: dict[str, tuple[str, str] | None] = {}
 
     def traced(self, function: str, difference: str) -> None:
@@ -53,27 +49,38 @@ class _Notes(threading.local):
                 del self.differences[part]
         self.lowerings[function] = None if function in self.lowerings else (arguments, difference)
 
-    def take(self, function: str) -> tuple[str, str]:
-        return self.lowerings.pop(function, None) or ("", "")
-
 
 _notes = _Notes()
-
-
-def forget() -> None:
-    """Drops the log lines of all threads: one may have been in the middle of a program when listening ended."""
-    global _notes
-    _notes = _Notes()
+_lock = threading.Lock()
+_num_explaining = 0
+_explanations = contextlib.ExitStack()
 
 
 def told_of(function: str) -> tuple[str, str]:
     """Types and difference of a program that this thread has compiled just now; empty where they were not told."""
-    return _notes.take(function)
+    return _notes.lowerings.pop(function, None) or ("", "")
 
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
     """A block in which JAX explains what it traces and lowers; that is not printed unless it was switched on before."""
+    global _num_explaining
+    with _lock:
+        _num_explaining += 1
+        if _num_explaining == 1:
+            _switch_on(_explanations)
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_explaining -= 1
+            if not _num_explaining:
+                _explanations.close()
+
+
+def _switch_on(explanations: contextlib.ExitStack) -> None:
+    global _notes
+    _notes = _Notes()  # a thread may have been in the middle of a program when the block before ended
     explained_before = getattr(jax.config, _EXPLAIN)
     lowering_log = logging.getLogger(_LOWERING_LOG)
     level_before = lowering_log.level
@@ -91,21 +98,14 @@ def explaining() -> Iterator[None]:
             return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
         return not record.msg.startswith(_TRACING_MESSAGE)
 
-    loggers = [lowering_log, *map(logging.getLogger, (_TRACING_LOG, *_CACHE_LOGS))]
-    for logger in loggers:
+    for logger in (lowering_log, *map(logging.getLogger, (_TRACING_LOG, *_CACHE_LOGS))):
         logger.addFilter(hear)
+        explanations.callback(logger.removeFilter, hear)
+    explanations.callback(lowering_log.setLevel, level_before)
+    explanations.callback(jax.config.update, _EXPLAIN, explained_before)
     if not lowering_log.isEnabledFor(logging.DEBUG):
         lowering_log.setLevel(logging.DEBUG)
-    if not explained_before:
-        jax.config.update(_EXPLAIN, True)
-    try:
-        yield
-    finally:
-        if not explained_before:
-            jax.config.update(_EXPLAIN, False)
-        lowering_log.setLevel(level_before)
-        for logger in loggers:
-            logger.removeFilter(hear)
+    jax.config.update(_EXPLAIN, True)
 
 
 def plain_name(name: str) -> str:

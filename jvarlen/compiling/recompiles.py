@@ -1,24 +1,21 @@
-"""The guard against recompiling: it reports what was compiled in a region, why, and after which bucket.
-
-JAX's event listeners tell that something was compiled and whether it came from the persistent cache. Types and
-differences come from `jax_log`.
-"""
+"""The guard against recompiling: what was compiled in a region, why, and after which bucket."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jvarlen._common.checks import check_choices, list_first
-from jvarlen.compiling import jax_log as compile_log
+from jvarlen.compiling import jax_log
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -101,9 +98,9 @@ class RecompileCount:
 def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
-    A program from the persistent cache counts too: whether it is there is chance, but not having planned it is the
-    mistake. Guards may be nested and may overlap in several threads; each sees everything that is compiled. While one
-    is active, JAX explains what it traces; this is printed only if it was switched on before.
+    A program from the persistent cache counts too, because the cache may be empty next time. Guards may be nested and
+    may overlap in several threads; each sees everything that is compiled. While one is active, JAX explains what it
+    traces; this is printed only if it was switched on before.
 
     Args:
       action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
@@ -126,7 +123,7 @@ def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Itera
       'float32[7]'
     """
     check_choices(action=(action, Action))
-    with _explaining(), _counting(_Guard(RecompileCount(), action, None, arithmetic)) as count:
+    with jax_log.explaining(), _counting(_Guard(RecompileCount(), action, None, arithmetic)) as count:
         yield count
     if action == "raise" and count.recompilations:
         raise RecompileError(_explain(count.recompilations))
@@ -134,17 +131,7 @@ def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Itera
 
 @contextlib.contextmanager
 def counting_in_thread() -> Iterator[RecompileCount]:
-    """Counts what this thread compiles, while others may compile as well.
-
-    It asks for no explanations: `arguments` and `difference` are empty unless `no_recompiles` is active too.
-
-    Example:
-      >>> lowered = jax.jit(lambda x: x * 5).lower(jax.ShapeDtypeStruct((7,), "float32"))
-      >>> with counting_in_thread() as count:
-      ...     _ = lowered.compile()
-      >>> count.functions
-      ['<lambda>']
-    """
+    """Counts what this thread compiles, while others may compile as well; it asks for no explanations."""
     with _counting(_Guard(RecompileCount(), "count", threading.get_ident())) as count:
         yield count
 
@@ -170,9 +157,6 @@ def dispatched(bucket: AnyBucket) -> None:
     _last_bucket = bucket
 
 
-_last_bucket: AnyBucket | None = None
-
-
 @dataclasses.dataclass(eq=False)
 class _Guard:
     count: RecompileCount
@@ -181,97 +165,55 @@ class _Guard:
     has_arithmetic: bool = False
 
 
-_guards: list[_Guard] = []
-_lock = threading.RLock()  # reentrant: collecting garbage may run code that compiles
-
-
-class _CacheHit(threading.local):
-    """Whether the program that a thread is busy with came from the persistent cache."""
-
-    is_hit = False
-
-
-_cache_hit = _CacheHit()
-
-
 class _ThisThread(threading.local):
     is_uncounted = False
+    is_cache_hit = False  # whether the program that it is busy with came from the persistent cache
 
 
+_last_bucket: AnyBucket | None = None
+_guards: list[_Guard] = []
+_lock = threading.RLock()  # reentrant: collecting garbage may run code that compiles
 _this_thread = _ThisThread()
-
-
-class _WhileUsed:
-    """A context that is entered with its first user and left with its last."""
-
-    def __init__(self, make_context: Callable[[], contextlib.AbstractContextManager[None]]):
-        self._make_context = make_context
-        self._num_users = 0
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with _lock:
-            if not self._num_users:
-                self._context = self._make_context()
-                self._context.__enter__()
-            self._num_users += 1
-        try:
-            yield
-        finally:
-            with _lock:
-                self._num_users -= 1
-                if not self._num_users:
-                    self._context.__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _listeners() -> Iterator[None]:
-    global _cache_hit
-    _cache_hit = _CacheHit()
-    compile_log.forget()
-    jax.monitoring.register_event_duration_secs_listener(_on_duration)
-    jax.monitoring.register_event_listener(_on_event)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(_on_duration)
-        jax.monitoring.unregister_event_listener(_on_event)
-
-
-_listening = _WhileUsed(_listeners)
-_explaining = _WhileUsed(compile_log.explaining)
 
 
 @contextlib.contextmanager
 def _counting(guard: _Guard) -> Iterator[RecompileCount]:
-    with _listening():
+    _listen()
+    with _lock:
+        _guards.append(guard)
+    try:
+        yield guard.count
+    finally:
         with _lock:
-            _guards.append(guard)
-        try:
-            yield guard.count
-        finally:
-            with _lock:
-                _guards.remove(guard)
+            _guards.remove(guard)
+
+
+@functools.cache
+def _listen() -> None:
+    """From the first guard on, JAX tells what it compiles."""
+    jax.monitoring.register_event_duration_secs_listener(_on_duration)
+    jax.monitoring.register_event_listener(_on_event)
 
 
 def _on_event(event: str, **details: Any) -> None:
     if event == _CACHE_HIT_EVENT:
-        _cache_hit.is_hit = True
+        _this_thread.is_cache_hit = True
 
 
 def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event != _COMPILE_EVENT:
         return
-    function = compile_log.plain_name(str(details.get("fun_name", "an unnamed function")))
-    is_hit, _cache_hit.is_hit = _cache_hit.is_hit, False
-    bucket = None if _last_bucket is None else str(_last_bucket)
+    is_hit, _this_thread.is_cache_hit = _this_thread.is_cache_hit, False
     thread = threading.current_thread()
-    recompilation = Recompilation(
-        function, *compile_log.told_of(function), bucket, is_hit, thread.name, float(duration_secs)
-    )
     counting = (thread.ident,) if _this_thread.is_uncounted else (None, thread.ident)
     with _lock:
         guards = [guard for guard in _guards if guard.thread in counting]
+        if not guards:
+            return
+        function = jax_log.plain_name(str(details.get("fun_name", "an unnamed function")))
+        bucket = None if _last_bucket is None else str(_last_bucket)
+        told = jax_log.told_of(function)
+        recompilation = Recompilation(function, *told, bucket, is_hit, thread.name, float(duration_secs))
         for guard in guards:
             guard.count.recompilations.append(recompilation)
     actions = {guard.action for guard in guards}
