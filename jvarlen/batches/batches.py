@@ -118,13 +118,9 @@ def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
     Returns:
       A `Batch` of `jax.ShapeDtypeStruct`.
     """
-    shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
-    return Batch(
-        tokens=jax.ShapeDtypeStruct(shape_MxBxT, np.int32),
-        lengths=jax.ShapeDtypeStruct(shape_MxBxT[:2], np.int32),
-        weights=jax.ShapeDtypeStruct(shape_MxBxT, np.float32),
-        num_sequences=jax.ShapeDtypeStruct((), np.float32),
-    )
+    shape_MxB = (microbatches_per_step, bucket.rows)
+    shape_MxBxT = (*shape_MxB, bucket.length)
+    return Batch(_integers(shape_MxBxT), _integers(shape_MxB), _floats(shape_MxBxT), _floats(()))
 
 
 def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch:
@@ -138,9 +134,8 @@ def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch
       A `PackedBatch` of `jax.ShapeDtypeStruct`.
     """
     shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
-    integers = jax.ShapeDtypeStruct(shape_MxBxT, np.int32)
-    weights = jax.ShapeDtypeStruct(shape_MxBxT, np.float32)
-    return PackedBatch(integers, integers, integers, weights, jax.ShapeDtypeStruct((), np.float32))
+    integers = _integers(shape_MxBxT)
+    return PackedBatch(integers, integers, integers, _floats(shape_MxBxT), _floats(()))
 
 
 def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
@@ -154,10 +149,11 @@ def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch
       A `PairBatch` of `jax.ShapeDtypeStruct`.
     """
     shape_MxB = (microbatches_per_step, bucket.rows)
-    lengths = jax.ShapeDtypeStruct(shape_MxB, np.int32)
-    source, target = (jax.ShapeDtypeStruct((*shape_MxB, length), np.int32) for length in bucket.lengths)
-    weights = jax.ShapeDtypeStruct(target.shape, np.float32)
-    return PairBatch(source, lengths, target, lengths, weights, jax.ShapeDtypeStruct((), np.float32))
+    shape_MxBxS, shape_MxBxU = ((*shape_MxB, length) for length in bucket.lengths)
+    lengths = _integers(shape_MxB)
+    return PairBatch(
+        _integers(shape_MxBxS), lengths, _integers(shape_MxBxU), lengths, _floats(shape_MxBxU), _floats(())
+    )
 
 
 def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PackedPairBatch:
@@ -170,12 +166,17 @@ def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> Pa
     Returns:
       A `PackedPairBatch` of `jax.ShapeDtypeStruct`.
     """
-    source, target = (
-        jax.ShapeDtypeStruct((microbatches_per_step, bucket.rows, length), np.int32) for length in bucket.lengths
-    )
-    weights = jax.ShapeDtypeStruct(target.shape, np.float32)
-    num_sequences = jax.ShapeDtypeStruct((), np.float32)
-    return PackedPairBatch(source, source, source, target, target, target, weights, num_sequences)
+    shape_MxBxS, shape_MxBxU = ((microbatches_per_step, bucket.rows, length) for length in bucket.lengths)
+    source, target = _integers(shape_MxBxS), _integers(shape_MxBxU)
+    return PackedPairBatch(source, source, source, target, target, target, _floats(shape_MxBxU), _floats(()))
+
+
+def _integers(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def _floats(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.float32)
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
@@ -193,16 +194,11 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
       >>> float(count_tokens(Batch(None, lengths, None, np.float32(1))))
       3.0
     """
-    if isinstance(batch, Batch):
-        counted = [batch.lengths]
-    elif isinstance(batch, PackedBatch):
-        counted = [batch.segment_ids > 0]
-    elif isinstance(batch, PairBatch):
-        counted = [batch.source_lengths, batch.target_lengths]
-    elif isinstance(batch, PackedPairBatch):
-        counted = [batch.source_segment_ids > 0, batch.target_segment_ids > 0]
-    else:
+    if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
         return None
+    arrays = batch._asdict()
+    counted = [array for name, array in arrays.items() if name.endswith("lengths")]
+    counted += [array > 0 for name, array in arrays.items() if name.endswith("segment_ids")]
     return jnp.asarray(sum(jnp.sum(array) for array in counted), dtype)
 
 
@@ -216,25 +212,15 @@ def full_batch(spec: Any) -> Any:
       A pytree of NumPy arrays: the lengths and positions of full rows, typed keys, and otherwise ones.
     """
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
-    if isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
-        num_rows = np.prod(batch.weights.shape[:2], dtype=np.float32)  # of packed ones, each row is one sample
-        batch = batch._replace(num_sequences=num_rows)
-    if isinstance(batch, Batch):
-        return batch._replace(lengths=batch.lengths * np.int32(batch.tokens.shape[2]))
-    if isinstance(batch, PackedBatch):
-        return batch._replace(positions=_positions_of_full_rows(batch.tokens))
-    if isinstance(batch, PackedPairBatch):
-        return batch._replace(
-            source_positions=_positions_of_full_rows(batch.source_tokens),
-            target_positions=_positions_of_full_rows(batch.target_tokens),
-        )
-    if isinstance(batch, PairBatch):
-        return batch._replace(
-            source_lengths=batch.source_lengths * np.int32(batch.source_tokens.shape[2]),
-            target_lengths=batch.target_lengths * np.int32(batch.target_tokens.shape[2]),
-        )
-    return batch
-
-
-def _positions_of_full_rows(tokens_MxBxT: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(np.arange(tokens_MxBxT.shape[2], dtype=np.int32), tokens_MxBxT.shape)
+    if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+        return batch
+    full: dict[str, Any] = {
+        "num_sequences": np.prod(batch.weights.shape[:2], dtype=np.float32)
+    }  # of packed rows, each is one sample
+    for name, array in batch._asdict().items():
+        if name.endswith(("lengths", "positions")):
+            side = name.removesuffix("lengths").removesuffix("positions")
+            length = getattr(batch, f"{side}tokens").shape[2]
+            values = length if name.endswith("lengths") else np.arange(length)
+            full[name] = np.broadcast_to(np.asarray(values, np.int32), array.shape)
+    return batch._replace(**full)

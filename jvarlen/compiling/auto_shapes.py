@@ -1,11 +1,7 @@
 """Chooses the number of shapes with which compiling and training together take the least time.
 
-A run whose number of shapes is `"auto"` needs to know before its plan what a step of its model and its compilation cost
-on this machine. The first run of a model estimates that: the operations of a step come from lowering it for two shapes,
-the speed of the device from a product of matrices, and the seconds of compiling from those of lowering. Each run then
-writes what its compile report measured into the directory of the compilation cache.
-
-Letters: K shapes, C seconds of compiling one.
+The first run of a model estimates what steps and compiling cost on this machine; each run then writes what it measured
+beside its compiled programs. Letters: K shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ __all__ = [
     "ShapeChoice",
     "choose_shapes",
     "costs_from_report",
-    "costs_path",
     "estimate_costs",
     "load_costs",
     "model_key",
@@ -65,34 +60,20 @@ _MOST_PROGRAMS = 16  # of which the shapes are remembered, the newest
 
 
 class Compiler(NamedTuple):
-    """When programs are compiled, and how long it takes.
+    """When programs are compiled, and how long it takes."""
 
-    Attributes:
-      seconds: of compiling one shape, C.
-      threads: that compile at the same time.
-      slowdown: seconds by which steps are delayed per second of compiling, as on a CPU, which both share; 0 on
-        accelerators.
-      in_background: whether steps run meanwhile.
-    """
-
-    seconds: float
-    threads: int = 1
-    slowdown: float = 0.0
-    in_background: bool = True
+    seconds: float  # of compiling one shape
+    threads: int = 1  # that compile at the same time
+    slowdown: float = 0.0  # seconds by which steps are delayed per second of compiling, on a CPU that both share
+    in_background: bool = True  # whether steps run meanwhile
 
 
 class ShapeChoice(NamedTuple):
-    """The chosen shapes.
-
-    Attributes:
-      buckets: the shapes.
-      new_shape_every: steps between two new shapes, for `make_plan`; 0 where the order cannot be changed.
-      seconds: predicted, of compiling and training.
-    """
+    """The chosen shapes."""
 
     buckets: tuple[Bucket, ...]
-    new_shape_every: int
-    seconds: float
+    new_shape_every: int  # steps between two new shapes, for `make_plan`; 0 where the order cannot be changed
+    seconds: float  # predicted, of compiling and training
 
 
 def choose_shapes(
@@ -107,20 +88,9 @@ def choose_shapes(
     max_length: int | None = None,
     overlong: Overlong = "error",
 ) -> ShapeChoice:
-    """Chooses the number of shapes with the least predicted seconds of waiting for the compiler and of training.
-
-    For each number the shapes are the optimum of `make_buckets`. Training is simulated with each: the first step waits
-    for its shape; the others are compiled meanwhile in the order in which they appear, and a shape that is not ready
-    when it is needed is waited for. All numbers are compared for the same samples: with `num_steps`, those of that many
-    steps of the plan with the most shapes.
-
-    Example:
-      >>> lengths = np.arange(1, 301)
-      >>> budget = Budget(max_tokens=4000, cost=lambda rows, length: 1e-5 * rows * length)
-      >>> compiler = Compiler(0.2, slowdown=0.5)
-      >>> [len(choose_shapes(lengths, budget, compiler, num_epochs=n).buckets) for n in (1, 10, 100)]
-      [2, 4, 12]
-    """
+    """The optimal shapes of `make_buckets`, as many as take the least predicted seconds of compiling and training."""
+    # Training is simulated with each number of shapes, for the same samples: with `num_steps`, those of the plan with
+    # the most shapes. The first step waits for its shape; others are compiled meanwhile, in the order of appearance.
     if budget.cost is None:
         raise UserError("the number of shapes is chosen by seconds: the budget needs a cost")
     budget = dataclasses.replace(budget, compile_seconds=None)
@@ -168,17 +138,8 @@ def seconds_of_epoch(
 def simulated_seconds(
     work: Float64[np.ndarray, " K"], is_new: Sequence[bool], compiler: Compiler, spacing_s: float | None = None
 ) -> float:
-    """Seconds of training, waiting for the compiler included.
-
-    `work` has the seconds of all steps of each shape, in the order in which shapes appear: every `spacing_s` seconds of
-    steps, or, for None, when the one before has no steps left.
-
-    Example:
-      >>> background, ahead = Compiler(2.0), Compiler(2.0, in_background=False)
-      >>> work = np.array([5.0, 5.0, 5.0])
-      >>> [simulated_seconds(work, [True, True, True], how, spacing_s=2.0) for how in (background, ahead)]
-      [17.0, 21.0]
-    """
+    """Seconds of training, waiting for the compiler included, from the seconds of all steps of each shape."""
+    # Shapes appear in order, every `spacing_s` seconds of steps, or, for None, when the one before has no steps left.
     total = float(work.sum())
     num_new = sum(is_new)
     if not compiler.in_background:
@@ -197,23 +158,15 @@ def simulated_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class RunCosts:
-    """What a step of a model costs on a kind of device.
+    """What a step of a model costs on a kind of device."""
 
-    Attributes:
-      device: number and kind of the devices.
-      model: what tells models apart, as `model_key` makes it.
-      seconds: of a microbatch.
-      compile_seconds: of lowering and compiling one shape.
-      compiled: (rows, length) of the shapes that earlier runs compiled, by what tells their programs apart.
-      is_estimate: whether nothing was measured.
-    """
-
-    device: str
-    model: str
-    seconds: CostModel
-    compile_seconds: float
+    device: str  # number and kind of the devices
+    model: str  # what tells models apart, by `model_key`
+    seconds: CostModel  # of a microbatch
+    compile_seconds: float  # of lowering and compiling one shape
+    # (rows, length) of the shapes that earlier runs compiled, by what tells their programs apart.
     compiled: dict[str, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
-    is_estimate: bool = False
+    is_estimate: bool = False  # whether nothing was measured
 
 
 def model_key(state_spec: Any, loss_fn: Any, *details: object) -> str:
@@ -224,30 +177,26 @@ def model_key(state_spec: Any, loss_fn: Any, *details: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def costs_path(cache_dir: Path, device: str, model: str) -> Path:
-    """Where the costs of a model on a kind of device lie: beside its compiled programs."""
+def _path_of(cache_dir: Path, device: str, model: str) -> Path:
     name = hashlib.sha256(f"{device}\0{model}".encode()).hexdigest()[:32]
     return cache_dir / "costs" / f"{name}.json"
 
 
-def load_costs(path: Path, device: str, model: str) -> RunCosts | None:
-    """The costs that `save_costs` wrote; None if there are none, or, with a warning, if they cannot be used."""
+def load_costs(cache_dir: Path, device: str, model: str) -> RunCosts | None:
+    """The costs that `save_costs` wrote; None if there are none, or, with a warning, if the file is damaged."""
+    path = _path_of(cache_dir, device, model)
     try:
-        costs = dacite.from_dict(RunCosts, json.loads(path.read_text()), dacite.Config(cast=[tuple], strict=True))
+        return dacite.from_dict(RunCosts, json.loads(path.read_text()), dacite.Config(cast=[tuple], strict=True))
     except FileNotFoundError:
         return None
     except (dacite.DaciteError, OSError, ValueError, TypeError, AttributeError) as error:
         warnings.warn(f"{path} holds no costs of a model, and is not used: {error}", stacklevel=2)
         return None
-    for name, found, here in (("device", costs.device, device), ("model", costs.model, model)):
-        if found != here:
-            warnings.warn(f"{path} is of another {name}, and is not used: {found}, here {here}", stacklevel=2)
-            return None
-    return costs
 
 
-def save_costs(costs: RunCosts, path: Path) -> None:
+def save_costs(costs: RunCosts, cache_dir: Path) -> None:
     """Writes costs, atomically; where that is impossible, a warning says so."""
+    path = _path_of(cache_dir, costs.device, costs.model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(path) as file:
@@ -257,10 +206,7 @@ def save_costs(costs: RunCosts, path: Path) -> None:
 
 
 def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_devices: int = 1) -> RunCosts:
-    """Costs from lowering a step on one device for two shapes of different lengths; nothing of it is compiled.
-
-    It takes about a second. With several devices, `num_devices` microbatches take the time of one.
-    """
+    """Costs from lowering a step on one device for two shapes of different lengths; nothing of it is compiled."""
     positions, lengths, operations, lower_s = [], [], [], []
     for bucket in buckets:
         lowered = recipe.lower(bucket)
@@ -306,10 +252,7 @@ def costs_from_report(report: CompileReport, microbatches_per_step: int, before:
 
 
 def _line(lengths: Sequence[int], of_position: Float64[np.ndarray, " K"]) -> tuple[float, float]:
-    """What a position costs, and what it costs more for each position of its row; neither is below 0.
-
-    Full buckets hold nearly as many positions each, which does not tell what a step costs whatever it holds.
-    """
+    """What a token costs, and what it costs more for each token of its row; neither is below 0."""
     if len(set(lengths)) > 1:
         quadratic, linear = np.polyfit(lengths, of_position, 1).tolist()
         if linear >= 0 and quadratic >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
@@ -23,11 +24,6 @@ _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
-_FIELD_OF_OPTION = {
-    _COMMAND_BUFFERS: "command_buffers",
-    _LATENCY_HIDING: "latency_hiding_scheduler",
-    _ALL_REDUCE_BYTES: "all_reduce_combine_bytes",
-}
 _LEAST = {
     "num_threads": 1,
     "max_live": 1,
@@ -49,8 +45,7 @@ class CompileOptions:
     """How the step is compiled and run.
 
     Raises:
-      ValueError: a value out of its range, or xla_options that are not of the form "name=value", are given twice, or
-        have a field of their own.
+      ValueError: a value out of its range, or xla_options that are not of the form "name=value".
 
     Example:
       >>> options = CompileOptions(xla_options=("xla_gpu_autotune_level=2",))
@@ -89,7 +84,7 @@ class CompileOptions:
     first_grad_bucket_bytes: int = FIRST_BUCKET_BYTES
     """The same for the first bucket, so that reducing begins early."""
     xla_options: tuple[str, ...] = ()
-    """More XLA compiler options, each as name=value, with true or false for switches."""
+    """More XLA compiler options, each as name=value, with true or false for switches. They override other fields."""
 
     def __post_init__(self):
         small = [
@@ -105,13 +100,6 @@ class CompileOptions:
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
         if odd:
             raise UserError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")
-        names = [option.partition("=")[0] for option in self.xla_options]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise UserError(f"xla_options hold {', '.join(twice)} more than once")
-        taken = [f"{name}: set {_FIELD_OF_OPTION[name]}" for name in names if name in _FIELD_OF_OPTION]
-        if taken:
-            raise UserError(f"xla_options hold what other fields set: {'; '.join(taken)}")
 
     @property
     def in_background(self) -> bool:
@@ -173,9 +161,7 @@ def _parse(name: str, text: str) -> OptionValue:
     """The value as jaxlib takes it: XLA reads text by the option's own type, but knows only "True" and "False"."""
     if name.startswith("xla_"):
         return text.capitalize() if text.lower() in ("true", "false") else text
-    for number in (int, float):  # JAX's own options, which it hands on as they are
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return ast.literal_eval(text)  # JAX's own options, which it hands on as they are
+    except (ValueError, SyntaxError):
+        return text

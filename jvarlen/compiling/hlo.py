@@ -1,13 +1,10 @@
-"""The collectives of a compiled program: how many there are, and what each of them reduces or sends.
-
-Accumulation must communicate once a step, not once a microbatch: no all-reduce may be inside a loop.
-"""
+"""The collectives of a compiled program: how many there are, and what each of them reduces or sends."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,10 +19,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?([\w.\-]+)")
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-_LOOP_BODY = re.compile(r"\bwhile\(.*?\bbody=%?([\w.\-]+)")
-# Asynchronous ones have a start and a done, and are one.
-_COLLECTIVE = re.compile(rf"\b({'|'.join(_KINDS)})(?:-start)?\(")
-# `%name = type kind(operands), attributes`, of which some are asynchronous.
+# `%name = type kind(operands), attributes`. Asynchronous ones have a start and a done, and are one.
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _LOOP = re.compile(r"\bwhile\(.*?\bbody=%?([\w.\-]+)(.*)$", re.MULTILINE)
@@ -39,20 +33,12 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 class Collective(NamedTuple):
-    """One collective of a program.
+    """One collective of a program."""
 
-    Attributes:
-      kind: as XLA names it, such as `"all-reduce"`.
-      num_bytes: of the whole array, or of all arrays together: the result of an all-reduce or an all-gather, the
-        operand of a reduce-scatter, the message of a collective-permute.
-      groups: devices that communicate, by their place in the mesh; of a collective-permute, pairs of source and target.
-      times: in a step, loops multiplied out; None in a loop of which XLA does not know how often it runs.
-    """
-
-    kind: str
-    num_bytes: int
-    groups: tuple[tuple[int, ...], ...]
-    times: int | None
+    kind: str  # as XLA names it, such as "all-reduce"
+    num_bytes: int  # of all arrays: an all-reduce's or all-gather's results, a reduce-scatter's operands, or a message
+    groups: tuple[tuple[int, ...], ...]  # devices, by their place in the mesh; of permutes, pairs of source and target
+    times: int | None  # in a step, loops multiplied out; None where XLA does not know how often a loop runs
 
 
 class Collectives(NamedTuple):
@@ -60,7 +46,7 @@ class Collectives(NamedTuple):
 
     Attributes:
       per_step: collectives that run once a step.
-      in_loops: collectives in the body of a loop, which run once an iteration.
+      in_loops: collectives in the body of a loop, which run once a turn.
     """
 
     per_step: int
@@ -68,40 +54,32 @@ class Collectives(NamedTuple):
 
 
 def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collectives]:
-    """Counts the collectives of a compiled program.
-
-    Example:
-      >>> count_collectives(jax.jit(lambda x: x + 1).lower(1.0).compile())
-      {}
-    """
-    bodies = _bodies_of(executable)
-    calls = {name: _called_by(body) & bodies.keys() for name, body in bodies.items()}
-    looping = _reachable({name for body in bodies.values() for name in _LOOP_BODY.findall(body)}, calls)
+    """Counts the collectives of a compiled program."""
     counts = {kind: [0, 0] for kind in _KINDS}
-    for name, body in bodies.items():
-        for kind in _COLLECTIVE.findall(body):
-            counts[kind][name in looping] += 1
+    for _, kind, _, _, times in _instructions(executable):
+        counts[kind][times != 1] += 1
     return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
 
 
 def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
     """The collectives of a compiled program, one by one."""
-    bodies = _bodies_of(executable)
-    times = _times_of(bodies)
-    return [
-        Collective(kind, _num_bytes(kind, shapes, bool(start), groups), groups, times[name])
-        for name, body in bodies.items()
-        for shapes, kind, start, rest in _INSTRUCTION.findall(body)
-        for groups in [_groups_of(kind, rest)]
-    ]
+    listed = []
+    for shapes, kind, start, rest, times in _instructions(executable):
+        groups = _groups_of(kind, rest)
+        listed.append(Collective(kind, _num_bytes(kind, shapes, bool(start), groups), groups, times))
+    return listed
 
 
-def _bodies_of(executable: jax.stages.Compiled | str) -> dict[str, str]:
-    """The text of each computation, by name."""
+def _instructions(executable: jax.stages.Compiled | str) -> Iterator[tuple[str, str, str, str, int | None]]:
+    """Of each collective the shapes of its result, its kind, "-start", its attributes, and its times in a step."""
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")
-    return dict(_COMPUTATION.findall(text))
+    bodies: dict[str, str] = dict(_COMPUTATION.findall(text))
+    times = _times_of(bodies)
+    for name, body in bodies.items():
+        for found in _INSTRUCTION.findall(body):
+            yield *found, times[name]
 
 
 def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
@@ -176,13 +154,3 @@ def _rows(devices: np.ndarray) -> tuple[tuple[int, ...], ...]:
 def _called_by(body: str) -> set[str]:
     listed = {name.strip().lstrip("%") for names in _LISTED.findall(body) for name in names.split(",")}
     return listed | set(_CALLED.findall(body))
-
-
-def _reachable(names: set[str], calls: dict[str, set[str]]) -> set[str]:
-    """These computations and all that they call, directly or not."""
-    reached: set[str] = set()
-    found = names & calls.keys()
-    while found:
-        reached |= found
-        found = {called for name in found for called in calls[name]} - reached
-    return reached

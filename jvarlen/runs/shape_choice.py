@@ -21,7 +21,6 @@ from jvarlen.compiling.auto_shapes import (
     RunCosts,
     choose_shapes,
     costs_from_report,
-    costs_path,
     estimate_costs,
     load_costs,
     model_key,
@@ -77,7 +76,7 @@ class ShapeChooser:
         if self._costs is None or self._cache_dir is None or not is_main_process():
             return
         measured = costs_from_report(report, self._config.plan.microbatches_per_step, self._costs, self._program)
-        save_costs(measured, costs_path(self._cache_dir, measured.device, measured.model))
+        save_costs(measured, self._cache_dir)
 
     @property
     def _cache_dir(self) -> Path | None:
@@ -102,7 +101,7 @@ class ShapeChooser:
         model = model_key(recipe.state_spec, task.whole_loss_fn, plan.microbatches_per_step, self._num_devices)
         known = None
         if self._cache_dir is not None:
-            known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
+            known = load_costs(self._cache_dir, recipe.device_text, model)
         return known or estimate_costs(recipe, buckets, model, self._num_devices)
 
     def _choose(

@@ -57,16 +57,16 @@ def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
         ({"all_reduce_combine_bytes": -1}, "all_reduce_combine_bytes"),
         ({"fallback": "truncate"}, "fallback .'truncate'. must be one of 'error', 'pad'"),
         ({"xla_options": ("xla_a=1", "xla_b", "--xla_c=1", "=1")}, r"\['xla_b', '--xla_c=1', '=1'\]"),
-        ({"xla_options": ("xla_a=1", "xla_b=2", "xla_a=3")}, "hold xla_a more than once"),
-        (
-            {"xla_options": (f"{GRAPHS}=", f"{COMBINE}=1")},
-            f"{GRAPHS}: set command_buffers; {COMBINE}: set all_reduce_combine_bytes",
-        ),
     ],
 )
 def test_settings_at_fault_are_listed(settings, said):
     with pytest.raises(ValueError, match=said):
         CompileOptions(**settings)
+
+
+def test_options_by_name_override_fields():
+    options = CompileOptions(all_reduce_combine_bytes=5, xla_options=(f"{COMBINE}=1",))
+    assert options.compiler_options("gpu", 1) == {COMBINE: "1"}
 
 
 def test_options_survive_json_and_serve_as_a_key():

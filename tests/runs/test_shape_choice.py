@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
-from jvarlen.compiling.auto_shapes import RunCosts, costs_from_report, costs_path, load_costs, save_costs
+from jvarlen.compiling.auto_shapes import RunCosts, costs_from_report, load_costs, save_costs
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.report import CompileReport, CompileRow
 from jvarlen.models import TransformerConfig
@@ -169,22 +169,20 @@ def test_a_report_replaces_what_it_measured():
     assert unmeasured == dataclasses.replace(before, compiled={"a": ((1, 2), (4, 128))})
 
 
-def test_costs_of_others_and_damaged_ones_are_named_and_not_used(tmp_path):
+def test_costs_are_kept_by_device_and_model_and_damaged_ones_are_not_used(tmp_path):
     costs = RunCosts("1 × cpu", "m", CostModel(0.0, 1.0, 1.0), 9.0, {"a": ((1, 2),)})
-    path = costs_path(tmp_path, "1 × cpu", "m")
-    assert load_costs(path, "1 × cpu", "m") is None
-    save_costs(costs, path)
-    assert load_costs(path, "1 × cpu", "m") == costs
-    with pytest.warns(UserWarning, match="is of another device, and is not used: 1 × cpu, here 2 × cpu"):
-        assert load_costs(path, "2 × cpu", "m") is None
-    with pytest.warns(UserWarning, match="is of another model"):
-        assert load_costs(path, "1 × cpu", "n") is None
+    assert load_costs(tmp_path, "1 × cpu", "m") is None
+    save_costs(costs, tmp_path)
+    assert load_costs(tmp_path, "1 × cpu", "m") == costs
+    assert load_costs(tmp_path, "2 × cpu", "m") is None
+    assert load_costs(tmp_path, "1 × cpu", "n") is None
+    (path,) = tmp_path.glob("costs/*.json")
     path.write_text(path.read_text()[:40])
     with pytest.warns(UserWarning, match="holds no costs of a model"):
-        assert load_costs(path, "1 × cpu", "m") is None
+        assert load_costs(tmp_path, "1 × cpu", "m") is None
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="could not be kept"):
-        save_costs(costs, tmp_path / "file" / "costs.json")
+        save_costs(costs, tmp_path / "file")
 
 
 def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, split, monkeypatch):
