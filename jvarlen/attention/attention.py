@@ -18,7 +18,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
 from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
-__all__ = ["attend", "attend_by_mask", "attend_last", "attend_within_segments"]
+__all__ = ["attend", "attend_by_mask", "attend_in_chunks", "attend_within_segments", "chosen_for"]
 
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile
@@ -64,11 +64,11 @@ def attend(
       [[0.0, 0.5], [0.0, 0.5]]
     """
     seq_length = query.shape[1]
-    implementation = implementation or _chosen_for(seq_length)
+    implementation = implementation or chosen_for(seq_length)
     if implementation == "chunked":
         # Padding comes last, so that what is causal never sees it.
         segment_ids = None if causal else padding_mask(lengths, seq_length).astype(jnp.int32)
-        return _attend_in_chunks(query, key, value, segment_ids, causal=causal)
+        return attend_in_chunks(query, key, value, segment_ids, causal=causal)
     if implementation == "mask" or query.dtype == jnp.float64:
         return attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
     one_at_least = jnp.maximum(lengths.astype(jnp.int32), 1)  # what sees nothing must be finite in any implementation
@@ -106,37 +106,14 @@ def attend_within_segments(
       Queries in chunks: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory".
     """
     seq_length = query.shape[1]
-    implementation = implementation or _chosen_for(seq_length)
+    implementation = implementation or chosen_for(seq_length)
     if implementation != "chunked":
         mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal)
         return attend_by_mask(query, key, value, mask_BxTxT, implementation)
-    return _attend_in_chunks(query, key, value, segment_ids, causal=causal)
+    return attend_in_chunks(query, key, value, segment_ids, causal=causal)
 
 
-def attend_last(
-    query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    segment_ids: Integer[Array, "B T"] | None = None,
-    *,
-    implementation: SegmentAttentionImplementation | None = None,
-) -> Float[Array, "B Q H K"]:
-    """What causal attention of all positions gives for the last Q of them.
-
-    Without segments a row is one sample, padded at its end.
-    """
-    num_queries, seq_length = query.shape[1], key.shape[1]
-    implementation = implementation or _chosen_for(seq_length)
-    if implementation == "chunked":
-        return _attend_in_chunks(query, key, value, segment_ids, causal=True)
-    if segment_ids is None:
-        segment_ids = jnp.zeros(key.shape[:2], jnp.int32)
-    first = seq_length - num_queries
-    mask_BxQxT = segment_mask(segment_ids[:, first:], segment_ids, first_query=first)
-    return attend_by_mask(query, key, value, mask_BxQxT, implementation)
-
-
-def _attend_in_chunks(
+def attend_in_chunks(
     query: Float[Array, "B Q H K"],
     key: Float[Array, "B T N K"],
     value: Float[Array, "B T N K"],
@@ -144,10 +121,8 @@ def _attend_in_chunks(
     *,
     causal: bool,
 ) -> Float[Array, "B Q H K"]:
-    """Attention of the last positions, some queries at a time, of which causal ones get only the keys up to them.
-
-    A slice of the keys needs a program of its own. There are a few of them at most, each for a run of chunks.
-    """
+    """Attention of the last Q positions, some queries at a time, of which causal ones get only the keys up to them."""
+    # A slice of the keys needs a program of its own. There are a few of them at most, each for a run of chunks.
     num_queries, num_kv_heads = query.shape[1], key.shape[2]
     before = key.shape[1] - num_queries
     _check_heads(query, key)
@@ -235,7 +210,8 @@ def _check_heads(query: Array, key: Array) -> None:
         )
 
 
-def _chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
+def chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
+    """The implementation for rows of this length."""
     return "chunked" if seq_length >= _LONG or jax.default_backend() == "cpu" else "xla"
 
 

@@ -6,7 +6,7 @@ A B×T×T mask takes memory that grows with T²; `jvarlen.attention` avoids it. 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Integer
 
 __all__ = ["attention_mask", "padding_mask", "segment_mask"]
 
@@ -52,15 +52,13 @@ def segment_mask(
     key_segments: Integer[Array, "B T"],
     *,
     causal: bool = True,
-    first_query: Int[Array, ""] | int = 0,
 ) -> Bool[Array, "B Q T"]:
     """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
 
     Args:
-      query_segments: int[B, Q] of any integer type, the segments of some or all consecutive positions.
+      query_segments: int[B, Q] of any integer type, the segments of the first, or without `causal` of any, positions.
       key_segments: int[B, T], likewise, the segments of all positions.
       causal: whether a position sees only itself and what comes before it.
-      first_query: the position of the first query.
 
     Returns:
       bool[B, Q, T].
@@ -73,5 +71,4 @@ def segment_mask(
     is_same_BxQxT = query_segments[:, :, None] == key_segments[:, None, :]
     if not causal:
         return is_same_BxQxT
-    query_positions_Q = first_query + jnp.arange(query_segments.shape[1])
-    return is_same_BxQxT & (jnp.arange(key_segments.shape[1]) <= query_positions_Q[:, None])
+    return is_same_BxQxT & (jnp.arange(key_segments.shape[1]) <= jnp.arange(query_segments.shape[1])[:, None])

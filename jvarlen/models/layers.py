@@ -55,8 +55,6 @@ def layered(config: TransformerConfig) -> LayeredModel:
     def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
         graphdef, rows = graphs_on(axes)[1], rows_of(microbatch, axes)
         num_positions = None if axes.positions is None else microbatch.tokens.shape[1]
-        if axes.earlier is not None:  # it belongs to the trace of its caller
-            return nnx.merge(graphdef, block)(x_BxTxD, rows, axes, num_positions)
         return run_block(
             graphdef,
             block,

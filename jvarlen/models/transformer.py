@@ -104,7 +104,7 @@ class _Block(nnx.Module):
         self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT, num_positions: int | None = None
     ) -> Float[Array, "B T D"]:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, num_positions, axes)
-        if axes.context is not None or axes.earlier is not None:
+        if axes.context is not None:
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
             attended = attend_over_axis(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, axes=axes, segment_ids=rows.segment_ids)

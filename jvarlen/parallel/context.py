@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.attention.attention import attend, attend_last, attend_within_segments
+from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 
@@ -168,7 +168,7 @@ def attend_over_axis(
     segment_ids: Integer[Array, "_ _"] | None = None,
     implementation: str = "gather",
 ) -> Float[Array, "B S H K"]:
-    """Causal attention of this device's queries to the keys and values of all devices of an axis, or earlier slices.
+    """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
     Equal to `attend` and `attend_within_segments` on whole rows. It skips pairs of chunks that are fully masked, and
     holds no logits of more than 256 queries and one chunk of keys. Its gradient recomputes them.
@@ -177,8 +177,7 @@ def attend_over_axis(
       query: float[B, S, H, K], at the positions of `shard_positions`.
       key: float[B, S, J, K]; J divides H, and head h of the queries attends to head h // (H / J).
       value: float[B, S, J, K].
-      axes: `axes.context` is the mesh axis. With `axes.earlier`, S positions are a slice of rows. Both None: rows are
-        whole, S = T.
+      axes: `axes.context` is the mesh axis; None: rows are whole, S = T.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
         None: a row is one sample. Its length is not needed: no token attends to what follows its end.
       implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes them from device to
@@ -198,10 +197,6 @@ def attend_over_axis(
     """
     check_choices(implementation=(implementation, OverAxisImplementation))
     _check_arrays(query, key, value, segment_ids)
-    if axes.earlier is not None:
-        own = key, value, segment_ids
-        whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
-        return attend_last(query, *whole)
     if axes.context is None:
         if segment_ids is not None:
             return attend_within_segments(query, key, value, segment_ids)

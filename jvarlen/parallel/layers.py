@@ -31,11 +31,8 @@ class Axes(NamedTuple):
       tensor: the mesh axis that matrix products are split over; None if they are whole.
       context: the mesh axis that positions are split over; None if rows are whole.
       sequence_parallel: whether activations between layers are sharded by position over `tensor`.
-      positions: int[S], the place in the row of each position of this shard or slice; None if rows are whole.
+      positions: int[S], the place in the row of each position of this shard; None if rows are whole.
       key: typed key[], the random key of this call; None if the state has none.
-      earlier: where rows go through the layers in slices, `earlier(arrays) -> arrays`: it takes a pytree of arrays
-        [B, S, …] of these positions, such as keys and values, and returns what the same call of this layer took for all
-        P positions before, [B, P, …]. Only layers may call it. None: rows are whole, or spread.
     """
 
     tensor: str | None = None
@@ -43,7 +40,6 @@ class Axes(NamedTuple):
     sequence_parallel: bool = False
     positions: Any = None
     key: Any = None
-    earlier: Callable[[Any], Any] | None = None
 
 
 class LayeredParams(NamedTuple):

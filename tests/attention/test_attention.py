@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jvarlen.attention import attention, padding_mask
-from jvarlen.attention.attention import attend, attend_last, attend_within_segments
+from jvarlen.attention.attention import attend, attend_within_segments
 
 T = 600  # two whole chunks of queries and a part of one
 
@@ -210,22 +210,6 @@ def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
     program = jax.jit(jax.grad(loss_of)).lower(jax.ShapeDtypeStruct((1, 4096, 1, 4), jnp.float32)).compile()
     masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
     assert 256 * 256 <= max(masks) <= 256 * 4096
-
-
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "packed"])
-def test_the_last_positions_attend_as_those_of_whole_rows(segments):
-    query, key, value = map(np.asarray, random_qkv(3, T))
-    whole = segments if segments is not None else jnp.ones((3, T), jnp.int32)
-    within = jax.jit(functools.partial(attend_within_segments, implementation="xla"))
-    expected = np.asarray(within(query, key, value, whole))
-    for num_queries in (600, 270, 1):
-
-        @jax.jit
-        def attended(query, key, value):
-            return [attend_last(query, key, value, segments, implementation=name) for name in ("xla", "chunked")]
-
-        for last in attended(query[:, -num_queries:], key, value):
-            np.testing.assert_allclose(last, expected[:, -num_queries:], atol=2e-6)
 
 
 @pytest.mark.usefixtures("optimized")

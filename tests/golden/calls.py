@@ -16,12 +16,12 @@ from jax import numpy as jnp
 import jvarlen
 from jvarlen import parallel
 from jvarlen.experimental import asynchronous, large_plans, mixed
+from jvarlen.experimental.token_slices import attend_over_slices as attend_over_axis
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
     TensorSpec,
-    attend_over_axis,
     column_linear,
     enter_tensor_parallel,
     row_linear,

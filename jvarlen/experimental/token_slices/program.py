@@ -26,10 +26,10 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
+from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.context import row_length
 from jvarlen.parallel.layers import (
-    Axes,
     LayeredModel,
     LayeredParams,
     axes_at,
@@ -114,7 +114,7 @@ def check_by_positions(model: Any) -> None:
     if not isinstance(model, LayeredModel) or not model.by_positions:
         raise UserError(
             "slices take a LayeredModel that works by positions and says so by by_positions=True: its attention is "
-            "causal, by attend_over_axis"
+            "causal, by attend_over_slices"
         )
 
 
@@ -232,9 +232,9 @@ class _Device:
         """A microbatch and its key."""
         return jax.tree.map(lambda leaf: leaf[index], self.microbatches_and_keys)
 
-    def axes_at(self, k: int, key: Any, index: Any, earlier: Callable[[Any], Any] | None = None) -> Axes:
+    def axes_at(self, k: int, key: Any, index: Any, earlier: Callable[[Any], Any] | None = None) -> SlicedAxes:
         positions = np.arange(*self.plan.edges[k : k + 2], dtype=np.int32)
-        return axes_at(key, index, positions=positions, earlier=earlier or _refuse)
+        return SlicedAxes.of(axes_at(key, index, positions=positions), earlier or _refuse)
 
     def embed(self, ends: Any, k: int, microbatch: Any, key: Any) -> Any:
         x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, self.axes_at(k, key, self.num_layers)))
@@ -253,7 +253,7 @@ class _Device:
         taken: list[Any] = []
 
         def exchange(arrays: Any) -> Any:
-            self.check_positions(k, "a layer gave axes.earlier", arrays)
+            self.check_positions(k, "a layer gave earlier_of", arrays)
             taken.append(arrays)
             if given is None:
                 return jax.tree.map(lambda leaf: leaf[:, :0], arrays)
@@ -262,7 +262,7 @@ class _Device:
 
         def check_same(taken: Any, given: Any) -> None:
             if leaves_by_name(taken).keys() != leaves_by_name(given).keys():
-                raise UserError("a layer must give axes.earlier the same arrays in each slice, in the same calls")
+                raise UserError("a layer must give earlier_of the same arrays in each slice, in the same calls")
 
         following = self.model.layer(layer_params, x, microbatch, self.axes_at(k, key, index, exchange))
         check_layer(x, following)

@@ -34,7 +34,7 @@ def make_sliced_train_step(
     A stage keeps inputs, keys and values, and recomputes its layers in the backward pass.
 
     Args:
-      model: works by positions.
+      model: works by positions, and attends by `attend_over_slices`, such as `sliced_model`.
       optimizer: as for `make_train_step`.
       layout: likewise; it has stages, and names no schedule: slices have an order of their own.
       slices: their number, for lengths that differ by 1 at most; or their lengths for a row length, by a mapping or a

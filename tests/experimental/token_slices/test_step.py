@@ -10,10 +10,8 @@ import pytest
 
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.experimental.token_slices import make_sliced_train_step
+from jvarlen.experimental.token_slices import attend_over_slices, earlier_of, make_sliced_train_step, sliced_model
 from jvarlen.experimental.token_slices.program import sum_sliced
-from jvarlen.models import layered
-from jvarlen.parallel import attend_over_axis
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
@@ -47,8 +45,7 @@ def noisy_embed(ends, microbatch, axes):
 
 
 def sum_so_far(x, axes):
-    before = x[:, :0] if axes.earlier is None else axes.earlier(x)
-    return jnp.sum(before, axis=1, keepdims=True) + jnp.cumsum(x, axis=1)
+    return jnp.sum(earlier_of(x, axes=axes), axis=1, keepdims=True) + jnp.cumsum(x, axis=1)
 
 
 def noisy_layer(own, x, microbatch, axes):
@@ -58,7 +55,7 @@ def noisy_layer(own, x, microbatch, axes):
     key, value = jnp.split(key_value[:, :, None], 2, axis=-1)
     query = query.reshape(*query.shape[:2], 2, -1)
     segments = microbatch["segments"][:, positions_of(axes)]
-    attended = attend_over_axis(query, key, value, axes=axes, segment_ids=segments).reshape(own_x.shape)
+    attended = attend_over_slices(query, key, value, axes=axes, segment_ids=segments).reshape(own_x.shape)
     change = jnp.tanh(attended + jnp.sin(sum_so_far(own_x, axes))) @ own["out"]
     return {"x": x["x"] + dropped(change, axes, 0.2), "layers": x["layers"] + 1}
 
@@ -138,7 +135,7 @@ def test_the_transformer_trains_as_one_device(text, slices):
     assert ((segments[..., 4] == segments[..., 5]) & (segments[..., 5] > 0)).any()
     assert (segments[..., 6] > segments[..., 5]).any()
     with jax.enable_x64(True):
-        step = make_sliced_train_step(layered(TRANSFORMER), clipped_adamw(), slices=slices, layout=text)
+        step = make_sliced_train_step(sliced_model(TRANSFORMER), clipped_adamw(), slices=slices, layout=text)
         assert_trains_as_one_device(step, 8, True, 1e-11 if "tensor" in text else 1e-12)
 
 
@@ -176,7 +173,7 @@ def test_temporaries_are_those_of_a_slice():
 
 
 def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
-    model, optimizer = layered(TRANSFORMER), optax.sgd(0.1)
+    model, optimizer = sliced_model(TRANSFORMER), optax.sgd(0.1)
 
     def make(text, model=model):
         return make_sliced_train_step(model, optimizer, slices=2, layout=text)
@@ -220,14 +217,14 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
     looking = NOISY._replace(embed=lambda *args: sum_so_far(noisy_embed(*args)["x"], args[-1]))
     with pytest.raises(ValueError, match=r"^embed and loss look at no earlier slices"):
         trace(2, looking)
-    dropping = NOISY._replace(layer=lambda own, x, microbatch, axes: axes.earlier(x["x"][:, :1]) and x)
-    with pytest.raises(ValueError, match=r"^a layer gave axes.earlier float32\[2,1,4\] for 6 of 12 positions"):
+    dropping = NOISY._replace(layer=lambda own, x, microbatch, axes: earlier_of(x["x"][:, :1], axes=axes) and x)
+    with pytest.raises(ValueError, match=r"^a layer gave earlier_of float32\[2,1,4\] for 6 of 12 positions"):
         trace(2, dropping)
 
     def changing(own, x, microbatch, axes):
         if axes.positions[0] > 0:
-            axes.earlier(x["x"])
+            earlier_of(x["x"], axes=axes)
         return x
 
-    with pytest.raises(ValueError, match=r"^a layer must give axes.earlier the same arrays in each slice"):
+    with pytest.raises(ValueError, match=r"^a layer must give earlier_of the same arrays in each slice"):
         trace(2, NOISY._replace(layer=changing))

@@ -1,0 +1,137 @@
+"""Models through whose layers rows go in slices: what a layer takes of the slices before.
+
+Letters: B rows, S positions of a slice, P those before, H heads of queries, J of keys and values, K head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for
+from jvarlen.attention.masks import segment_mask
+from jvarlen.models.config import TransformerConfig
+from jvarlen.models.layers import layered
+from jvarlen.models.transformer import Transformer, rows_of
+from jvarlen.parallel.context import attend_over_axis
+from jvarlen.parallel.layers import Axes, LayeredModel
+from jvarlen.parallel.tensor import check_tensor_divides
+
+__all__ = ["SlicedAxes", "attend_last", "attend_over_slices", "earlier_of", "sliced_model"]
+
+
+class SlicedAxes(Axes):
+    """The axes of a slice. `attend_over_axis` refuses them: it would see the slice alone."""
+
+    earlier: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, axes: Axes, earlier: Callable[[Any], Any]) -> SlicedAxes:
+        """These axes; `earlier(arrays)` is what `earlier_of` returns."""
+        of_slice = cls(*axes)._replace(context="token slices")
+        of_slice.earlier = earlier
+        return of_slice
+
+    def _replace(self, **changes: Any) -> SlicedAxes:
+        replaced = super()._replace(**changes)
+        if hasattr(self, "earlier"):
+            replaced.earlier = self.earlier
+        return replaced
+
+
+def earlier_of(arrays: Any, *, axes: Axes) -> Any:
+    """What the same call of this layer took for all positions before these. Only layers may call it.
+
+    Args:
+      arrays: pytree of arrays [B, S, …] of these positions, such as keys and values.
+      axes: those that the layer got.
+
+    Returns:
+      Arrays [B, P, …]; P is 0 where rows are whole.
+    """
+    if isinstance(axes, SlicedAxes):
+        return axes.earlier(arrays)
+    return jax.tree.map(lambda leaf: leaf[:, :0], arrays)
+
+
+def attend_over_slices(
+    query: Float[Array, "B S H K"],
+    key: Float[Array, "B S J K"],
+    value: Float[Array, "B S J K"],
+    *,
+    axes: Axes,
+    segment_ids: Integer[Array, "B S"] | None = None,
+) -> Float[Array, "B S H K"]:
+    """Causal attention of a slice's queries to its keys and values, and to those of earlier slices.
+
+    Args:
+      query: float[B, S, H, K], at the positions of `axes.positions`.
+      key: float[B, S, J, K]; J divides H.
+      value: float[B, S, J, K].
+      axes: those that the layer got; where rows are not in slices, this is `attend_over_axis`.
+      segment_ids: int[B, S], the sample of each position of packed rows; None: a row is one sample.
+
+    Returns:
+      float[B, S, H, K].
+    """
+    if not isinstance(axes, SlicedAxes):
+        return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids)
+    own = key, value, segment_ids
+    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
+    return attend_last(query, *whole)
+
+
+def attend_last(
+    query: Float[Array, "B S H K"],
+    key: Float[Array, "B T J K"],
+    value: Float[Array, "B T J K"],
+    segment_ids: Integer[Array, "B T"] | None = None,
+    *,
+    is_chunked: bool | None = None,
+) -> Float[Array, "B S H K"]:
+    """What causal attention of all positions gives for the last S of them; without segments a row is one sample."""
+    if is_chunked is None:
+        is_chunked = chosen_for(key.shape[1]) == "chunked"
+    if is_chunked:
+        return attend_in_chunks(query, key, value, segment_ids, causal=True)
+    if segment_ids is None:
+        segment_ids = jnp.zeros(key.shape[:2], jnp.int32)
+    mask_BxTxT = segment_mask(segment_ids, segment_ids)
+    return attend_by_mask(query, key, value, mask_BxTxT[:, -query.shape[1] :])
+
+
+def sliced_model(config: TransformerConfig) -> LayeredModel:
+    """The built-in model by layers, through which rows go whole or in slices.
+
+    Args:
+      config: the model that the parameters belong to.
+
+    Returns:
+      `LayeredModel`: `jvarlen.models.layered`, whose layers also take slices.
+    """
+    model, of_one_layer = layered(config), dataclasses.replace(config, num_layers=1)
+
+    @functools.cache
+    def graph(num_parts: int) -> nnx.GraphDef:
+        def split() -> nnx.GraphDef:
+            return nnx.split(Transformer(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0)).blocks[0])[0]
+
+        return nnx.eval_shape(split)
+
+    def layer(params: nnx.State, x_BxSxD: jax.Array, microbatch: Any, axes: Axes) -> jax.Array:
+        if not isinstance(axes, SlicedAxes):
+            return model.layer(params, x_BxSxD, microbatch, axes)
+        block = nnx.merge(graph(check_tensor_divides(axes, num_heads=config.num_heads)), params)
+        rows = rows_of(microbatch, axes)
+        query, key, value = block.project(x_BxSxD, rows.positions, microbatch.tokens.shape[1], axes)
+        attended = attend_over_slices(query, key, value, axes=axes, segment_ids=rows.segment_ids)
+        return block.finish(x_BxSxD, attended, axes)
+
+    return model._replace(layer=layer)

@@ -1,0 +1,28 @@
+"""Attention over slices: that of whole rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen.attention import attend_within_segments
+from jvarlen.experimental.token_slices.models import attend_last
+from tests.attention.test_attention import SEGMENTS, T, random_qkv
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "packed"])
+def test_the_last_positions_attend_as_those_of_whole_rows(segments):
+    query, key, value = map(np.asarray, random_qkv(3, T))
+    whole = segments if segments is not None else jnp.ones((3, T), jnp.int32)
+    within = jax.jit(functools.partial(attend_within_segments, implementation="xla"))
+    expected = np.asarray(within(query, key, value, whole))
+    for num_queries in (600, 270, 1):
+
+        @jax.jit
+        def attended(query, key, value):
+            return [attend_last(query, key, value, segments, is_chunked=is_chunked) for is_chunked in (False, True)]
+
+        for last in attended(query[:, -num_queries:], key, value):
+            np.testing.assert_allclose(last, expected[:, -num_queries:], atol=2e-6)
