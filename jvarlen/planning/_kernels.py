@@ -24,12 +24,11 @@ __all__ = [
     "close_by_budget",
     "close_by_capacity",
     "fill_joint_rows",
+    "halved_order",
     "in_parts",
     "paced_arrival",
     "scaled_key",
-    "split_into_leaves",
     "take_segments",
-    "take_segments_with_sums",
 ]
 
 _FEW = 2**16  # samples
@@ -37,19 +36,10 @@ _FEW_SEARCHED = 2**12  # lengths in a search tree, where Python takes far longer
 
 
 class Kernel:
-    """A function of arrays that is compiled on its first call with many samples, for the next process as well.
-
-    Args:
-      py_func: the function.
-      few: it runs as Python if its first argument has fewer values.
-
-    Attributes:
-      py_func: the function as it stands.
-    """
+    """A function of arrays, compiled on its first call where the first argument has at least `few` values."""
 
     def __init__(self, py_func: Callable[..., Any], few: int = _FEW):
-        self.py_func = py_func
-        self._few = few
+        self.py_func, self._few = py_func, few
         functools.update_wrapper(self, py_func)
 
     def __call__(self, *args: Any) -> Any:
@@ -153,34 +143,15 @@ def take_segments(
 
 
 @Kernel
-def take_segments_with_sums(
-    ids: Int64[np.ndarray, " n"],
-    values: Integer[np.ndarray, " N"],
-    offsets: Int64[np.ndarray, " S_plus_1"],
-    taken: Int64[np.ndarray, " T"],
-    taken_offsets: Int64[np.ndarray, " T_plus_1"],
-    joined: Int64[np.ndarray, " m"],
-    sums: Int64[np.ndarray, " T"],
-) -> None:
-    """Joins segments of ids as `take_segments` does, and sums the values of their ids on the way."""
-    for i, segment in enumerate(taken):
-        ids_of_segment = ids[offsets[segment] : offsets[segment + 1]]
-        np.positive(ids_of_segment, joined[taken_offsets[i] : taken_offsets[i + 1]])
-        sums[i] = values[ids_of_segment].astype(np.int64).sum()
-
-
-@Kernel
 def paced_arrival(
     bucket_of_rank: Integer[np.ndarray, " n"],
     samples_per_step: Int64[np.ndarray, " K"],
     admitted: Int64[np.ndarray, " S"],
     keys: UInt64[np.ndarray, " n"],
 ) -> Int64[np.ndarray, " n"]:
-    """Draws samples in random order from those that are admitted, more of them with every step that gets full.
-
-    This is the shuffle of Fisher and Yates, each draw restricted to the ranks that are admitted so far. Where none of
-    these is left, the next one is admitted early.
-    """
+    """Draws samples in random order from those that are admitted, more of them with every step that gets full."""
+    # The shuffle of Fisher and Yates, each draw restricted to the ranks that are admitted so far. Where none of these
+    # is left, the next one is admitted early.
     num_samples = len(bucket_of_rank)
     pool = np.arange(num_samples)
     waiting = np.zeros(len(samples_per_step), np.int64)
@@ -207,57 +178,51 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
 
 
 # The samples that are left, by their lengths, in a search tree of V vectors of D lengths. Node i has the children 2i
-# and 2i + 1; the last `num_leaves` nodes are the leaves. A node has the least and the greatest of each length in it.
-_LEAF = 8  # vectors
+# and 2i + 1, the last V nodes are the vectors. A node has the least and the greatest of each length of what is left
+# below it.
 _DEEPEST = 64  # levels
 _FACTOR_BITS = 40
 _NOTHING = 2**62  # above all lengths
 
 
-def split_into_leaves(
-    vectors: Int64[np.ndarray, "V D"],
-) -> tuple[Int64[np.ndarray, " V"], Int64[np.ndarray, "nodes 2"]]:
-    """The order of vectors in a tree that halves them along the side in which they differ most.
-
-    NumPy, as numba takes seconds to compile a sort.
-    """
-    num_leaves = 1
-    while num_leaves * _LEAF < len(vectors):
-        num_leaves *= 2
-    order = np.arange(len(vectors))
-    bounds = np.zeros((2 * num_leaves, 2), np.int64)
-    bounds[1, 1] = len(vectors)
-    for node in range(1, num_leaves):
-        start, end = bounds[node].tolist()
-        in_node = vectors[order[start:end]]
-        side = np.ptp(in_node, axis=0).argmax()
-        order[start:end] = order[start:end][np.argsort(in_node[:, side], kind="stable")]
-        bounds[2 * node] = start, (start + end) // 2
-        bounds[2 * node + 1] = (start + end) // 2, end
-    return order, bounds
+def halved_order(vectors: Int64[np.ndarray, "V D"]) -> Int64[np.ndarray, " V"]:
+    """The order of a power of two of vectors in a tree that halves them along the side in which they differ most."""
+    # NumPy, as numba takes seconds to compile a sort.
+    order, size = np.arange(len(vectors)), len(vectors)
+    while size > 1:
+        nodes = order.reshape(-1, size)
+        side = np.ptp(vectors[nodes], axis=1).argmax(axis=1)
+        by_side = vectors[nodes, side[:, None]].argsort(axis=1)
+        order, size = np.take_along_axis(nodes, by_side, axis=1).reshape(-1), size // 2
+    return order
 
 
 @Kernel
-def _update_boxes(
-    leaf: int,
-    vectors: Int64[np.ndarray, "V D"],
+def _update_box(node: int, least: Int64[np.ndarray, "nodes D"], greatest: Int64[np.ndarray, "nodes D"]) -> None:
+    """Sets the least and greatest lengths of a node from those of its children."""
+    for d in range(least.shape[1]):
+        least[node, d] = min(least[2 * node, d], least[2 * node + 1, d])
+        greatest[node, d] = max(greatest[2 * node, d], greatest[2 * node + 1, d])
+
+
+@Kernel
+def _take(
+    place: int,
+    number: int,
     left: Int64[np.ndarray, " V"],
-    bounds: Int64[np.ndarray, "nodes 2"],
     least: Int64[np.ndarray, "nodes D"],
     greatest: Int64[np.ndarray, "nodes D"],
 ) -> None:
-    """Sets the least and greatest lengths of what is left in a leaf and in the nodes above it."""
-    for d in range(vectors.shape[1]):
-        low, high = np.int64(_NOTHING), np.int64(0)
-        for place in range(bounds[leaf, 0], bounds[leaf, 1]):
-            if left[place]:
-                low, high = min(low, vectors[place, d]), max(high, vectors[place, d])
-        least[leaf, d], greatest[leaf, d] = low, high
-        node = leaf // 2
-        while node:
-            least[node, d] = min(least[2 * node, d], least[2 * node + 1, d])
-            greatest[node, d] = max(greatest[2 * node, d], greatest[2 * node + 1, d])
-            node //= 2
+    """Takes samples of one vector; where none is left, it leaves the tree."""
+    left[place] -= number
+    if left[place]:
+        return
+    node = len(left) + place
+    for d in range(least.shape[1]):
+        least[node, d], greatest[node, d] = _NOTHING, 0
+    while node > 1:
+        node //= 2
+        _update_box(node, least, greatest)
 
 
 @Kernel
@@ -280,102 +245,32 @@ def _most_product(
 def _best_that_fits(
     room: Int64[np.ndarray, " D"],
     factors: Int64[np.ndarray, " D"],
-    vectors: Int64[np.ndarray, "V D"],
-    left: Int64[np.ndarray, " V"],
     order: Int64[np.ndarray, " V"],
-    bounds: Int64[np.ndarray, "nodes 2"],
     least: Int64[np.ndarray, "nodes D"],
     greatest: Int64[np.ndarray, "nodes D"],
 ) -> int:
-    """The place of the vector that is left, fits, and has the largest product with the factors; −1 if none fits.
-
-    Among equals the one that is last in `order` wins. Nodes that cannot hold a better one are skipped.
-    """
+    """The place of the vector that is left, fits, and has the largest product with the factors; −1 if none fits."""
+    # Among equals the one that is last in `order` wins. Nodes that cannot hold a better one are skipped.
     best, best_product = -1, np.int64(-1)
     nodes, products = np.empty(_DEEPEST, np.int64), np.empty(_DEEPEST, np.int64)  # still to be searched
     nodes[0], products[0], waiting = 1, _most_product(least[1], greatest[1], room, factors), 1
     while waiting:
         waiting -= 1
-        node = nodes[waiting]
-        if products[waiting] < best_product or products[waiting] < 0:
+        node, product = nodes[waiting], products[waiting]
+        if product < 0 or product < best_product:
             continue
-        if 2 * node < len(bounds):
-            one = _most_product(least[2 * node], greatest[2 * node], room, factors)
-            other = _most_product(least[2 * node + 1], greatest[2 * node + 1], room, factors)
-            first = 2 * node if one >= other else 2 * node + 1
-            nodes[waiting], products[waiting] = 4 * node + 1 - first, min(one, other)
-            nodes[waiting + 1], products[waiting + 1] = first, max(one, other)  # the better half comes first
-            waiting += 2
+        place = node - len(order)
+        if place >= 0:
+            if product > best_product or order[place] > order[best]:
+                best, best_product = place, product
             continue
-        for place in range(bounds[node, 0], bounds[node, 1]):
-            if left[place]:
-                product = _most_product(vectors[place], vectors[place], room, factors)
-                if product > best_product or (best >= 0 and product == best_product and order[place] > order[best]):
-                    best, best_product = place, product
+        one = _most_product(least[2 * node], greatest[2 * node], room, factors)
+        other = _most_product(least[2 * node + 1], greatest[2 * node + 1], room, factors)
+        first = 2 * node if one >= other else 2 * node + 1
+        nodes[waiting], products[waiting] = 4 * node + 1 - first, min(one, other)
+        nodes[waiting + 1], products[waiting + 1] = first, max(one, other)  # the better half comes first
+        waiting += 2
     return best
-
-
-@Kernel
-def _take_row(
-    row_lengths: Int64[np.ndarray, " D"],
-    max_samples: int,
-    is_shared: bool,
-    leaf_of: Int64[np.ndarray, " V"],
-    vectors: Int64[np.ndarray, "V D"],
-    left: Int64[np.ndarray, " V"],
-    order: Int64[np.ndarray, " V"],
-    bounds: Int64[np.ndarray, "nodes 2"],
-    least: Int64[np.ndarray, "nodes D"],
-    greatest: Int64[np.ndarray, "nodes D"],
-) -> Int64[np.ndarray, " k"]:
-    """Takes the samples of one row: their places, in order of placing."""
-    row, num_taken = np.empty(64, np.int64), 0
-    space = row_lengths.copy()
-    while num_taken < max_samples:
-        factors = (space << _FACTOR_BITS) // row_lengths**2
-        place = -1
-        if is_shared and num_taken:
-            share = space // (max_samples - num_taken)
-            place = _best_that_fits(share, factors, vectors, left, order, bounds, least, greatest)
-        if place < 0:
-            place = _best_that_fits(space, factors, vectors, left, order, bounds, least, greatest)
-        if place < 0:
-            break
-        if num_taken == len(row):
-            row = np.append(row, np.empty_like(row))
-        row[num_taken] = place
-        num_taken += 1
-        space -= vectors[place]
-        left[place] -= 1
-        if left[place] == 0:
-            _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
-    return row[:num_taken].copy()
-
-
-@Kernel
-def _take_again(
-    row: Int64[np.ndarray, " k"],
-    in_row: Int64[np.ndarray, " V"],
-    leaf_of: Int64[np.ndarray, " V"],
-    vectors: Int64[np.ndarray, "V D"],
-    left: Int64[np.ndarray, " V"],
-    bounds: Int64[np.ndarray, "nodes 2"],
-    least: Int64[np.ndarray, "nodes D"],
-    greatest: Int64[np.ndarray, "nodes D"],
-) -> int:
-    """Takes the samples of a row as often as they are left; returns how often. `in_row` is 0 before and after."""
-    for place in row:
-        in_row[place] += 1
-    again = left[row[0]]
-    for place in row:
-        again = min(again, left[place] // in_row[place])
-    for place in row:
-        if in_row[place]:
-            left[place] -= again * in_row[place]
-            in_row[place] = 0
-            if again and left[place] == 0:
-                _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
-    return again
 
 
 @functools.partial(Kernel, few=_FEW_SEARCHED)
@@ -385,21 +280,20 @@ def fill_joint_rows(
     row_lengths: Int64[np.ndarray, " D"],
     max_samples: int,
     order: Int64[np.ndarray, " V"],
-    bounds: Int64[np.ndarray, "nodes 2"],
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " G_plus_1"], Int64[np.ndarray, " G"]]:
     """Fills rows of several features, one after the other, by the rule of `pack_samples`."""
+    # Vectors are a power of two, some of them without samples; `order` is that of `halved_order`.
     vectors, left = vectors[order], counts[order]
-    least = np.full(bounds.shape[:1] + vectors.shape[1:], _NOTHING)
-    greatest = np.zeros_like(least)
-    leaf_of = np.empty(len(vectors), np.int64)
-    for leaf in range(len(bounds) // 2, len(bounds)):
-        leaf_of[bounds[leaf, 0] : bounds[leaf, 1]] = leaf
-        _update_boxes(leaf, vectors, left, bounds, least, greatest)
-    num_left = 0
-    tokens_left, in_row = np.zeros_like(row_lengths), np.zeros_like(left)
+    least, greatest = np.concatenate((vectors, vectors)), np.concatenate((vectors, vectors))
+    num_left, tokens_left, in_row = 0, np.zeros_like(row_lengths), np.zeros_like(left)
     for place in range(len(vectors)):
         num_left += left[place]
         tokens_left += left[place] * vectors[place]
+        if left[place] == 0:
+            for d in range(len(row_lengths)):
+                least[len(left) + place, d], greatest[len(left) + place, d] = _NOTHING, 0
+    for node in range(len(vectors) - 1, 0, -1):
+        _update_box(node, least, greatest)
     kinds, ends, numbers = np.empty(1024, np.int64), np.zeros(1024, np.int64), np.empty(1024, np.int64)
     num_kinds = num_rows = 0
     while num_left:
@@ -407,24 +301,44 @@ def fill_joint_rows(
         is_shared = num_left > max_samples
         for d in range(len(row_lengths)):
             is_shared &= -(-num_left // max_samples) * row_lengths[d] > tokens_left[d]
-        row = _take_row(row_lengths, max_samples, is_shared, leaf_of, vectors, left, order, bounds, least, greatest)
-        number = 1 + _take_again(row, in_row, leaf_of, vectors, left, bounds, least, greatest)
-        num_left -= number * len(row)
-        while num_kinds + len(row) > len(kinds):
-            kinds = np.append(kinds, np.empty_like(kinds))
-        if num_rows + 1 == len(ends):
-            ends, numbers = np.append(ends, np.empty_like(ends)), np.append(numbers, np.empty_like(numbers))
-        for place in row:
-            tokens_left -= number * vectors[place]
+        first_kind, space = num_kinds, row_lengths.copy()
+        while num_kinds - first_kind < max_samples:
+            factors = (space << _FACTOR_BITS) // row_lengths**2
+            place = -1
+            if is_shared and num_kinds > first_kind:
+                share = space // (max_samples - (num_kinds - first_kind))
+                place = _best_that_fits(share, factors, order, least, greatest)
+            if place < 0:
+                place = _best_that_fits(space, factors, order, least, greatest)
+            if place < 0:
+                break
+            if num_kinds == len(kinds):
+                kinds = np.append(kinds, np.empty_like(kinds))
             kinds[num_kinds] = place
             num_kinds += 1
+            space -= vectors[place]
+            _take(place, 1, left, least, greatest)
+        row = kinds[first_kind:num_kinds]
+        # The same row again, as often as its samples are left.
+        for place in row:
+            in_row[place] += 1
+        again = left[row[0]]
+        for place in row:
+            again = min(again, left[place] // in_row[place])
+        for place in row:
+            in_row[place] = 0
+            tokens_left -= (1 + again) * vectors[place]
+            if again:
+                _take(place, again, left, least, greatest)
+        num_left -= (1 + again) * len(row)
+        if num_rows + 1 == len(ends):
+            ends, numbers = np.append(ends, np.empty_like(ends)), np.append(numbers, np.empty_like(numbers))
         num_rows += 1
-        ends[num_rows], numbers[num_rows - 1] = num_kinds, number
+        ends[num_rows], numbers[num_rows - 1] = num_kinds, 1 + again
     return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
 
 
 _MOST_THREADS = 4  # the work is bound by memory
-
 _LEAST_PART = 2**19  # samples; starting a thread costs more than less work than that
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen.planning._kernels import fill_joint_rows, split_into_leaves, take_segments
+from jvarlen.planning._kernels import fill_joint_rows, halved_order, take_segments
 from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.planning.order import stable_argsort
 
@@ -129,13 +129,13 @@ def distinct_joint_rows(
 ) -> tuple[DistinctRows, Int64[np.ndarray, " n"]]:
     """The rows that samples of several features are packed into."""
     distinct, kind = _distinct(lengths, row_lengths)
-    num_of_each = np.zeros(len(distinct), np.int64)
+    padded = np.pad(distinct, [(0, (1 << (len(distinct) - 1).bit_length()) - len(distinct)), (0, 0)], mode="edge")
+    num_of_each = np.zeros(len(padded), np.int64)
     np.add.at(num_of_each, kind, np.int64(1) if counts is None else counts)
     num_samples = int(num_of_each.sum())
     max_samples = num_samples if max_samples_per_row is None else min(num_samples, int(max_samples_per_row))
-    kinds, offsets, numbers = fill_joint_rows(
-        distinct, num_of_each, row_lengths, max_samples, *split_into_leaves(distinct)
-    )
+    rows = fill_joint_rows(padded, num_of_each, row_lengths, max_samples, halved_order(padded))
+    kinds, offsets, numbers = rows
     return DistinctRows(distinct[kinds], offsets, numbers, kinds), kind
 
 

@@ -18,12 +18,10 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
 from jvarlen.planning.grouping import (
-    CanonicalSteps,
-    GroupedSamples,
     Ordering,
     canonical_steps,
     emitted_steps,
@@ -401,39 +399,19 @@ def _plan_rows(
     steps = canonical_steps(samples.num_samples, rows_per_step)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_lengths.sum(axis=1))
-    offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
+    offsets, ids = steps.offsets, samples.ids
+    if (np.diff(emitted) != 1).any():
+        offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+        ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
     return Plan(
         buckets=buckets,
         microbatches_per_step=num_microbatches,
         step_bucket=steps.bucket[emitted],
         step_offsets=offsets,
         sample_ids=ids,
-        num_tokens=num_tokens,
+        num_tokens=sum_segments(samples.lengths_by_id, steps.offsets, samples.ids)[emitted],
         overlong=overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
         new_shape_every=int(ordering.order.new_shape_every),
     )
-
-
-def _in_emitted_order(
-    samples: GroupedSamples, steps: CanonicalSteps, emitted: Int64[np.ndarray, " S"]
-) -> tuple[Int64[np.ndarray, " S_plus_1"], Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
-    """The steps as emitted: where each begins and ends, the sample ids of all, and the tokens of each."""
-    is_canonical = bool((np.diff(emitted) == 1).all())
-    offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-    if samples.lengths is not None:
-        ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
-        return offsets, ids, sum_segments(samples.lengths, steps.offsets)[emitted]
-    ids, num_tokens = np.empty(offsets[-1], np.int64), np.empty(len(emitted), np.int64)
-
-    def gather(start: int, end: int) -> None:
-        """Ids, and tokens by id, in one pass."""
-        part = slice(*np.searchsorted(offsets[:-1], [start, end]))
-        taken, taken_offsets = emitted[part], offsets[part.start : part.stop + 1]
-        take_segments_with_sums(
-            samples.ids, samples.lengths_by_id, steps.offsets, taken, taken_offsets, ids, num_tokens[part]
-        )
-
-    in_parts(gather, len(ids))
-    return offsets, ids, num_tokens

@@ -33,8 +33,10 @@ def test_the_compiled_rule_is_the_rule():
     for num_features, most in ((2, 200), (3, 3), (2, 4)):
         lengths = RNG.integers(1, [30, 40, 50][:num_features], (200, num_features))
         distinct, counts = np.unique(lengths, axis=0, return_counts=True)
+        missing = 256 - len(distinct)
+        distinct, counts = np.pad(distinct, [(0, missing), (0, 0)], mode="edge"), np.pad(counts, (0, missing))
         sizes = np.array([60, 70, 80][:num_features])
-        given = distinct, counts, sizes, most, *kernels.split_into_leaves(distinct)
+        given = distinct, counts, sizes, most, kernels.halved_order(distinct)
         plain, compiled = kernels.fill_joint_rows.py_func(*given), kernels.fill_joint_rows.compiled(*given)
         for one, other in zip(plain, compiled, strict=True):
             assert one.tolist() == other.tolist()
