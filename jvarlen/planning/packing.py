@@ -156,53 +156,86 @@ def pack_samples(  # type: ignore[misc]
     if counts is not None:
         if not isinstance(order, str) or order != "dataset":
             raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
-        num_of_each = check_counts(counts, len(given))
-        return (_joint_histogram if is_joint else _histogram)(given, num_of_each, sizes, max_samples_per_row, overlong)
+        return _pack_histogram(given, check_counts(counts, len(given)), sizes, max_samples_per_row, overlong)
     check_seed(seed, epoch)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(len(given), seed=seed, epoch=epoch, stream=PACKING_STREAM))
     else:
         ids = sample_order(given.sum(axis=1) if is_joint else given, order)
     fitted = _fit(given[ids], sizes, overlong, ids)
-    of_all: dict[str, Any] = {"row_lengths": tuple(sizes.tolist()), "overlong": overlong, **fitted.counts}
     if is_joint:
         rows, kind = distinct_joint_rows(fitted.lengths, None, sizes, max_samples_per_row)
         which, row_offsets = rows.filled(kind)
-        return Packing(
-            sample_ids=ids[fitted.which][which],
-            row_offsets=row_offsets,
-            sample_lengths=fitted.lengths[which],
-            capacity=np.tile(sizes, (len(row_offsets) - 1, 1)),
-            **of_all,
-        )
-    descending = stable_argsort(-fitted.lengths)
-    ids, ordered = ids[fitted.which][descending], fitted.lengths[descending]
-    first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
-    num_of_each = np.diff(first, append=len(ordered))
-    placed = place_samples(ordered[first].tolist(), num_of_each.tolist(), sizes.tolist(), max_samples_per_row)
-    row, capacity = placed.row_of_samples(), placed.capacity()
-    by_row = stable_argsort(row)
+        capacity = np.tile(sizes, (len(row_offsets) - 1, 1))
+    else:
+        descending = stable_argsort(-fitted.lengths)
+        ordered = fitted.lengths[descending]
+        first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
+        num_of_each = np.diff(first, append=len(ordered))
+        placed = place_samples(ordered[first].tolist(), num_of_each.tolist(), sizes.tolist(), max_samples_per_row)
+        row, capacity = placed.row_of_samples(), placed.capacity()
+        which = descending[stable_argsort(row)]
+        row_offsets = ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity))))
     return Packing(
-        sample_ids=ids[by_row],
-        row_offsets=ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity)))),
-        sample_lengths=ordered[by_row],
+        sample_ids=ids[fitted.which][which],
+        row_offsets=row_offsets,
+        sample_lengths=fitted.lengths[which],
         capacity=capacity,
-        piece_starts=None if fitted.starts is None else fitted.starts[descending][by_row],
-        **of_all,
+        piece_starts=None if fitted.starts is None else fitted.starts[which],
+        row_lengths=tuple(sizes.tolist()),
+        overlong=overlong,
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
+    )
+
+
+def _pack_histogram(
+    lengths: Int64[np.ndarray, " N *features"],
+    counts: Int64[np.ndarray, " N"],
+    sizes: Int64[np.ndarray, " K"],
+    max_samples_per_row: int | None,
+    overlong: PackedOverlong,
+) -> PackedHistogram:
+    """`pack_samples` of a histogram."""
+    fitted = _fit(lengths, sizes, overlong)
+    if lengths.ndim == 2:
+        joint, _ = distinct_joint_rows(fitted.lengths, counts[fitted.which], sizes, max_samples_per_row)
+        sample_lengths, row_offsets, num_rows = joint.lengths, joint.offsets, joint.counts
+        capacity = np.tile(sizes, (len(num_rows), 1))
+        is_long = (lengths > sizes).any(axis=1)
+    else:
+        distinct, which = np.unique(fitted.lengths, return_inverse=True)
+        num_of_each = np.zeros(len(distinct), np.int64)
+        np.add.at(num_of_each, which, counts[fitted.which])
+        placed = place_samples(distinct[::-1].tolist(), num_of_each[::-1].tolist(), sizes.tolist(), max_samples_per_row)
+        num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
+        for of_row, row, number in placed.rows():
+            num_alike[of_row, tuple(row)] += number
+        sample_lengths = np.concatenate([np.array(row) for _, row in num_alike])
+        row_offsets = ends_to_offsets(np.cumsum([len(row) for _, row in num_alike]))
+        num_rows, capacity = np.array(list(num_alike.values())), np.array([of_row for of_row, _ in num_alike])
+        is_long = lengths > sizes[-1]
+    num_dropped, num_truncated = dropped_and_truncated(int(counts[is_long].sum()), overlong)
+    return PackedHistogram(
+        sample_lengths=sample_lengths,
+        row_offsets=row_offsets,
+        capacity=capacity,
+        counts=num_rows,
+        row_lengths=tuple(sizes.tolist()),
+        overlong=overlong,
+        num_dropped=num_dropped,
+        num_truncated=num_truncated,
     )
 
 
 class _Fitted(NamedTuple):
-    """What is packed, in order: samples, or chunks of them.
-
-    Which samples they are, as an index; the length of each, and the token with which it begins, None where no sample is
-    split; and how many were dropped and truncated.
-    """
+    """What is packed, in order: samples, or chunks of them."""
 
     which: Integer[np.ndarray, " n"] | Bool[np.ndarray, " N"] | slice
     lengths: Int64[np.ndarray, " n *features"]
-    starts: Int64[np.ndarray, " n"] | None
-    counts: dict[str, int]
+    starts: Int64[np.ndarray, " n"] | None  # the token with which each begins; None where no sample is split
+    num_dropped: int = 0
+    num_truncated: int = 0
 
 
 def _fit(
@@ -216,11 +249,10 @@ def _fit(
     limit = row_lengths if is_joint else int(row_lengths[-1])
     if overlong == "split" and lengths.max() > row_lengths[-1]:
         which, starts, of_chunks = split_lengths(lengths, int(row_lengths[-1]))
-        return _Fitted(which, of_chunks, starts, {})
+        return _Fitted(which, of_chunks, starts)
     problem = _TOO_LONG_JOINTLY if is_joint else _TOO_LONG
     fitted = fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=problem)
-    counts = {"num_dropped": fitted.num_dropped, "num_truncated": fitted.num_truncated}
-    return _Fitted(fitted.kept, fitted.lengths, None, counts)
+    return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
 
 
 def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: int) -> Int64[np.ndarray, " D"]:
@@ -242,58 +274,6 @@ def split_lengths(
     which = np.repeat(np.arange(len(lengths)), num_chunks)
     starts = longest * (np.arange(len(which)) - (np.cumsum(num_chunks) - num_chunks)[which])
     return which, starts, np.minimum(lengths[which] - starts, longest)
-
-
-def _histogram(
-    lengths: Int64[np.ndarray, " N"],
-    counts: Int64[np.ndarray, " N"],
-    sizes: Int64[np.ndarray, " K"],
-    max_samples_per_row: int | None,
-    overlong: PackedOverlong,
-) -> PackedHistogram:
-    """`pack_samples` of a histogram."""
-    fitted = _fit(lengths, sizes, overlong)
-    distinct, which = np.unique(fitted.lengths, return_inverse=True)
-    num_of_each = np.zeros(len(distinct), np.int64)
-    np.add.at(num_of_each, which, counts[fitted.which])
-    placed = place_samples(distinct[::-1].tolist(), num_of_each[::-1].tolist(), sizes.tolist(), max_samples_per_row)
-    num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
-    for capacity, row, number in placed.rows():
-        num_alike[capacity, tuple(row)] += number
-    num_dropped, num_truncated = dropped_and_truncated(int(counts[lengths > sizes[-1]].sum()), overlong)
-    return PackedHistogram(
-        sample_lengths=np.concatenate([np.array(row) for _, row in num_alike]),
-        row_offsets=ends_to_offsets(np.cumsum([len(row) for _, row in num_alike])),
-        capacity=np.array([capacity for capacity, _ in num_alike]),
-        counts=np.array(list(num_alike.values())),
-        row_lengths=tuple(sizes.tolist()),
-        overlong=overlong,
-        num_dropped=num_dropped,
-        num_truncated=num_truncated,
-    )
-
-
-def _joint_histogram(
-    lengths: Int64[np.ndarray, "N D"],
-    counts: Int64[np.ndarray, " N"],
-    sizes: Int64[np.ndarray, " D"],
-    max_samples_per_row: int | None,
-    overlong: PackedOverlong,
-) -> PackedHistogram:
-    """`pack_samples` of a histogram of samples of several features."""
-    fitted = _fit(lengths, sizes, overlong)
-    rows, _ = distinct_joint_rows(fitted.lengths, counts[fitted.which], sizes, max_samples_per_row)
-    num_dropped, num_truncated = dropped_and_truncated(int(counts[(lengths > sizes).any(axis=1)].sum()), overlong)
-    return PackedHistogram(
-        sample_lengths=rows.lengths,
-        row_offsets=rows.offsets,
-        capacity=np.tile(sizes, (len(rows.counts), 1)),
-        counts=rows.counts,
-        row_lengths=tuple(sizes.tolist()),
-        overlong=overlong,
-        num_dropped=num_dropped,
-        num_truncated=num_truncated,
-    )
 
 
 def lengths_of_rows(

@@ -1,10 +1,6 @@
-"""Which samples share a row, on the histogram of lengths.
+"""Which samples share a row, on the histogram of lengths, so that time hardly depends on the number of samples.
 
-Without a limit on the samples of a row: best fit, longest samples first; samples of one length are placed
-together, and rows with the same free space are kept together. With a limit: row by row; a row is repeated as often as
-its samples allow. Samples of several features are placed row by row as well. So the time depends on the number of
-distinct lengths and hardly on the number of samples. Letters: n samples, D features, R rows, V distinct lengths, G
-distinct rows.
+Letters: n samples, D features, R rows, V distinct lengths, G distinct rows.
 """
 
 from __future__ import annotations
@@ -12,7 +8,6 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,17 +22,11 @@ __all__ = ["DistinctRows", "Placed", "distinct_joint_rows", "place_samples", "ro
 
 
 class Placed(NamedTuple):
-    """Samples in the order of placing, as runs: `num_samples` of `length`, `per_row` a row, from `first_row` on.
+    """Samples in the order of placing, as runs: (length, first row, samples a row, samples)."""
 
-    Rows in the order of opening as (capacity, number), and those with space left as (capacity, space, number).
-    """
-
-    length: list[int]
-    first_row: list[int]
-    per_row: list[int]
-    num_samples: list[int]
-    opened: list[tuple[int, int]]
-    unfilled: list[tuple[int, int, int]]
+    runs: list[tuple[int, int, int, int]]
+    opened: list[tuple[int, int]]  # rows in the order of opening, as (capacity, number)
+    unfilled: list[tuple[int, int, int]]  # those with space left, as (capacity, space, number)
 
     def capacity(self) -> Int64[np.ndarray, " R"]:
         """int64[R], the tokens that each row has room for."""
@@ -45,30 +34,26 @@ class Placed(NamedTuple):
 
     def row_of_samples(self) -> Int64[np.ndarray, " n"]:
         """int64[n], the row of each sample."""
-        num_samples = np.array(self.num_samples)
+        _, first_row, per_row, num_samples = np.array(self.runs).T
         run = np.repeat(np.arange(len(num_samples)), num_samples)
         place_in_run = np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]
-        return np.array(self.first_row)[run] + place_in_run // np.array(self.per_row)[run]
+        return first_row[run] + place_in_run // per_row[run]
 
     def rows(self) -> Iterator[tuple[int, list[int], int]]:
         """Rows in the order of opening: the capacity, the lengths of its samples, and how many rows in turn are so."""
-        begins = collections.defaultdict[int, list[tuple[int, int]]](list)
-        ends = collections.defaultdict[int, list[tuple[int, int]]](list)
-        for length, first, per_row, num_samples in zip(*self[:4], strict=True):
+        changes = collections.defaultdict[int, collections.Counter[int]](collections.Counter)  # of what rows hold
+        for length, first, per_row, num_samples in self.runs:
             num_full, rest = divmod(num_samples, per_row)
             last = first + num_full  # it gets the rest
             for start, end, each in ((first, last, per_row), (last, last + 1, rest)):
                 if each and start < end:
-                    begins[start].append((length, each))
-                    ends[end].append((length, each))
+                    changes[start][length] += each
+                    changes[end][length] -= each
         capacities, opened = zip(*self.opened, strict=True)
         first_opened = list(itertools.accumulate(opened))
         in_row = collections.Counter[int]()
-        for row, next_row in itertools.pairwise(sorted({*begins, *ends})):
-            for length, each in ends[row]:
-                in_row[length] -= each
-            for length, each in begins[row]:
-                in_row[length] += each
+        for row, next_row in itertools.pairwise(sorted(changes)):
+            in_row.update(changes[row])
             lengths = sorted((+in_row).elements(), reverse=True)
             yield capacities[bisect.bisect_right(first_opened, row)], lengths, next_row - row
 
@@ -97,19 +82,12 @@ def rows_by_tokens(
 
 
 class DistinctRows(NamedTuple):
-    """Distinct rows in the order of opening.
-
-    Attributes:
-      lengths: int64[m, D], those of the samples of each distinct row, in the order of placing.
-      offsets: int64[G+1]; distinct row g holds `lengths[offsets[g]:offsets[g+1]]`.
-      counts: int64[G], how many rows in turn are so.
-      kinds: int64[m], the number of these lengths among the distinct ones, ascending.
-    """
+    """Distinct rows in the order of opening, each with the lengths of its samples in the order of placing."""
 
     lengths: Int64[np.ndarray, "m D"]
     offsets: Int64[np.ndarray, " G_plus_1"]
-    counts: Int64[np.ndarray, " G"]
-    kinds: Int64[np.ndarray, " m"]
+    counts: Int64[np.ndarray, " G"]  # how many rows in turn are so
+    kinds: Int64[np.ndarray, " m"]  # the number of these lengths among the distinct ones, ascending
 
     def filled(self, kind: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " R_plus_1"]]:
         """The samples of all rows, in order of row and place, and where each row begins."""
@@ -128,35 +106,25 @@ def distinct_joint_rows(
     max_samples_per_row: int | None,
 ) -> tuple[DistinctRows, Int64[np.ndarray, " n"]]:
     """The rows that samples of several features are packed into."""
-    distinct, kind = _distinct(lengths, row_lengths)
+    kind = lengths[:, 0]
+    for d in range(1, lengths.shape[1]):  # far faster than to sort rows
+        codes = kind * (row_lengths[d] + 1) + lengths[:, d]
+        _, first, kind = np.unique(codes, return_index=True, return_inverse=True)
+    distinct = lengths[first]
     padded = np.pad(distinct, [(0, (1 << (len(distinct) - 1).bit_length()) - len(distinct)), (0, 0)], mode="edge")
     num_of_each = np.zeros(len(padded), np.int64)
     np.add.at(num_of_each, kind, np.int64(1) if counts is None else counts)
     num_samples = int(num_of_each.sum())
     max_samples = num_samples if max_samples_per_row is None else min(num_samples, int(max_samples_per_row))
-    rows = fill_joint_rows(padded, num_of_each, row_lengths, max_samples, halved_order(padded))
-    kinds, offsets, numbers = rows
+    order = halved_order(padded)
+    kinds, offsets, numbers = fill_joint_rows(padded, num_of_each, row_lengths, max_samples, order)
     return DistinctRows(distinct[kinds], offsets, numbers, kinds), kind
 
 
-def _distinct(
-    lengths: Int64[np.ndarray, "n D"], row_lengths: Int64[np.ndarray, " D"]
-) -> tuple[Int64[np.ndarray, "V D"], Int64[np.ndarray, " n"]]:
-    """Distinct lengths, ascending, and the number of each sample's among them."""
-    sizes = tuple((row_lengths + 1).tolist())
-    if math.prod(sizes) >= 2**63:
-        distinct, kind = np.unique(lengths, axis=0, return_inverse=True)
-        return distinct, kind.reshape(-1)
-    codes, kind = np.unique(np.ravel_multi_index(tuple(lengths.T), sizes), return_inverse=True)  # far faster
-    return np.stack(np.unravel_index(codes, sizes), axis=1), kind
-
-
 def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> Placed:
-    """Places `counts` samples of each of the descending `lengths`.
-
-    A row that took a sample and still holds another of that length is again the one with the least space that does, so
-    each row takes as many as it holds before the next one is looked at.
-    """
+    """Longest first, each sample into the row with the least space that holds it."""
+    # A row that took a sample and still holds another of that length is again the one with the least space that does,
+    # so each row takes as many as it holds before the next one is looked at.
     runs: list[tuple[int, int, int, int]] = []
     opened: list[tuple[int, int]] = []
     num_rows = 0
@@ -194,30 +162,21 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
                         bisect.insort(spaces, left)
                         rows_with[left] = collections.deque()
                     rows_with[left].append((row, num_alike, capacity))
-    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
     unfilled = [(capacity, space, number) for space, rows in rows_with.items() for _, number, capacity in rows]
-    return Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)
+    return Placed(runs, opened, unfilled)
 
 
 class _Left:
-    """The samples that no row holds yet.
-
-    Attributes:
-      lengths: int64[D], ascending.
-      counts: int64[D], how many of each are left.
-      num_samples: all of them.
-      num_tokens: all of theirs.
-    """
+    """The samples that no row holds yet, and their tokens."""
 
     def __init__(self, lengths: list[int], counts: list[int]):
-        self.lengths, self.counts = np.array(lengths[::-1]), np.array(counts[::-1])
+        self.lengths, self.counts = np.array(lengths[::-1]), np.array(counts[::-1])  # ascending
         self.num_samples = sum(counts)
         self.num_tokens = sum(length * count for length, count in zip(lengths, counts, strict=True))
 
     def move(self, row: list[int], number: int) -> None:
         """Puts a row's samples back this many times; takes them if the number is below 0."""
-        for length in row:
-            self.counts[np.searchsorted(self.lengths, length)] += number
+        np.add.at(self.counts, np.searchsorted(self.lengths, row), number)
         self.num_samples += number * len(row)
         self.num_tokens += number * sum(row)
 
@@ -298,5 +257,4 @@ def _row_by_row(lengths: list[int], counts: list[int], capacities: Sequence[int]
             runs.append((length, num_rows, per_row, per_row * num_alike))
         num_rows += num_alike
     runs.sort(key=lambda run: -run[0])
-    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
-    return Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)
+    return Placed(runs, opened, unfilled)
