@@ -4,12 +4,10 @@ See `docs/security.md` for what is trusted.
 """
 
 import ast
-import contextlib
 import dataclasses
 import io
 import json
 import os
-import tracemalloc
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,17 +60,6 @@ def read_or_refused(read, path):
     return None
 
 
-@contextlib.contextmanager
-def memory_below(num_bytes):
-    """A block that takes no more than that, whatever a file claims."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < num_bytes
-    finally:
-        tracemalloc.stop()
-
-
 @st.composite
 def damages(draw):
     """A function that cuts, flips, repeats or inserts bytes at places given as shares of the length."""
@@ -92,18 +79,6 @@ def damages(draw):
 
 
 # Plans
-
-
-def check_is_whole(plan, path):
-    """A plan that was loaded holds together, and is the one that its file says."""
-    with np.load(path) as stored:
-        assert plan.digest == str(stored["digest"])
-    rows = [plan.rows(step) for step in range(plan.num_steps)]
-    ids = np.concatenate([ids_MxB[ids_MxB >= 0] for ids_MxB in rows])
-    assert sorted(ids.tolist()) == sorted(plan.sample_ids.tolist())
-    assert len(set(ids.tolist())) == plan.num_samples
-    positions = [plan.buckets[bucket].padded_tokens * plan.microbatches_per_step for bucket in plan.step_bucket]
-    assert all(n <= t <= p for n, t, p in zip(plan.num_sequences, plan.num_tokens, positions, strict=True))
 
 
 @few
@@ -127,44 +102,6 @@ def test_a_damaged_plan_is_refused_or_the_same(folder, kind, damage):
         assert loaded.num_tokens.tolist() == plan.num_tokens.tolist()
 
 
-extreme = st.sampled_from([-(2**63), -(2**62), -2, -1, 0, 1, 2, 3, 2**31, 2**32, 2**62, 2**63 - 1])
-
-
-@st.composite
-def changed_fields(draw):
-    """The fields of a plan, some with other values, dtypes or shapes."""
-    fields = dict(FIELDS[draw(st.sampled_from(sorted(FIELDS)))])
-    for name in draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=3)):
-        value = fields[name].copy()
-        if value.dtype.kind != "i":
-            fields[name] = np.array(draw(st.sampled_from(["", "drop", "\ud800", "x" * 10_000])))
-            continue
-        for _ in range(draw(st.integers(1, 3))):
-            place = draw(st.integers(0, max(value.size - 1, 0)))
-            with contextlib.suppress(OverflowError, IndexError):
-                value.reshape(-1)[place] = draw(st.one_of(extreme, st.integers(-1, 12)))
-        dtype = draw(st.sampled_from([value.dtype] * 6 + ["<i4", ">i8", "<u8", "<f8", "?", "<U3", "<M8[s]", "V8"]))
-        change = draw(st.sampled_from([np.array] * 6 + [np.atleast_2d, np.ravel, lambda a: a[:0] if a.ndim else a]))
-        fields[name] = change(value.astype(dtype))
-    return fields
-
-
-def sealed(fields):
-    """With digest and checksum as if all were right; as they are where there are none for such values."""
-    with contextlib.suppress(Exception):
-        digest = np.array(
-            plan_file.plan_digest(
-                int(fields["microbatches_per_step"]),
-                [tuple(bucket) for bucket in fields["buckets"].tolist()],
-                *(fields[name] for name in ("step_bucket", "step_offsets", "sample_ids")),
-                fields.get("row_offsets"),
-            )
-        )
-        fields = fields | {"digest": digest}
-        return fields | {"checksum": np.array(plan_file._checksum(fields))}
-    return fields
-
-
 def fields_of(kind):
     """All arrays of a plan's file."""
     plan = PLANS[kind]()
@@ -176,39 +113,6 @@ def fields_of(kind):
 
 
 FIELDS = {kind: fields_of(kind) for kind in PLANS}
-
-
-@settings(bounded, max_examples=200)
-@given(fields=changed_fields())
-def test_a_plan_that_was_edited_and_sealed_holds_together_or_is_refused(folder, fields):
-    path = folder / "edited.npz"
-    np.savez(path, **sealed(fields))
-    loaded = read_or_refused(Plan.load, path)
-    if loaded is not None and loaded.microbatches_per_step < 1000:
-        check_is_whole(loaded, path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "edited"),
-    [
-        (
-            "packed",
-            {"row_offsets": np.array([0, 2**61, 2**62, 2**63 - 1, -(2**63), -1, len(LENGTHS)])},
-        ),  # all differences wrap to > 0
-        ("plain", {"num_tokens": FIELDS["plain"]["num_tokens"] + 2**40}),
-        ("plain", {"num_tokens": FIELDS["plain"]["num_tokens"] * 0}),
-        ("plain", {"num_dropped": np.array(-1)}),
-        ("plain", {"sample_ids": FIELDS["plain"]["sample_ids"] * 0}),
-        ("plain", {"microbatches_per_step": np.array(2**63 - 1)}),
-    ],
-    ids=["wrapping rows", "many tokens", "no tokens", "fewer than none", "one sample", "wrapping capacity"],
-)
-def test_a_plan_that_cannot_be_is_refused_for_all_its_seals(tmp_path, kind, edited):
-    path = tmp_path / "edited.npz"
-    np.savez(path, **sealed(FIELDS[kind]))
-    assert Plan.load(path).digest == str(FIELDS[kind]["digest"])
-    np.savez(path, **sealed(FIELDS[kind] | edited))
-    assert read_or_refused(Plan.load, path) is None
 
 
 def test_numbers_of_the_other_byte_order_are_the_same_plan(tmp_path):
@@ -253,32 +157,20 @@ def npy(header, data=b""):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["format_version", "sample_ids"])
-def test_a_header_that_lies_is_refused_and_takes_no_memory(tmp_path, name, content):
+def test_a_header_that_lies_is_refused(tmp_path, name, content):
     path = tmp_path / "plan.npz"
     PLANS["plain"]().save(path)
     rewrite(path, {f"{name}.npy": content})
-    with memory_below(4_000_000):
-        assert read_or_refused(Plan.load, path) is None
+    assert read_or_refused(Plan.load, path) is None
 
 
-def rewrite(path, members, compression=zipfile.ZIP_STORED):
+def rewrite(path, members):
     """Gives a zip file other members."""
     with zipfile.ZipFile(path) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", compression, compresslevel=1) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, data in (content | members).items():
             archive.writestr(name, data)
-
-
-def test_a_plan_that_would_unpack_to_much_more_is_refused_before(tmp_path):
-    path = tmp_path / "bomb.npz"
-    PLANS["plain"]().save(path)
-    num_bytes = 2**25
-    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({num_bytes // 8},), }}"
-    rewrite(path, {"sample_ids.npy": npy(header, bytes(num_bytes))}, zipfile.ZIP_DEFLATED)
-    assert path.stat().st_size < num_bytes / 50
-    with memory_below(4_000_000), pytest.raises(ValueError, match=f"{path.name}.*compressed"):
-        Plan.load(path)
 
 
 @given(st.permutations(sorted(FIELDS["plain"])))
@@ -289,14 +181,6 @@ def test_arrays_that_changed_places_are_refused_or_the_same(folder, names):
     np.savez(path, **dict(zip(names, fields.values(), strict=True)))
     loaded = read_or_refused(Plan.load, path)
     assert loaded is None or loaded.digest == str(fields["digest"])
-
-
-def test_an_array_that_is_there_twice_is_refused(tmp_path):
-    path = tmp_path / "twice.npz"
-    PLANS["plain"]().save(path)
-    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr("sample_ids.npy", archive.read("sample_ids.npy"))
-    assert read_or_refused(Plan.load, path) is None
 
 
 # Lines
