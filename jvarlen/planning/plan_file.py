@@ -120,7 +120,7 @@ def read_plan_file(path: Path) -> Fields:
                 readable = " and ".join(map(str, _READABLE_VERSIONS))
                 raise UserError(f"its format_version is {version}, this version of the library reads {readable}")
             fields = {
-                name: archive[name].astype(dtype, casting="same_kind", copy=False)
+                name: archive[name].astype(dtype, casting="equiv", copy=False)
                 for name, (dtype, _) in _fields_of(archive).items()
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
