@@ -194,23 +194,6 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
         return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
     if _checksum(digest, fields) != str(fields["checksum"]):
         return "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum does not match"
-    if "piece_starts" in fields and fields["piece_starts"].shape != fields["sample_ids"].shape:
-        return "piece_starts must be as many as sample_ids"
-    return _find_row_problem(fields) if "row_offsets" in fields else None
-
-
-def _find_row_problem(fields: dict[str, NDArray[Any]]) -> str | None:
-    row_offsets, step_offsets = fields["row_offsets"], fields["step_offsets"]
-    bounds = row_offsets[[0, -1]].tolist() if len(row_offsets) else []
-    if bounds != [0, len(fields["sample_ids"])] or (row_offsets[1:] <= row_offsets[:-1]).any():
-        return f"row_offsets must ascend strictly from 0 to {len(fields['sample_ids'])}, the number of samples"
-    first_row = np.searchsorted(row_offsets, step_offsets)
-    if (first_row == len(row_offsets)).any() or (row_offsets[first_row] != step_offsets).any():
-        return "a step begins inside a row: its step_offsets are not among its row_offsets"
-    allowed = fields["buckets"][fields["step_bucket"], 0] * fields["microbatches_per_step"]
-    over = np.flatnonzero(np.diff(first_row) > allowed)
-    if len(over):
-        return f"step {over[0]} has {np.diff(first_row)[over[0]]} rows, its bucket holds {allowed[over[0]]}"
     return None
 
 
