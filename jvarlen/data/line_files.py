@@ -17,8 +17,8 @@ from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.data.tokens import FileDataset
 from jvarlen.planning._kernels import in_parts
-from jvarlen.planning.samples import Dataset
 
 
 def _json_loads(line: bytes | memoryview) -> Any:
@@ -37,52 +37,43 @@ _CHUNK_BYTES = 1 << 19  # fits a cache
 _NEWLINE, _RETURN = b"\n\r"
 
 
-class LineDataset(Dataset):
-    r"""Lines of a memory-mapped file: a data source of bytes.
+class LineDataset(FileDataset):
+    """Lines of a memory-mapped file that must not change while it is in use: a data source of bytes.
 
-    Only the offsets of the lines are held in memory. Worker processes map the file themselves.
+    Only the offsets of the lines are held in memory.
 
     Args:
-      path: the file; it must not change while it is in use.
+      path: the file.
       field: the name of the string in the JSON object of every line; None if the line itself is the sample, without its
         newline.
 
-    Attributes:
-      line_lengths: int64[N], bytes of every line without its newline; these are the sample lengths if `field` is None.
-
     Raises:
-      OSError: the file cannot be read.
       ValueError: it has no lines; and, when a sample is read, the reason why its line is not a sample.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     path = Path(folder, "two.jsonl")
-      ...     _ = path.write_text('{"text": "one"}\n{"text": "seven"}')
-      ...     LineDataset(path, "text")[1].tobytes()
-      b'seven'
 
     References:
       JSON lines, https://jsonlines.org
     """
 
+    is_text = True
+
     def __init__(self, path: Path, field: str | None = None):
-        self._path = path
+        super().__init__(path)
         self._field = field
-        self._num_bytes = path.stat().st_size
-        if not self._num_bytes:
-            raise UserError(f"{path} is empty: at least one line is needed")
-        self._bytes = _map(path)
         self._starts, self._ends = _find_lines(path, self._num_bytes)
         if field is None:
-            self._ends -= self._bytes[self._ends - 1] == _RETURN
+            self._ends -= self._opened[self._ends - 1] == _RETURN
             self._ends = np.maximum(self._ends, self._starts)
+
+    def _open(self) -> UInt8[np.ndarray, " total"]:
+        if not self._num_bytes:
+            raise UserError(f"{self._path} is empty: at least one line is needed")
+        return np.memmap(self._path, np.uint8, "r").view(np.ndarray)  # slices of a memmap are slow
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def _read(self, index: int) -> UInt8[np.ndarray, " L"]:
-        line = self._bytes[self._starts[index] : self._ends[index]]
+        line = self._opened[self._starts[index] : self._ends[index]]
         if self._field is not None:
             return np.frombuffer(_parse(line.tobytes(), self._field), np.uint8)
         if not len(line):
@@ -92,7 +83,7 @@ class LineDataset(Dataset):
     def lengths_of(self, samples: range) -> list[int]:
         """The lengths of consecutive samples, read at once; 0 where a line is not a sample."""
         if self._field is None:
-            return self.line_lengths[samples.start : samples.stop].tolist()
+            return self.lengths[samples.start : samples.stop].tolist()
         lengths: list[int] = []
         with self._path.open("rb", buffering=0) as file:  # read: mapping pages takes longer
             file.seek(self._starts[samples.start])
@@ -116,18 +107,11 @@ class LineDataset(Dataset):
         return lengths
 
     @property
-    def line_lengths(self) -> Int64[np.ndarray, " N"]:
-        """Bytes of every line."""
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Bytes of every line; raises AttributeError where samples are in fields."""
+        if self._field is not None:
+            raise AttributeError("lengths of texts in fields are to be measured")
         return self._ends - self._starts
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_bytes"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._path.stat().st_size != self._num_bytes:
-            raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
-        self._bytes = _map(self._path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -141,10 +125,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object")
     return read
-
-
-def _map(path: Path) -> UInt8[np.ndarray, " total"]:
-    return np.memmap(path, np.uint8, "r").view(np.ndarray)  # slices of a memmap are slow
 
 
 def _find_lines(path: Path, num_bytes: int) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:

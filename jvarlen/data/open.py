@@ -1,18 +1,15 @@
-"""Opens files or directories of text or tokens as datasets with known lengths and a content key.
+"""Opens files of text or tokens as datasets with known lengths and a content key.
 
 Files are untrusted: nothing in them is unpickled or evaluated, and bad content is a `ValueError` that says where it is.
-Nothing is skipped silently: an empty sample is an error.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -25,6 +22,7 @@ from jvarlen.data.line_files import LineDataset, parse_record
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.token_files import open_arrays, open_indexed_tokens, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from jvarlen.data.tokens import Concatenated
 from jvarlen.planning.samples import Dataset, WeightedTokens
 
 __all__ = ["StoredDataset", "open_data"]
@@ -45,24 +43,29 @@ class StoredDataset(Dataset):
     """
 
     def __init__(
-        self, path: Path | str, opened: _Opened, tokenizer: FileTokenizer | None, num_workers: int, progress: bool
+        self,
+        path: Path | str,
+        samples: _Samples,
+        sources: list[Path],
+        choice: str | None,
+        num_values: int | None,
+        is_text: bool,
+        tokenizer: FileTokenizer | None,
+        num_workers: int,
+        progress: bool,
     ):
-        self._path = path
-        self._files, self._choice = opened.files, opened.choice
-        self._samples = _Samples(opened, tokenizer)
-        is_plain = len(opened.parts) == 1 and opened.format is None and tokenizer is None
-        self._read_sample: Callable[[int], Any] = opened.parts[0]._read if is_plain else self._samples._read
-        self._tokenizer = tokenizer
-        self._progress = progress
-        self.num_values = opened.num_values if tokenizer is None else tokenizer.num_values
-        self.is_bytes = opened.is_text and tokenizer is None
-        if opened.lengths is not None and tokenizer is None:
-            self.lengths = np.concatenate(opened.lengths)
+        self._path, self._samples, self._sources = path, samples, sources
+        self._choice, self._tokenizer, self._progress = choice, tokenizer, progress
+        self.num_values = num_values if tokenizer is None else tokenizer.num_values
+        self.is_bytes = is_text and tokenizer is None
+        if not len(samples):
+            raise UserError(f"{path} holds no samples: at least one is needed")
+        if samples.to_sample is None and all(hasattr(part, "lengths") for part in samples.parts):
+            self.lengths = np.concatenate([part.lengths for part in samples.parts])
         else:
             self.lengths = cached_lengths(
-                self._samples, self._place_of_caches(), self._lengths_key(), num_workers=num_workers, progress=progress
+                samples, self._place_of_caches(), self._lengths_key(), num_workers=num_workers, progress=progress
             )
-        self._refuse_empty(opened.wanted)
 
     @functools.cached_property
     def content_key(self) -> str:
@@ -86,7 +89,7 @@ class StoredDataset(Dataset):
 
     def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         try:
-            return self._read_sample(index)
+            return self._samples._read(index)
         except ValueError as error:  # it was read once, when the lengths were measured
             raise UserError(f"{self._path} has changed: {self._samples.name_of(index)}: {error}") from None
 
@@ -95,7 +98,7 @@ class StoredDataset(Dataset):
 
     @functools.cached_property
     def _files_key(self) -> str:
-        return content_key(*self._files)
+        return content_key(*self._sources)
 
     def _lengths_key(self) -> str:
         return combine_keys(self._files_key, self._choice, self._tokenizer.lengths_key if self._tokenizer else None)
@@ -104,22 +107,8 @@ class StoredDataset(Dataset):
         """The file or directory beside which lengths are kept: the data, or its copy in the user's caches."""
         if not is_remote(self._path) and Path(self._path).exists():
             return Path(self._path)
-        files = self._files
-        return files[0] if len(files) == 1 else Path(os.path.commonpath([file.parent for file in files]))
-
-    def _refuse_empty(self, wanted: str) -> None:
-        """Raises ValueError that lists the samples which are none, and why the first are none."""
-        refused = np.flatnonzero(self.lengths == 0)
-        if not len(refused):
-            return
-        first = []
-        for index in refused[:_MAX_LISTED].tolist():
-            try:
-                self._samples._read(index)
-            except ValueError as error:
-                first.append(f"{self._samples.name_of(index)}: {error}")
-        more = f" and {len(refused) - len(first):,} more" if len(refused) > len(first) else ""
-        raise UserError(f"{self._path}: {wanted}; mend or remove {'; '.join(first)}{more}")
+        sources = self._sources
+        return sources[0] if len(sources) == 1 else Path(os.path.commonpath([source.parent for source in sources]))
 
 
 def open_data(
@@ -141,8 +130,8 @@ def open_data(
     - `.jsonl`: an object a line; the UTF-8 bytes of the string in `field`.
     - `.csv`, `.tsv`: the UTF-8 bytes of the column `field`; the first line names the columns.
     - `.npz`: `tokens[offsets[i]:offsets[i+1]]`, from integers[total] and offsets[N+1].
-    - `.bin`: uint16 or uint32 tokens; a document that `end_token` ends, or a block. See `open_token_file`.
-    - `.bin` beside an `.idx` of the same name: a document of Megatron-LM. See `open_indexed_tokens`.
+    - `.bin`: uint16 or uint32 tokens, as nanoGPT writes them; a document that `end_token` ends, or a block.
+    - `.bin` beside an `.idx` of the same name: a document of Megatron-LM that has tokens.
     - `.parquet`, `.arrow`, `.feather`: a row of the column `field`; the bytes of a string, or the integers of a list.
     - A directory with `state.json`: likewise, over all its Arrow files.
 
@@ -150,25 +139,22 @@ def open_data(
     files, in the order of their names. URLs such as `s3://bucket/train.jsonl` are read through fsspec. Downloads and
     decompressed files are kept in the user's caches.
 
-    With a tokenizer, text becomes token ids; see `FileTokenizer`.
+    Text may also fill a `template`, or be a chat: a list of messages with `role` and `content`, each written as
+    `"{role}: {content}\n"`, by the `template`, or by the `chat_template` beside the tokenizer file.
 
-    Text may come from several fields, or from a list of messages with `role` and `content`; see `RecordFormat`. A chat
-    is written by the `chat_template` beside the tokenizer file, if there is one. With `loss_on`, samples are
-    `WeightedTokens`.
-
-    Lines, `.bin` and uncompressed Arrow columns stay on disk until they are read. Arrays of an `.npz`, Parquet and CSV
-    are held in memory. Columns and `.zst` need pyarrow, tokenizers need the package tokenizers and URLs need fsspec,
-    all in the extra `data`.
+    Lines, `.bin` and uncompressed Arrow columns stay on disk until they are read; all else is held in memory. Columns
+    and `.zst` need pyarrow, tokenizers the package tokenizers, and URLs fsspec, all in the extra `data`.
 
     For the lengths of JSON lines and of tokenized text, every sample must be read. They are measured once and cached
-    beside the data under the key of its content, or in the user's caches; see `cached_lengths`.
+    beside the data under the key of its content, or in the user's caches.
 
     Args:
       path: a file, a directory, a glob or a URL.
-      field: the name of the JSON field that holds the text, or of the column; or the names of several.
+      field: the name of the JSON field or the column that holds the text; or the names of several.
       template: text with names of fields in braces; None joins the fields by newlines.
-      loss_on: fields, or roles of messages, that are learned; all others have loss weight 0. Empty: all are learned.
-      tokenizer: a file of the package `tokenizers`; None for the bytes of the text.
+      loss_on: fields, or roles of messages, that are learned, with what follows the last field; all others have loss
+        weight 0, and samples are `WeightedTokens`. Empty: all are learned.
+      tokenizer: a file of the package `tokenizers`, which turns text into ids; None for the bytes of the text.
       num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
       end_token: the token that ends every document of a `.bin`; None for blocks.
       block_length: tokens of a block of a `.bin`.
@@ -180,12 +166,9 @@ def open_data(
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: another extension; a package is needed and missing; a damaged or truncated file; no samples, or empty
-        ones; a line that is not a JSON object with a string in `field`; a record that lacks a field or has nothing to
-        learn; a template that does not fit the fields; messages that the chat template rejects; arrays that do not
-        match; a column of another type or with nulls; tokens out of range; a file that is not a tokenizer, a tokenizer
-        for data that is not text, or one with more ids than `num_values`. The first offending lines or samples are
-        listed.
+      ValueError: another extension; a package that is missing; a damaged file; no samples, or empty ones; lines or
+        records without the fields, or with nothing to learn; a template or messages that do not fit; tokens out of
+        range; a tokenizer for tokens, or with more ids than `num_values`. The first offenders are listed.
 
     Example:
       >>> import tempfile
@@ -204,85 +187,113 @@ def open_data(
     else:
         files = find_files(path, progress=progress)
     is_chat = _holds_messages(files[0], record_format)
-    if is_chat or not record_format.is_plain:
-        opened = _open_records(files, record_format, is_chat, from_file)
-    elif files[0].ending in (".npz", ".bin"):
-        opened = _open_tokens(files, None if from_file else num_values, end_token, block_length, progress)
-    else:
-        opened = _open_text(files, record_format.fields[0], None if from_file else num_values)
+    is_plain = record_format.is_plain and not is_chat
+    if from_file is not None and is_chat and record_format.takes_chat_template:
+        chat = ChatTemplate.beside(from_file.path, from_file.special_tokens)
+        record_format = record_format.with_chat_template(chat)
+    limit = None if from_file else num_values
+    cut = {"end_token": end_token, "block_length": block_length, "num_values": limit, "progress": progress}
+    parts = [_open_part(file, record_format.fields, is_plain, limit, cut) for file in files]
+    is_text = getattr(parts[0], "is_text", False)
+    if any(getattr(part, "is_text", False) != is_text for part in parts):
+        raise UserError(f"{path}: column {field!r} must be of one type, text or lists of tokens, in all files")
     if from_file is not None:
-        if not opened.is_text:
+        if not is_text:
             raise UserError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
         if num_values is not None and from_file.num_values > num_values:
             raise UserError(f"{tokenizer} has {from_file.num_values:,} ids; at most {num_values:,} are allowed")
-    return StoredDataset(path, opened, from_file, num_workers, progress)
+    to_sample: Callable[[Any], Any] | None = None
+    if not is_plain:
+        to_sample = functools.partial(_render, record_format, from_file or ByteTokenizer())
+    elif from_file is not None:
+        to_sample = functools.partial(_tokenize, from_file)
+    samples = _Samples(parts, [file.name for file in files], to_sample)
+    sources, choice = _sources(files), None
+    wanted = "text" if is_text else "tokens"
+    if files[0].ending in (".jsonl", *_COLUMN_ENDINGS):
+        choice = record_format.fields[0] if is_plain else record_format.key
+        wanted += f" in {', '.join(map(repr, record_format.fields))}"
+    elif files[0].ending == ".bin" and len(sources) == len(files):
+        choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
+    most = _NUM_BYTES if is_text else limit
+    dataset = StoredDataset(path, samples, sources, choice, most, is_text, from_file, num_workers, progress)
+    _refuse_empty(dataset, path, samples, wanted)
+    return dataset
 
 
-class _Opened(NamedTuple):
-    """Samples of files.
-
-    Attributes:
-      files: all files that hold them.
-      names: the name of each part, for errors.
-      parts: data sources of records, of the bytes of text or of tokens, one after the other. A ValueError says why
-        there is no sample under an id.
-      choice: what else decides which samples they hold: the field, or how tokens are cut; None if there is no choice.
-      is_text: whether they are text.
-      num_values: all tokens are below it; None if unknown.
-      wanted: what every sample must be.
-      lengths: int64[n] of each part, 0 for a missing sample; None if they must be measured.
-      is_lines: whether samples are counted from 1, as lines are.
-      format: of records; None for text or tokens.
-    """
-
-    files: list[Path]
-    names: list[str]
-    parts: Sequence[Any]
-    choice: str | None
-    is_text: bool
-    num_values: int | None
-    wanted: str
-    lengths: list[Int64[np.ndarray, " n"]] | None = None
-    is_lines: bool = False
-    format: RecordFormat | None = None
+def _sources(files: list[DataFile]) -> list[Path]:
+    """The files whose content decides, with the indices of tokens."""
+    sources = []
+    for file in files:
+        index = file.path.with_suffix(".idx")
+        sources += [file.source, index] if file.ending == ".bin" and index.is_file() else [file.source]
+    return sources
 
 
-class _Samples(Dataset):
+def _open_part(
+    file: DataFile, fields: Sequence[str], is_plain: bool, num_values: int | None, cut: dict[str, Any]
+) -> Dataset:
+    """The samples of a file: records, the bytes of text, or tokens. A ValueError says why there is none under an id."""
+    path = file.path
+    if file.ending == ".jsonl":
+        return LineDataset(path, fields[0] if is_plain else None)
+    if file.ending in _COLUMN_ENDINGS:
+        return ColumnDataset(path, fields[0], num_values) if is_plain else ColumnRecords(path, fields)
+    if not is_plain:
+        raise UserError(f"{file.name} has no fields: fields, template and loss_on go with JSON lines and columns")
+    if file.ending == ".txt":
+        return LineDataset(path)
+    if file.ending == ".npz":
+        return open_arrays(path, num_values)
+    if path.with_suffix(".idx").is_file():
+        return open_indexed_tokens(path, num_values=num_values, progress=cut["progress"])
+    return open_token_file(path, **cut)
+
+
+class _Samples(Concatenated):
     """The samples of files, one file after the other, as tokens."""
 
-    def __init__(self, opened: _Opened, tokenizer: FileTokenizer | None):
-        self._parts, self._names, self._is_lines = opened.parts, opened.names, opened.is_lines
-        self._starts = [0, *itertools.accumulate(map(len, opened.parts))]
-        self._to_sample: Callable[[Any], Any] | None = None
-        if opened.format is not None:
-            self._to_sample = functools.partial(_render, opened.format, tokenizer or ByteTokenizer())
-        elif tokenizer is not None:
-            self._to_sample = functools.partial(_tokenize, tokenizer)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+    def __init__(self, parts: Sequence[Any], names: list[str], to_sample: Callable[[Any], Any] | None):
+        super().__init__(parts)
+        self.to_sample = to_sample
+        self._names = names
 
     def _read(self, index: int) -> Any:
-        part = bisect_right(self._starts, index) - 1
-        sample = self._parts[part]._read(index - self._starts[part])
-        return sample if self._to_sample is None else self._to_sample(sample)
+        sample = super()._read(index)
+        return sample if self.to_sample is None else self.to_sample(sample)
 
     def name_of(self, index: int) -> str:
         """The name of a sample, for errors."""
-        part = bisect_right(self._starts, index) - 1
-        own = index - self._starts[part]
-        name = f"line {own + 1}" if self._is_lines else f"id {own}"
-        return name if len(self._parts) == 1 else f"{self._names[part]} {name}"
+        part, own = self.find(index)
+        name = f"line {own + 1}" if isinstance(self.parts[part], LineDataset) else f"id {own}"
+        return name if len(self.parts) == 1 else f"{self._names[part]} {name}"
 
     def lengths_of(self, samples: range) -> list[int] | None:
         """The lengths of consecutive samples, 0 where there is none; None if they cannot be read at once."""
-        if self._to_sample is not None or not all(hasattr(part, "lengths_of") for part in self._parts):
+        if self.to_sample is not None or not all(hasattr(part, "lengths_of") for part in self.parts):
             return None
         lengths: list[int] = []
-        for part, start in zip(self._parts, self._starts, strict=False):
+        for part, start in zip(self.parts, self._starts, strict=False):
             own = range(max(samples.start - start, 0), min(samples.stop - start, len(part)))
             lengths += part.lengths_of(own) if own else []
         return lengths
+
+
+def _refuse_empty(dataset: StoredDataset, path: Path | str, samples: _Samples, wanted: str) -> None:
+    """Raises ValueError that lists the samples which are none, and why the first are none."""
+    refused = np.flatnonzero(dataset.lengths == 0).tolist()
+    if not refused:
+        return
+    reasons = []
+    for index in refused[:_MAX_LISTED]:
+        reason = "empty"
+        try:
+            samples._read(index)
+        except ValueError as error:
+            reason = str(error)
+        reasons.append(f"{samples.name_of(index)}: {reason}")
+    more = f" and {len(refused) - len(reasons):,} more" if len(refused) > len(reasons) else ""
+    raise UserError(f"{path}: every sample must have {wanted}; mend or remove {'; '.join(reasons)}{more}")
 
 
 def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Any:
@@ -312,70 +323,3 @@ def _holds_messages(file: DataFile, record_format: RecordFormat) -> bool:
             return isinstance(parse_record(lines.readline()).get(field), list)
     except ValueError:  # which reading the lines will tell
         return False
-
-
-def _open_records(
-    files: Sequence[DataFile], record_format: RecordFormat, is_chat: bool, tokenizer: FileTokenizer | None
-) -> _Opened:
-    ending = files[0].ending
-    if ending != ".jsonl" and ending not in _COLUMN_ENDINGS:
-        raise UserError(f"{files[0].name} has no fields: fields, template and loss_on go with JSON lines and columns")
-    if tokenizer is not None and record_format.takes_chat_template and is_chat:
-        chat = ChatTemplate.beside(tokenizer.path, tokenizer.special_tokens)
-        record_format = record_format.with_chat_template(chat)
-    paths, sources, names = (
-        [file.path for file in files],
-        [file.source for file in files],
-        [file.name for file in files],
-    )
-    is_lines, key = ending == ".jsonl", record_format.key
-    parts = [LineDataset(path) for path in paths] if is_lines else [ColumnRecords(paths, record_format.fields)]
-    wanted = f"every record must have text or messages in {', '.join(map(repr, record_format.fields))}"
-    return _Opened(sources, names, parts, key, True, _NUM_BYTES, wanted, None, is_lines, record_format)
-
-
-def _open_text(files: Sequence[DataFile], field: str, num_values: int | None) -> _Opened:
-    paths, sources, names = (
-        [file.path for file in files],
-        [file.source for file in files],
-        [file.name for file in files],
-    )
-    if files[0].ending in _COLUMN_ENDINGS:
-        columns = ColumnDataset(paths, field, num_values)
-        wanted = f"every row of the column {field!r} must be text"
-        most = _NUM_BYTES if columns.is_text else num_values
-        return _Opened(sources, names, [columns], field, columns.is_text, most, wanted, [columns.lengths])
-    if files[0].ending == ".txt":
-        texts = [LineDataset(path) for path in paths]
-        lengths = [lines.line_lengths for lines in texts]
-        return _Opened(sources, names, texts, None, True, _NUM_BYTES, "every line must be text", lengths, True)
-    lines = [LineDataset(path, field) for path in paths]
-    wanted = f"every line must be a JSON object with text in the field {field!r}"
-    return _Opened(sources, names, lines, field, True, _NUM_BYTES, wanted, None, True)
-
-
-def _open_tokens(
-    files: Sequence[DataFile], num_values: int | None, end_token: int | None, block_length: int, progress: bool
-) -> _Opened:
-    sources: list[Path] = []
-    parts: list[Any] = []
-    choices: list[str | None] = []
-    for file in files:
-        path, index = file.path, file.path.with_suffix(".idx")
-        sources.append(path)
-        choices.append(None)
-        if file.ending == ".npz":
-            parts.append(open_arrays(path, num_values))
-        elif index.is_file():
-            sources.append(index)
-            parts.append(open_indexed_tokens(path, num_values=num_values, progress=progress))
-        else:
-            choices[-1] = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
-            parts.append(
-                open_token_file(
-                    path, end_token=end_token, block_length=block_length, num_values=num_values, progress=progress
-                )
-            )
-    lengths = [part.lengths for part in parts]
-    names = [file.name for file in files]
-    return _Opened(sources, names, parts, choices[0], False, num_values, "tokens", lengths)

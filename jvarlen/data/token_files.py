@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +15,21 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.tokens import TokenDataset
+from jvarlen.data.tokens import FileDataset, TokenDataset
 
-__all__ = ["TokenFile", "check_tokens", "open_arrays", "open_indexed_tokens", "open_token_file"]
+__all__ = ["TokenFile", "as_narrow", "check_tokens", "open_arrays", "open_indexed_tokens", "open_token_file"]
 
 _CHUNK_TOKENS = 1 << 24
 _DETECTED_WORDS = 1 << 16
 _MOST_HIGH_WORD = 16  # of a 32-bit token: vocabularies stay below 2**20
 _LEAST_WORDS = 64
-_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, entries of documents
-_INDEX_MAGIC = b"MMIDIDX\0\0"
+_INDEX_HEADER = struct.Struct("<17sBQQ")  # magic and version, code of the dtype, sequences, entries of documents
+_INDEX_MAGIC = struct.pack("<9sQ", b"MMIDIDX", 1)
 _INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-class TokenFile(TokenDataset):
-    """Samples of a memory-mapped file of tokens, which worker processes map themselves; uint8 if `num_values` ≤ 256."""
+class TokenFile(FileDataset):
+    """Samples of a memory-mapped file of tokens; uint8 if `num_values` ≤ 256."""
 
     def __init__(
         self,
@@ -41,53 +39,53 @@ class TokenFile(TokenDataset):
         num_values: int | None = None,
         progress: bool = True,
     ):
-        super().__init__(_map(path, dtype), offsets)
-        self._path = path
-        self._num_bytes = path.stat().st_size
-        self._is_narrow = num_values is not None and num_values <= 256
-        _check_values(self, path, num_values, progress)
+        self._dtype, self._offsets, self._num_values = dtype, offsets, num_values
+        super().__init__(path)
+        check_tokens(self._opened, num_values, path, progress)
+
+    def _open(self) -> TokenDataset:
+        return TokenDataset(_map(self._path, self._dtype), self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Tokens of every sample."""
+        return self._opened.lengths
 
     def _read(self, index: int) -> Integer[np.ndarray, " L"]:
-        tokens = super()._read(index)
-        return tokens.astype(np.uint8, copy=False) if self._is_narrow else tokens
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tokens": self.tokens.dtype}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._path.stat().st_size != self._num_bytes:
-            raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
-        self.tokens = _map(self._path, state["tokens"])
+        return as_narrow(self._opened._read(index), self._num_values)
 
 
-def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:
-    """The samples of several flat arrays, uint8 if `num_values` ≤ 256; raises ValueError that lists bad samples."""
-    starts = np.cumsum([0, *map(len, parts)])[:-1]
-    if not sum(map(len, parts)):
-        raise UserError("it holds no samples: at least one is needed")
-    empty = [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=True)]
-    if any(map(len, empty)):
-        raise UserError(f"samples must not be empty: {list_offenders(np.concatenate(empty))}")
-    ids, values = [], []
-    for part, start in zip(parts, starts, strict=True):
-        raise_if_interrupted()
-        if part.tokens.dtype == np.uint8 and (num_values is None or num_values >= 256):
-            continue
-        is_outside = part.tokens < 0
-        if num_values is not None:
-            is_outside |= part.tokens >= num_values
-        places = np.flatnonzero(is_outside)
-        own, first = np.unique(np.searchsorted(part.offsets, places, side="right") - 1, return_index=True)
-        ids.append(own + start)
-        values.append(part.tokens[places[first]])
-    if any(map(len, ids)):
-        limit = "" if num_values is None else f" and below {num_values}"
-        listed = list_offenders(np.concatenate(ids), np.concatenate(values))
-        raise UserError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
-    if num_values is None or num_values > 256:
-        return list(parts)
-    return [TokenDataset(part.tokens.astype(np.uint8, copy=False), part.offsets) for part in parts]
+def as_narrow(tokens: Integer[np.ndarray, " L"], num_values: int | None) -> Integer[np.ndarray, " L"]:
+    """Tokens as uint8 if all are below 256."""
+    return tokens if num_values is None or num_values > 256 else tokens.astype(np.uint8, copy=False)
+
+
+def check_tokens(
+    dataset: TokenDataset, num_values: int | None, path: Path, progress: bool = False, first_id: int = 0
+) -> None:
+    """Raises ValueError that lists samples with negative tokens, or tokens that are not below `num_values`."""
+    tokens = dataset.tokens
+    limits = np.iinfo(tokens.dtype)
+    if limits.min >= 0 and (num_values is None or limits.max < num_values):
+        return
+    most = limits.max if num_values is None else num_values - 1
+    limit = "" if num_values is None else f" and below the vocabulary size {num_values:,} (--decoder.vocab-size)"
+    with progress_bar(total=len(tokens), desc=f"tokens of {path}", unit="token", progress=progress) as shown:
+        for start in range(0, len(tokens), _CHUNK_TOKENS):
+            raise_if_interrupted()
+            chunk = tokens[start : start + _CHUNK_TOKENS]
+            if chunk.min() < 0 or chunk.max() > most:
+                places = np.flatnonzero((chunk < 0) | (chunk > most))
+                ids = np.searchsorted(dataset.offsets, places + start, side="right") - 1
+                ids, first = np.unique(ids, return_index=True)
+                raise UserError(
+                    f"{path}: tokens must be at least 0{limit}; the first samples with others: "
+                    f"{list_offenders(ids + first_id, chunk[places[first]])}"
+                )
+            shown.update(len(chunk))
 
 
 def open_token_file(
@@ -98,22 +96,9 @@ def open_token_file(
     num_values: int | None = None,
     progress: bool = True,
 ) -> TokenFile:
-    """Opens a file of nothing but little-endian uint16 or uint32 tokens, as nanoGPT writes it.
-
-    The file does not tell which of the two. They are taken as uint32 if in the beginning of the file every second
-    16-bit word is below 16, as in ids below 2**20, and the other words are not.
-
-    Samples are documents with the `end_token` that ends each, or without one blocks, the last of which may be shorter.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     path = Path(folder, "train.bin")
-      ...     np.array([5, 6, 0, 7, 0], np.uint16).tofile(path)
-      ...     documents, blocks = open_token_file(path, end_token=0), open_token_file(path, block_length=4)
-      >>> documents.lengths, blocks.lengths
-      (array([3, 2]), array([4, 1]))
-    """
+    """Opens a flat file of little-endian uint16 or uint32 tokens: documents that `end_token` ends, or else blocks."""
+    # The file does not tell its dtype. It is uint32 if at its beginning every second 16-bit word is below 16, as in ids
+    # below 2**20, and the other words are not.
     num_bytes = path.stat().st_size
     if num_bytes % 2 or not num_bytes:
         raise UserError(f"{path} holds {num_bytes:,} bytes, which are no 16-bit or 32-bit tokens: it may be cut short")
@@ -132,20 +117,14 @@ def open_token_file(
 
 
 def open_indexed_tokens(path: Path, *, num_values: int | None = None, progress: bool = True) -> TokenFile:
-    """Opens a `.bin` of tokens by the `.idx` beside it, as Megatron-LM writes the two.
-
-    A sample is a document, with all of its sequences; documents without tokens are left out.
-
-    References:
-      Megatron-LM, `megatron/core/datasets/indexed_dataset.py`, version 1 of the format.
-    """
+    """Opens a `.bin` by the `.idx` beside it, as Megatron-LM writes the two: a sample is a document that has tokens."""
     index = path.with_suffix(".idx")
     dtype, ends = _read_index(index)
-    num_bytes = path.stat().st_size
-    if num_bytes != (ends[-1] if len(ends) else 0) * dtype.itemsize:
+    num_tokens, num_bytes = (ends[-1] if len(ends) else 0), path.stat().st_size
+    if num_bytes != num_tokens * dtype.itemsize:
         raise UserError(
-            f"{index} is damaged or of another file: {path.name} holds {num_bytes:,} bytes, not "
-            f"{(ends[-1] if len(ends) else 0):,} tokens of {dtype.name}"
+            f"{index} is damaged or of another file: {path.name} holds {num_bytes:,} bytes, not {num_tokens:,} tokens "
+            f"of {dtype.name}"
         )
     if not num_bytes:
         raise UserError(f"{path} holds no tokens: at least one sample is needed")
@@ -164,10 +143,11 @@ def open_arrays(path: Path, num_values: int | None) -> TokenDataset:
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise UserError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
     try:
-        (dataset,) = check_tokens([TokenDataset(tokens, offsets.astype(np.int64))], num_values)
+        dataset = TokenDataset(tokens, offsets.astype(np.int64))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return dataset
+    check_tokens(dataset, num_values, path)
+    return TokenDataset(as_narrow(tokens, num_values), dataset.offsets)
 
 
 def _map(path: Path, dtype: npt.DTypeLike) -> Integer[np.ndarray, " total"]:
@@ -190,57 +170,27 @@ def _document_offsets(
     return offsets if offsets[-1] == len(tokens) else np.append(offsets, len(tokens))
 
 
-def _check_values(dataset: TokenDataset, path: Path, num_values: int | None, progress: bool) -> None:
-    tokens = dataset.tokens
-    limits = np.iinfo(tokens.dtype)
-    if limits.min >= 0 and (num_values is None or limits.max < num_values):
-        return
-    most = limits.max if num_values is None else num_values - 1
-    with progress_bar(total=len(tokens), desc=f"tokens of {path}", unit="token", progress=progress) as shown:
-        for start in range(0, len(tokens), _CHUNK_TOKENS):
-            raise_if_interrupted()
-            chunk = tokens[start : start + _CHUNK_TOKENS]
-            if chunk.min() < 0 or chunk.max() > most:
-                places = np.flatnonzero((chunk < 0) | (chunk > most))
-                ids, first = np.unique(
-                    np.searchsorted(dataset.offsets, places + start, side="right") - 1, return_index=True
-                )
-                limit = (
-                    ""
-                    if num_values is None
-                    else f" and below the vocabulary size {num_values:,} (--decoder.vocab-size)"
-                )
-                raise UserError(
-                    f"{path}: tokens must be at least 0{limit}; samples with others, in the first part that has any: "
-                    f"{list_offenders(ids, chunk[places[first]])}"
-                )
-            shown.update(len(chunk))
-
-
 def _read_index(path: Path) -> tuple[np.dtype, Int64[np.ndarray, " D"]]:
     """The dtype of the tokens, and the token after each document; raises ValueError for an index that is damaged."""
-    content = np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else np.zeros(0, np.uint8)
-    if len(content) < _INDEX_HEADER.size:
-        raise UserError(f"{path} is damaged: {len(content)} bytes are no index")
-    magic, version, code, num_sequences, num_documents = _INDEX_HEADER.unpack(content[: _INDEX_HEADER.size].tobytes())
-    if magic != _INDEX_MAGIC or version != 1:
+    content = np.fromfile(path, np.uint8)
+    start = _INDEX_HEADER.size
+    if len(content) < start or content[: len(_INDEX_MAGIC)].tobytes() != _INDEX_MAGIC:
         raise UserError(f"{path} is no index of Megatron-LM of version 1")
+    _, code, num_sequences, num_documents = _INDEX_HEADER.unpack(content[:start].tobytes())
     if code not in _INDEX_DTYPES:
         raise UserError(f"{path} is damaged, or of data that are no tokens: its dtype has the code {code}")
     dtype = np.dtype(_INDEX_DTYPES[code])
-    needed = _INDEX_HEADER.size + 12 * num_sequences + 8 * num_documents
+    needed = start + 12 * num_sequences + 8 * num_documents
     if len(content) not in (needed, needed + num_sequences):  # a mode each, of several modalities
         raise UserError(
             f"{path} is damaged: {num_sequences:,} sequences and {num_documents:,} documents take {needed:,} bytes, "
             f"it has {len(content):,}"
         )
-    start = _INDEX_HEADER.size
     lengths = content[start : start + 4 * num_sequences].view("<i4")
     pointers = content[start + 4 * num_sequences : start + 12 * num_sequences].view("<i8")
     documents = content[start + 12 * num_sequences : needed].view("<i8")
     ends = np.cumsum(lengths, dtype=np.int64)
-    is_wrong = lengths < 0
-    is_wrong |= pointers != (ends - lengths) * dtype.itemsize
+    is_wrong = (lengths < 0) | (pointers != (ends - lengths) * dtype.itemsize)
     if is_wrong.any():
         raise UserError(
             f"{path} is damaged: sequences must lie one after the other: {list_offenders(np.flatnonzero(is_wrong))}"

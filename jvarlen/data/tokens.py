@@ -1,7 +1,11 @@
-"""Datasets: of tokens in memory, with loss weights, and some samples of others."""
+"""Datasets: of tokens in memory, of files, with loss weights, and some samples of others."""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, to_tokens
 
-__all__ = ["Subset", "TokenDataset", "WeightedSamples", "as_data_source"]
+__all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "WeightedSamples", "as_data_source"]
 
 
 class TokenDataset(Dataset):
@@ -91,6 +95,48 @@ class Subset(Dataset):
     def lengths(self) -> Int64[np.ndarray, " n"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self.dataset.lengths[self.ids]  # type: ignore[attr-defined]
+
+
+class Concatenated(Dataset):
+    """The samples of several datasets, one after the other."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self.parts = parts
+        self._starts = [0, *itertools.accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def find(self, index: int) -> tuple[int, int]:
+        """The part of a sample, and its id there."""
+        part = bisect_right(self._starts, index) - 1
+        return part, index - self._starts[part]
+
+    def _read(self, index: int) -> Any:
+        part, own = self.find(index)
+        return self.parts[part]._read(own)
+
+
+class FileDataset(Dataset):
+    """Samples of a file, which each worker process opens itself, and rejects if its size has changed."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._num_bytes = path.stat().st_size
+        self._opened = self._open()
+
+    def _open(self) -> Any:
+        """What is not pickled."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._path.stat().st_size != self._num_bytes:
+            raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
+        self._opened = self._open()
 
 
 class WeightedSamples(Dataset):

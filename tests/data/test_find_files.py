@@ -95,7 +95,7 @@ def test_a_column_of_a_delimited_file_is_read(tmp_path, ending, delimiter, compr
 
 def test_numbers_in_a_delimited_file_are_texts_and_empty_values_are_refused_by_row(tmp_path):
     assert texts_of(open_data(write(tmp_path / "t.csv", b"text\n007\n1.50\nnull\n"))) == ["007", "1.50", "null"]
-    with pytest.raises(UserError, match=r"t\.csv.*empty: id 1$"):
+    with pytest.raises(UserError, match=r"t\.csv.*id 1: empty$"):
         open_data(write(tmp_path / "t.csv", b"text,n\na,1\n,2\n"))
 
 

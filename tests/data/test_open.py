@@ -58,7 +58,7 @@ def test_a_text_is_mapped_and_not_held(tmp_path):
     dataset = open_data(write(tmp_path / "t.txt", b"abc\nde\n"))
     with pytest.raises(ValueError, match="read-only"):
         dataset[0][0] = 0
-    assert isinstance(dataset._samples._parts[0]._bytes.base, np.memmap)
+    assert isinstance(dataset._samples.parts[0]._opened.base, np.memmap)
     assert b"abc" not in pickle.dumps(dataset), "a worker maps the file itself"
     assert samples_of(pickle.loads(pickle.dumps(dataset))) == [b"abc", b"de"]
 
@@ -121,7 +121,7 @@ def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, as
 )
 def test_what_is_no_text_in_a_json_line_is_refused_by_number_and_reason(tmp_path, line, reason):
     path = write(tmp_path / "t.jsonl", b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match=rf"t\.jsonl: every line .* field 'text'; .*line 2: {reason}"):
+    with pytest.raises(ValueError, match=rf"t\.jsonl: every sample .* text in 'text'; .*line 2: {reason}"):
         open_data(path, progress=False)
 
 
@@ -232,10 +232,10 @@ def test_arrays_are_read_as_their_samples(tmp_path, dtype, save):
         ({"tokens": [1, 2], "offsets": [0, 2, 1, 2]}, "offsets must ascend"),
         ({"tokens": [1, 2], "offsets": [0, 2**63 - 1, -2, 2]}, "offsets must ascend"),  # whose differences overflow
         ({"tokens": np.array([], int), "offsets": [0]}, "holds no samples"),
-        ({"tokens": [1, 2], "offsets": [0, 0, 1, 1, 2]}, "samples must not be empty: id 0, id 2$"),
+        ({"tokens": [1, 2], "offsets": [0, 0, 1, 1, 2]}, "id 0: empty; id 2: empty$"),
         (
             {"tokens": [1, 256, 300, 4, -7], "offsets": [0, 1, 3, 4, 5]},
-            "at least 0 and below 256; .* others: id 1: 256, id 3: -7$",
+            "at least 0 and below the vocabulary size 256 .* others.*: id 1: 256, id 3: -7$",
         ),
     ],
 )

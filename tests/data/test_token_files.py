@@ -164,8 +164,8 @@ def test_a_damaged_index_is_refused_by_name(tmp_path):
     whole = index.read_bytes()
     right = samples_of(open_data(path))
     cases = {
-        b"": "0 bytes are no index",
-        whole[:20]: "20 bytes are no index",
+        b"": "is no index of Megatron-LM of version 1",
+        whole[:20]: "is no index of Megatron-LM of version 1",
         whole[:-3]: "sequences and 3 documents take",
         b"X" + whole[1:]: "is no index of Megatron-LM of version 1",
         whole[:9] + b"\2" + whole[10:]: "is no index of Megatron-LM of version 1",
