@@ -2,8 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -19,7 +17,7 @@ ORDERS = ("dataset", "length", "length_descending", "shuffle")
 CLOSED_FORMS = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens")
 
 
-def text_of(value: object) -> str:
+def text_of(value):
     """The text of a parameter without the addresses of functions in it, the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
@@ -29,7 +27,7 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 @st.composite
-def difficulties(draw: st.DrawFn, given_lengths: list[int]) -> list[Any] | None:
+def difficulties(draw, given_lengths):
     """Draw None, the lengths themselves, or numbers of one kind with many ties."""
     size = len(given_lengths)
     kinds = [
@@ -45,9 +43,7 @@ def difficulties(draw: st.DrawFn, given_lengths: list[int]) -> list[Any] | None:
 
 
 @st.composite
-def bucket_arguments(
-    draw: st.DrawFn, *, strategy: str, min_samples: int = 1, max_samples: int = 40, longest: int = 40
-) -> dict[str, Any]:
+def bucket_arguments(draw, *, strategy, min_samples=1, max_samples=40, longest=40):
     """Draw valid arguments of `make_buckets` without a cost."""
     given_lengths = draw(st.lists(st.integers(1, longest), min_size=min_samples, max_size=max_samples))
     multiple = draw(st.sampled_from([1, 1, 2, 3, 8]))
@@ -69,26 +65,26 @@ def bucket_arguments(
     }
 
 
-def dyadic_cost(rows: Any, length: Any) -> Any:
+def dyadic_cost(rows, length):
     """Cost a microbatch so that every float sum is exact."""
     return (3 * rows * length + 7 * length + 5) / 64
 
 
-def stepped_cost(rows: Any, length: Any) -> Any:
+def stepped_cost(rows, length):
     """Cost a microbatch in plateaus of rows, and neither rising nor falling with the length."""
     return ((rows + 3) // 4 * 4) * (length * 5 % 13 + length + 2) / 32
 
 
-def tile_bytes(rows: Any, length: Any) -> Any:
+def tile_bytes(rows, length):
     """Return whole bytes, as a device hands them out: in tiles of eight rows."""
     return 64 + (rows + 7) // 8 * 8 * length * length
 
 
 @st.composite
-def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
+def limits(draw, longest):
     """Draw a cost and limits of cost, bytes and rows that leave at least one row of any length up to the longest."""
     cost = draw(st.sampled_from([dyadic_cost, stepped_cost]))
-    drawn: dict[str, Any] = {"cost": cost}
+    drawn = {"cost": cost}
     spare = st.sampled_from([1.0, 1.0, 1.5, 4.0, 16.0])
     if draw(st.booleans()):
         drawn["max_cost"] = draw(spare) * max(cost(1, length) for length in range(1, longest + 1))
@@ -100,7 +96,7 @@ def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
 
 
 @st.composite
-def reusing_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def reusing_arguments(draw):
     """Draw arguments of `make_buckets` with compiled shapes, most of which fit the budget."""
     arguments = draw(bucket_arguments(strategy="optimal", min_samples=6, max_samples=9, longest=20))
     top, multiple = max(arguments["lengths"]), arguments["length_multiple"]
@@ -123,7 +119,7 @@ class Table:
 
     shares: tuple[float, ...]
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step):
         """Return the share at a step."""
         return np.array(self.shares)[step % len(self.shares)]
 
@@ -132,7 +128,7 @@ pacings = st.lists(st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 0.9, 1.0]), min_size=1
 
 
 @st.composite
-def arrangements(draw: st.DrawFn, order: str | list[int]) -> dict[str, Any]:
+def arrangements(draw, order):
     """Draw the options of `make_plan` that decide when samples and steps come, for an order."""
     if order in ("length", "length_descending") and draw(st.booleans()):
         return {"pacing": draw(pacings), "epoch": draw(st.integers(0, 4)), "longest_first": draw(st.booleans())}
@@ -146,7 +142,7 @@ def arrangements(draw: st.DrawFn, order: str | list[int]) -> dict[str, Any]:
 
 
 @st.composite
-def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def plan_arguments(draw):
     """Draw valid arguments of `make_plan`, for which at least one sample remains."""
     given_lengths = draw(lengths)
     overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
@@ -155,7 +151,7 @@ def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
         edges.append(max(given_lengths))
     edges[-1] = max(edges[-1], min(given_lengths))
     edges = sorted(set(edges))
-    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 4)) == 0:
         permuted = draw(st.permutations(range(len(given_lengths))))
         order = permuted[: draw(st.integers(1, len(permuted)))]
@@ -173,12 +169,12 @@ def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def batching_arguments(draw: st.DrawFn, *, shaped: bool) -> dict[str, Any]:
+def batching_arguments(draw, *, shaped):
     """Draw valid arguments of `batch_by_tokens`; samples that an order array leaves out may be above all limits."""
     # Small lengths make large batches, and huge ones products and sums above int64.
     scale, longest = draw(st.sampled_from([(1, 3), (1, 12), (1, 40), (2**58, 31)]))
     given_lengths = [scale * length for length in draw(st.lists(st.integers(1, longest), min_size=1, max_size=40))]
-    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     used = given_lengths
     if draw(st.integers(0, 3)) == 0:
         permuted = draw(st.permutations(range(len(given_lengths))))
@@ -198,17 +194,17 @@ def batching_arguments(draw: st.DrawFn, *, shaped: bool) -> dict[str, Any]:
     }
 
 
-def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
+def as_arrays(arguments):
     """Return the arguments with number lists as NumPy arrays, as callers pass them."""
     names = ("lengths", "order", "difficulty")
 
-    def as_array(value: list[Any]) -> Any:
+    def as_array(value):
         return [np.array(part) for part in value] if value and isinstance(value[0], list) else np.array(value)
 
     return {k: as_array(v) if k in names and isinstance(v, list) else v for k, v in arguments.items()}
 
 
-def for_plan(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
+def for_plan(package, arguments):
     """Return drawn arguments as `make_plan` takes them: what decides when samples and steps come is an `Order`."""
     names = ("block_size", "shuffle_steps", "longest_first", "new_shape_every", "chunks_in_order")
     options = {name: arguments[name] for name in names if name in arguments}
@@ -216,19 +212,19 @@ def for_plan(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
     return others | {"order": package.Order(others.get("order", "length"), **options)}
 
 
-def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:
+def make_plan(package, arguments):
     """Make the package's plan from drawn arguments."""
     return package.make_plan(**for_plan(package, arguments))
 
 
-def steps_of(plan: Any) -> list[slow.Step]:
+def steps_of(plan):
     """Return a plan's steps as (bucket, sample ids)."""
     bounds = plan.step_offsets.tolist()
     ids = plan.sample_ids.tolist()
     return [(int(k), ids[bounds[s] : bounds[s + 1]]) for s, k in enumerate(plan.step_bucket)]
 
 
-def batches_of(batches: Any) -> list[slow.Batch]:
+def batches_of(batches):
     """Return batches as (sample ids, index of the shape)."""
     bounds = batches.offsets.tolist()
     ids = batches.sample_ids.tolist()
@@ -236,7 +232,7 @@ def batches_of(batches: Any) -> list[slow.Batch]:
     return [(ids[bounds[b] : bounds[b + 1]], shape) for b, shape in enumerate(shapes)]
 
 
-def offenders(*pairs: tuple[int, int], limit: int) -> str:
+def offenders(*pairs, limit):
     """Return the pattern of a message that lists (id, value) pairs in this order, and anywhere the limit."""
     listed = r".*".join(rf"\b{number}\D+?{value}\b" for number, value in pairs)
     return rf"(?s)(?=.*(?<!-)\b{limit}\b).*{listed}"

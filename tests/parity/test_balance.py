@@ -2,8 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ LONGEST = 20
 
 
 @st.composite
-def inputs(draw: st.DrawFn) -> dict[str, Any]:
+def inputs(draw):
     """Draw lengths, what is planned of them, costs with and without ties, and ranks."""
     num_microbatches = draw(st.sampled_from([1, 2, 3, 4, 6]))
     kind = draw(st.sampled_from(["samples", "rows", "pieces", "pairs"]))
@@ -47,7 +45,7 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def plan_of(package: ModuleType, drawn: dict[str, Any]) -> tuple[Any, Any]:
+def plan_of(package, drawn):
     """Return the plan, and the costs of its samples or rows."""
     given_lengths, buckets = drawn["lengths"], BUCKETS
     if drawn["kind"] in ("rows", "pieces"):
@@ -60,13 +58,12 @@ def plan_of(package: ModuleType, drawn: dict[str, Any]) -> tuple[Any, Any]:
     return plan, np.resize(drawn["costs"], plan.num_rows)
 
 
-def work_of(package: ModuleType, plan: Any, costs: Any, num_ranks: int) -> np.ndarray:
-    """Return the work of each rank in each step."""
+def work_of(package, plan, costs, num_ranks):
     module = {jvarlen: jvarlen.planning.balance, torch_ref: torch_ref.balance}[package]
     return module.rank_costs(plan, costs, num_ranks)
 
 
-def rows_of(plan: Any) -> list[tuple[tuple[int, int], ...]]:
+def rows_of(plan):
     """Return the samples of each row, with where they begin, in the order of the plan."""
     starts = np.zeros(plan.num_samples, int) if plan.piece_starts is None else plan.piece_starts
     offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
@@ -74,7 +71,7 @@ def rows_of(plan: Any) -> list[tuple[tuple[int, int], ...]]:
     return [tuple(samples[i:j]) for i, j in pairwise(offsets)]
 
 
-def moved_costs(plan: Any, balanced: Any, costs: Any) -> Any:
+def moved_costs(plan, balanced, costs):
     """Return the costs of the same rows in their new order; those by sample stay."""
     if plan.row_offsets is None:
         return costs
@@ -84,7 +81,7 @@ def moved_costs(plan: Any, balanced: Any, costs: Any) -> Any:
 
 @many
 @given(drawn=inputs(), over=st.sampled_from(["step", "epoch"]))
-def test_both_deal_alike(drawn: dict[str, Any], over: str) -> None:
+def test_both_deal_alike(drawn, over):
     """Integer for integer, whatever is planned."""
     results = []
     for package in BOTH:
@@ -100,7 +97,7 @@ def test_both_deal_alike(drawn: dict[str, Any], over: str) -> None:
 
 @moderate
 @given(drawn=inputs(), over=st.sampled_from(["step", "epoch"]))
-def test_a_balanced_plan_has_the_same_steps_and_rows(package: ModuleType, drawn: dict[str, Any], over: str) -> None:
+def test_a_balanced_plan_has_the_same_steps_and_rows(package, drawn, over):
     """Every row once, in the same bucket; the same number of rows in each step of each rank."""
     plan, costs = plan_of(package, drawn)
     balanced = package.balance_plan(plan, costs, drawn["num_ranks"], over=over, lengths=drawn["lengths"])
@@ -122,22 +119,20 @@ def test_a_balanced_plan_has_the_same_steps_and_rows(package: ModuleType, drawn:
         assert balanced.num_tokens.tolist() == tokens
 
 
-def rows_in(plan: Any, step: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the rows of a step."""
+def rows_in(plan, step):
     begin, end = plan.step_offsets[step : step + 2]
     offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
     first, last = np.searchsorted(offsets, [begin, end])
     return rows_of(plan)[first:last]
 
 
-def find_bucket(plan: Any, row: tuple[tuple[int, int], ...]) -> int:
-    """Return the bucket that a row has in a plan."""
+def find_bucket(plan, row):
     return next(int(plan.step_bucket[step]) for step in range(plan.num_steps) if row in rows_in(plan, step))
 
 
 @moderate
 @given(drawn=inputs())
-def test_dealing_never_costs_time(package: ModuleType, drawn: dict[str, Any]) -> None:
+def test_dealing_never_costs_time(package, drawn):
     """Within steps, no slowest rank gets slower; over the epoch, their sum is at most that."""
     plan, costs = plan_of(package, drawn)
     slowest = []
@@ -153,7 +148,7 @@ def test_dealing_never_costs_time(package: ModuleType, drawn: dict[str, Any]) ->
     assert over_epoch.sum() <= (within * room).sum()
 
 
-def test_rows_of_a_step_are_dealt_evenly(package: ModuleType) -> None:
+def test_rows_of_a_step_are_dealt_evenly(package):
     """Two ranks with three rows each."""
     plan = package.make_plan([4] * 6, [(3, 4)], microbatches_per_step=2, order="dataset")
     cost = [9.0, 1.0, 8.0, 2.0, 5.0, 5.0]
@@ -163,7 +158,7 @@ def test_rows_of_a_step_are_dealt_evenly(package: ModuleType) -> None:
     assert balanced.digest != plan.digest
 
 
-def test_a_rank_with_fewer_rows_gets_the_costly_ones(package: ModuleType) -> None:
+def test_a_rank_with_fewer_rows_gets_the_costly_ones(package):
     """Four microbatches, two ranks, three rows: two and one."""
     plan = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=4, order="dataset")
     balanced = package.balance_plan(plan, [3.0, 1.0, 2.0], 2)
@@ -171,7 +166,7 @@ def test_a_rank_with_fewer_rows_gets_the_costly_ones(package: ModuleType) -> Non
     assert balanced.rows(0).tolist() == [[1], [2], [0], [-1]]
 
 
-def test_ranks_beyond_the_rows_of_a_short_step_do_nothing(package: ModuleType) -> None:
+def test_ranks_beyond_the_rows_of_a_short_step_do_nothing(package):
     """Three rows, eight microbatches: eight ranks share a step, but only if it has a microbatch for each."""
     plan = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=8, order="dataset")
     assert work_of(package, plan, [3.0, 1.0, 2.0], 8).tolist() == [[3.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
@@ -180,7 +175,7 @@ def test_ranks_beyond_the_rows_of_a_short_step_do_nothing(package: ModuleType) -
         work_of(package, short, [3.0, 1.0, 2.0], 8)
 
 
-def test_over_the_epoch_costly_rows_meet(package: ModuleType) -> None:
+def test_over_the_epoch_costly_rows_meet(package):
     """Two costly rows in one step, and two cheap ones in the other, where each step had one."""
     plan = package.make_plan([4] * 4, [(1, 4)], microbatches_per_step=2, order="dataset")
     cost, lengths = [9.0, 1.0, 1.0, 9.0], [4] * 4
@@ -189,7 +184,7 @@ def test_over_the_epoch_costly_rows_meet(package: ModuleType) -> None:
     assert sorted(work_of(package, balanced, cost, 2).max(axis=1).tolist()) == [1.0, 9.0]
 
 
-def test_packed_rows_cost_their_blocks(package: ModuleType) -> None:
+def test_packed_rows_cost_their_blocks(package):
     """T + Σ l² / c, with the bucket's T, and pieces as long as they are."""
     packing = package.pack_samples([25, 6, 3, 2], 10, overlong="split")
     plan = package.make_plan(packing, [(1, 5), (2, 10)], order="length")
@@ -204,7 +199,7 @@ def test_packed_rows_cost_their_blocks(package: ModuleType) -> None:
     assert len(set(expected)) > 2
 
 
-def test_what_cannot_be_balanced_is_named(package: ModuleType) -> None:
+def test_what_cannot_be_balanced_is_named(package):
     """Costs by id, steps by number, and what is missing."""
     plan = package.make_plan([4, 4, 3], [(2, 4)], order="length", microbatches_per_step=2)
     with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0"):
@@ -226,7 +221,7 @@ def test_what_cannot_be_balanced_is_named(package: ModuleType) -> None:
         package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[[4, 4]] * 3)
 
 
-def test_what_has_no_packed_rows_is_named(package: ModuleType) -> None:
+def test_what_has_no_packed_rows_is_named(package):
     """Rows of one feature only; one cost a row."""
     with pytest.raises(ValueError, match="packed rows"):
         find(package, "packed_row_costs")(package.make_plan([4], [(2, 4)], order="length"), [4], crossover_length=2)

@@ -1,8 +1,5 @@
 """Token-budget batching: which samples share a batch, within which limits, and in which shape."""
 
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -15,8 +12,7 @@ limited = batching_arguments(shaped=False)
 shaped = batching_arguments(shaped=True)
 
 
-def make_batches(package: ModuleType, arguments: dict[str, Any]) -> Any:
-    """Make the package's batches from drawn arguments."""
+def make_batches(package, arguments):
     return package.batch_by_tokens(**as_arrays(arguments))
 
 
@@ -27,21 +23,21 @@ def make_batches(package: ModuleType, arguments: dict[str, Any]) -> Any:
 @example(arguments={"lengths": [1, 1, 1, 4], "max_tokens": 4, "sequence_multiple": 2, "budget": "sum"})
 @example(arguments={"lengths": [1, 1, 1, 2], "max_tokens": 4, "sequence_multiple": 2})
 @example(arguments={"lengths": [1, 1, 1], "max_tokens": 4, "sequence_multiple": 2})
-def test_batches_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_batches_match_the_contract(package, arguments):
     """Every budget, limit, multiple and order equals a simulation sample by sample."""
     assert batches_of(make_batches(package, arguments)) == slow.batch_by_tokens(**arguments)
 
 
 @many
 @given(arguments=shaped)
-def test_batches_in_shapes_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_batches_in_shapes_match_the_contract(package, arguments):
     """The same with shapes in place of the limits."""
     assert batches_of(make_batches(package, arguments)) == slow.batch_by_tokens(**arguments)
 
 
 @moderate
 @given(arguments=st.one_of(limited, shaped))
-def test_every_sample_of_the_order_is_in_exactly_one_batch(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_every_sample_of_the_order_is_in_exactly_one_batch(package, arguments):
     """In order, no batch empty; sizes and types as the contract says."""
     batches = make_batches(package, arguments)
     options = {name: arguments[name] for name in ("order", "seed", "epoch")}
@@ -59,14 +55,14 @@ def test_every_sample_of_the_order_is_in_exactly_one_batch(package: ModuleType, 
         assert batches.shape_index is None
 
 
-def test_defaults_are_dataset_order_and_the_padded_budget(package: ModuleType) -> None:
+def test_defaults_are_dataset_order_and_the_padded_budget(package):
     """No limit on sequences, no multiple, no shapes."""
     assert batches_of(package.batch_by_tokens([2, 3, 1, 9, 4], 10)) == [([0, 1, 2], None), ([3], None), ([4], None)]
     everything = package.batch_by_tokens([1] * 50, 50)
     assert everything.num_sequences.tolist() == [50]
 
 
-def test_padding_counts_in_one_budget_and_not_in_the_other(package: ModuleType) -> None:
+def test_padding_counts_in_one_budget_and_not_in_the_other(package):
     """Two samples of 1 and 9 tokens take 18 padded and 10 real tokens."""
     assert package.batch_by_tokens([1, 9], 17).num_batches == 2
     assert package.batch_by_tokens([1, 9], 18).num_batches == 1
@@ -74,7 +70,7 @@ def test_padding_counts_in_one_budget_and_not_in_the_other(package: ModuleType) 
     assert package.batch_by_tokens([1, 9], 10, budget="sum").num_batches == 1
 
 
-def test_samples_above_the_last_multiple_start_the_next_batch(package: ModuleType) -> None:
+def test_samples_above_the_last_multiple_start_the_next_batch(package):
     """Seven samples fit, four of them are a batch of an allowed size, three go on with those that follow."""
     lengths = [2] * 11
     assert package.batch_by_tokens(lengths, 14, sequence_multiple=4).num_sequences.tolist() == [4, 4, 3]
@@ -84,21 +80,21 @@ def test_samples_above_the_last_multiple_start_the_next_batch(package: ModuleTyp
     assert package.batch_by_tokens([2] * 6, 14, max_sequences=3, sequence_multiple=4).num_sequences.tolist() == [3, 3]
 
 
-def test_equal_shapes_go_by_length_and_then_by_index(package: ModuleType) -> None:
+def test_equal_shapes_go_by_length_and_then_by_index(package):
     """Least rows times length, then least length, then least index, whatever the order they are given in."""
     assert package.batch_by_tokens([2], 1, shapes=[(1, 6), (2, 3), (2, 3), (3, 2), (3, 2)]).shape_index.tolist() == [3]
     assert package.batch_by_tokens([3], 1, shapes=[(1, 6), (2, 3), (2, 3)]).shape_index.tolist() == [1]
     assert package.batch_by_tokens([3], 1, shapes=[(4, 9), (1, 10), (1, 20)]).shape_index.tolist() == [1]
 
 
-def test_a_long_sample_moves_an_open_batch_to_a_longer_shape_or_closes_it(package: ModuleType) -> None:
+def test_a_long_sample_moves_an_open_batch_to_a_longer_shape_or_closes_it(package):
     """Rows and length of one and the same shape must hold a batch."""
     shapes = [(4, 2), (2, 8)]
     assert batches_of(package.batch_by_tokens([1, 8, 1], 1, shapes=shapes)) == [([0, 1], 1), ([2], 0)]
     assert batches_of(package.batch_by_tokens([1, 1, 8], 1, shapes=shapes)) == [([0, 1], 0), ([2], 1)]
 
 
-def test_other_limits_do_not_apply_to_shapes(package: ModuleType) -> None:
+def test_other_limits_do_not_apply_to_shapes(package):
     """Nor does a sample above max_tokens matter."""
     batches = package.batch_by_tokens(
         [5] * 6, 2, shapes=[(3, 7)], budget="sum", max_sequences=1, sequence_multiple=2, order="length_descending"
@@ -106,7 +102,7 @@ def test_other_limits_do_not_apply_to_shapes(package: ModuleType) -> None:
     assert batches.num_sequences.tolist() == [3, 3]
 
 
-def test_buckets_are_shapes(package: ModuleType) -> None:
+def test_buckets_are_shapes(package):
     """What `make_buckets` returns can be passed on."""
     lengths = np.random.default_rng(3).integers(1, 100, 500)
     buckets = package.make_buckets(lengths, 1000, max_shapes=4)
@@ -115,7 +111,7 @@ def test_buckets_are_shapes(package: ModuleType) -> None:
     assert len(set(batches.shape_index.tolist())) > 1
 
 
-def test_batches_of_narrow_integers_do_not_overflow(package: ModuleType) -> None:
+def test_batches_of_narrow_integers_do_not_overflow(package):
     """Lengths and limits may be NumPy integers of any width."""
     lengths = np.full(300, 100, dtype=np.int8)
     for budget in ("padded", "sum"):
@@ -127,7 +123,7 @@ def test_batches_of_narrow_integers_do_not_overflow(package: ModuleType) -> None
 
 
 @pytest.mark.parametrize("budget", ["padded", "sum"])
-def test_batches_of_huge_lengths_do_not_overflow(package: ModuleType, budget: str) -> None:
+def test_batches_of_huge_lengths_do_not_overflow(package, budget):
     """Products and sums above int64 are above every budget."""
     for lengths in ([2**62] * 5, [2**63 - 1, 1, 2**63 - 1, 2**62, 2**62 - 1, 1], [2**61] * 9):
         batches = package.batch_by_tokens(lengths, 2**63 - 1, budget=budget)
@@ -136,7 +132,7 @@ def test_batches_of_huge_lengths_do_not_overflow(package: ModuleType, budget: st
     assert package.batch_by_tokens([3, 3], 1, shapes=huge).shape_index.tolist() == [2]
 
 
-def test_the_order_is_that_of_the_seed_and_epoch(package: ModuleType) -> None:
+def test_the_order_is_that_of_the_seed_and_epoch(package):
     """A shuffle by name and the same shuffle as an array give the same batches; so do all other orders."""
     lengths = np.random.default_rng(4).integers(1, 30, 200)
     for order in ORDERS:
@@ -189,9 +185,9 @@ def test_the_order_is_that_of_the_seed_and_epoch(package: ModuleType) -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"lengths": [3, 5, 8], "max_tokens": 64}
+    valid = {"lengths": [3, 5, 8], "max_tokens": 64}
     with pytest.raises(ValueError, match=named):
         package.batch_by_tokens(**(valid | arguments))
 
@@ -202,13 +198,11 @@ def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[
     ids=str,
 )
 @pytest.mark.parametrize("order", [*ORDERS, "array"])
-def test_samples_above_the_limit_are_listed(
-    package: ModuleType, limits: dict[str, Any], limit: int, order: str
-) -> None:
+def test_samples_above_the_limit_are_listed(package, limits, limit, order):
     """By id, value and limit, in ascending order of ids; the first few of many."""
     lengths = np.full(900, 10)
     lengths[[234, 567]] = [2002, 1001]
-    arguments: dict[str, Any] = {"max_tokens": 1, "order": np.arange(900)[::-1] if order == "array" else order} | limits
+    arguments = {"max_tokens": 1, "order": np.arange(900)[::-1] if order == "array" else order} | limits
     with pytest.raises(ValueError, match=offenders((234, 2002), (567, 1001), limit=limit)):
         package.batch_by_tokens(lengths, **arguments)
     with pytest.raises(ValueError, match=r"\b0\D+1000\b") as caught:
@@ -216,14 +210,14 @@ def test_samples_above_the_limit_are_listed(
     assert len(str(caught.value)) < 1000
 
 
-def test_a_sample_at_the_limit_is_not_above_it(package: ModuleType) -> None:
+def test_a_sample_at_the_limit_is_not_above_it(package):
     """It fills a batch of its own."""
     for budget in ("padded", "sum"):
         assert package.batch_by_tokens([7, 1, 7], 7, budget=budget).num_sequences.tolist() == [1, 1, 1]
     assert package.batch_by_tokens([7, 1, 7], 1, shapes=[(1, 7)]).num_sequences.tolist() == [1, 1, 1]
 
 
-def test_a_sample_left_out_of_the_order_is_not_above_the_limit(package: ModuleType) -> None:
+def test_a_sample_left_out_of_the_order_is_not_above_the_limit(package):
     """An order array is the whole of what is batched."""
     assert batches_of(package.batch_by_tokens([3, 99, 4], 8, order=[2, 0])) == [([2, 0], None)]
     assert batches_of(package.batch_by_tokens([3, 99, 4], 1, order=[2, 0], shapes=[(1, 4)])) == [([2], 0), ([0], 0)]

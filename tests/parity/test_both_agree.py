@@ -1,8 +1,6 @@
 """The two packages against each other, on inputs too large for the slow transcription."""
 
 import importlib
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +17,11 @@ SIZE = 4_000
 
 
 @pytest.fixture(scope="module")
-def both() -> list[ModuleType]:
-    """Return the two packages."""
+def both():
     return [importlib.import_module(name) for name in PACKAGES]
 
 
-def inputs(seed: int) -> dict[str, Any]:
+def inputs(seed):
     """Return lengths with a long tail, and difficulties of three kinds."""
     rng = np.random.default_rng(seed)
     return {
@@ -35,12 +32,11 @@ def inputs(seed: int) -> dict[str, Any]:
     }
 
 
-def timed_cost(rows: Any, length: Any) -> Any:
-    """Return seconds of a microbatch."""
+def timed_cost(rows, length):
     return 15e-6 + rows * length * (0.219e-6 + 1.3e-10 * length)
 
 
-def assert_equal_plans(plans: list[Any]) -> None:
+def assert_equal_plans(plans):
     """Hold two plans equal in all that a trainer sees."""
     one, other = plans
     assert one.digest == other.digest
@@ -61,7 +57,7 @@ def assert_equal_plans(plans: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_both_choose_the_same_buckets(both: list[ModuleType], strategy: str) -> None:
+def test_both_choose_the_same_buckets(both, strategy):
     """Every strategy, with and without multiples."""
     lengths = inputs(0)["lengths"]
     cut = {"max_length": 2048, "overlong": "truncate", "length_multiple": 4}
@@ -74,7 +70,7 @@ def test_both_choose_the_same_buckets(both: list[ModuleType], strategy: str) -> 
 
 
 @pytest.mark.parametrize("compile_seconds", [None, 0.01])
-def test_both_weigh_seconds_alike(both: list[ModuleType], compile_seconds: float | None) -> None:
+def test_both_weigh_seconds_alike(both, compile_seconds):
     """A cost that rounds: the same sums in the same order."""
     lengths = inputs(1)["lengths"]
     one, other = (
@@ -86,9 +82,9 @@ def test_both_weigh_seconds_alike(both: list[ModuleType], compile_seconds: float
     assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
 
 
-def test_both_reuse_the_same_shapes(both: list[ModuleType]) -> None:
+def test_both_reuse_the_same_shapes(both):
     """The shapes of other lengths, and many that fit badly or not at all."""
-    options: dict[str, Any] = {"max_shapes": 24, "length_multiple": 8, "microbatches_per_step": 2}
+    options = {"max_shapes": 24, "length_multiple": 8, "microbatches_per_step": 2}
     options |= {"cost": timed_cost, "compile_seconds": 0.01}
     shapes = both[0].make_buckets(inputs(1)["lengths"], 16_384, **options)
     rows, lengths = np.random.default_rng(3).integers((1, 1), (200, 700), (300, 2)).T
@@ -102,9 +98,7 @@ def test_both_reuse_the_same_shapes(both: list[ModuleType]) -> None:
 @pytest.mark.parametrize(
     ("difficulty", "shuffle_steps"), [(None, False), (None, True), ("integers", False), ("floats", True)]
 )
-def test_both_make_the_same_plan(
-    both: list[ModuleType], order: str, difficulty: str | None, shuffle_steps: bool
-) -> None:
+def test_both_make_the_same_plan(both, order, difficulty, shuffle_steps):
     """The same rows in every step, the same counts, the same digest."""
     drawn = inputs(2)
     buckets = both[1].make_buckets(drawn["lengths"], 16_384, max_shapes=12, microbatches_per_step=4)
@@ -128,13 +122,13 @@ def test_both_make_the_same_plan(
 
 
 @pytest.mark.parametrize(("order", "new_shape_every"), [("shuffle", 1), ("subset", 10), ("length_descending", 2000)])
-def test_both_let_shapes_come_one_by_one(both: list[ModuleType], order: str, new_shape_every: int) -> None:
+def test_both_let_shapes_come_one_by_one(both, order, new_shape_every):
     """Of samples, of packed rows and of pairs."""
     drawn, pairs = inputs(16), pair_lengths(16)
     buckets = both[1].make_buckets(drawn["lengths"], 8192, max_shapes=12)
     pair_buckets = both[1].make_pair_buckets(pairs, 4096, max_shapes=8, max_candidates=12)
     for shuffle_steps in (False, True):
-        options: dict[str, Any] = {"seed": 3, "shuffle_steps": shuffle_steps, "new_shape_every": new_shape_every}
+        options = {"seed": 3, "shuffle_steps": shuffle_steps, "new_shape_every": new_shape_every}
         options |= {"order": drawn["subset"] if order == "subset" else order, "longest_first": shuffle_steps}
         for lengths, shapes in ((drawn["lengths"], buckets), (pairs, pair_buckets)):
             plans = [package.make_plan(lengths, shapes, **for_plan(package, options)) for package in both]
@@ -150,7 +144,7 @@ def test_both_let_shapes_come_one_by_one(both: list[ModuleType], order: str, new
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str) -> None:
+def test_both_treat_overlong_samples_alike(both, overlong):
     """The same samples dropped or cut."""
     lengths = inputs(3)["lengths"]
     plans = [
@@ -161,15 +155,15 @@ def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str
     assert plans[0].num_dropped + plans[0].num_truncated > 0
 
 
-def memory_bytes(rows: Any, length: Any) -> Any:
+def memory_bytes(rows, length):
     """Return bytes of a microbatch: activations of each token and the scores of attention."""
     return 1e6 + rows * length * (4096.0 + 8.0 * length)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, (16, 60, 250, 1000, 4096)], ids=str)
-def test_both_keep_the_same_limits(both: list[ModuleType], strategy: Any) -> None:
+def test_both_keep_the_same_limits(both, strategy):
     """Of cost and of bytes, for every strategy and for given edges, with each rule for long samples."""
-    options: dict[str, Any] = {"microbatches_per_step": 4, "row_multiple": 8, "length_multiple": 4, "max_shapes": 12}
+    options = {"microbatches_per_step": 4, "row_multiple": 8, "length_multiple": 4, "max_shapes": 12}
     options |= {"cost": timed_cost, "max_cost": 0.008, "memory": memory_bytes, "max_bytes": 3e8, "max_length": 4096}
     for overlong in ("truncate", "drop"):
         one, other = (
@@ -180,7 +174,7 @@ def test_both_keep_the_same_limits(both: list[ModuleType], strategy: Any) -> Non
         assert any(rows * length < 40_000 for rows, length in one)
 
 
-def test_both_fit_the_same_cost_model(both: list[ModuleType]) -> None:
+def test_both_fit_the_same_cost_model(both):
     """To the rounding of the solver, from noisy measurements."""
     rng = np.random.default_rng(9)
     shapes = [(max(1, 16_384 // length), length) for length in (16, 32, 100, 256, 700, 2048, 5000)]
@@ -191,7 +185,7 @@ def test_both_fit_the_same_cost_model(both: list[ModuleType]) -> None:
 
 
 @pytest.mark.parametrize(("order", "block_size"), [*((order, 64) for order in ORDERS), ("subset", 5000)])
-def test_both_shuffle_the_same_blocks(both: list[ModuleType], order: str, block_size: int) -> None:
+def test_both_shuffle_the_same_blocks(both, order, block_size):
     """The same order and the same plan."""
     drawn = inputs(10)
     by, options = drawn["subset"] if order == "subset" else order, {"seed": 2**40 + 7, "epoch": 3}
@@ -209,7 +203,7 @@ def test_both_shuffle_the_same_blocks(both: list[ModuleType], order: str, block_
     )
 
 
-PACINGS: dict[str, dict[str, Any]] = {
+PACINGS = {
     "linear_pacing": {"initial": 0.05},
     "root_pacing": {"initial": 0.05, "degree": 3},
     "competence_pacing": {"initial": 0.01},
@@ -219,7 +213,7 @@ PACINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PACINGS)
 @pytest.mark.parametrize(("order", "difficulty"), [("length", "floats"), ("length_descending", None)])
-def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficulty: str | None) -> None:
+def test_both_pace_alike(both, name, order, difficulty):
     """Each with its own pacing function, over the epochs of a run."""
     drawn = inputs(11)
     buckets = both[1].make_buckets(drawn["lengths"], 16_384, max_shapes=12, microbatches_per_step=2)
@@ -242,7 +236,7 @@ def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficul
 
 
 @pytest.fixture(scope="module")
-def row_lengths(both: list[ModuleType]) -> Any:
+def row_lengths(both):
     """Chosen by each package for some of the lengths."""
     lengths = inputs(12)["lengths"][::8]
     return [
@@ -252,7 +246,7 @@ def row_lengths(both: list[ModuleType]) -> Any:
 
 
 @pytest.mark.parametrize(("order", "overlong"), [("shuffle", "drop"), ("subset", "truncate"), ("dataset", "drop")])
-def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, overlong: str) -> None:
+def test_both_pack_alike(both, row_lengths, order, overlong):
     """The same rows of the same lengths, and the same plans of them."""
     drawn = inputs(12)
     assert row_lengths[0] == row_lengths[1]
@@ -276,7 +270,7 @@ def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, o
     assert one.fill > 0.98
     buckets = both[0].make_buckets(one.num_tokens, 16_384, strategy=row_lengths[0], microbatches_per_step=2)
     for plan_order, block_size in (("length", None), ("shuffle", None), ("shuffle", 50), ("dataset", None)):
-        options: dict[str, Any] = {"microbatches_per_step": 2, "order": plan_order, "block_size": block_size, "seed": 1}
+        options = {"microbatches_per_step": 2, "order": plan_order, "block_size": block_size, "seed": 1}
         assert_equal_plans(
             [
                 package.make_plan(packing, buckets, **for_plan(package, options))
@@ -286,10 +280,10 @@ def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, o
 
 
 @pytest.mark.parametrize(("cost", "max_shapes"), [(None, 1), (None, 4), (timed_cost, 16)])
-def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max_shapes: int) -> None:
+def test_both_choose_the_same_row_lengths(both, cost, max_shapes):
     """In tokens and in seconds, with limits and multiples."""
     lengths = inputs(13)["lengths"][::16]
-    options: dict[str, Any] = {} if cost is None else {"cost": cost, "compile_seconds": 0.05, "max_cost": 0.02}
+    options = {} if cost is None else {"cost": cost, "compile_seconds": 0.05, "max_cost": 0.02}
     one, other = (
         find(package, "choose_row_lengths")(
             lengths, 16_384, max_shapes=max_shapes, length_multiple=8, microbatches_per_step=4, **options
@@ -308,13 +302,8 @@ def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max
     num_microbatches=st.integers(1, 3),
 )
 def test_both_search_alike_where_not_all_row_lengths_are_tried(
-    both: list[ModuleType],
-    lengths: list[int],
-    max_shapes: int,
-    max_sets: int,
-    length_multiple: int,
-    num_microbatches: int,
-) -> None:
+    both, lengths, max_shapes, max_sets, length_multiple, num_microbatches
+):
     """With limits far below the real ones, so that these end the search at any point."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("jvarlen.planning.row_lengths._MAX_SETS", max_sets)
@@ -332,7 +321,7 @@ def test_both_search_alike_where_not_all_row_lengths_are_tried(
     assert one == other
 
 
-def pair_lengths(seed: int) -> Any:
+def pair_lengths(seed):
     """Return sentences and their translations, of related but not equal lengths."""
     rng = np.random.default_rng(seed)
     source = np.clip(rng.lognormal(3.0, 0.6, SIZE).round(), 1, 250).astype(np.int64)
@@ -342,7 +331,7 @@ def pair_lengths(seed: int) -> Any:
 
 @pytest.mark.parametrize("budget", ["sum", "larger"])
 @pytest.mark.parametrize("max_candidates", [12, 40])
-def test_both_choose_the_same_pair_buckets(both: list[ModuleType], budget: str, max_candidates: int) -> None:
+def test_both_choose_the_same_pair_buckets(both, budget, max_candidates):
     """And make the same plans of them."""
     lengths = pair_lengths(14)
     for options in ({"max_shapes": 5}, {"max_shapes": 16, "row_multiple": 8, "length_multiple": 4}):
@@ -369,7 +358,7 @@ def test_both_choose_the_same_pair_buckets(both: list[ModuleType], budget: str, 
 
 @pytest.mark.parametrize("max_waiting", [None, 500])
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_both_stream_alike(both: list[ModuleType], max_waiting: int | None, overlong: str) -> None:
+def test_both_stream_alike(both, max_waiting, overlong):
     """The same buckets and steps."""
     lengths = inputs(15)["lengths"]
     streams = [
@@ -400,7 +389,7 @@ def test_both_stream_alike(both: list[ModuleType], max_waiting: int | None, over
     assert streams[0].num_dropped + streams[0].num_truncated > 0
 
 
-def assert_equal_batches(batches: list[Any]) -> None:
+def assert_equal_batches(batches):
     """Hold two results of `batch_by_tokens` equal, types included."""
     one, other = batches
     for name in ("sample_ids", "offsets", "num_sequences", "shape_index"):
@@ -415,7 +404,7 @@ def assert_equal_batches(batches: list[Any]) -> None:
 @pytest.mark.parametrize("order", ["shuffle", "subset"])
 @pytest.mark.parametrize("budget", ["padded", "sum"])
 @pytest.mark.parametrize("sequence_multiple", [1, 8, 100])
-def test_both_make_the_same_batches(both: list[ModuleType], order: str, budget: str, sequence_multiple: int) -> None:
+def test_both_make_the_same_batches(both, order, budget, sequence_multiple):
     """From batches of a few samples to batches of thousands."""
     drawn = inputs(5)
     for max_tokens in (5000, 16_384, 200_000):
@@ -437,7 +426,7 @@ def test_both_make_the_same_batches(both: list[ModuleType], order: str, budget: 
 
 
 @pytest.mark.parametrize("order", ["shuffle", "subset"])
-def test_both_choose_the_same_shapes_for_batches(both: list[ModuleType], order: str) -> None:
+def test_both_choose_the_same_shapes_for_batches(both, order):
     """Planned buckets, and shapes of which some hold nothing that others do not, in no order."""
     drawn = inputs(6)
     rng = np.random.default_rng(7)
@@ -455,7 +444,7 @@ def test_both_choose_the_same_shapes_for_batches(both: list[ModuleType], order: 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt", None, np.log1p])
 @pytest.mark.parametrize("unit", ["sequences", "tokens"])
-def test_both_give_the_same_learning_rates(both: list[ModuleType], rule: Any, unit: str) -> None:
+def test_both_give_the_same_learning_rates(both, rule, unit):
     """To 1e-12 in float64."""
     lengths = inputs(4)["lengths"]
     plan = both[0].make_plan(lengths, [(64, 16), (16, 100), (2, 5000)], order="shuffle")
@@ -465,7 +454,7 @@ def test_both_give_the_same_learning_rates(both: list[ModuleType], rule: Any, un
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=0)
 
 
-def test_both_export_the_planning_names(both: list[ModuleType]) -> None:
+def test_both_export_the_planning_names(both):
     """The same names for the planning part."""
     names = {"Bucket", "Plan", "batch_by_tokens", "check_lengths", "lr_scale", "lr_sequence"}
     names |= {"make_buckets", "make_plan", "sample_order"}

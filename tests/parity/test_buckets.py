@@ -1,9 +1,5 @@
 """Buckets: every strategy against a slow transcription, "optimal" against all sets of edges."""
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,15 +21,15 @@ from .inputs import (
 )
 
 STRATEGIES = (*CLOSED_FORMS, "optimal")
-PRICED: dict[str, Any] = {"cost": dyadic_cost, "compile_seconds": 1.0}
+PRICED = {"cost": dyadic_cost, "compile_seconds": 1.0}
 
 
-def seconds_cost(rows: Any, length: Any) -> Any:
+def seconds_cost(rows, length):
     """Cost a microbatch in sums and products that round."""
     return 15.3e-6 + rows * length * (0.219e-6 * length + 1.7e-6)
 
 
-def as_pairs(buckets: Any) -> list[tuple[int, int]]:
+def as_pairs(buckets):
     """Return buckets as plain pairs, checking that they are what the contract says."""
     assert isinstance(buckets, tuple)
     assert all(bucket == (bucket.rows, bucket.length) for bucket in buckets)
@@ -42,7 +38,7 @@ def as_pairs(buckets: Any) -> list[tuple[int, int]]:
 
 @many
 @given(strategy=st.sampled_from(CLOSED_FORMS), data=st.data())
-def test_closed_form_strategies_match_the_contract(package: ModuleType, strategy: str, data: st.DataObject) -> None:
+def test_closed_form_strategies_match_the_contract(package, strategy, data):
     """Edges in Python integers, rows by the row rule."""
     arguments = data.draw(bucket_arguments(strategy=strategy))
     assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
@@ -50,7 +46,7 @@ def test_closed_form_strategies_match_the_contract(package: ModuleType, strategy
 
 @moderate
 @given(data=st.data())
-def test_optimal_is_the_best_of_all_edge_sets(package: ModuleType, data: st.DataObject) -> None:
+def test_optimal_is_the_best_of_all_edge_sets(package, data):
     """Least positions; ties as the contract settles them."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
     assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
@@ -58,9 +54,7 @@ def test_optimal_is_the_best_of_all_edge_sets(package: ModuleType, data: st.Data
 
 @moderate
 @given(data=st.data(), compile_seconds=st.sampled_from([None, 0.0, 0.25, 1.5, 40.0]))
-def test_optimal_with_an_exact_cost_is_the_best_of_all_edge_sets(
-    package: ModuleType, data: st.DataObject, compile_seconds: float | None
-) -> None:
+def test_optimal_with_an_exact_cost_is_the_best_of_all_edge_sets(package, data, compile_seconds):
     """A float cost without rounding: totals and ties agree to the last bit."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
     arguments |= {"cost": dyadic_cost, "compile_seconds": compile_seconds}
@@ -69,15 +63,13 @@ def test_optimal_with_an_exact_cost_is_the_best_of_all_edge_sets(
 
 @moderate
 @given(data=st.data(), compile_seconds=st.sampled_from([None, 1e-5, 3e-4]))
-def test_optimal_with_any_cost_reaches_the_least_total(
-    package: ModuleType, data: st.DataObject, compile_seconds: float | None
-) -> None:
+def test_optimal_with_any_cost_reaches_the_least_total(package, data, compile_seconds):
     """Sums that round, from the shortest bucket up: rounding is monotone, so the least total is reached exactly."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
     arguments |= {"cost": seconds_cost, "compile_seconds": compile_seconds, "overlong": "truncate"}
     found = [length for _, length in as_pairs(package.make_buckets(**as_arrays(arguments)))]
 
-    def total(edges: list[int]) -> float:
+    def total(edges):
         names = ("lengths", "max_tokens", "microbatches_per_step", "row_multiple", "cost", "compile_seconds")
         lengths, *rest = (arguments[name] for name in names)
         return slow.total_cost([min(n, edges[-1]) for n in lengths], edges, *rest)
@@ -88,18 +80,14 @@ def test_optimal_with_any_cost_reaches_the_least_total(
 
 @many
 @given(arguments=reusing_arguments())
-def test_optimal_with_compiled_shapes_is_the_best_of_all_edge_sets(
-    package: ModuleType, arguments: dict[str, Any]
-) -> None:
+def test_optimal_with_compiled_shapes_is_the_best_of_all_edge_sets(package, arguments):
     """Edges, rows and ties; shapes that do not fit the budget do no harm."""
     assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
 
 
 @moderate
 @given(arguments=reusing_arguments(), compile_seconds=st.sampled_from([1e-5, 3e-4]))
-def test_optimal_with_compiled_shapes_and_any_cost_reaches_the_least_total(
-    package: ModuleType, arguments: dict[str, Any], compile_seconds: float
-) -> None:
+def test_optimal_with_compiled_shapes_and_any_cost_reaches_the_least_total(package, arguments, compile_seconds):
     """Sums that round, from the shortest bucket up."""
     arguments |= {"cost": seconds_cost, "compile_seconds": compile_seconds, "max_cost": 1e9}
     found = as_pairs(package.make_buckets(**as_arrays(arguments)))
@@ -112,7 +100,7 @@ def test_optimal_with_compiled_shapes_and_any_cost_reaches_the_least_total(
 
 @moderate
 @given(arguments=reusing_arguments())
-def test_compiled_shapes_never_make_buckets_dearer(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_compiled_shapes_never_make_buckets_dearer(package, arguments):
     """Every bucket holds a sample, fits the budget, and has its trimmed rows or a compiled shape."""
     buckets = as_pairs(package.make_buckets(**as_arrays(arguments)))
     clipped = slow.clip(arguments["lengths"], arguments["max_length"], arguments["overlong"])
@@ -124,7 +112,7 @@ def test_compiled_shapes_never_make_buckets_dearer(package: ModuleType, argument
     assert all(rows * length <= arguments["max_tokens"] for rows, length in buckets)
     num_microbatches, compiled = arguments["microbatches_per_step"], set(arguments["compiled"])
 
-    def total(buckets: list[tuple[int, int]]) -> float:
+    def total(buckets):
         held = slow.samples_per_edge(clipped, [length for _, length in buckets])
         return sum(
             slow.ceil_div(count, num_microbatches * rows) * num_microbatches * arguments["cost"](rows, length)
@@ -136,26 +124,26 @@ def test_compiled_shapes_never_make_buckets_dearer(package: ModuleType, argument
     assert total(buckets) <= total(as_pairs(package.make_buckets(**as_arrays(without))))
 
 
-def flat_cost(rows: Any, length: Any) -> Any:
+def flat_cost(rows, length):
     """Cost a microbatch its positions."""
     return 1.0 * rows * length
 
 
-def test_a_compiled_shape_may_be_longer_than_every_sample(package: ModuleType) -> None:
+def test_a_compiled_shape_may_be_longer_than_every_sample(package):
     """As the last bucket or between two lengths, as long as it costs less than a new program."""
     for seconds, expected in ((50.0, [(4, 4), (2, 12)]), (0.5, [(3, 3), (1, 10)])):
         options = {"cost": flat_cost, "compile_seconds": seconds, "compiled": [(4, 4), (2, 12)]}
         assert as_pairs(package.make_buckets([3, 3, 3, 10], 24, **options)) == expected
 
 
-def test_a_compiled_shape_that_would_hold_nothing_is_no_bucket(package: ModuleType) -> None:
+def test_a_compiled_shape_that_would_hold_nothing_is_no_bucket(package):
     """Neither below the shortest sample nor twice between two lengths, nor twice above the longest."""
     compiled = [(9, 1), (9, 2), (4, 5), (4, 6), (2, 12), (2, 13)]
     options = {"cost": flat_cost, "compile_seconds": 1000.0, "compiled": compiled}
     assert as_pairs(package.make_buckets([4, 4, 4, 4, 11, 11], 36, **options)) == [(4, 5), (2, 12)]
 
 
-def test_compiled_rows_win_ties_and_fewer_of_them(package: ModuleType) -> None:
+def test_compiled_rows_win_ties_and_fewer_of_them(package):
     """Six samples in rows of 6, 3 or 2 cost the same."""
     options = {"cost": flat_cost, "compile_seconds": 0.0}
     assert as_pairs(package.make_buckets([5] * 6, 30, **options)) == [(6, 5)]
@@ -177,11 +165,9 @@ def test_compiled_rows_win_ties_and_fewer_of_them(package: ModuleType) -> None:
     ],
     ids=text_of,
 )
-def test_compiled_shapes_outside_the_budget_are_ignored(
-    package: ModuleType, shape: tuple[int, int], limit: dict[str, Any]
-) -> None:
+def test_compiled_shapes_outside_the_budget_are_ignored(package, shape, limit):
     """One is used without the limit and, with it, makes no difference."""
-    options: dict[str, Any] = {"cost": flat_cost, "compile_seconds": 1e6}
+    options = {"cost": flat_cost, "compile_seconds": 1e6}
     lengths, max_tokens = [8] * 60, 60 + 9 * (limit != {})
     if limit:
         assert as_pairs(package.make_buckets(lengths, max_tokens, compiled=[shape], **options)) == [shape]
@@ -191,17 +177,17 @@ def test_compiled_shapes_outside_the_budget_are_ignored(
     )
 
 
-def test_a_row_multiple_above_the_cap_is_waived_for_compiled_shapes(package: ModuleType) -> None:
+def test_a_row_multiple_above_the_cap_is_waived_for_compiled_shapes(package):
     """Where no multiple fits, any number of rows up to the cap does."""
     options = {"cost": flat_cost, "compile_seconds": 1e6, "row_multiple": 8, "compiled": [(5, 10)]}
     assert as_pairs(package.make_buckets([10] * 100, 70, **options)) == [(5, 10)]
 
 
-def test_compiled_shapes_are_chosen_again_for_slightly_other_lengths(package: ModuleType) -> None:
+def test_compiled_shapes_are_chosen_again_for_slightly_other_lengths(package):
     """Nothing compiles again, although the lengths alone lead to other shapes."""
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / 60, 5000).clip(1, 400)
-    options: dict[str, Any] = {"max_shapes": 12, "microbatches_per_step": 2, "cost": flat_cost}
+    options = {"max_shapes": 12, "microbatches_per_step": 2, "cost": flat_cost}
     options["compile_seconds"] = 2000.0
     shapes = package.make_buckets(lengths, 4096, **options)
     assert len(shapes) == 12
@@ -212,11 +198,11 @@ def test_compiled_shapes_are_chosen_again_for_slightly_other_lengths(package: Mo
     assert package.make_buckets(other, 4096, compiled=as_array, **options) == shapes
 
 
-def test_the_cost_of_a_compiled_shape_is_asked_for_once(package: ModuleType) -> None:
+def test_the_cost_of_a_compiled_shape_is_asked_for_once(package):
     """A function of arrays sees few calls, however many samples and shapes there are."""
     calls = []
 
-    def cost(rows: Any, length: Any) -> Any:
+    def cost(rows, length):
         assert rows.dtype == length.dtype == np.int64
         calls.append(int(np.max(rows * length)))
         return 1.0 * rows * length
@@ -231,9 +217,7 @@ def test_the_cost_of_a_compiled_shape_is_asked_for_once(package: ModuleType) -> 
 
 @many
 @given(strategy=st.sampled_from(STRATEGIES), data=st.data())
-def test_buckets_ascend_fit_the_budget_and_hold_the_longest(
-    package: ModuleType, strategy: str, data: st.DataObject
-) -> None:
+def test_buckets_ascend_fit_the_budget_and_hold_the_longest(package, strategy, data):
     """What a plan relies on, whatever the strategy."""
     arguments = data.draw(bucket_arguments(strategy=strategy))
     buckets = as_pairs(package.make_buckets(**as_arrays(arguments)))
@@ -250,7 +234,7 @@ def test_buckets_ascend_fit_the_budget_and_hold_the_longest(
 
 @many
 @given(strategy=st.sampled_from(STRATEGIES), data=st.data())
-def test_limits_of_cost_and_bytes_match_the_contract(package: ModuleType, strategy: str, data: st.DataObject) -> None:
+def test_limits_of_cost_and_bytes_match_the_contract(package, strategy, data):
     """The most rows inside every limit, counted up one by one there."""
     sizes = {"max_samples": 14, "longest": 12} if strategy == "optimal" else {}
     arguments = data.draw(bucket_arguments(strategy=strategy, **sizes))
@@ -259,7 +243,7 @@ def test_limits_of_cost_and_bytes_match_the_contract(package: ModuleType, strate
 
 
 @st.composite
-def given_edges(draw: st.DrawFn) -> dict[str, Any]:
+def given_edges(draw):
     """Draw arguments with edges in place of a strategy's name."""
     arguments = draw(bucket_arguments(strategy=""))
     edges = draw(st.lists(st.integers(1, 50), min_size=1, max_size=5, unique=True).map(sorted))
@@ -275,7 +259,7 @@ def given_edges(draw: st.DrawFn) -> dict[str, Any]:
 
 @moderate
 @given(arguments=given_edges(), data=st.data())
-def test_given_edges_match_the_contract(package: ModuleType, arguments: dict[str, Any], data: st.DataObject) -> None:
+def test_given_edges_match_the_contract(package, arguments, data):
     """Rounded up, deduplicated, the last one the limit; rows by the ordinary rule."""
     if data.draw(st.booleans()):
         arguments |= data.draw(limits(60))
@@ -284,13 +268,13 @@ def test_given_edges_match_the_contract(package: ModuleType, arguments: dict[str
     assert as_pairs(package.make_buckets(**as_array)) == slow.make_buckets(**arguments)
 
 
-def test_given_edges_keep_those_that_hold_nothing(package: ModuleType) -> None:
+def test_given_edges_keep_those_that_hold_nothing(package):
     """An empty bucket gets its cap; the rest are trimmed as ever."""
     assert as_pairs(package.make_buckets([3, 3, 9], 64, strategy=[2, 4, 8, 16])) == [(32, 2), (2, 4), (8, 8), (1, 16)]
 
 
 @pytest.mark.parametrize("strategy", ["pad_to_max", "optimal"])
-def test_samples_above_max_length_follow_the_rule(package: ModuleType, strategy: str) -> None:
+def test_samples_above_max_length_follow_the_rule(package, strategy):
     """Counted as cut, not counted, or refused."""
     lengths = [2, 3, 10, 11]
     made = {
@@ -305,7 +289,7 @@ def test_samples_above_max_length_follow_the_rule(package: ModuleType, strategy:
     assert 'overlong="drop" leaves no sample' in str(caught.value)
 
 
-def test_what_is_dropped_need_not_fit(package: ModuleType) -> None:
+def test_what_is_dropped_need_not_fit(package):
     """A dropped sample is neither too long for the budget nor for the multiple; ids in errors stay the caller's."""
     assert as_pairs(package.make_buckets([4, 900, 3], 8, max_length=7, length_multiple=4, overlong="drop")) == [(2, 4)]
     with pytest.raises(ValueError, match=offenders((3, 60), limit=50)):
@@ -313,7 +297,7 @@ def test_what_is_dropped_need_not_fit(package: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optimal", "pad_to_max", [3, 5, 20]])
-def test_limits_that_leave_no_row_are_named(package: ModuleType, strategy: Any) -> None:
+def test_limits_that_leave_no_row_are_named(package, strategy):
     """Which limit it is, and the samples by original id."""
     lengths = [3, 20, 5, 20]
     with pytest.raises(ValueError, match=offenders((1, 20), (3, 20), limit=3)) as caught:
@@ -326,25 +310,25 @@ def test_limits_that_leave_no_row_are_named(package: ModuleType, strategy: Any) 
     assert "max_cost" not in str(caught.value)
 
 
-def test_a_candidate_that_no_limit_holds_is_refused_by_optimal_alone(package: ModuleType) -> None:
+def test_a_candidate_that_no_limit_holds_is_refused_by_optimal_alone(package):
     """A cost that falls with the length: only "optimal" might have chosen the shorter one."""
-    options: dict[str, Any] = {"cost": lambda b, t: b * (20.0 - t), "max_cost": 12}
+    options = {"cost": lambda b, t: b * (20.0 - t), "max_cost": 12}
     assert as_pairs(package.make_buckets([5, 10, 10], 40, strategy="pad_to_max", **options)) == [(1, 10)]
     with pytest.raises(ValueError, match=r"(?s)(?=.*max_cost).*\b0\D+5\b"):
         package.make_buckets([5, 10, 10], 40, **options)
 
 
-def test_a_given_edge_that_nothing_fits_is_refused_without_samples(package: ModuleType) -> None:
+def test_a_given_edge_that_nothing_fits_is_refused_without_samples(package):
     """The budget is named although no sample is that long."""
     with pytest.raises(ValueError, match="max_tokens"):
         package.make_buckets([3, 5], 40, strategy=[5, 41])
 
 
-def test_functions_see_no_shape_above_the_budget(package: ModuleType) -> None:
+def test_functions_see_no_shape_above_the_budget(package):
     """The search for the most rows stays inside max_tokens, and calls with int64 arrays."""
     seen = []
 
-    def cost(rows: Any, length: Any) -> Any:
+    def cost(rows, length):
         assert rows.dtype == length.dtype == np.int64
         seen.append(int(np.max(rows * length)))
         assert np.min(rows) >= 1
@@ -355,7 +339,7 @@ def test_functions_see_no_shape_above_the_budget(package: ModuleType) -> None:
     assert max(seen) <= 40
 
 
-def test_buckets_are_named_tuples_of_rows_and_length(package: ModuleType) -> None:
+def test_buckets_are_named_tuples_of_rows_and_length(package):
     """`Bucket(rows, length)`."""
     bucket = package.make_buckets([3, 5], 12, strategy="pad_to_max")[0]
     assert isinstance(bucket, package.Bucket)
@@ -363,30 +347,30 @@ def test_buckets_are_named_tuples_of_rows_and_length(package: ModuleType) -> Non
     assert package.Bucket(rows=4, length=8) == (4, 8)
 
 
-def test_equal_totals_take_the_fewest_buckets(package: ModuleType) -> None:
+def test_equal_totals_take_the_fewest_buckets(package):
     """One row a step either way: a second shape gains nothing."""
     assert as_pairs(package.make_buckets([4, 4, 4], 12, max_shapes=3)) == [(3, 4)]
     assert as_pairs(package.make_buckets([2, 2], 8, max_shapes=8, cost=lambda b, t: 0.0 * b * t)) == [(2, 2)]
 
 
-def test_equal_totals_take_the_smaller_second_longest_edge(package: ModuleType) -> None:
+def test_equal_totals_take_the_smaller_second_longest_edge(package):
     """With lengths 1, 2, 3 and budget for one row, merging 1 into 2 or 2 into 3 costs the same."""
     assert as_pairs(package.make_buckets([1, 2, 3], 3, max_shapes=2)) == [(1, 1), (1, 3)]
 
 
-def test_a_bucket_without_samples_takes_the_whole_budget(package: ModuleType) -> None:
+def test_a_bucket_without_samples_takes_the_whole_budget(package):
     """Powers of two between 3 and 33 keep 8 and 16 though no sample needs them."""
     buckets = as_pairs(package.make_buckets([3, 33], 70, strategy="powers_of_two", row_multiple=4))
     assert buckets == [(4, 4), (8, 8), (4, 16), (2, 32), (2, 33)]
 
 
-def test_powers_of_two_ignores_max_shapes(package: ModuleType) -> None:
+def test_powers_of_two_ignores_max_shapes(package):
     """From the first power that is at least the minimum, the last one replaced by the maximum."""
     buckets = package.make_buckets([5, 100], 100, strategy="powers_of_two", max_shapes=1)
     assert [length for _, length in buckets] == [8, 16, 32, 64, 100]
 
 
-def test_geometric_edges_are_exact_for_huge_lengths(package: ModuleType) -> None:
+def test_geometric_edges_are_exact_for_huge_lengths(package):
     """1, 3**10, 3**20, 3**30: a float root misses by one."""
     for shift in (-1, 0, 1):
         lengths = [1, 3**36 + shift]
@@ -396,26 +380,26 @@ def test_geometric_edges_are_exact_for_huge_lengths(package: ModuleType) -> None
             assert edge**3 >= lengths[1] ** k > (edge - 1) ** 3
 
 
-def test_trimmed_rows_fill_the_last_step(package: ModuleType) -> None:
+def test_trimmed_rows_fill_the_last_step(package):
     """Eleven samples at a cap of ten take two steps of six rows, not of ten."""
     assert as_pairs(package.make_buckets([7] * 11, 70)) == [(6, 7)]
     assert as_pairs(package.make_buckets([7] * 11, 70, row_multiple=4)) == [(8, 7)]
     assert as_pairs(package.make_buckets([7] * 11, 70, microbatches_per_step=4)) == [(3, 7)]
 
 
-def test_no_microbatch_has_more_rows_than_allowed(package: ModuleType) -> None:
+def test_no_microbatch_has_more_rows_than_allowed(package):
     """However short they are; a multiple of the row multiple where one remains."""
     assert as_pairs(package.make_buckets([2] * 100, 70, max_sequences=7)) == [(7, 2)]
     assert as_pairs(package.make_buckets([2] * 100, 70, max_sequences=7, row_multiple=3)) == [(6, 2)]
     assert as_pairs(package.make_buckets([2] * 100 + [35], 70, max_sequences=7, max_shapes=2)) == [(7, 2), (1, 35)]
 
 
-def test_a_row_multiple_above_the_cap_is_waived(package: ModuleType) -> None:
+def test_a_row_multiple_above_the_cap_is_waived(package):
     """Rounded down only where at least one multiple remains."""
     assert as_pairs(package.make_buckets([10] * 100, 70, row_multiple=8)) == [(7, 10)]
 
 
-def test_dearer_compilation_means_fewer_buckets(package: ModuleType) -> None:
+def test_dearer_compilation_means_fewer_buckets(package):
     """The number of shapes follows from the price of one."""
     lengths = np.random.default_rng(1).integers(1, 200, 2000)
     counts = [
@@ -426,11 +410,11 @@ def test_dearer_compilation_means_fewer_buckets(package: ModuleType) -> None:
     assert counts[0] > counts[2] > counts[3] == 1
 
 
-def test_cost_is_called_with_int64_arrays_that_broadcast(package: ModuleType) -> None:
+def test_cost_is_called_with_int64_arrays_that_broadcast(package):
     """What the contract promises a cost function, and that it never sees a shape above the budget."""
     seen = []
 
-    def cost(rows: Any, length: Any) -> Any:
+    def cost(rows, length):
         assert rows.dtype == length.dtype == np.int64
         seen.append(int(np.max(rows * length)))
         assert np.min(rows) >= 1
@@ -446,9 +430,7 @@ def test_cost_is_called_with_int64_arrays_that_broadcast(package: ModuleType) ->
     [lambda b, t: -1.0 * b * t, lambda b, t: b * t * np.nan, lambda b, t: b * t * np.inf],
     ids=["negative", "nan", "infinite"],
 )
-def test_costs_that_are_not_finite_and_positive_are_refused(
-    package: ModuleType, cost: Callable[[Any, Any], Any]
-) -> None:
+def test_costs_that_are_not_finite_and_positive_are_refused(package, cost):
     """A cost below 0 or not finite is an error."""
     with pytest.raises(ValueError, match=r"cost"):
         package.make_buckets([1, 2, 3], 10, cost=cost)
@@ -502,14 +484,14 @@ def test_costs_that_are_not_finite_and_positive_are_refused(
     ],
     ids=text_of,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"lengths": [3, 5, 8], "max_tokens": 64}
+    valid = {"lengths": [3, 5, 8], "max_tokens": 64}
     with pytest.raises(ValueError, match=named):
         package.make_buckets(**(valid | arguments))
 
 
-def test_samples_above_the_budget_are_listed(package: ModuleType) -> None:
+def test_samples_above_the_budget_are_listed(package):
     """By id, value and limit; the rounded length counts."""
     lengths = np.full(500, 10)
     lengths[[123, 456]] = [1001, 2002]

@@ -1,11 +1,8 @@
 """Cost models: the best fit of all, by trying every set of terms that may be zero."""
 
-from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from itertools import combinations
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ Shape = tuple[int, int]
 NAMES = ("constant", "linear", "quadratic")
 
 
-def tell_the_terms_apart(pairs: list[Shape]) -> bool:
+def tell_the_terms_apart(pairs):
     """Return whether constant, linear and quadratic terms are clearly independent on these shapes."""
     terms = np.array([(1.0, rows * length, rows * length**2) for rows, length in pairs])
     return bool(np.linalg.matrix_rank(terms / terms.max(axis=0), rtol=1e-5) == 3)
@@ -29,13 +26,13 @@ shapes = st.lists(st.tuples(st.integers(1, 64), st.integers(1, 200)), min_size=3
 )
 
 
-def relative_terms(shape: Shape, measured: float) -> list[Fraction]:
+def relative_terms(shape, measured):
     """Return what each coefficient adds to predicted / measured."""
     rows, length = shape
     return [Fraction(term) / Fraction(measured) for term in (1, rows * length, rows * length * length)]
 
 
-def error(coefficients: Sequence[Any], pairs: Sequence[Shape], measured: Sequence[float]) -> Fraction:
+def error(coefficients, pairs, measured):
     """Return the sum of squares, exactly."""
     exact = [Fraction(coefficient) for coefficient in coefficients]
     predicted = [
@@ -45,7 +42,7 @@ def error(coefficients: Sequence[Any], pairs: Sequence[Shape], measured: Sequenc
     return sum(((value - 1) ** 2 for value in predicted), start=Fraction(0))
 
 
-def solve(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction] | None:
+def solve(matrix, right):
     """Return the solution of a small linear system, or None where there is not exactly one."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for k in range(len(rows)):
@@ -60,7 +57,7 @@ def solve(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction]
     return [row[-1] / row[k] for k, row in enumerate(rows)]
 
 
-def least_error(pairs: Sequence[Shape], measured: Sequence[float]) -> Fraction:
+def least_error(pairs, measured):
     """Return the least sum of squares: of every set of terms the unrestricted best, if none of it is negative."""
     terms = [relative_terms(pair, value) for pair, value in zip(pairs, measured, strict=True)]
     best = error((0, 0, 0), pairs, measured)
@@ -76,7 +73,7 @@ def least_error(pairs: Sequence[Shape], measured: Sequence[float]) -> Fraction:
 
 @few
 @given(pairs=shapes, data=st.data())
-def test_no_model_has_a_smaller_relative_error(package: ModuleType, pairs: list[Shape], data: st.DataObject) -> None:
+def test_no_model_has_a_smaller_relative_error(package, pairs, data):
     """The least squares over coefficients of at least 0, on any measurements."""
     values = st.floats(1e-5, 10.0, allow_subnormal=False)
     measured = data.draw(st.lists(values, min_size=len(pairs), max_size=len(pairs)))
@@ -89,9 +86,7 @@ def test_no_model_has_a_smaller_relative_error(package: ModuleType, pairs: list[
 
 @few
 @given(pairs=shapes, constant=st.floats(1e-4, 1e-2), linear=st.floats(1e-7, 1e-5), quadratic=st.floats(1e-10, 1e-7))
-def test_exact_measurements_are_predicted(
-    package: ModuleType, pairs: list[Shape], constant: float, linear: float, quadratic: float
-) -> None:
+def test_exact_measurements_are_predicted(package, pairs, constant, linear, quadratic):
     """Where the measurements follow the form there is no error left."""
     measured = [constant + rows * length * (linear + quadratic * length) for rows, length in pairs]
     model = package.fit_cost_model(pairs, np.array(measured))
@@ -100,7 +95,7 @@ def test_exact_measurements_are_predicted(
     assert model.largest_error < 1e-6
 
 
-def test_the_coefficients_are_recovered(package: ModuleType) -> None:
+def test_the_coefficients_are_recovered(package):
     """Enough shapes settle all three, though they differ by many powers of ten."""
     grid = [(rows, length) for rows in (1, 8, 64) for length in (16, 128, 1024)]
     measured = [2e-4 + rows * length * (3e-8 + 5e-12 * length) for rows, length in grid]
@@ -108,7 +103,7 @@ def test_the_coefficients_are_recovered(package: ModuleType) -> None:
     np.testing.assert_allclose([getattr(model, name) for name in NAMES], [2e-4, 3e-8, 5e-12], rtol=1e-8)
 
 
-def test_a_model_is_a_function_of_arrays_that_broadcast(package: ModuleType) -> None:
+def test_a_model_is_a_function_of_arrays_that_broadcast(package):
     """float64 by the formula, whatever the shapes, and as a cost of buckets."""
     model = package.CostModel(constant=0.5, linear=0.25, quadratic=0.125)
     assert float(model(2, 4)) == 0.5 + 8 * (0.25 + 0.125 * 4)
@@ -121,7 +116,7 @@ def test_a_model_is_a_function_of_arrays_that_broadcast(package: ModuleType) -> 
     assert all(model(*bucket) <= 60.0 for bucket in buckets)
 
 
-def test_a_model_says_what_it_is_of(package: ModuleType) -> None:
+def test_a_model_says_what_it_is_of(package):
     """Unit, device, model and the largest error of the fit; nothing of it changes."""
     grid = [(1, 10), (2, 10), (1, 100)]
     model = package.fit_cost_model(grid, [1.0, 1.0, 2.0], unit="joules", device="A", model="B")
@@ -148,9 +143,7 @@ def test_a_model_says_what_it_is_of(package: ModuleType) -> None:
     ],
     ids=str,
 )
-def test_measurements_that_settle_nothing_are_refused(
-    package: ModuleType, pairs: list[Shape], measured: list[float], named: str
-) -> None:
+def test_measurements_that_settle_nothing_are_refused(package, pairs, measured, named):
     """Too few, of one length, not as many as shapes, or no positive numbers, listed by shape."""
     with pytest.raises(ValueError, match=named):
         package.fit_cost_model(pairs, measured)

@@ -1,8 +1,6 @@
 """Figures that must come out: padding in batches and with few shapes, and a small cluster's share of a small epoch."""
 
 from functools import cache
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +9,20 @@ BUDGET = 500_000
 
 
 @cache
-def uniform_lengths() -> np.ndarray[Any, np.dtype[np.int64]]:
+def uniform_lengths():
     """Return 200,000 uniform lengths, 421,681,184 tokens."""
     lengths = np.random.RandomState(2023).randint(128, 4096, 200_000)
     assert lengths.sum() == 421_681_184
     return lengths
 
 
-def positions_of(batches: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+def positions_of(batches):
     """Return the padded positions of each batch of uniform lengths."""
     longest = np.maximum.reduceat(uniform_lengths()[batches.sample_ids], batches.offsets[:-1])
     return batches.num_sequences * longest
 
 
-def test_padding_in_batches_of_a_fixed_size(package: ModuleType) -> None:
+def test_padding_in_batches_of_a_fixed_size(package):
     """128 samples a batch in dataset order: almost half of all positions are padding."""
     lengths = uniform_lengths()
     batches = package.batch_by_tokens(lengths, 2**62, max_sequences=128)
@@ -37,7 +35,7 @@ def test_padding_in_batches_of_a_fixed_size(package: ModuleType) -> None:
     assert (first.min(), first.max(), first.sum(), positions[0]) == (167, 4037, 254_802, 516_736)
 
 
-def test_padding_in_batches_of_a_token_budget(package: ModuleType) -> None:
+def test_padding_in_batches_of_a_token_budget(package):
     """Longest first: 0.19 % of the positions are padding."""
     batches = package.batch_by_tokens(uniform_lengths(), BUDGET, order="length_descending")
     assert batches.num_batches == 848
@@ -47,7 +45,7 @@ def test_padding_in_batches_of_a_token_budget(package: ModuleType) -> None:
     assert positions.sum() - uniform_lengths().sum() == 813_143
 
 
-def test_batches_of_a_token_budget_in_multiples_of_eight(package: ModuleType) -> None:
+def test_batches_of_a_token_budget_in_multiples_of_eight(package):
     """The last batch, too."""
     batches = package.batch_by_tokens(uniform_lengths(), BUDGET, order="length_descending", sequence_multiple=8)
     assert batches.num_batches == 865
@@ -57,7 +55,7 @@ def test_batches_of_a_token_budget_in_multiples_of_eight(package: ModuleType) ->
 
 
 @pytest.mark.parametrize("budget", ["padded", "sum"])
-def test_rates_of_batches_of_thirty_tokens(package: ModuleType, budget: str) -> None:
+def test_rates_of_batches_of_thirty_tokens(package, budget):
     """Batches of 10 and 4 sequences, reference size 2 and rate 1e-3: linear 5e-3 and 2e-3, else by the root."""
     batches = package.batch_by_tokens([3] * 10 + [7] * 4, 30, budget=budget)
     assert batches.num_sequences.tolist() == [10, 4]
@@ -67,12 +65,9 @@ def test_rates_of_batches_of_thirty_tokens(package: ModuleType, budget: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("max_shapes", "num_microbatches", "percent"),
-    [(4, 1, "19.07"), (16, 1, "5.62"), (8, 8, "10.57"), (32, 8, "2.95")],
+    ("max_shapes", "num_microbatches", "percent"), [(4, 1, "19.07"), (16, 1, "5.62"), (8, 8, "10.57"), (32, 8, "2.95")]
 )
-def test_padding_of_uniform_lengths_with_few_shapes(
-    package: ModuleType, max_shapes: int, num_microbatches: int, percent: str
-) -> None:
+def test_padding_of_uniform_lengths_with_few_shapes(package, max_shapes, num_microbatches, percent):
     """The best possible under the row rule, lengths rounded to 16."""
     lengths = uniform_lengths()
     buckets = package.make_buckets(
@@ -84,7 +79,7 @@ def test_padding_of_uniform_lengths_with_few_shapes(
     assert plan.num_samples == 200_000
 
 
-def test_no_strategy_beats_optimal_on_uniform_lengths(package: ModuleType) -> None:
+def test_no_strategy_beats_optimal_on_uniform_lengths(package):
     """With the same number of shapes and the same rounding."""
     lengths = uniform_lengths()
     paddings = {}
@@ -94,7 +89,7 @@ def test_no_strategy_beats_optimal_on_uniform_lengths(package: ModuleType) -> No
     assert min(paddings, key=lambda strategy: paddings[strategy]) == "optimal"
 
 
-def test_fifteen_samples_on_two_nodes_of_four_devices(package: ModuleType) -> None:
+def test_fifteen_samples_on_two_nodes_of_four_devices(package):
     """Six steps of 15 samples over 8 devices: all take part in every step, nothing is lost, nobody waits."""
     lengths = np.array([1650, 310, 2900, 480, 3900, 120, 1580, 300, 2870, 450, 1700, 290, 3950, 110, 2950])
     edges = [128, 512, 1600, 1728, 3008, 4000]
@@ -108,7 +103,7 @@ def test_fifteen_samples_on_two_nodes_of_four_devices(package: ModuleType) -> No
     assert sorted(ids[ids >= 0].tolist()) == list(range(15))
 
 
-def test_fifteen_samples_in_six_batches_of_4096_tokens(package: ModuleType) -> None:
+def test_fifteen_samples_in_six_batches_of_4096_tokens(package):
     """By ascending length: as many of the short ones as fit, the long ones alone; nothing is lost."""
     lengths = np.array([1360, 310, 2900, 480, 3900, 120, 1300, 300, 2040, 450, 1900, 290, 3950, 110, 1330])
     batches = package.batch_by_tokens(lengths, 4096, order="length")

@@ -16,7 +16,7 @@ DTYPES[np.dtype(jnp.bfloat16)] = torch.bfloat16
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_buckets_are_those_of_torch(seed: int) -> None:
+def test_buckets_are_those_of_torch(seed):
     """Sizes over six orders of magnitude, of one dtype or several; without memory behind them."""
     rng = np.random.default_rng(seed)
     dtypes = list(DTYPES)[: 1 + seed % len(DTYPES)]

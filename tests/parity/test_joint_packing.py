@@ -2,8 +2,6 @@
 
 import hashlib
 import itertools
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from .inputs import ORDERS, as_arrays, few, moderate, seeds, steps_of
 
 
 @st.composite
-def joint_arguments(draw: st.DrawFn, num_features: int | None = None) -> dict[str, Any]:
+def joint_arguments(draw, num_features=None):
     """Draw valid arguments of `pack_samples` for samples of several features, of which at least one remains."""
     num_features = num_features or draw(st.integers(2, 3))
     row_lengths = draw(st.lists(st.integers(1, 24), min_size=num_features, max_size=num_features))
@@ -23,7 +21,7 @@ def joint_arguments(draw: st.DrawFn, num_features: int | None = None) -> dict[st
     above = 0 if overlong == "error" else 3
     sample = st.tuples(*(st.integers(1, length + above) for length in row_lengths)).map(list)
     lengths = [[1] * num_features, *draw(st.lists(sample, max_size=50))]
-    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 3)) == 0:
         permuted = draw(st.permutations(range(len(lengths))))
         order = [0, *(i for i in permuted if i)][: draw(st.integers(1, len(lengths)))]
@@ -38,8 +36,7 @@ def joint_arguments(draw: st.DrawFn, num_features: int | None = None) -> dict[st
     }
 
 
-def rows_of(packing: Any) -> list[slow_packing.JointRow]:
-    """Return a packing's rows."""
+def rows_of(packing):
     samples = zip(packing.sample_ids.tolist(), map(tuple, packing.sample_lengths.tolist()), strict=True)
     listed, bounds = list(samples), packing.row_offsets.tolist()
     return [slow_packing.JointRow(listed[start:end]) for start, end in itertools.pairwise(bounds)]
@@ -47,7 +44,7 @@ def rows_of(packing: Any) -> list[slow_packing.JointRow]:
 
 @moderate
 @given(arguments=joint_arguments())
-def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_rows_match_the_contract(package, arguments):
     """Every row, sample by sample in order of placing, and every attribute of them."""
     packing = package.pack_samples(**as_arrays(arguments))
     rows = slow_packing.pack_jointly(**arguments)
@@ -72,16 +69,14 @@ def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any])
 
 @moderate
 @given(arguments=joint_arguments(), data=st.data())
-def test_a_histogram_is_packed_into_the_same_rows(
-    package: ModuleType, arguments: dict[str, Any], data: st.DataObject
-) -> None:
+def test_a_histogram_is_packed_into_the_same_rows(package, arguments, data):
     """The rows of the samples that it counts, each kind once with its number."""
     del arguments["order"], arguments["seed"], arguments["epoch"]
     size = len(arguments["lengths"])
     counts = data.draw(st.lists(st.integers(1, 5), min_size=size, max_size=size))
     packed = package.pack_samples(**as_arrays(arguments), counts=np.array(counts))
     each = [sample for sample, count in zip(arguments["lengths"], counts, strict=True) for _ in range(count)]
-    kinds: dict[tuple[tuple[int, ...], ...], int] = {}
+    kinds = {}
     for row in slow_packing.pack_jointly(**arguments | {"lengths": each}):
         kind = tuple(lengths for _, lengths in row.samples)
         kinds[kind] = kinds.get(kind, 0) + 1
@@ -95,9 +90,7 @@ def test_a_histogram_is_packed_into_the_same_rows(
 
 @few
 @given(arguments=joint_arguments(), other_seed=seeds)
-def test_shuffled_samples_fill_rows_of_the_same_sizes(
-    package: ModuleType, arguments: dict[str, Any], other_seed: int
-) -> None:
+def test_shuffled_samples_fill_rows_of_the_same_sizes(package, arguments, other_seed):
     """Another order is another packing, but not another plan of shapes."""
     arguments |= {"order": "shuffle", "overlong": "truncate"}
     one, other = (
@@ -107,7 +100,7 @@ def test_shuffled_samples_fill_rows_of_the_same_sizes(
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_rows_fill_as_by_hand(package: ModuleType) -> None:
+def test_rows_fill_as_by_hand(package):
     """The longest first, then what has most where most is free; equal sums by the first length."""
     packing = package.pack_samples([[4, 2], [1, 5], [5, 5], [3, 3], [2, 1]], (8, 8))
     assert [[i for i, _ in row.samples] for row in rows_of(packing)] == [[2, 3], [0, 1, 4]]
@@ -116,14 +109,14 @@ def test_rows_fill_as_by_hand(package: ModuleType) -> None:
     assert [[i for i, _ in row.samples] for row in rows_of(limited)] == [[5, 0, 1], [2, 3, 4]]
 
 
-def test_rows_may_be_millions_of_tokens_long(package: ModuleType) -> None:
+def test_rows_may_be_millions_of_tokens_long(package):
     """Where three lengths together do not fit 64 bits."""
     lengths = np.random.default_rng(5).integers(1, 2**21, (60, 3))
     arguments = {"lengths": lengths.tolist(), "row_lengths": [2**23 - 1, 2**22, 2**22 + 1]}
     assert rows_of(package.pack_samples(**as_arrays(arguments))) == slow_packing.pack_jointly(**arguments)
 
 
-def test_large_packings_are_identical(package: ModuleType) -> None:
+def test_large_packings_are_identical(package):
     """Thousands of samples of many lengths; compiled where numba is installed."""
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.lognormal(3.5, 0.8, (4000, 2)).astype(np.int64) + 1, [256, 300])
@@ -135,9 +128,7 @@ def test_large_packings_are_identical(package: ModuleType) -> None:
 
 @few
 @given(data=st.data())
-def test_plans_of_rows_of_pairs_match_the_contract(
-    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_plans_of_rows_of_pairs_match_the_contract(package, tmp_path_factory, data):
     """Rows are planned like pairs, and unpacked; the digest and the file cover them."""
     arguments = data.draw(joint_arguments(2))
     rows = slow_packing.pack_jointly(**arguments)
@@ -186,14 +177,14 @@ def test_plans_of_rows_of_pairs_match_the_contract(
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"lengths": [[3, 4], [5, 8]], "row_lengths": [8, 8]}
+    valid = {"lengths": [[3, 4], [5, 8]], "row_lengths": [8, 8]}
     with pytest.raises(ValueError, match=named):
         package.pack_samples(**(valid | arguments))
 
 
-def test_what_does_not_fit_is_listed(package: ModuleType) -> None:
+def test_what_does_not_fit_is_listed(package):
     """Samples above a row in any feature, and rows above every bucket, by id, lengths and limit."""
     lengths = [[3, 9], [1, 1], [9, 3]]
     with pytest.raises(ValueError, match=r"id 0\D+3, 9.*id 2\D+9, 3.*8"):

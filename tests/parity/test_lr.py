@@ -1,8 +1,6 @@
 """Learning rates: the factor for a batch size and the table of a plan."""
 
 import math
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +10,13 @@ from hypothesis import strategies as st
 from .inputs import few, moderate, text_of
 
 
-def plan_of(package: ModuleType) -> Any:
-    """Return a plan of steps with 10 and then 4 sequences."""
+def plan_of(package):
     return package.make_plan([3] * 10 + [7] * 4, [(10, 3), (4, 7)], order="length")
 
 
 @moderate
 @given(size=st.integers(0, 10**9), base=st.integers(1, 10**9))
-def test_scale_is_the_ratio_its_root_or_one(package: ModuleType, size: int, base: int) -> None:
+def test_scale_is_the_ratio_its_root_or_one(package, size, base):
     """The three named rules, in float64."""
     for rule, expected in (("linear", size / base), ("sqrt", math.sqrt(size / base)), (None, 1.0)):
         scale = package.lr_scale(size, base, rule)
@@ -28,7 +25,7 @@ def test_scale_is_the_ratio_its_root_or_one(package: ModuleType, size: int, base
         assert float(scale) == pytest.approx(expected, rel=1e-15, abs=0)
 
 
-def test_scale_takes_arrays_and_functions(package: ModuleType) -> None:
+def test_scale_takes_arrays_and_functions(package):
     """An array gives an array; a function gets the float64 ratio."""
     sizes = np.array([0, 4, 16])
     assert package.lr_scale(sizes, 4).tolist() == [0.0, 1.0, 4.0]
@@ -39,7 +36,7 @@ def test_scale_takes_arrays_and_functions(package: ModuleType) -> None:
     assert package.lr_scale(sizes.astype(np.int32), 4).dtype == np.float64
 
 
-def test_rates_of_ten_and_four_sequences_against_two(package: ModuleType) -> None:
+def test_rates_of_ten_and_four_sequences_against_two(package):
     """Reference batch size 2 and rate 1e-3: 5e-3 and 2e-3; with the root rule times sqrt(5) and sqrt(2)."""
     plan = plan_of(package)
     assert plan.num_sequences.tolist() == [10, 4]
@@ -49,7 +46,7 @@ def test_rates_of_ten_and_four_sequences_against_two(package: ModuleType) -> Non
     np.testing.assert_allclose(package.lr_sequence(plan, 1e-3, 2, rule="sqrt"), roots, rtol=1e-12)
 
 
-def test_the_table_takes_numbers_arrays_and_functions(package: ModuleType) -> None:
+def test_the_table_takes_numbers_arrays_and_functions(package):
     """base(t) times the scale, t counted from 0."""
     plan = plan_of(package)
     for base in (lambda t: 0.5 + t, np.array([0.5, 1.5]), [0.5, 1.5]):
@@ -61,7 +58,7 @@ def test_the_table_takes_numbers_arrays_and_functions(package: ModuleType) -> No
     np.testing.assert_allclose(doubled, [10.0, 4.0], rtol=1e-12)
 
 
-def test_the_table_counts_tokens_on_request(package: ModuleType) -> None:
+def test_the_table_counts_tokens_on_request(package):
     """Real tokens: 30 and 28."""
     rates = package.lr_sequence(plan_of(package), 1e-3, 10, unit="tokens")
     np.testing.assert_allclose(rates, [3e-3, 2.8e-3], rtol=1e-12)
@@ -74,9 +71,7 @@ def test_the_table_counts_tokens_on_request(package: ModuleType) -> None:
     counted_in=st.sampled_from(["steps", "sequences", "tokens"]),
     unit=st.sampled_from(["sequences", "tokens"]),
 )
-def test_the_schedule_is_asked_for_what_came_before_each_step(
-    package: ModuleType, lengths: list[int], num_epochs: int, counted_in: str, unit: str
-) -> None:
+def test_the_schedule_is_asked_for_what_came_before_each_step(package, lengths, num_epochs, counted_in, unit):
     """Step by step over all epochs; a single plan is as a list of one."""
     plans = [
         package.make_plan(lengths, [(4, 10), (2, 30)], order="shuffle", epoch=epoch) for epoch in range(num_epochs)
@@ -95,20 +90,20 @@ def test_the_schedule_is_asked_for_what_came_before_each_step(
     np.testing.assert_allclose(number, package.lr_sequence(plans, [0.5] * len(expected), 3, unit=unit), rtol=1e-15)
 
 
-def test_counts_beyond_float32_are_exact(package: ModuleType) -> None:
+def test_counts_beyond_float32_are_exact(package):
     """2**20 + 1 tokens a step: odd numbers above 2**24."""
     plan = package.make_plan([2**20 + 1] * 40, [(1, 2**20 + 1)], order="length")
     rates = package.lr_sequence(plan, lambda count: count, 1, rule=None, counted_in="tokens")
     assert rates.tolist() == [step * (2**20 + 1) for step in range(40)]
 
 
-def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package: ModuleType) -> None:
+def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package):
     """The base rate as a function of the sequences seen is the same; counted in steps it is not."""
     lengths = np.random.default_rng(0).integers(1, 30, 240)
     small, large = (package.make_plan(lengths, [(rows, 30)], order="shuffle") for rows in (4, 12))
     assert small.num_steps == 3 * large.num_steps
 
-    def cosine(count: Any) -> Any:
+    def cosine(count):
         return 0.01 + 0.1 * (1 + np.cos(np.pi * count / 240))
 
     one, other = (package.lr_sequence(plan, cosine, 1, rule=None, counted_in="sequences") for plan in (small, large))
@@ -118,7 +113,7 @@ def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package: M
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
-def test_as_many_workers_as_many_times_the_rate(package: ModuleType, num_workers: int) -> None:
+def test_as_many_workers_as_many_times_the_rate(package, num_workers):
     """Each worker takes a microbatch of 3 sequences; the base batch size is what one worker takes."""
     plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], order="length", microbatches_per_step=num_workers)
     rates = package.lr_sequence(plan, 1e-3, 3)
@@ -130,7 +125,7 @@ def test_as_many_workers_as_many_times_the_rate(package: ModuleType, num_workers
     [(-1, 2), (np.array([3, -4]), 2), (1, 0), (1, -2), (1, 2, "cubic"), (float("nan"), 2), (1, float("nan"))],
     ids=str,
 )
-def test_bad_batch_sizes_bases_and_rules_are_refused(package: ModuleType, arguments: tuple[Any, ...]) -> None:
+def test_bad_batch_sizes_bases_and_rules_are_refused(package, arguments):
     """batch_size >= 0, base_batch_size > 0, a known rule."""
     with pytest.raises(ValueError, match=r"batch|rule"):
         package.lr_scale(*arguments)
@@ -153,8 +148,8 @@ def test_bad_batch_sizes_bases_and_rules_are_refused(package: ModuleType, argume
     ],
     ids=text_of,
 )
-def test_bad_table_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_table_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"base_schedule": 1.0, "base_batch_size": 2}
+    valid = {"base_schedule": 1.0, "base_batch_size": 2}
     with pytest.raises(ValueError, match=named):
         package.lr_sequence(plan_of(package), **(valid | arguments))

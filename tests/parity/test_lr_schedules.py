@@ -2,9 +2,8 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +36,11 @@ class Schedule(NamedTuple):
     formula: Callable[[int], float]
 
 
-def cosine_at(t: int, period: int) -> float:
-    """Return a cosine from the base rate to the last."""
+def cosine_at(t, period):
     return LAST + (BASE - LAST) * (1 + math.cos(math.pi * t / period)) / 2
 
 
-def warmup_then_cosine(optimizer: Optimizer) -> schedulers.LRScheduler:
-    """Return a linear warm-up and a cosine after it."""
+def warmup_then_cosine(optimizer):
     warmup = schedulers.LinearLR(optimizer, start_factor=0.1, total_iters=WARMUP)
     cosine = schedulers.CosineAnnealingLR(optimizer, T_max=COSINE_STEPS, eta_min=LAST)
     return schedulers.SequentialLR(optimizer, [warmup, cosine], milestones=[WARMUP])
@@ -90,12 +87,11 @@ SCHEDULES = {
 }
 
 
-def weights(*rates: float) -> list[dict[str, Any]]:
-    """Return a parameter group for each rate."""
+def weights(*rates):
     return [{"params": [torch.zeros(2, requires_grad=True)], "lr": rate} for rate in rates]
 
 
-def run(scheduler: torch_ref.VariableBatchSizeLR | schedulers.LRScheduler, num_steps: int) -> Iterator[list[float]]:
+def run(scheduler, num_steps):
     """Yield what is in force at each step, checking that `get_last_lr` tells it."""
     for _ in range(num_steps):
         in_force = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
@@ -105,7 +101,7 @@ def run(scheduler: torch_ref.VariableBatchSizeLR | schedulers.LRScheduler, num_s
         scheduler.step()
 
 
-def applied_on_device(optimizer: optax.GradientTransformation, num_groups: int = 1) -> np.ndarray[Any, Any]:
+def applied_on_device(optimizer, num_groups=1):
     """Return float32[S, groups]: what plain gradient descent subtracts for gradients of 1, in one compiled update."""
     optimizer = optax.with_extra_args_support(optimizer)
     ones = {str(group): jnp.ones(()) for group in range(num_groups)}
@@ -120,7 +116,7 @@ def applied_on_device(optimizer: optax.GradientTransformation, num_groups: int =
 @pytest.mark.parametrize(
     ("name", "rule"), [*((name, "sqrt") for name in SCHEDULES), ("sequence", "linear"), ("sequence", None)]
 )
-def test_tables_rates_in_force_and_applied_rates_are_the_same(name: str, rule: Any) -> None:
+def test_tables_rates_in_force_and_applied_rates_are_the_same(name, rule):
     """To 1e-12 in float64; JAX applies exactly the float32 rounding of a planned rate."""
     schedule = SCHEDULES[name]
     of_jax = jvarlen.lr_sequence(JAX_PLANS, schedule.in_optax, 6, rule=rule)
@@ -135,12 +131,12 @@ def test_tables_rates_in_force_and_applied_rates_are_the_same(name: str, rule: A
 
 
 @pytest.mark.parametrize("counted_in", ["sequences", "tokens"])
-def test_schedules_over_samples_are_the_same(counted_in: str) -> None:
+def test_schedules_over_samples_are_the_same(counted_in):
     """Warm-up and cosine over all samples of both epochs; torch follows the table through `LambdaLR`."""
     total = 2 * {"sequences": len(LENGTHS), "tokens": int(LENGTHS.sum())}[counted_in]
     in_optax = optax.warmup_cosine_decay_schedule(0.1 * BASE, BASE, total // 10, total, LAST)
 
-    def formula(count: int) -> float:
+    def formula(count):
         if count < total // 10:
             return BASE * (0.1 + 0.9 * count / (total // 10))
         return cosine_at(count - total // 10, total - total // 10)
@@ -155,7 +151,7 @@ def test_schedules_over_samples_are_the_same(counted_in: str) -> None:
     assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
 
 
-def test_groups_of_parameters_have_the_same_rates() -> None:
+def test_groups_of_parameters_have_the_same_rates():
     """Two base rates under one scale: a planned schedule a group, one scale a chain, and torch's groups."""
     rates = 0.3, 0.02
     shape = optax.cosine_decay_schedule(1.0, NUM_STEPS, alpha=0.05)
@@ -178,9 +174,9 @@ def test_groups_of_parameters_have_the_same_rates() -> None:
     np.testing.assert_allclose(applied_on_device(scaled, 2), tables, rtol=2e-5)  # a cosine in float32
 
 
-def test_groups_of_parameters_have_the_same_rules() -> None:
+def test_groups_of_parameters_have_the_same_rules():
     """Another base batch size and rule for each group: in torch a table for each, by `LambdaLR`."""
-    rules: list[tuple[float, Any]] = [(6, "linear"), (24, "sqrt"), (1, None)]
+    rules = [(6, "linear"), (24, "sqrt"), (1, None)]
     schedule = SCHEDULES["sequence"]
     tables = [torch_ref.lr_sequence(TORCH_PLANS, schedule.formula, base, rule=rule).tolist() for base, rule in rules]
     follower = schedulers.LambdaLR(
@@ -197,7 +193,7 @@ def test_groups_of_parameters_have_the_same_rules() -> None:
 
 # What the scheduler is over: also those that restart, cycle momentum or look at a metric.
 
-WRAPPED: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {
+WRAPPED = {
     "one cycle": lambda o: schedulers.OneCycleLR(o, max_lr=[0.5, 0.1], total_steps=40),
     "cyclic": lambda o: schedulers.CyclicLR(o, base_lr=0.1, max_lr=0.5, step_size_up=4, cycle_momentum=False),
     "restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, T_0=5, T_mult=2),
@@ -221,13 +217,12 @@ WRAPPED: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {
 SIZES = [10, 4, 1, 7, 0, 16, 2]
 
 
-def optimizer_of_two_groups() -> Optimizer:
-    """Return AdamW with two rates."""
+def optimizer_of_two_groups():
     return AdamW(weights(1.0, 0.2))
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_every_scheduler_goes_on_undisturbed_below_the_scale(name: str) -> None:
+def test_every_scheduler_goes_on_undisturbed_below_the_scale(name):
     """Bit for bit what it gives alone, times the scale; a batch size of 0 stops only its own step."""
     alone = list(run(WRAPPED[name](optimizer_of_two_groups()), 30))
     scheduler = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4)
@@ -237,7 +232,7 @@ def test_every_scheduler_goes_on_undisturbed_below_the_scale(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name: str, optimizer_first: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name, optimizer_first, tmp_path):
     """From a file, into an optimizer whose own state is read before or after the schedulers are made."""
     whole = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4)
     list(run(whole, 13))
@@ -254,7 +249,7 @@ def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name: str, optimizer
     assert list(run(resumed, 15)) == list(run(whole, 15))
 
 
-def test_a_plateau_scheduler_gets_its_metric() -> None:
+def test_a_plateau_scheduler_gets_its_metric():
     """Arguments of step go to the wrapped scheduler, which sees unscaled rates."""
     plateau = schedulers.ReduceLROnPlateau(SGD(weights(1.0)), factor=0.5, patience=0)
     scheduler = torch_ref.VariableBatchSizeLR(plateau, [8, 2], 4)
@@ -266,15 +261,15 @@ def test_a_plateau_scheduler_gets_its_metric() -> None:
     assert rates == [2.0, 0.5, 1.0, 0.25]
 
 
-def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path: Path) -> None:
+def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path):
     """The best metric and the reduced rate."""
     metrics = [3.0, 3.0, 2.0, 2.0, 2.0, 1.0, 1.5]
 
-    def scheduler() -> torch_ref.VariableBatchSizeLR:
+    def scheduler():
         plateau = schedulers.ReduceLROnPlateau(optimizer_of_two_groups(), factor=0.5, patience=0)
         return torch_ref.VariableBatchSizeLR(plateau, SIZES, 4)
 
-    def follow(plateau: torch_ref.VariableBatchSizeLR, metrics: list[float]) -> list[Any]:
+    def follow(plateau, metrics):
         rates = []
         for metric in metrics:
             plateau.optimizer.step()
@@ -290,7 +285,7 @@ def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path: Path) -> None:
     assert follow(resumed, metrics[4:]) == expected[4:]
 
 
-NEW_GROUP_RATES: dict[str, tuple[Callable[[Optimizer], Any], list[list[float]]]] = {
+NEW_GROUP_RATES = {
     # Scales 2, 0.5, 1, 2; the new group comes with rate 3 when the scale is 0.5.
     "constant": (lambda o: o, [[2.0], [0.5, 1.5], [1.0, 3.0], [2.0, 6.0]]),
     "halved": (lambda o: schedulers.ExponentialLR(o, 0.5), [[2.0], [0.25, 1.5], [0.25, 1.5], [0.25, 1.5]]),
@@ -300,7 +295,7 @@ NEW_GROUP_RATES: dict[str, tuple[Callable[[Optimizer], Any], list[list[float]]]]
 
 @pytest.mark.parametrize("name", NEW_GROUP_RATES)
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_group_that_is_added_later_has_its_own_rate_scaled(name: str, kind: Callable[[float], Any]) -> None:
+def test_a_group_that_is_added_later_has_its_own_rate_scaled(name, kind):
     """From its first step on, as the update itself shows, and then as the wrapped scheduler goes on with it."""
     make, expected = NEW_GROUP_RATES[name]
     old, new = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
@@ -318,7 +313,7 @@ def test_a_group_that_is_added_later_has_its_own_rate_scaled(name: str, kind: Ca
         scheduler.step()
 
 
-def test_a_group_added_with_the_default_rate_has_that_of_the_others() -> None:
+def test_a_group_added_with_the_default_rate_has_that_of_the_others():
     """Also where the default is a tensor, which all groups share."""
     for rate in (1.0, torch.tensor(1.0)):
         optimizer = AdamW([torch.zeros(1, requires_grad=True)], lr=rate)
@@ -330,7 +325,7 @@ def test_a_group_added_with_the_default_rate_has_that_of_the_others() -> None:
             scheduler.step()
 
 
-def test_a_state_goes_with_groups_that_were_added() -> None:
+def test_a_state_goes_with_groups_that_were_added():
     """Saved as soon as there is one; an optimizer with fewer groups is told so."""
     whole = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
     list(run(whole, 3))
@@ -347,7 +342,7 @@ def test_a_state_goes_with_groups_that_were_added() -> None:
     assert fewer.get_last_lr() == [2.5, 0.5]
 
 
-def test_a_scheduler_that_is_gone_scales_no_group() -> None:
+def test_a_scheduler_that_is_gone_scales_no_group():
     """The optimizer does not keep it alive."""
     optimizer = optimizer_of_two_groups()
     scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), SIZES, 4)
@@ -361,7 +356,7 @@ def test_a_scheduler_that_is_gone_scales_no_group() -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("name", ["ChainedScheduler", "SequentialLR"])
-def test_a_member_of_other_schedulers_is_refused_with_the_way_out(name: str, inner: bool, place: int) -> None:
+def test_a_member_of_other_schedulers_is_refused_with_the_way_out(name, inner, place):
     """When they are made, in any place, whether it wraps a scheduler or not, and before any rate changes."""
     optimizer = optimizer_of_two_groups()
     others = [schedulers.ExponentialLR(optimizer, 0.9), schedulers.ConstantLR(optimizer, 0.5)]
@@ -377,7 +372,7 @@ def test_a_member_of_other_schedulers_is_refused_with_the_way_out(name: str, inn
     assert [group["lr"] for group in optimizer.param_groups] == before
 
 
-def test_schedulers_below_the_scale_give_rates_computed_by_hand() -> None:
+def test_schedulers_below_the_scale_give_rates_computed_by_hand():
     """What the refusal says to do: half the rate twice and 0.9 to the power of t, then 0.5 to the power of t - 3."""
     optimizer = SGD(weights(1.0))
     chained = schedulers.ChainedScheduler(
@@ -392,7 +387,7 @@ def test_schedulers_below_the_scale_give_rates_computed_by_hand() -> None:
     np.testing.assert_allclose(rates, [2 * 0.25, 0.5 * 0.5, 0.75, 2 * 1.0, 0.5 * 0.5], rtol=1e-12)
 
 
-def test_the_last_rate_is_the_one_in_force_whoever_set_it() -> None:
+def test_the_last_rate_is_the_one_in_force_whoever_set_it():
     """Also after the optimizer alone was given a state, and for a tensor, of which it gives a copy."""
     scheduler = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
     state = scheduler.optimizer.state_dict()
@@ -407,7 +402,7 @@ def test_the_last_rate_is_the_one_in_force_whoever_set_it() -> None:
     assert held.param_groups[0]["lr"] == 2.5
 
 
-def test_tensor_rates_are_changed_in_place() -> None:
+def test_tensor_rates_are_changed_in_place():
     """Captured optimizers hold on to the tensor."""
     optimizer = AdamW([group["params"][0] for group in weights(1.0, 1.0)], lr=torch.tensor(1.0))
     held = [group["lr"] for group in optimizer.param_groups]
@@ -416,7 +411,7 @@ def test_tensor_rates_are_changed_in_place() -> None:
     assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
 
 
-def test_a_state_of_another_kind_of_scheduler_is_refused() -> None:
+def test_a_state_of_another_kind_of_scheduler_is_refused():
     """A state with a wrapped scheduler does not fit one without."""
     wrapping = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer_of_two_groups(), 0.5), SIZES, 4)
     with pytest.raises(ValueError, match="wrap"):
@@ -424,7 +419,7 @@ def test_a_state_of_another_kind_of_scheduler_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "base"), [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0)], ids=str)
-def test_bad_batch_sizes_are_refused_before_anything_changes(sizes: Any, base: float) -> None:
+def test_bad_batch_sizes_are_refused_before_anything_changes(sizes, base):
     """The optimizer's rates stay."""
     optimizer = optimizer_of_two_groups()
     with pytest.raises(ValueError, match="batch"):
@@ -432,7 +427,7 @@ def test_bad_batch_sizes_are_refused_before_anything_changes(sizes: Any, base: f
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.2]
 
 
-def test_numpy_rates_leave_a_state_that_is_read_safely(tmp_path: Path) -> None:
+def test_numpy_rates_leave_a_state_that_is_read_safely(tmp_path):
     """A rate out of a NumPy table is as good as a number."""
     optimizer = AdamW(weights(np.float64(0.5)))
     scheduler = torch_ref.VariableBatchSizeLR(optimizer, np.array(SIZES), np.int64(4))

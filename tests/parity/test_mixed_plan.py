@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import struct
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -25,13 +24,11 @@ whole_costs = st.lists(st.integers(0, 30), min_size=1, max_size=7)
 real_costs = st.lists(st.floats(0, 1e300), min_size=1, max_size=7)
 
 
-def slowest(costs: list[float], ranks: list[int], num_ranks: int) -> float:
-    """Return the work of the slowest rank."""
+def slowest(costs, ranks, num_ranks):
     return max(sum(cost for cost, one in zip(costs, ranks, strict=True) if one == rank) for rank in range(num_ranks))
 
 
-def longest_first(costs: list[int], num_ranks: int) -> list[int]:
-    """Return what Graham's rule gives."""
+def longest_first(costs, num_ranks):
     work, ranks = [0] * num_ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         ranks[i] = min(range(num_ranks), key=lambda rank: (work[rank], rank))
@@ -41,7 +38,7 @@ def longest_first(costs: list[int], num_ranks: int) -> list[int]:
 
 @settings(deadline=None, max_examples=60)
 @given(costs=whole_costs, num_ranks=st.integers(1, 4))
-def test_few_microbatches_are_assigned_exactly(package: ModuleType, costs: list[int], num_ranks: int) -> None:
+def test_few_microbatches_are_assigned_exactly(package, costs, num_ranks):
     """Longest first if nothing is better; else the first of the best of all assignments."""
     expected = longest_first(costs, num_ranks)
     descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
@@ -57,7 +54,7 @@ def test_few_microbatches_are_assigned_exactly(package: ModuleType, costs: list[
 
 @moderate
 @given(costs=real_costs, num_ranks=st.integers(1, 9))
-def test_both_assign_alike(costs: list[float], num_ranks: int) -> None:
+def test_both_assign_alike(costs, num_ranks):
     """Also where costs are hardly different, or of very different sizes."""
     for scaled in (costs, [1 + cost / 2e300 for cost in costs], np.sqrt(costs)):
         one, other = (find(package, "assign_microbatches")(scaled, num_ranks).tolist() for package in BOTH)
@@ -66,7 +63,7 @@ def test_both_assign_alike(costs: list[float], num_ranks: int) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 1000), size=st.integers(8, 40), num_ranks=st.integers(2, 6))
-def test_more_microbatches_are_assigned_alike(seed: int, size: int, num_ranks: int) -> None:
+def test_more_microbatches_are_assigned_alike(seed, size, num_ranks):
     """Up to 12 by search, then longest first."""
     costs = np.random.default_rng(seed).integers(1, 100, size).tolist()
     one, other = (find(package, "assign_microbatches")(costs, num_ranks).tolist() for package in BOTH)
@@ -75,13 +72,13 @@ def test_more_microbatches_are_assigned_alike(seed: int, size: int, num_ranks: i
     assert one == simple if size > 12 else slowest(costs, one, num_ranks) <= slowest(costs, simple, num_ranks)
 
 
-def test_ranks_may_stay_without_a_microbatch(package: ModuleType) -> None:
+def test_ranks_may_stay_without_a_microbatch(package):
     """More ranks than microbatches are allowed; so are costs of 0."""
     assert find(package, "assign_microbatches")([3, 5], 4).tolist() == [1, 0]
     assert find(package, "assign_microbatches")([0, 0.0], 10**12).tolist() == [0, 0]
 
 
-def test_what_cannot_be_assigned_is_named(package: ModuleType) -> None:
+def test_what_cannot_be_assigned_is_named(package):
     """Costs by index."""
     with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0, id 4: inf"):
         find(package, "assign_microbatches")([1, float("nan"), -1, 2, float("inf")], 2)
@@ -94,7 +91,7 @@ def test_what_cannot_be_assigned_is_named(package: ModuleType) -> None:
 
 @moderate
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30), size=st.integers(1, 6), seed=st.integers(0, 3))
-def test_steps_are_runs_of_microbatches(package: ModuleType, lengths: list[int], size: int, seed: int) -> None:
+def test_steps_are_runs_of_microbatches(package, lengths, size, seed):
     """Counts, offsets and the digest, number by number."""
     plan = package.make_plan(lengths, BUCKETS, order="shuffle", seed=seed)
     mixed = make_mixed_plan[package](plan, size)
@@ -114,7 +111,7 @@ def test_steps_are_runs_of_microbatches(package: ModuleType, lengths: list[int],
 
 
 @pytest.mark.parametrize("cost", [None, lambda rows, length: rows * length * (1.0 + length / 8)])
-def test_every_step_is_assigned_by_itself(package: ModuleType, cost) -> None:
+def test_every_step_is_assigned_by_itself(package, cost):
     """By positions, or by a function of the shape."""
     plan = package.make_plan(np.arange(150) % 20 + 1, BUCKETS, order="shuffle")
     mixed = make_mixed_plan[package](plan, 5)
@@ -127,14 +124,14 @@ def test_every_step_is_assigned_by_itself(package: ModuleType, cost) -> None:
     assert len(set(ranks.tolist())) == 2
 
 
-def test_pairs_count_both_sides(package: ModuleType) -> None:
+def test_pairs_count_both_sides(package):
     """The positions of a pair's bucket are those of its source and of its target."""
     plan = package.make_plan([[2, 3], [2, 9], [1, 1]], [(2, 2, 3), (1, 4, 12)], order="dataset")
     mixed = make_mixed_plan[package](plan, 2)
     assert mixed.ranks(2).tolist() == find(package, "assign_microbatches")([16, 10], 2).tolist()
 
 
-def test_rates_follow_mixed_steps(package: ModuleType) -> None:
+def test_rates_follow_mixed_steps(package):
     """As those of a plan."""
     plan = package.make_plan([3] * 7 + [7] * 3, BUCKETS, order="length")
     mixed = make_mixed_plan[package](plan, 2)
@@ -144,7 +141,7 @@ def test_rates_follow_mixed_steps(package: ModuleType) -> None:
     assert rates.tolist() == [1.0, 5.0, 8.0, 10.0, 11.0, 18.0]
 
 
-def test_a_plan_of_several_microbatches_cannot_be_mixed(package: ModuleType) -> None:
+def test_a_plan_of_several_microbatches_cannot_be_mixed(package):
     """Its steps have one bucket each."""
     plan = package.make_plan([3] * 8, BUCKETS, order="length", microbatches_per_step=2)
     with pytest.raises(ValueError, match="microbatches_per_step=1"):

@@ -2,8 +2,6 @@
 
 import importlib
 from fractions import Fraction
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,22 +17,18 @@ weights = st.lists(
 
 
 @pytest.fixture(scope="session", params=PACKAGES)
-def mixtures(request: pytest.FixtureRequest) -> ModuleType:
-    """Return a package's module of mixtures."""
+def mixtures(request):
     return importlib.import_module({"jvarlen": "jvarlen.data.mixtures"}.get(request.param, f"{request.param}.mixtures"))
 
 
 @pytest.fixture(scope="session")
-def reference() -> ModuleType:
-    """Return the module that the others are held against."""
+def reference():
     return importlib.import_module("torch_ref.mixtures")
 
 
 @few
 @given(data=st.data(), shares=weights, total=st.one_of(st.none(), st.integers(1, 500)), seed=seeds)
-def test_counts_sources_and_ids_are_identical(
-    mixtures: ModuleType, reference: ModuleType, data: st.DataObject, shares: list[Any], total: int | None, seed: int
-) -> None:
+def test_counts_sources_and_ids_are_identical(mixtures, reference, data, shares, total, seed):
     """Of three epochs in a row, and of one that is far away."""
     sizes = [data.draw(st.integers(1 if share else 0, 50)) for share in shares]
     datasets = [range(size) for size in sizes]
@@ -52,14 +46,12 @@ def test_counts_sources_and_ids_are_identical(
 
 @moderate
 @given(data=st.data(), shares=weights, total=st.integers(1, 40), seed=seeds)
-def test_carried_counts_are_never_a_sample_off_their_quotas(
-    mixtures: ModuleType, data: st.DataObject, shares: list[Any], total: int, seed: int
-) -> None:
+def test_carried_counts_are_never_a_sample_off_their_quotas(mixtures, data, shares, total, seed):
     """After any number of epochs; each has the total, and goes on in every dataset where the last one ended."""
     sizes = [data.draw(st.integers(1 if share else 0, 9)) for share in shares]
     exact = [Fraction(str(share)) for share in shares]
     had = [0] * len(shares)
-    seen: list[list[int]] = [[] for _ in shares]
+    seen = [[] for _ in shares]
     for epoch in range(data.draw(st.integers(1, 12))):
         expected = list(had)
         for _ in range(total):  # one by one, as the rule says
@@ -84,9 +76,7 @@ def test_carried_counts_are_never_a_sample_off_their_quotas(
 
 @few
 @given(data=st.data(), shares=weights, total=st.one_of(st.none(), st.integers(1, 500)), seed=seeds)
-def test_carried_counts_and_ids_are_identical(
-    mixtures: ModuleType, reference: ModuleType, data: st.DataObject, shares: list[Any], total: int | None, seed: int
-) -> None:
+def test_carried_counts_and_ids_are_identical(mixtures, reference, data, shares, total, seed):
     """Also far away, where only few epochs have to be gone through again."""
     sizes = [data.draw(st.integers(1 if share else 0, 50)) for share in shares]
     for epoch in (0, 1, 7, 10**12 if all(isinstance(share, int) for share in shares) else 30):
@@ -98,21 +88,21 @@ def test_carried_counts_and_ids_are_identical(
             assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_a_dataset_of_a_small_share_comes_in_its_time(mixtures: ModuleType) -> None:
+def test_a_dataset_of_a_small_share_comes_in_its_time(mixtures):
     """Where rounding within the epoch would leave it out for good."""
     counts = [mixtures.mixture_counts([50, 5], [99, 1], 10, carry=True, epoch=epoch)[1] for epoch in range(30)]
     assert mixtures.mixture_counts([50, 5], [99, 1], 10)[1] == 0
     assert np.flatnonzero(counts).tolist() == [9, 19, 29]
 
 
-def test_the_choice_is_fixed_for_good(mixtures: ModuleType) -> None:
+def test_the_choice_is_fixed_for_good(mixtures):
     """A run that is resumed after an upgrade trains on the same samples."""
     mixture = mixtures.Mixture([range(9), range(4)], [0.5, 0.5], num_samples=11, seed=7, epoch=3)
     assert mixture.counts.tolist() == [6, 5]
     assert mixture.ids.tolist() == [0, 2, 3, 6, 7, 8, 0, 1, 2, 3, 3]
 
 
-def test_without_weights_datasets_follow_each_other(mixtures: ModuleType) -> None:
+def test_without_weights_datasets_follow_each_other(mixtures):
     """Every sample once, whatever the epoch."""
     mixture = mixtures.Mixture([range(3), range(0), range(2)], seed=1, epoch=4)
     assert mixture.source.tolist() == [0, 0, 0, 2, 2]
@@ -143,7 +133,7 @@ def test_without_weights_datasets_follow_each_other(mixtures: ModuleType) -> Non
     ],
     ids=str,
 )
-def test_what_is_no_mixture_is_refused(mixtures: ModuleType, sizes: Any, shares: Any, options: dict[str, Any]) -> None:
+def test_what_is_no_mixture_is_refused(mixtures, sizes, shares, options):
     """By both, with a ValueError."""
     with pytest.raises(ValueError, match=r"\w"):
         mixtures.Mixture([range(size) for size in sizes], shares, **options)

@@ -1,8 +1,6 @@
 """Tensor parallelism and pipelines in JAX and in several processes of PyTorch: the same losses and weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,27 +15,26 @@ from torch_ref import parallel
 
 from . import run_model_parallel
 from .run_model_parallel import MAX_NORM, NUM_HEADS, NUM_STEPS, VOCAB_SIZE, WAYS, WIDTH, Way, plan_of_way
-from .run_parallel import Results
-from .trained import Trained, assert_same, initial_params, torch_model, train_in_jax, training
+from .trained import assert_same, initial_params, torch_model, train_in_jax, training
 
 DATASET = random_dataset(120, 32)  # so that some microbatches have no weight
 LENGTHS = np.diff(DATASET.offsets)
 
 
-def model_config(num_layers: int) -> TransformerConfig:
+def model_config(num_layers):
     return TransformerConfig(num_layers=num_layers, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
 
 
-def make_model(num_layers: int) -> torch_ref.Transformer:
+def make_model(num_layers):
     return torch_model(model_config(num_layers))
 
 
-def results_of(trained: Trained, name: str) -> list[Results]:
+def results_of(trained, name):
     return trained.results_of(name, WAYS[name].num_processes)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory):
     """Return what processes train, while JAX does."""
     weights = {
         f"{num_layers} layers {key}": value
@@ -53,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WAYS)
-def test_jax_and_torch_train_the_same(trained: Trained, name: str) -> None:
+def test_jax_and_torch_train_the_same(trained, name):
     """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
     way, layout = WAYS[name], name if name.startswith("data") else f"data1.{name}"
     plan = plan_of_way(jvarlen, LENGTHS, way)
@@ -66,7 +63,7 @@ def test_jax_and_torch_train_the_same(trained: Trained, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["stage2.1f1b", "stage2.gpipe"])
-def test_some_microbatches_have_no_weight(trained: Trained, name: str) -> None:
+def test_some_microbatches_have_no_weight(trained, name):
     """What the test above rests on, with padded and with packed rows."""
     weights = results_of(trained, name)[0]["microbatch_weights"]
     assert (weights == 0).any()
@@ -76,7 +73,7 @@ def test_some_microbatches_have_no_weight(trained: Trained, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["tensor2", "tensor2.sequence_parallel", "stage2.1f1b", "stage2.virtual2.interleaved"])
-def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
+def test_each_process_holds_its_share(trained, name):
     """Of parameters: under tensor parallelism all but the norms, of stages all but the ends."""
     num_layers = WAYS[name].num_layers
     whole = sum(value.nbytes for value in make_model(num_layers).parameters())
@@ -89,7 +86,7 @@ def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_steps_communicate_as_often_as_they_must(trained: Trained) -> None:
+def test_steps_communicate_as_often_as_they_must(trained):
     """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
     num_layers = WAYS["tensor2"].num_layers
     of_loss, of_clipping, of_norms = 3, 1, 2 * num_layers + 1
@@ -104,30 +101,30 @@ def test_steps_communicate_as_often_as_they_must(trained: Trained) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_sequence_parallelism_takes_lengths_that_are_divided(trained: Trained) -> None:
+def test_sequence_parallelism_takes_lengths_that_are_divided(trained):
     for result in results_of(trained, "tensor2.sequence_parallel"):
         assert str(result["refused"]) == "sequence_parallel takes lengths that are multiples of 2, got 7"
 
 
-def test_without_a_process_group_it_says_so() -> None:
+def test_without_a_process_group_it_says_so():
     model, mesh, stages = make_model(4), object(), object()
-    calls: dict[str, Any] = {
-        "shard_tensors": lambda: parallel.shard_tensors(model, mesh),  # type: ignore[arg-type]
-        "make_tensor_step": lambda: parallel.make_tensor_step(model, object(), mesh=mesh),  # type: ignore[arg-type]
-        "split_stages": lambda: parallel.split_stages(model, mesh),  # type: ignore[arg-type]
-        "make_pipeline_step": lambda: parallel.make_pipeline_step(stages, object()),  # type: ignore[arg-type]
+    calls = {
+        "shard_tensors": lambda: parallel.shard_tensors(model, mesh),
+        "make_tensor_step": lambda: parallel.make_tensor_step(model, object(), mesh=mesh),
+        "split_stages": lambda: parallel.split_stages(model, mesh),
+        "make_pipeline_step": lambda: parallel.make_pipeline_step(stages, object()),
     }
     for name, call in calls.items():
         with pytest.raises(ValueError, match=f"^{name} needs a process group: call .*init_process_group"):
             call()
 
 
-def mesh_of(*names: str) -> DeviceMesh:
+def mesh_of(*names):
     return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
 
 
 @pytest.mark.usefixtures("one_process")
-def test_arguments_of_tensor_parallelism_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_tensor_parallelism_are_checked(monkeypatch):
     model, mesh = make_model(4), mesh_of("data", "tensor")
     for names in (("stage",), ("tensor", "stage")):
         with pytest.raises(ValueError, match="the mesh must have an axis 'tensor' and no others but 'data', got"):
@@ -150,7 +147,7 @@ def test_arguments_of_tensor_parallelism_are_checked(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("one_process")
-def test_arguments_of_pipelines_are_checked() -> None:
+def test_arguments_of_pipelines_are_checked():
     model, mesh = make_model(4), mesh_of("stage")
     with pytest.raises(ValueError, match="the mesh must have an axis 'stage' and no others but 'data', got"):
         parallel.split_stages(model, mesh_of("data"))
@@ -170,13 +167,13 @@ def test_arguments_of_pipelines_are_checked() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_one_process_has_the_whole_model() -> None:
+def test_one_process_has_the_whole_model():
     """As one stage, of one chunk or two, and as one part: the weights after a step are those of `train_step`."""
     plan = plan_of_way(torch_ref, LENGTHS, Way())
     batch = next(iter(torch_ref.load(plan, np.split(DATASET.tokens, DATASET.offsets[1:-1]))))
 
-    def trained(way: str) -> dict[str, torch.Tensor]:
-        model: Any = make_model(num_layers=4)
+    def trained(way):
+        model = make_model(num_layers=4)
         torch_ref.load_params(model, flat_params(initial_params(model_config(4))))
         if way == "tensor":
             parallel.shard_tensors(model, mesh_of("tensor"))

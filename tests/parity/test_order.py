@@ -1,8 +1,5 @@
 """Orders: which sample comes when, with ties, difficulties and random keys."""
 
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,14 +17,12 @@ from .inputs import ORDERS, difficulties, few, lengths, moderate, offenders, see
     epoch=seeds,
     block_size=st.one_of(st.none(), st.integers(1, 50), st.just(2**62)),
 )
-def test_named_orders_match_the_contract(
-    package: ModuleType, data: st.DataObject, order: str, seed: int, epoch: int, block_size: int | None
-) -> None:
+def test_named_orders_match_the_contract(package, data, order, seed, epoch, block_size):
     """All named orders equal a sort of Python numbers, block by block where there are blocks."""
     given_lengths = data.draw(lengths)
     difficulty = data.draw(difficulties(given_lengths))
     array = None if difficulty is None else np.array(difficulty)
-    options: dict[str, Any] = {"seed": seed, "epoch": epoch}
+    options = {"seed": seed, "epoch": epoch}
     in_blocks = package.Order(order, block_size=block_size)
     ids = package.sample_order(np.array(given_lengths), in_blocks, difficulty=array, **options)
     assert isinstance(ids, np.ndarray)
@@ -38,9 +33,7 @@ def test_named_orders_match_the_contract(
 
 @few
 @given(data=st.data(), seed=seeds, block_size=st.integers(1, 12))
-def test_blocks_of_an_order_array_are_its_places(
-    package: ModuleType, data: st.DataObject, seed: int, block_size: int
-) -> None:
+def test_blocks_of_an_order_array_are_its_places(package, data, seed, block_size):
     """Cut by place, shuffled by each sample's own key."""
     permuted = data.draw(st.permutations(range(30)))
     subset = permuted[: data.draw(st.integers(1, 30))]
@@ -50,7 +43,7 @@ def test_blocks_of_an_order_array_are_its_places(
         assert sorted(ids[start : start + block_size]) == sorted(subset[start : start + block_size])
 
 
-def test_blocks_of_one_or_of_everything(package: ModuleType) -> None:
+def test_blocks_of_one_or_of_everything(package):
     """Blocks of one keep the order, one block of all is a shuffle."""
     values = np.random.default_rng(0).integers(1, 50, 200)
     for order in ("dataset", "length", "length_descending"):
@@ -60,7 +53,7 @@ def test_blocks_of_one_or_of_everything(package: ModuleType) -> None:
         assert np.array_equal(package.sample_order(values, package.Order(order, block_size=200), seed=3), shuffled)
 
 
-def test_shuffled_blocks_keep_neighbours_together(package: ModuleType) -> None:
+def test_shuffled_blocks_keep_neighbours_together(package):
     """With "shuffle" the blocks are runs of ids, and come in random order themselves."""
     ids = package.sample_order(np.ones(1000, dtype=np.int64), package.Order("shuffle", block_size=100), seed=1)
     blocks = ids.reshape(10, 100) // 100
@@ -70,19 +63,19 @@ def test_shuffled_blocks_keep_neighbours_together(package: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8", True])
-def test_bad_block_sizes_are_refused(package: ModuleType, bad: Any) -> None:
+def test_bad_block_sizes_are_refused(package, bad):
     """An integer of at least 1."""
     for order in ORDERS:
         with pytest.raises(ValueError, match="block_size"):
             package.sample_order([1, 2, 3], package.Order(order, block_size=bad))
 
 
-def test_default_order_is_ascending_length(package: ModuleType) -> None:
+def test_default_order_is_ascending_length(package):
     """Without arguments: by (length, id)."""
     assert package.sample_order([3, 1, 3, 2, 1]).tolist() == [1, 4, 3, 0, 2]
 
 
-def test_ties_go_by_ascending_id_in_both_directions(package: ModuleType) -> None:
+def test_ties_go_by_ascending_id_in_both_directions(package):
     """Constant lengths keep dataset order, descending too."""
     constant = np.full(1000, 7)
     for order in ("length", "length_descending"):
@@ -92,9 +85,9 @@ def test_ties_go_by_ascending_id_in_both_directions(package: ModuleType) -> None
 @pytest.mark.parametrize(
     "dtype", ["int8", "uint8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
 )
-def test_any_real_dtype_sorts_by_value(package: ModuleType, dtype: str) -> None:
+def test_any_real_dtype_sorts_by_value(package, dtype):
     """Difficulties of every width sort by value, unsigned ones included."""
-    info: Any = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
+    info = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
     difficulty = np.array([info.max, 3, info.min, 0, info.max, 1, 3], dtype=dtype)
     for order in ("length", "length_descending"):
         expected = slow.sample_order([1] * 7, order, difficulty=difficulty.tolist())
@@ -102,19 +95,19 @@ def test_any_real_dtype_sorts_by_value(package: ModuleType, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_integers_above_two_to_the_53_stay_apart(package: ModuleType, dtype: str) -> None:
+def test_integers_above_two_to_the_53_stay_apart(package, dtype):
     """Neighbours that float64 cannot tell apart sort by value."""
     difficulty = np.array([2**53 + 1, 2**53, 2**62 + 1, 2**62], dtype=dtype)
     assert package.sample_order([1, 1, 1, 1], "length", difficulty=difficulty).tolist() == [1, 0, 3, 2]
     assert package.sample_order([1, 1, 1, 1], "length_descending", difficulty=difficulty).tolist() == [2, 3, 0, 1]
 
 
-def test_lengths_above_two_to_the_53_stay_apart(package: ModuleType) -> None:
+def test_lengths_above_two_to_the_53_stay_apart(package):
     """The same for the lengths themselves."""
     assert package.sample_order([2**53 + 1, 2**53, 2**63 - 1, 2**63 - 2], "length").tolist() == [1, 0, 3, 2]
 
 
-def test_slow_philox_is_numpys_stream() -> None:
+def test_slow_philox_is_numpys_stream():
     """The transcription itself: NumPy documents its raw stream as stable."""
     for seed, epoch in [(0, 0), (1, 2), (2**63 - 1, 2**62)]:
         raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(11)
@@ -127,7 +120,7 @@ def test_slow_philox_is_numpys_stream() -> None:
         assert [word >> 32 for word in far.tolist()] == [slow.random_key(seed, epoch, 2**62 + i) for i in range(3)]
 
 
-def test_shuffles_differ_by_seed_and_by_epoch(package: ModuleType) -> None:
+def test_shuffles_differ_by_seed_and_by_epoch(package):
     """Seed and epoch are separate halves of the key, not summed or swapped."""
     ones = np.ones(100, dtype=np.int64)
     shuffles = {
@@ -138,7 +131,7 @@ def test_shuffles_differ_by_seed_and_by_epoch(package: ModuleType) -> None:
     assert len(shuffles) == 9
 
 
-def test_shuffle_does_not_depend_on_lengths_or_difficulty(package: ModuleType) -> None:
+def test_shuffle_does_not_depend_on_lengths_or_difficulty(package):
     """Sample i has its key whatever it looks like."""
     one = package.sample_order([1, 2, 3, 4, 5], "shuffle", seed=4)
     other = package.sample_order([9, 9, 9, 9, 9], "shuffle", seed=4, difficulty=[5, 4, 3, 2, 1])
@@ -147,7 +140,7 @@ def test_shuffle_does_not_depend_on_lengths_or_difficulty(package: ModuleType) -
 
 @few
 @given(data=st.data())
-def test_an_order_array_is_taken_as_it_is(package: ModuleType, data: st.DataObject) -> None:
+def test_an_order_array_is_taken_as_it_is(package, data):
     """Unique ids in any order, some left out."""
     permuted = data.draw(st.permutations(range(9)))
     subset = permuted[: data.draw(st.integers(1, 9))]
@@ -157,7 +150,7 @@ def test_an_order_array_is_taken_as_it_is(package: ModuleType, data: st.DataObje
         assert ids.tolist() == subset
 
 
-def test_check_lengths_gives_int64_for_every_integer_dtype(package: ModuleType) -> None:
+def test_check_lengths_gives_int64_for_every_integer_dtype(package):
     """Lists and any integer dtype; values unchanged."""
     for dtype in (np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64):
         checked = package.check_lengths(np.array([1, 100, 7], dtype=dtype))
@@ -166,7 +159,7 @@ def test_check_lengths_gives_int64_for_every_integer_dtype(package: ModuleType) 
     assert package.check_lengths([2**63 - 1, 1]).tolist() == [2**63 - 1, 1]
 
 
-def test_read_only_and_reversed_views_are_read(package: ModuleType) -> None:
+def test_read_only_and_reversed_views_are_read(package):
     """Memory-mapped and reversed inputs work like copies of them."""
     values = np.array([5, 3, 9, 1])
     values.setflags(write=False)
@@ -192,7 +185,7 @@ def test_read_only_and_reversed_views_are_read(package: ModuleType) -> None:
     ],
     ids=repr,
 )
-def test_what_is_not_a_list_of_lengths_is_refused(package: ModuleType, bad: Any) -> None:
+def test_what_is_not_a_list_of_lengths_is_refused(package, bad):
     """Empty, not 1-D, or not integers."""
     with pytest.raises(ValueError, match="length"):
         package.check_lengths(bad)
@@ -200,7 +193,7 @@ def test_what_is_not_a_list_of_lengths_is_refused(package: ModuleType, bad: Any)
         package.sample_order(bad)
 
 
-def test_bad_lengths_are_listed_with_id_and_value(package: ModuleType) -> None:
+def test_bad_lengths_are_listed_with_id_and_value(package):
     """The first offenders by id, value and limit; not all of ten thousand."""
     values = np.full(1000, 5)
     values[777], values[888] = -41, 0
@@ -213,7 +206,7 @@ def test_bad_lengths_are_listed_with_id_and_value(package: ModuleType) -> None:
         package.check_lengths(np.array([1, 2**63], dtype=np.uint64))
 
 
-def test_later_difficulties_decide_between_equal_ones(package: ModuleType) -> None:
+def test_later_difficulties_decide_between_equal_ones(package):
     """Each of its own type, up to the id; a single one in a sequence is that one."""
     lengths, first = [1] * 6, np.array([2, 1, 2, 1, 2, 1], np.uint8)
     second = [2**53 + 1, 0, 2**53, 0, 2**53, -1]
@@ -239,14 +232,14 @@ def test_later_difficulties_decide_between_equal_ones(package: ModuleType) -> No
     ],
     ids=repr,
 )
-def test_bad_difficulties_are_refused(package: ModuleType, bad: Any) -> None:
+def test_bad_difficulties_are_refused(package, bad):
     """NaN, bools, complex numbers, text, wrong sizes; whatever the order."""
     for order in ORDERS:
         with pytest.raises(ValueError, match="difficulty"):
             package.sample_order([1, 2, 3], order, difficulty=np.array(bad))
 
 
-def test_nan_difficulty_is_named_by_id(package: ModuleType) -> None:
+def test_nan_difficulty_is_named_by_id(package):
     """The message says which sample has it."""
     difficulty = np.zeros(500)
     difficulty[321] = np.nan
@@ -269,7 +262,7 @@ def test_nan_difficulty_is_named_by_id(package: ModuleType) -> None:
     ],
     ids=repr,
 )
-def test_bad_orders_are_refused_by_name(package: ModuleType, bad: Any, named: str) -> None:
+def test_bad_orders_are_refused_by_name(package, bad, named):
     """Unknown names; arrays with repeats, ids out of range, no ids, or no integers."""
     with pytest.raises(ValueError, match=named):
         package.sample_order([1, 2, 3], bad)
@@ -277,7 +270,7 @@ def test_bad_orders_are_refused_by_name(package: ModuleType, bad: Any, named: st
 
 @pytest.mark.parametrize("name", ["seed", "epoch"])
 @pytest.mark.parametrize("bad", [-1, 2**63, 2**64])
-def test_seed_and_epoch_outside_63_bits_are_refused(package: ModuleType, name: str, bad: int) -> None:
+def test_seed_and_epoch_outside_63_bits_are_refused(package, name, bad):
     """0 <= seed, epoch < 2**63."""
     with pytest.raises(ValueError, match=name):
         package.sample_order([1, 2, 3], "shuffle", **{name: bad})

@@ -1,9 +1,6 @@
 """Pacing: the shares of the samples that a curriculum admits, and plans that follow them."""
 
 import math
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 from . import find, slow
 from .inputs import Table, difficulties, few, for_plan, moderate, pacings, seeds, steps_of, text_of
 
-SHAPES: dict[str, Callable[..., Any]] = {
+SHAPES = {
     "linear_pacing": lambda x, initial, degree: initial + (1 - initial) * x,
     "root_pacing": lambda x, initial, degree: initial + (1 - initial) * x ** (1 / degree),
     "competence_pacing": lambda x, initial, degree: min(
@@ -22,9 +19,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
 }
 
 
-def made(package: ModuleType, name: str, num_steps: int, initial: float, degree: float, num_stages: int = 1) -> Any:
-    """Return the package's pacing of this name."""
-    options: dict[str, Any] = {"degree": degree} if name in ("root_pacing", "competence_pacing") else {}
+def made(package, name, num_steps, initial, degree, num_stages=1):
+    options = {"degree": degree} if name in ("root_pacing", "competence_pacing") else {}
     if name == "discrete_pacing":
         options = {"num_stages": num_stages}
     return find(package, name)(num_steps, initial=initial, **options)
@@ -38,9 +34,7 @@ def made(package: ModuleType, name: str, num_steps: int, initial: float, degree:
     degree=st.floats(0.5, 8.0),
     steps=st.lists(st.integers(0, 1200), min_size=1, max_size=20),
 )
-def test_pacing_follows_its_formula(
-    package: ModuleType, name: str, num_steps: int, initial: float, degree: float, steps: list[int]
-) -> None:
+def test_pacing_follows_its_formula(package, name, num_steps, initial, degree, steps):
     """Of single steps and of arrays, in float64."""
     pacing = made(package, name, num_steps, initial, degree)
     expected = [SHAPES[name](min(step / num_steps, 1.0), initial, degree) for step in steps]
@@ -56,9 +50,7 @@ def test_pacing_follows_its_formula(
     initial=st.floats(1e-3, 1.0),
     steps=st.lists(st.integers(0, 1200), min_size=1, max_size=20),
 )
-def test_stages_are_cut_in_integers(
-    package: ModuleType, num_steps: int, num_stages: int, initial: float, steps: list[int]
-) -> None:
+def test_stages_are_cut_in_integers(package, num_steps, num_stages, initial, steps):
     """The stage of a step is an integer quotient, which no rounding moves."""
     pacing = find(package, "discrete_pacing")(num_steps, num_stages, initial=initial)
     expected = [
@@ -76,9 +68,7 @@ def test_stages_are_cut_in_integers(
     degree=st.floats(0.3, 9.0),
     num_stages=st.integers(1, 50),
 )
-def test_no_pacing_falls_and_all_end_at_one(
-    package: ModuleType, name: str, num_steps: int, initial: float, degree: float, num_stages: int
-) -> None:
+def test_no_pacing_falls_and_all_end_at_one(package, name, num_steps, initial, degree, num_stages):
     """Within [0, 1] to the last bit, and exactly 1 from the last step on."""
     shares = made(package, name, num_steps, initial, degree, num_stages)(np.arange(num_steps + 50))
     assert shares.min() >= 0
@@ -105,9 +95,7 @@ ALL = (*SHAPES, "discrete_pacing")
     ],
     ids=text_of,
 )
-def test_bad_pacings_are_refused_by_name(
-    package: ModuleType, names: tuple[str, ...], options: dict[str, Any], named: str
-) -> None:
+def test_bad_pacings_are_refused_by_name(package, names, options, named):
     """At least one step and one stage, an initial share in (0, 1], a degree above 0."""
     for name in names:
         valid = {"num_steps": 10, "initial": 0.5} | ({"num_stages": 3} if name == "discrete_pacing" else {})
@@ -120,7 +108,7 @@ def test_bad_pacings_are_refused_by_name(
 
 
 @st.composite
-def paced_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def paced_arguments(draw):
     """Draw arguments of a paced plan without overlong samples."""
     given_lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=60))
     return {
@@ -136,16 +124,14 @@ def paced_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 @moderate
 @given(arguments=paced_arguments())
-def test_paced_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_paced_steps_match_the_contract(package, arguments):
     """A simulation of the draw, sample by sample."""
     assert steps_of(package.make_plan(**for_plan(package, arguments))) == slow.make_steps(**arguments)
 
 
 @moderate
 @given(arguments=paced_arguments(), data=st.data())
-def test_steps_paced_by_value_match_the_contract(
-    package: ModuleType, arguments: dict[str, Any], data: st.DataObject
-) -> None:
+def test_steps_paced_by_value_match_the_contract(package, arguments, data):
     """Bounds of the length or of a difficulty, integers or floats, also infinite; the highest so far counts."""
     arguments |= {"order": "length", "difficulty": data.draw(difficulties(arguments["lengths"]))}
     del arguments["pacing"]
@@ -155,7 +141,7 @@ def test_steps_paced_by_value_match_the_contract(
     assert steps_of(plan) == slow.make_steps(**arguments, value_bound=bounds)
 
 
-def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
+def test_values_up_to_the_bound_come_first(package):
     """In steps of two: up to 3, up to 5, all; what is above comes once nothing else is left."""
     lengths = [5, 2, 9, 3, 4, 1, 8, 5]
     pacing = find(package, "ValuePacing")(lambda step: np.minimum(3 + 2 * (step // 2), 5))
@@ -173,7 +159,7 @@ def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
 
 @moderate
 @given(arguments=paced_arguments())
-def test_no_sample_comes_before_it_is_admitted(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_no_sample_comes_before_it_is_admitted(package, arguments):
     """A step holds samples that were admitted when it filled, as long as there were any left; each exactly once."""
     plan = package.make_plan(**for_plan(package, arguments))
     num_samples = len(arguments["lengths"])
@@ -182,7 +168,7 @@ def test_no_sample_comes_before_it_is_admitted(package: ModuleType, arguments: d
     assert sorted(plan.sample_ids.tolist()) == sorted(ranked)
     first = arguments["epoch"] * plan.num_steps
     most = 0
-    seen: set[int] = set()
+    seen = set()
     for step, (_, ids) in enumerate(steps_of(plan)):
         most = max(most, math.ceil(float(arguments["pacing"](first + step)) * num_samples))
         early = [rank[i] for i in ids if rank[i] >= most]
@@ -194,7 +180,7 @@ def test_no_sample_comes_before_it_is_admitted(package: ModuleType, arguments: d
             assert len(set(range(place)) - seen) <= waiting
 
 
-def test_everything_admitted_is_a_shuffle_and_nothing_is_the_order(package: ModuleType) -> None:
+def test_everything_admitted_is_a_shuffle_and_nothing_is_the_order(package):
     """The two ends of a pacing."""
     lengths = np.random.default_rng(0).integers(1, 50, 400)
     buckets = [(4, 25), (2, 50)]
@@ -207,7 +193,7 @@ def test_everything_admitted_is_a_shuffle_and_nothing_is_the_order(package: Modu
     assert len({plan.digest for plan in (nothing, everything, again)}) == 3
 
 
-def test_every_admitted_sample_is_as_likely_to_come_first(package: ModuleType) -> None:
+def test_every_admitted_sample_is_as_likely_to_come_first(package):
     """Over many seeds the first arrival is uniform among those admitted, and never another."""
     first = [
         int(
@@ -223,11 +209,11 @@ def test_every_admitted_sample_is_as_likely_to_come_first(package: ModuleType) -
     assert (abs(counts[:5] - 200) < 5 * (1000 * 0.2 * 0.8) ** 0.5).all()
 
 
-def test_the_pacing_goes_on_through_the_epochs(package: ModuleType) -> None:
+def test_the_pacing_goes_on_through_the_epochs(package):
     """It is asked for global steps: those of epoch 2 follow those of two epochs before it."""
     asked = []
 
-    def pacing(steps: Any) -> Any:
+    def pacing(steps):
         assert isinstance(steps, np.ndarray)
         assert steps.dtype == np.int64
         asked.append(steps.tolist())
@@ -238,11 +224,11 @@ def test_the_pacing_goes_on_through_the_epochs(package: ModuleType) -> None:
     assert asked[0] == [6, 7, 8]
 
 
-def test_pacing_by_difficulty_and_against_it(package: ModuleType) -> None:
+def test_pacing_by_difficulty_and_against_it(package):
     """The easiest come first, or with the descending order the hardest."""
     lengths = [5] * 8
     difficulty = [3, 1, 2, 0, 7, 5, 6, 4]
-    options: dict[str, Any] = {"difficulty": difficulty, "pacing": Table((0.25, 0.5, 1.0, 1.0)), "seed": 3}
+    options = {"difficulty": difficulty, "pacing": Table((0.25, 0.5, 1.0, 1.0)), "seed": 3}
     for order, easy in (("length", {0, 1, 2, 3}), ("length_descending", {4, 5, 6, 7})):
         plan = package.make_plan(lengths, [(2, 5)], order=order, **options)
         hardness = [[difficulty[i] for i in ids] for _, ids in steps_of(plan)]
@@ -266,8 +252,8 @@ def test_pacing_by_difficulty_and_against_it(package: ModuleType) -> None:
     ],
     ids=text_of,
 )
-def test_pacing_that_does_not_go_is_refused(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_pacing_that_does_not_go_is_refused(package, arguments, named):
     """Orders by length only, nothing shuffled besides, shares from 0 to 1."""
-    valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(1, 8)], "pacing": Table((0.5, 1.0))}
+    valid = {"lengths": [3, 5, 8], "buckets": [(1, 8)], "pacing": Table((0.5, 1.0))}
     with pytest.raises(ValueError, match=named):
         package.make_plan(**for_plan(package, valid | arguments))

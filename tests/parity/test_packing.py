@@ -1,9 +1,5 @@
 """Packing: rows of several samples, best fit sample by sample, and plans of such rows."""
 
-from pathlib import Path
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,13 +24,13 @@ from .inputs import (
 
 
 @st.composite
-def packing_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def packing_arguments(draw):
     """Draw valid arguments of `pack_samples`, for which at least one sample remains."""
     longest = draw(st.sampled_from([4, 12, 40]))
     given_lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
     overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
     sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True).map(sorted))
-    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     used = given_lengths
     if draw(st.integers(0, 3)) == 0:
         permuted = draw(st.permutations(range(len(given_lengths))))
@@ -53,11 +49,11 @@ def packing_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def plan_options(draw: st.DrawFn, rows: list[slow_packing.Row], longest: int | None) -> dict[str, Any]:
+def plan_options(draw, rows, longest):
     """Draw buckets and options of a plan of rows; the longest bucket has this length if there is one to have."""
     top = max(row.num_tokens for row in rows) if longest is None else longest
     edges = sorted({*draw(st.lists(st.integers(1, top), max_size=3)), top})
-    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 4)) == 0:
         permuted = draw(st.permutations(range(len(rows))))
         order = permuted[: draw(st.integers(1, len(permuted)))]
@@ -71,7 +67,7 @@ def plan_options(draw: st.DrawFn, rows: list[slow_packing.Row], longest: int | N
 
 
 @st.composite
-def packed_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.Row], dict[str, Any]]:
+def packed_plans(draw):
     """Draw arguments of `pack_samples`, the rows that come of them, and arguments of a plan of these."""
     arguments = draw(packing_arguments())
     rows = slow_packing.pack_samples(**arguments)
@@ -79,13 +75,11 @@ def packed_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.Row
     return arguments, rows, draw(plan_options(rows, arguments["row_lengths"][-1] if cut else None))
 
 
-def pack(package: ModuleType, arguments: dict[str, Any]) -> Any:
-    """Return the package's packing of drawn arguments."""
+def pack(package, arguments):
     return package.pack_samples(**as_arrays(arguments))
 
 
-def rows_of(packing: Any) -> list[slow_packing.Row]:
-    """Return a packing's rows."""
+def rows_of(packing):
     bounds = packing.row_offsets.tolist()
     samples = list(zip(packing.sample_ids.tolist(), packing.sample_lengths.tolist(), strict=True))
     assert bounds[-1] == len(samples)
@@ -97,7 +91,7 @@ def rows_of(packing: Any) -> list[slow_packing.Row]:
 
 @moderate
 @given(arguments=packing_arguments())
-def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_rows_match_the_contract(package, arguments):
     """Best fit sample by sample, rows in the order of opening, samples in that of placing; attributes, with dtypes."""
     packing, rows = pack(package, arguments), slow_packing.pack_samples(**arguments)
     assert rows_of(packing) == rows
@@ -120,9 +114,7 @@ def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any])
 
 @moderate
 @given(arguments=packing_arguments(), data=st.data())
-def test_a_histogram_is_packed_into_the_same_rows(
-    package: ModuleType, arguments: dict[str, Any], data: st.DataObject
-) -> None:
+def test_a_histogram_is_packed_into_the_same_rows(package, arguments, data):
     """The distinct rows of the samples that it counts, in the order of the first of each."""
     del arguments["order"], arguments["seed"], arguments["epoch"]
     lengths = [min(length, 60) for length in arguments["lengths"]]
@@ -150,7 +142,7 @@ def test_a_histogram_is_packed_into_the_same_rows(
     assert all(getattr(packed, name).dtype == np.int64 for name in names)
 
 
-def test_millions_of_samples_are_packed_by_their_histogram(package: ModuleType) -> None:
+def test_millions_of_samples_are_packed_by_their_histogram(package):
     """Sixteen million, of which nobody made a list."""
     counts = np.full(512, 2**15)
     packed = package.pack_samples(np.arange(1, 513), 512, counts=counts, max_samples_per_row=3)
@@ -163,9 +155,7 @@ def test_millions_of_samples_are_packed_by_their_histogram(package: ModuleType) 
 
 @few
 @given(arguments=packing_arguments(), other_seed=seeds)
-def test_shuffled_samples_fill_rows_of_the_same_sizes(
-    package: ModuleType, arguments: dict[str, Any], other_seed: int
-) -> None:
+def test_shuffled_samples_fill_rows_of_the_same_sizes(package, arguments, other_seed):
     """Another order is another packing, but not another plan of shapes."""
     arguments |= {"order": "shuffle", "overlong": "truncate"}
     one, other = (pack(package, arguments | {"seed": seed}) for seed in (arguments["seed"], other_seed))
@@ -173,7 +163,7 @@ def test_shuffled_samples_fill_rows_of_the_same_sizes(
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_rows_fill_as_by_hand(package: ModuleType) -> None:
+def test_rows_fill_as_by_hand(package):
     """A sample goes where the least space is left, and equals into the row that has waited longest."""
     packing = package.pack_samples([6, 6, 5, 2, 2, 1, 1], 8)
     assert rows_of(packing) == [
@@ -185,7 +175,7 @@ def test_rows_fill_as_by_hand(package: ModuleType) -> None:
     assert packing.fill == 23 / 24
 
 
-def test_rows_of_few_samples_fill_as_by_hand(package: ModuleType) -> None:
+def test_rows_of_few_samples_fill_as_by_hand(package):
     """Two full rows of three: after 6 and 4, which fill a row as well, four samples would be left for the other."""
     packing = package.pack_samples([6, 4, 2, 2, 3, 3], 10, max_samples_per_row=3)
     assert rows_of(packing) == [
@@ -194,7 +184,7 @@ def test_rows_of_few_samples_fill_as_by_hand(package: ModuleType) -> None:
     ]
 
 
-def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleType) -> None:
+def test_rows_open_in_the_smallest_length_that_holds_the_sample(package):
     """And take further samples up to it."""
     packing = package.pack_samples([3, 9, 4, 1, 1, 1], [4, 10])
     assert [(row.capacity, [i for i, _ in row.samples]) for row in rows_of(packing)] == [
@@ -207,11 +197,11 @@ def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleT
 
 
 @pytest.mark.parametrize(("order", "most"), [("shuffle", None), ("subset", 3)])
-def test_large_packings_match_the_contract(package: ModuleType, order: str, most: int | None) -> None:
+def test_large_packings_match_the_contract(package, order, most):
     """Thousands of samples of many lengths: long queues, split intervals."""
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.zipf(1.3, 3000) + rng.integers(0, 40, 3000), 700)
-    arguments: dict[str, Any] = {
+    arguments = {
         "lengths": lengths.tolist(),
         "row_lengths": [64, 100, 512],
         "max_samples_per_row": most,
@@ -247,14 +237,14 @@ def test_large_packings_match_the_contract(package: ModuleType, order: str, most
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"lengths": [3, 5, 8], "row_lengths": [8]}
+    valid = {"lengths": [3, 5, 8], "row_lengths": [8]}
     with pytest.raises(ValueError, match=named):
         package.pack_samples(**(valid | arguments))
 
 
-def test_samples_above_the_longest_row_are_listed(package: ModuleType) -> None:
+def test_samples_above_the_longest_row_are_listed(package):
     """By id, value and limit, also where dropping leaves none; one that the order leaves out is not looked at."""
     lengths = [3, 99, 4, 98]
     with pytest.raises(ValueError, match=offenders((1, 99), (3, 98), limit=10)):
@@ -268,7 +258,7 @@ def test_samples_above_the_longest_row_are_listed(package: ModuleType) -> None:
 
 
 @st.composite
-def split_arguments(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.Row], list[tuple[int, int, int]]]:
+def split_arguments(draw):
     """Draw arguments of `pack_samples` that split, the rows that come of them, of pieces by number, and the pieces."""
     arguments = draw(packing_arguments()) | {"overlong": "split"}
     order = arguments["order"]
@@ -282,7 +272,7 @@ def split_arguments(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.
 
 @moderate
 @given(drawn=split_arguments())
-def test_pieces_are_packed_like_samples(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
+def test_pieces_are_packed_like_samples(package, drawn):
     """Each piece once, as long as the longest row or what is left."""
     arguments, rows, pieces = drawn
     packing = pack(package, arguments)
@@ -301,9 +291,7 @@ def test_pieces_are_packed_like_samples(package: ModuleType, drawn: tuple[Any, A
 
 @few
 @given(drawn=split_arguments(), data=st.data())
-def test_plans_of_pieces_match_the_contract(
-    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any], data: st.DataObject
-) -> None:
+def test_plans_of_pieces_match_the_contract(package, tmp_path_factory, drawn, data):
     """Rows of pieces are planned like other rows; the digest and the file cover where pieces begin."""
     arguments, rows, pieces = drawn
     options = data.draw(plan_options(rows, arguments["row_lengths"][-1]))
@@ -332,7 +320,7 @@ def test_plans_of_pieces_match_the_contract(
             assert in_row == [pieces[p][1] for p in row] + [-1] * (len(in_row) - len(row))
 
 
-def test_a_split_histogram_counts_pieces(package: ModuleType) -> None:
+def test_a_split_histogram_counts_pieces(package):
     """Two samples of 25 are four pieces of 10 and two of 5."""
     packed = package.pack_samples([25, 3], [5, 10], counts=[2, 1], overlong="split")
     rows = package.pack_samples([25, 25, 3], [5, 10], overlong="split")
@@ -342,7 +330,7 @@ def test_a_split_histogram_counts_pieces(package: ModuleType) -> None:
     assert packed.fill == rows.fill
 
 
-def test_pieces_need_their_bucket(package: ModuleType) -> None:
+def test_pieces_need_their_bucket(package):
     """A longer bucket would read on into the next piece."""
     packing = package.pack_samples([9, 4, 40], 10, overlong="split")
     with pytest.raises(ValueError, match=r"\b12\b"):
@@ -350,7 +338,7 @@ def test_pieces_need_their_bucket(package: ModuleType) -> None:
     assert package.make_plan(packing, [(2, 10)], order="length").num_samples == 6
 
 
-def test_changed_pieces_are_refused(package: ModuleType, tmp_path: Path) -> None:
+def test_changed_pieces_are_refused(package, tmp_path):
     """Other starts, fewer, none: the digest covers them."""
     path = tmp_path / "pieces.npz"
     package.make_plan(package.pack_samples([9, 4, 40], 10, overlong="split"), [(2, 10)], order="length").save(path)
@@ -366,9 +354,7 @@ def test_changed_pieces_are_refused(package: ModuleType, tmp_path: Path) -> None
 
 @moderate
 @given(drawn=split_arguments(), data=st.data())
-def test_pieces_come_in_their_order_on_request(
-    package: ModuleType, drawn: tuple[Any, Any, Any], data: st.DataObject
-) -> None:
+def test_pieces_come_in_their_order_on_request(package, drawn, data):
     """Rows and then steps wait for those with earlier pieces, and pieces of one length are numbered as they come."""
     arguments, rows, pieces = drawn
     packed = [[pieces[p][:2] for p, _ in row.samples] for row in rows]
@@ -403,16 +389,16 @@ def test_pieces_come_in_their_order_on_request(
     assert plan.num_tokens.tolist() == [sum(tokens[r] for r in held) for _, held in steps]
     placed = list(zip(plan.sample_ids.tolist(), plan.piece_starts.tolist(), strict=True))
     assert sorted(placed) == sorted(piece for row in packed for piece in row)
-    started: dict[int, int] = {}
+    started = {}
     for i, start in placed:
         assert start > started.get(i, -1)
         started[i] = start
 
 
-def test_only_packings_can_keep_chunks_in_order(package: ModuleType) -> None:
+def test_only_packings_can_keep_chunks_in_order(package):
     """And only where nothing else decides when steps come."""
     packing = package.pack_samples([9, 4, 40], 10, overlong="split")
-    exclusive: list[dict[str, Any]] = [{"shuffle_steps": True}, {"new_shape_every": 2}, {"by": "random"}]
+    exclusive = [{"shuffle_steps": True}, {"new_shape_every": 2}, {"by": "random"}]
     for lengths, options in (([3, 4], {}), *((packing, options) for options in exclusive)):
         with pytest.raises(ValueError, match=r"chunks_in_order|random"):
             package.make_plan(lengths, [(2, 10)], order=package.Order(**{"chunks_in_order": True, **options}))
@@ -423,7 +409,7 @@ def test_only_packings_can_keep_chunks_in_order(package: ModuleType) -> None:
 
 @moderate
 @given(data=st.data(), limited=st.booleans())
-def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.DataObject, limited: bool) -> None:
+def test_row_lengths_are_the_best_of_all_sets(package, data, limited):
     """The least cost of the plan of the rows that the samples are packed into; ties as for buckets."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=20, longest=12))
     del arguments["strategy"]
@@ -439,7 +425,7 @@ def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.Data
 
 @few
 @given(data=st.data())
-def test_row_lengths_for_split_samples_are_those_for_their_pieces(package: ModuleType, data: st.DataObject) -> None:
+def test_row_lengths_for_split_samples_are_those_for_their_pieces(package, data):
     """Without a longest row nothing is split."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=20, longest=12))
     del arguments["strategy"], arguments["overlong"]
@@ -451,7 +437,7 @@ def test_row_lengths_for_split_samples_are_those_for_their_pieces(package: Modul
     assert chosen == find(package, "choose_row_lengths")(**as_arrays(arguments | {"lengths": of_pieces}))
 
 
-def test_short_samples_count_as_shares_of_a_row(package: ModuleType) -> None:
+def test_short_samples_count_as_shares_of_a_row(package):
     """A thousand of length 1 need few rows of 100, where a bucket of 100 would hold a thousand rows."""
     lengths = [1] * 1000 + [100]
     assert find(package, "choose_row_lengths")(lengths, 200, compile_seconds=200.0, cost=lambda b, t: 1.0 * b * t) == (
@@ -461,7 +447,7 @@ def test_short_samples_count_as_shares_of_a_row(package: ModuleType) -> None:
     assert [length for _, length in buckets] == [1, 100]
 
 
-def planned_positions(package: ModuleType, lengths: Any, row_lengths: Any, max_tokens: int, **options: Any) -> int:
+def planned_positions(package, lengths, row_lengths, max_tokens, **options):
     """Return the positions of all steps of the plan that packs into rows of these lengths."""
     packing = package.pack_samples(lengths, row_lengths)
     buckets = package.make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, **options)
@@ -478,9 +464,7 @@ def planned_positions(package: ModuleType, lengths: Any, row_lengths: Any, max_t
     num_microbatches=st.integers(1, 3),
     row_multiple=st.integers(1, 2),
 )
-def test_no_row_lengths_plan_fewer_positions(
-    package: ModuleType, lengths: list[int], max_tokens: int, max_shapes: int, num_microbatches: int, row_multiple: int
-) -> None:
+def test_no_row_lengths_plan_fewer_positions(package, lengths, max_tokens, max_shapes, num_microbatches, row_multiple):
     """Counted in the plans themselves, of every set of lengths that samples have."""
     options = {"microbatches_per_step": num_microbatches, "row_multiple": row_multiple}
     chosen = find(package, "choose_row_lengths")(lengths, max_tokens, max_shapes=max_shapes, **options)
@@ -489,7 +473,7 @@ def test_no_row_lengths_plan_fewer_positions(
         assert planned_positions(package, lengths, edges, max_tokens, **options) >= fewest
 
 
-def test_uniform_lengths_get_rows_that_fill(package: ModuleType) -> None:
+def test_uniform_lengths_get_rows_that_fill(package):
     """No more positions than with the longest length alone or halves of it, fewer than with what is best by class."""
     lengths = np.random.default_rng(0).integers(1, 4096, 20_000)
     chosen, alone, halves, by_class = (
@@ -505,7 +489,7 @@ def test_uniform_lengths_get_rows_that_fill(package: ModuleType) -> None:
     assert chosen < min(by_class, 1.01 * lengths.sum())
 
 
-def test_samples_that_share_no_row_get_the_best_buckets(package: ModuleType) -> None:
+def test_samples_that_share_no_row_get_the_best_buckets(package):
     """All longer than half the longest: a row is a sample, so the exact lengths are those of `make_buckets`."""
     lengths = np.random.default_rng(0).integers(100, 199, 1_000)
     buckets = package.make_buckets(lengths, 1_600, max_shapes=4)
@@ -514,7 +498,7 @@ def test_samples_that_share_no_row_get_the_best_buckets(package: ModuleType) -> 
     assert planned_positions(package, lengths, chosen, 1_600, microbatches_per_step=1) == best
 
 
-def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
+def test_row_lengths_follow_the_limits(package):
     """The same refusals as for buckets."""
     with pytest.raises(ValueError, match=offenders((1, 60), limit=50)):
         find(package, "choose_row_lengths")([4, 60], 50)
@@ -531,9 +515,7 @@ def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
 
 @moderate
 @given(drawn=packed_plans())
-def test_packed_plans_match_the_contract(
-    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any]
-) -> None:
+def test_packed_plans_match_the_contract(package, tmp_path_factory, drawn):
     """Rows are planned as samples would be, then replaced by their samples: digest, rows, counts, and the file."""
     arguments, rows, options = drawn
     packing = pack(package, arguments)
@@ -580,14 +562,14 @@ def test_packed_plans_match_the_contract(
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
-def test_a_plan_packs_its_samples_on_request(package: ModuleType, order: str) -> None:
+def test_a_plan_packs_its_samples_on_request(package, order):
     """As `pack_samples` and the plan of its rows: one row length, with a cost several; anew in a shuffled epoch."""
     lengths = np.random.default_rng(0).integers(1, 60, 300)
-    by: Any = np.arange(299, 9, -1) if order == "subset" else order
-    options: dict[str, Any] = {"seed": 3, "epoch": 2}
+    by = np.arange(299, 9, -1) if order == "subset" else order
+    options = {"seed": 3, "epoch": 2}
     of_packing = by if order in ("shuffle", "subset") else "dataset"
     of_rows = "dataset" if order == "subset" else by
-    cost: dict[str, Any] = {"cost": dyadic_cost, "max_shapes": 2}
+    cost = {"cost": dyadic_cost, "max_shapes": 2}
     for fields in ({"max_length": 50}, {"strategy": [32, 64]}, cost | {"max_length": 64, "length_multiple": 16}):
         overlong = "split" if fields.get("max_length") == 50 else "error"
         sizes = fields.get("strategy") or find(package, "choose_row_lengths")(
@@ -603,7 +585,7 @@ def test_a_plan_packs_its_samples_on_request(package: ModuleType, order: str) ->
         assert package.make_plan(lengths, buckets, **packed).digest == expected.digest
 
 
-def test_what_cannot_be_packed_by_a_plan_is_refused(package: ModuleType) -> None:
+def test_what_cannot_be_packed_by_a_plan_is_refused(package):
     """Another word, rows, pairs, and what gives samples an order that rows would lose."""
     for lengths, options, named in (
         ([3, 4], {"packing": "worst_fit"}, "worst_fit"),
@@ -617,7 +599,7 @@ def test_what_cannot_be_packed_by_a_plan_is_refused(package: ModuleType) -> None
             package.make_plan(lengths, [(1, 8)], **{"packing": "best_fit"} | options)
 
 
-def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package: ModuleType) -> None:
+def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package):
     """Of four rows, two to a step, two given ones meet in a third of the seeds: within 3.3 standard deviations."""
     num_seeds, lengths = 2_000, [6] * 4 + [2] * 4
     num_met = 0
@@ -629,7 +611,7 @@ def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package: ModuleTy
     assert abs(num_met / num_seeds - 1 / 3) < 3.3 * (2 / 9 / num_seeds) ** 0.5
 
 
-def test_a_plan_of_single_samples_is_not_a_packed_one(package: ModuleType) -> None:
+def test_a_plan_of_single_samples_is_not_a_packed_one(package):
     """Unpacked plans have no row offsets; one sample a row packed is another digest."""
     lengths, buckets = [5, 5, 5], [(2, 8)]
     plain = package.make_plan(lengths, buckets, order="length")
@@ -642,7 +624,7 @@ def test_a_plan_of_single_samples_is_not_a_packed_one(package: ModuleType) -> No
     assert packed.rows(0).shape == (1, 2, 1)
 
 
-def test_rows_that_no_bucket_holds_are_refused(package: ModuleType) -> None:
+def test_rows_that_no_bucket_holds_are_refused(package):
     """By row and tokens; and the rules that a packing has settled are not set again."""
     packing = package.pack_samples([9, 4, 4, 7], 10)
     assert packing.num_tokens.tolist() == [9, 7, 8]
@@ -662,7 +644,7 @@ def test_rows_that_no_bucket_holds_are_refused(package: ModuleType) -> None:
 # Files
 
 
-def saved_fields(package: ModuleType, path: Path) -> dict[str, Any]:
+def saved_fields(package, path):
     """Save a small packed plan and return the file's arrays."""
     packing = package.pack_samples([6, 6, 5, 2, 2, 1, 1], 8)
     package.make_plan(packing, [(2, 8)], order="dataset").save(path)
@@ -670,7 +652,7 @@ def saved_fields(package: ModuleType, path: Path) -> dict[str, Any]:
         return {name: archive[name] for name in archive.files}
 
 
-def test_changed_row_offsets_are_refused(package: ModuleType, tmp_path: Path) -> None:
+def test_changed_row_offsets_are_refused(package, tmp_path):
     """Other rows, none, another dtype or shape: the digest covers them."""
     path = tmp_path / "rows.npz"
     fields = saved_fields(package, path)

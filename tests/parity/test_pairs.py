@@ -1,9 +1,5 @@
 """Pairs of source and target: their buckets against all chains and nested sets, and their plans."""
 
-from pathlib import Path
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,13 +9,13 @@ from . import find, slow, slow_pairs
 from .inputs import ORDERS, arrangements, difficulties, for_plan, many, moderate, seeds, steps_of
 
 
-def pairs(longest: int, max_size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+def pairs(longest, max_size):
     """Draw the lengths of sources and targets."""
     return st.lists(st.tuples(st.integers(1, longest), st.integers(1, longest)), min_size=1, max_size=max_size)
 
 
 @st.composite
-def pair_bucket_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def pair_bucket_arguments(draw):
     """Draw arguments of `make_pair_buckets` that all sets of edges can be tried for; some fit nothing."""
     return {
         "lengths": draw(pairs(9, 9)),
@@ -35,13 +31,13 @@ def pair_bucket_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def pair_plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def pair_plan_arguments(draw):
     """Draw valid arguments of `make_plan` for pairs, for which at least one sample remains."""
     given_lengths = draw(pairs(12, 30))
     shapes = set(draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=4)))
     overlong = draw(st.sampled_from(["error", "drop"]))
     shapes.add((12, 12) if overlong == "error" else given_lengths[0])
-    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 4)) == 0:
         order = [0, *draw(st.permutations(range(1, len(given_lengths))))]
     return {
@@ -55,14 +51,13 @@ def pair_plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
     } | draw(arrangements(order))
 
 
-def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:
-    """Make the package's plan from drawn arguments."""
+def make_plan(package, arguments):
     return package.make_plan(**for_plan(package, arguments) | {"lengths": np.array(arguments["lengths"])})
 
 
 @many
 @given(arguments=pair_bucket_arguments())
-def test_pair_buckets_are_the_best_of_all_sets(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
     """Fewest positions over chains and nested sets; ties as the contract settles them; refused where nothing fits."""
     expected = slow_pairs.make_pair_buckets(**arguments)
     call = arguments | {"lengths": np.array(arguments["lengths"])}
@@ -75,7 +70,7 @@ def test_pair_buckets_are_the_best_of_all_sets(package: ModuleType, arguments: d
     assert [tuple(map(int, bucket)) for bucket in buckets] == expected
 
 
-def test_pair_buckets_are_named_tuples(package: ModuleType) -> None:
+def test_pair_buckets_are_named_tuples(package):
     """`PairBucket(rows, source_length, target_length)`."""
     bucket = package.make_pair_buckets([[3, 5], [2, 4]], 24, max_shapes=1)[0]
     assert isinstance(bucket, find(package, "PairBucket"))
@@ -83,14 +78,14 @@ def test_pair_buckets_are_named_tuples(package: ModuleType) -> None:
     assert find(package, "PairBucket")(rows=4, source_length=8, target_length=9) == (4, 8, 9)
 
 
-def test_the_budget_counts_both_sides_or_the_larger(package: ModuleType) -> None:
+def test_the_budget_counts_both_sides_or_the_larger(package):
     """Six positions of each pair, or four."""
     lengths = [[2, 4]] * 24
     assert package.make_pair_buckets(lengths, 24) == ((4, 2, 4),)
     assert package.make_pair_buckets(lengths, 24, budget="larger") == ((6, 2, 4),)
 
 
-def test_both_families_win_somewhere(package: ModuleType) -> None:
+def test_both_families_win_somewhere(package):
     """Sides that grow together make a chain; sides that do not make a set in which targets are cut anew."""
     together = package.make_pair_buckets([[k, k] for k in (1, 5, 9) for _ in range(20)], 40)
     assert [bucket[1:] for bucket in together] == [(1, 1), (5, 5), (9, 9)]
@@ -100,9 +95,7 @@ def test_both_families_win_somewhere(package: ModuleType) -> None:
 
 @moderate
 @given(arguments=pair_bucket_arguments())
-def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(
-    package: ModuleType, arguments: dict[str, Any]
-) -> None:
+def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(package, arguments):
     """Every sample fits, every bucket holds some, and no step is empty."""
     arguments |= {"max_tokens": 60}
     buckets = package.make_pair_buckets(**arguments)
@@ -139,9 +132,9 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what; pairs are listed as such."""
-    valid: dict[str, Any] = {"lengths": [[3, 5], [8, 2]], "max_tokens": 64}
+    valid = {"lengths": [[3, 5], [8, 2]], "max_tokens": 64}
     with pytest.raises(ValueError, match=named):
         package.make_pair_buckets(**(valid | arguments))
 
@@ -151,9 +144,7 @@ def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[
 
 @moderate
 @given(arguments=pair_plan_arguments())
-def test_plans_of_pairs_match_the_contract(
-    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, Any]
-) -> None:
+def test_plans_of_pairs_match_the_contract(package, tmp_path_factory, arguments):
     """Each pair in the first bucket that holds both sides, ordered by the sum; counts of both; three columns a file."""
     plan = make_plan(package, arguments)
     steps, lengths = slow.make_steps(**arguments), arguments["lengths"]
@@ -173,7 +164,7 @@ def test_plans_of_pairs_match_the_contract(
     assert [tuple(bucket) for bucket in plan.buckets] == buckets
     report = plan.report().replace(",", "")
     assert all(str(number) in report for bucket in buckets for number in bucket)
-    path: Path = tmp_path_factory.mktemp("pairs") / "plan.npz"
+    path = tmp_path_factory.mktemp("pairs") / "plan.npz"
     plan.save(path)
     with np.load(path, allow_pickle=False) as archive:
         assert archive["buckets"].dtype == np.int64
@@ -183,7 +174,7 @@ def test_plans_of_pairs_match_the_contract(
     assert all(isinstance(bucket, find(package, "PairBucket")) for bucket in (*plan.buckets, *loaded.buckets))
 
 
-def test_the_longest_pair_of_edges_comes_first(package: ModuleType) -> None:
+def test_the_longest_pair_of_edges_comes_first(package):
     """By the sum of both, and among equals the last in bucket order."""
     lengths = [[1, 9], [5, 5], [9, 1], [9, 1], [2, 2]]
     buckets = [(1, 2, 2), (1, 2, 9), (1, 5, 6), (1, 9, 2)]
@@ -193,7 +184,7 @@ def test_the_longest_pair_of_edges_comes_first(package: ModuleType) -> None:
     assert swapped == [plain[2], plain[1], plain[0], plain[3], plain[4]]
 
 
-def test_pairs_that_no_bucket_holds_are_listed(package: ModuleType) -> None:
+def test_pairs_that_no_bucket_holds_are_listed(package):
     """By id and both lengths: a pair may fit no bucket though each side fits some."""
     lengths = np.full((500, 2), 3)
     lengths[123], lengths[456] = (9, 4), (4, 77)
@@ -225,13 +216,13 @@ def test_pairs_that_no_bucket_holds_are_listed(package: ModuleType) -> None:
     ],
     ids=str,
 )
-def test_widths_that_do_not_match_are_refused(package: ModuleType, lengths: Any, buckets: Any, named: str) -> None:
+def test_widths_that_do_not_match_are_refused(package, lengths, buckets, named):
     """Pairs need buckets of two lengths, single lengths buckets of one, strictly ascending."""
     with pytest.raises(ValueError, match=named):
         package.make_plan(lengths, buckets, order="length")
 
 
-def test_a_packing_does_not_go_into_pair_buckets(package: ModuleType) -> None:
+def test_a_packing_does_not_go_into_pair_buckets(package):
     """Rows have one length."""
     with pytest.raises(ValueError, match="bucket"):
         package.make_plan(package.pack_samples([1, 2, 3], 4), [(2, 4, 4)], order="length")

@@ -1,9 +1,7 @@
 """Data parallelism and ZeRO in JAX and in several processes of PyTorch: the same losses and weights."""
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,38 +18,29 @@ from tests.conftest import random_dataset
 from torch_ref import parallel
 
 from . import run_parallel
-from .run_parallel import (
-    COMPILED_CAP_MB,
-    MAX_NORM,
-    NUM_HEADS,
-    NUM_LAYERS,
-    SMALL_CAP_MB,
-    TASKS,
-    Results,
-    plan_of_task,
-)
-from .trained import Trained, TrainedInJax, assert_same, initial_params, torch_model, train_in_jax, training
+from .run_parallel import COMPILED_CAP_MB, MAX_NORM, NUM_HEADS, NUM_LAYERS, SMALL_CAP_MB, TASKS, plan_of_task
+from .trained import assert_same, initial_params, torch_model, train_in_jax, training
 
 DATASET = random_dataset(121, 32)  # so that in some step one process has padding rows alone
 LENGTHS = np.diff(DATASET.offsets)
 WAYS = [(name, way) for name, task in TASKS.items() for way in task.ways]
 
 
-def model_config(name: str) -> TransformerConfig:
+def model_config(name):
     return TransformerConfig(num_layers=NUM_LAYERS, width=TASKS[name].width, num_heads=NUM_HEADS)
 
 
-def make_model(name: str, device: str = "cpu") -> nn.Module:
+def make_model(name, device="cpu"):
     with torch.device(device):
         return torch_model(model_config(name))
 
 
-def results_of(trained: Trained, name: str, way: str) -> list[Results]:
+def results_of(trained, name, way):
     return trained.results_of(f"{name} {way}", TASKS[name].num_processes)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory):
     """Return what processes train, while JAX does."""
     weights = {
         f"{name} {key}": value
@@ -65,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 
 @functools.cache
-def trained_in_jax(name: str, zero: int) -> TrainedInJax:
+def trained_in_jax(name, zero):
     task = TASKS[name]
     layout, plan = f"data{task.num_processes}.zero{zero}", plan_of_task(jvarlen, LENGTHS, task)
     return train_in_jax(model_config(name), layout, plan, DATASET, num_steps=task.num_steps, max_norm=MAX_NORM)
@@ -74,7 +63,7 @@ def trained_in_jax(name: str, zero: int) -> TrainedInJax:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_jax_and_torch_train_the_same(trained: Trained, name: str, way: str) -> None:
+def test_jax_and_torch_train_the_same(trained, name, way):
     """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
     expected = trained_in_jax(name, TASKS[name].ways[way])
     assert expected.norms.min() < MAX_NORM < expected.norms.max() or name == "compiled"
@@ -84,7 +73,7 @@ def test_jax_and_torch_train_the_same(trained: Trained, name: str, way: str) -> 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["padded", "packed", "four"])
-def test_in_some_step_a_process_has_padding_rows_alone(trained: Trained, name: str) -> None:
+def test_in_some_step_a_process_has_padding_rows_alone(trained, name):
     """What the test above rests on."""
     weights = np.array([result["weights_of_steps"] for result in results_of(trained, name, "ddp")])
     assert (weights == 0).any()
@@ -94,7 +83,7 @@ def test_in_some_step_a_process_has_padding_rows_alone(trained: Trained, name: s
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, way in WAYS if way.startswith("zero")])
-def test_each_process_holds_its_share(trained: Trained, name: str, way: str) -> None:
+def test_each_process_holds_its_share(trained, name, way):
     """Of parameters and of optimizer state, between steps; the embedding's 257 rows are not divided evenly."""
     results, (whole, *_) = results_of(trained, name, way), results_of(trained, name, "ddp")
     for key in ("param_bytes", "state_bytes"):
@@ -104,7 +93,7 @@ def test_each_process_holds_its_share(trained: Trained, name: str, way: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_optimizer_that_shards_itself_holds_about_its_share(trained: Trained) -> None:
+def test_the_optimizer_that_shards_itself_holds_about_its_share(trained):
     """By whole parameters; those are on all processes."""
     results, (whole, *_) = results_of(trained, "padded", "redundancy"), results_of(trained, "padded", "ddp")
     assert {int(result["param_bytes"]) for result in results} == {int(whole["param_bytes"])}
@@ -117,9 +106,7 @@ def test_the_optimizer_that_shards_itself_holds_about_its_share(trained: Trained
     ("name", "way", "num_gathered", "num_reduced"),
     [("padded", "zero1", 1, 1), ("padded", "zero2", 1, 2), ("padded", "zero3", 4, 2), ("packed", "zero3", 2, 1)],
 )
-def test_levels_communicate_as_often_as_they_must(
-    trained: Trained, name: str, way: str, num_gathered: int, num_reduced: int
-) -> None:
+def test_levels_communicate_as_often_as_they_must(trained, name, way, num_gathered, num_reduced):
     """Each layer, and the rest together; two microbatches a process where rows are padded, and one where packed."""
     for result in results_of(trained, name, way):
         assert int(result["num_all_gathers"]) == num_gathered * (NUM_LAYERS + 1)
@@ -128,7 +115,7 @@ def test_levels_communicate_as_often_as_they_must(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_gradients_are_reduced_in_the_buckets_of_jax(trained: Trained) -> None:
+def test_gradients_are_reduced_in_the_buckets_of_jax(trained):
     """Where the cap is given, it is that of the first bucket as well."""
     model = make_model("padded", "meta")
     cap = int(SMALL_CAP_MB * 2**20)
@@ -141,7 +128,7 @@ def test_gradients_are_reduced_in_the_buckets_of_jax(trained: Trained) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(trained: Trained) -> None:
+def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(trained):
     model = make_model("compiled", "meta")
     tokens = torch.zeros(TASKS["compiled"].buckets[0], dtype=torch.int64, device="meta")
     told = parallel.graph_buckets(model, tokens, cap=int(COMPILED_CAP_MB * 2**20))
@@ -150,11 +137,11 @@ def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(trained: Trained) 
         assert result["num_graphs"].tolist() == [len(told)] * TASKS["compiled"].num_steps
 
 
-def shapes_of(model: nn.Module) -> list[jax.ShapeDtypeStruct]:
+def shapes_of(model):
     return [jax.ShapeDtypeStruct(tuple(value.shape), np.float64) for value in model.parameters()]
 
 
-def named(model: nn.Module, buckets: Any) -> list[tuple[str, ...]]:
+def named(model, buckets):
     names = [name for name, _ in model.named_parameters()]
     return [tuple(names[place] for place in bucket) for bucket in buckets]
 
@@ -163,7 +150,7 @@ def named(model: nn.Module, buckets: Any) -> list[tuple[str, ...]]:
     ("cap", "first_cap", "packed"),
     [(1, 1, False), (20_000, 4_000, True), (70_000, 70_000, False), (2**30, 2**20, True)],
 )
-def test_graphs_are_cut_at_the_buckets_of_jax(cap: int, first_cap: int, packed: bool) -> None:
+def test_graphs_are_cut_at_the_buckets_of_jax(cap, first_cap, packed):
     """Of a model that uses each parameter once, in the order of its modules, and one in an operation."""
     with jax.enable_x64(True):
         model = make_model("padded", "meta")
@@ -173,28 +160,28 @@ def test_graphs_are_cut_at_the_buckets_of_jax(cap: int, first_cap: int, packed: 
     assert list(parallel.graph_buckets(model, tokens, cap=cap, first_cap=first_cap, **segments)) == expected
 
 
-def test_graphs_count_a_shared_parameter_each_time() -> None:
+def test_graphs_count_a_shared_parameter_each_time():
     """Where jvarlen, whose parameters have one gradient each, does not."""
 
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.Embedding(10, 4)
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden: torch.Tensor = self.table(tokens)
+        def forward(self, tokens):
+            hidden = self.table(tokens)
             return hidden @ self.table.weight.T
 
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     assert parallel.graph_buckets(Tied(), tokens, cap=160, first_cap=100) == (("table.weight",), ("table.weight",))
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer():
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_without_a_process_group_it_says_so() -> None:
+def test_without_a_process_group_it_says_so():
     model, optimizer = model_and_optimizer()
     for name, call in {
         "make_ddp_step": lambda: parallel.make_ddp_step(model, optimizer),
@@ -215,13 +202,13 @@ def test_without_a_process_group_it_says_so() -> None:
     ],
 )
 @pytest.mark.usefixtures("one_process")
-def test_arguments_of_ddp_are_checked(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_of_ddp_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         parallel.make_ddp_step(*model_and_optimizer(), **arguments)
 
 
 @pytest.mark.usefixtures("one_process")
-def test_arguments_of_fsdp_are_checked() -> None:
+def test_arguments_of_fsdp_are_checked():
     model, optimizer = model_and_optimizer()
     with pytest.raises(ValueError, match="the model is not sharded: call shard_model, then make the optimizer"):
         parallel.make_fsdp_step(model, optimizer)
@@ -238,11 +225,11 @@ def test_arguments_of_fsdp_are_checked() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_layers_may_hold_layers() -> None:
+def test_layers_may_hold_layers():
     """Each is sharded by itself; the weights can be gathered."""
 
     class Stack(nn.Module):
-        def __init__(self, *layers: nn.Module) -> None:
+        def __init__(self, *layers):
             super().__init__()
             self.layers = nn.ModuleList(layers)
 
@@ -255,12 +242,12 @@ def test_layers_may_hold_layers() -> None:
 
 
 @pytest.mark.parametrize(("cap", "first_cap"), [(0, 1), (10, 0), (10, 11)])
-def test_caps_of_graphs_are_checked(cap: int, first_cap: int) -> None:
+def test_caps_of_graphs_are_checked(cap, first_cap):
     with pytest.raises(ValueError, match="cap must be an integer from 1 to"):
         parallel.graph_buckets(nn.Linear(2, 2), torch.zeros(1, 2), cap=cap, first_cap=first_cap)
 
 
-def test_processes_must_divide_the_microbatches_of_a_step() -> None:
+def test_processes_must_divide_the_microbatches_of_a_step():
     plan = plan_of_task(torch_ref, LENGTHS, TASKS["padded"])
     with pytest.raises(ValueError, match="num_replicas=3 must divide the plan's microbatches_per_step=4"):
         torch_ref.load(plan, [], rank=0, num_replicas=3)

@@ -1,8 +1,5 @@
 """Plans: which samples form which step, in which order steps come, and the digest."""
 
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +13,7 @@ from .inputs import ORDERS, for_plan, make_plan, many, moderate, offenders, plan
 
 @moderate
 @given(arguments=plan_arguments())
-def test_a_plan_matches_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_a_plan_matches_the_contract(package, arguments):
     """Steps in order, the digest, row j in microbatch j mod M at slot j // M, counts of cut lengths, and dtypes."""
     plan, steps = make_plan(package, arguments), slow.make_steps(**arguments)
     buckets, num_microbatches = arguments["buckets"], arguments["microbatches_per_step"]
@@ -42,7 +39,7 @@ def test_a_plan_matches_the_contract(package: ModuleType, arguments: dict[str, A
 
 @moderate
 @given(arguments=plan_arguments())
-def test_every_sample_appears_exactly_once(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_every_sample_appears_exactly_once(package, arguments):
     """All samples, or those of the order array, less the dropped ones."""
     plan = make_plan(package, arguments)
     lengths, order, longest = arguments["lengths"], arguments["order"], arguments["buckets"][-1][1]
@@ -57,7 +54,7 @@ def test_every_sample_appears_exactly_once(package: ModuleType, arguments: dict[
 
 @moderate
 @given(data=st.data())
-def test_made_buckets_and_plan_agree_on_steps(package: ModuleType, data: st.DataObject) -> None:
+def test_made_buckets_and_plan_agree_on_steps(package, data):
     """A plan over the buckets made for the same lengths takes the steps that the row rule counted."""
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=60))
     budget, num_microbatches = data.draw(st.integers(60, 300)), data.draw(st.integers(1, 4))
@@ -74,7 +71,7 @@ def test_made_buckets_and_plan_agree_on_steps(package: ModuleType, data: st.Data
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_difficulty_equal_to_lengths_changes_nothing(package: ModuleType, order: str) -> None:
+def test_difficulty_equal_to_lengths_changes_nothing(package, order):
     """Only a difficulty other than length makes steps come by arrival."""
     lengths = np.random.default_rng(0).integers(1, 50, 200)
     buckets = package.make_buckets(lengths, 300, max_shapes=5)
@@ -88,7 +85,7 @@ def test_difficulty_equal_to_lengths_changes_nothing(package: ModuleType, order:
     assert steps_of(changed) == simulated
 
 
-def test_length_order_emits_short_steps_before_long_ones(package: ModuleType) -> None:
+def test_length_order_emits_short_steps_before_long_ones(package):
     """Ascending and descending, by position inside a bucket in both."""
     lengths = [9, 1, 2, 9, 1, 8]
     buckets = [(2, 2), (2, 9)]
@@ -102,14 +99,14 @@ def test_length_order_emits_short_steps_before_long_ones(package: ModuleType) ->
     assert steps_of(descending) == [(1, [0, 3]), (1, [5]), (0, [2, 1]), (0, [4])]
 
 
-def test_dataset_order_emits_full_steps_when_they_fill_and_the_rest_last(package: ModuleType) -> None:
+def test_dataset_order_emits_full_steps_when_they_fill_and_the_rest_last(package):
     """A full last step of a bucket still counts as full; left-overs come by bucket."""
     lengths = [9, 1, 9, 2, 1, 9]
     plan = package.make_plan(lengths, [(2, 2), (2, 9)], order="dataset")
     assert steps_of(plan) == [(1, [0, 2]), (0, [1, 3]), (0, [4]), (1, [5])]
 
 
-def test_shuffled_steps_hold_the_same_samples(package: ModuleType) -> None:
+def test_shuffled_steps_hold_the_same_samples(package):
     """shuffle_steps permutes the steps of any order by the next values of the stream; a shuffle only once."""
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = package.make_buckets(lengths, 200, max_shapes=6)
@@ -126,7 +123,7 @@ def test_shuffled_steps_hold_the_same_samples(package: ModuleType) -> None:
     assert once == again
 
 
-def test_longest_first_swaps_two_steps(package: ModuleType) -> None:
+def test_longest_first_swaps_two_steps(package):
     """The first step of the longest bucket in use comes first, the former first step takes its place."""
     lengths = [1, 1, 1, 5, 5, 5]
     buckets = [(1, 1), (2, 5), (1, 9)]
@@ -135,7 +132,7 @@ def test_longest_first_swaps_two_steps(package: ModuleType) -> None:
     assert swapped == [plain[3], plain[1], plain[2], plain[0], plain[4]]
 
 
-def test_shapes_appear_one_by_one(package: ModuleType) -> None:
+def test_shapes_appear_one_by_one(package):
     """The earliest step left of the shapes whose turn has come; early, once nothing else is left; then all in order."""
     lengths = [5, 1, 9, 5, 1, 9, 5, 5]
     buckets = [(1, 1), (1, 5), (1, 9)]
@@ -157,7 +154,7 @@ def test_shapes_appear_one_by_one(package: ModuleType) -> None:
 
 @many
 @given(shapes=st.lists(st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5]), min_size=1, max_size=60), spacing=st.integers(1, 12))
-def test_no_shape_comes_before_its_turn(package: ModuleType, shapes: list[int], spacing: int) -> None:
+def test_no_shape_comes_before_its_turn(package, shapes, spacing):
     """Or all shapes before it are used up; each shape's steps keep their order. Here every sample is a step."""
     buckets = [(1, length) for length in range(1, 6)]
     plan = package.make_plan(shapes, buckets, order=package.Order("dataset", new_shape_every=spacing))
@@ -173,7 +170,7 @@ def test_no_shape_comes_before_its_turn(package: ModuleType, shapes: list[int], 
         assert ids == sorted(ids)
 
 
-def test_the_report_names_the_first_steps_of_spaced_shapes(package: ModuleType) -> None:
+def test_the_report_names_the_first_steps_of_spaced_shapes(package):
     """A column more, without a number for a bucket without steps."""
     lengths = np.random.default_rng(0).integers(1, 30, 400)
     buckets = [(8, 10), (4, 20), (2, 30), (1, 40)]
@@ -186,7 +183,7 @@ def test_the_report_names_the_first_steps_of_spaced_shapes(package: ModuleType) 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_block_shuffled_steps_come_as_they_fill(package: ModuleType, order: str) -> None:
+def test_block_shuffled_steps_come_as_they_fill(package, order):
     """Whatever the order's name, a block shuffle is the plan of its order as an array."""
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = package.make_buckets(lengths, 200, max_shapes=6)
@@ -201,7 +198,7 @@ def test_block_shuffled_steps_come_as_they_fill(package: ModuleType, order: str)
 
 @moderate
 @given(arguments=plan_arguments())
-def test_neighbour_correlation_is_pearsons(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_neighbour_correlation_is_pearsons(package, arguments):
     """Of the mean lengths of steps and those after them, by the textbook's formula."""
     plan = make_plan(package, arguments)
     means = [
@@ -219,7 +216,7 @@ def test_neighbour_correlation_is_pearsons(package: ModuleType, arguments: dict[
     assert found == pytest.approx(products / squares**0.5, abs=1e-9)
 
 
-def test_sorted_steps_are_correlated_and_shuffled_ones_are_not(package: ModuleType) -> None:
+def test_sorted_steps_are_correlated_and_shuffled_ones_are_not(package):
     """What the number is for."""
     lengths = np.random.default_rng(0).integers(1, 500, 5000)
     buckets = package.make_buckets(lengths, 2000, max_shapes=12)
@@ -227,11 +224,11 @@ def test_sorted_steps_are_correlated_and_shuffled_ones_are_not(package: ModuleTy
     assert abs(package.make_plan(lengths, buckets, order="shuffle").neighbour_correlation) < 0.2
 
 
-def test_plans_depend_on_their_arguments_alone(package: ModuleType) -> None:
+def test_plans_depend_on_their_arguments_alone(package):
     """The same call gives the same digest; another M, seed or order another one."""
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = [(4, 25), (2, 50)]
-    variants: list[dict[str, Any]] = [
+    variants = [
         {"order": "length"},
         {"order": "length", "microbatches_per_step": 2},
         {"order": "shuffle"},
@@ -245,7 +242,7 @@ def test_plans_depend_on_their_arguments_alone(package: ModuleType) -> None:
     assert digests == [package.make_plan(lengths, buckets, **variant).digest for variant in variants]
 
 
-def test_digest_hashes_ids_in_chunks(package: ModuleType) -> None:
+def test_digest_hashes_ids_in_chunks(package):
     """More than 2**20 samples take more than one chunk."""
     lengths = np.ones(2**20 + 5, dtype=np.int64)
     buckets = [(2**17, 1)]
@@ -254,7 +251,7 @@ def test_digest_hashes_ids_in_chunks(package: ModuleType) -> None:
     assert plan.num_steps == 5
 
 
-def test_dropped_and_truncated_samples_follow_the_rule(package: ModuleType) -> None:
+def test_dropped_and_truncated_samples_follow_the_rule(package):
     """Truncated samples are ordered by their original length and counted with their cut one."""
     lengths = [7, 3, 9, 8, 2]
     buckets = [(2, 3), (2, 6)]
@@ -266,7 +263,7 @@ def test_dropped_and_truncated_samples_follow_the_rule(package: ModuleType) -> N
     assert (dropped.num_truncated, dropped.num_dropped) == (0, 3)
 
 
-def test_overlong_samples_are_listed(package: ModuleType) -> None:
+def test_overlong_samples_are_listed(package):
     """By id, value and limit."""
     lengths = np.full(700, 10)
     lengths[[234, 567]] = [1001, 2002]
@@ -276,7 +273,7 @@ def test_overlong_samples_are_listed(package: ModuleType) -> None:
         package.make_plan(lengths, [(2, 10), (1, 500)], order="shuffle")
 
 
-def test_a_sample_left_out_of_the_order_is_not_overlong(package: ModuleType) -> None:
+def test_a_sample_left_out_of_the_order_is_not_overlong(package):
     """An order array is the whole of what is planned: the counts and the errors are about its samples."""
     lengths = [3, 99, 4]
     assert package.make_plan(lengths, [(2, 4)], order=[2, 0]).sample_ids.tolist() == [2, 0]
@@ -285,7 +282,7 @@ def test_a_sample_left_out_of_the_order_is_not_overlong(package: ModuleType) -> 
     assert (cut.num_truncated, dropped.num_dropped) == (0, 0)
 
 
-def test_dropping_everything_is_refused(package: ModuleType) -> None:
+def test_dropping_everything_is_refused(package):
     """A plan without samples is an error."""
     with pytest.raises(ValueError, match=r"(?i)longe|drop|left|remain|no sample"):
         package.make_plan([5, 6], [(1, 4)], order="length", overlong="drop")
@@ -322,17 +319,17 @@ def test_dropping_everything_is_refused(package: ModuleType) -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(2, 4), (1, 9)]}
+    valid = {"lengths": [3, 5, 8], "buckets": [(2, 4), (1, 9)]}
     with pytest.raises(ValueError, match=named):
         package.make_plan(**for_plan(package, valid | arguments))
 
 
-def test_buckets_are_chosen_by_a_budget_where_none_are_given(package: ModuleType) -> None:
+def test_buckets_are_chosen_by_a_budget_where_none_are_given(package):
     """By its fields as keywords or by itself; of pairs and of packed rows, too."""
     lengths = np.random.default_rng(0).integers(1, 200, 600)
-    fields: dict[str, Any] = {"max_shapes": 4, "microbatches_per_step": 2, "row_multiple": 2}
+    fields = {"max_shapes": 4, "microbatches_per_step": 2, "row_multiple": 2}
     budget = package.Budget(max_tokens=1000, **fields)
     buckets = package.make_buckets(lengths, 1000, **fields)
     expected = package.make_plan(lengths, buckets, microbatches_per_step=2)
@@ -353,7 +350,7 @@ def test_buckets_are_chosen_by_a_budget_where_none_are_given(package: ModuleType
     assert package.make_plan(packing, budget).buckets == buckets
 
 
-def test_a_budget_and_given_buckets_exclude_each_other(package: ModuleType) -> None:
+def test_a_budget_and_given_buckets_exclude_each_other(package):
     """One of them is needed; with buckets only M is left to say."""
     with pytest.raises(ValueError, match="max_tokens"):
         package.make_plan([3, 5])
@@ -367,7 +364,7 @@ def test_a_budget_and_given_buckets_exclude_each_other(package: ModuleType) -> N
         package.make_plan([[3, 5]], max_tokens=8, cost=lambda rows, length: rows * length, max_cost=8.0)
 
 
-def test_report_names_every_shape_and_the_totals(package: ModuleType) -> None:
+def test_report_names_every_shape_and_the_totals(package):
     """A table to read: its numbers are the plan's."""
     lengths = np.random.default_rng(0).integers(100, 400, 1234)
     buckets = package.make_buckets(lengths, 4000, max_shapes=3)

@@ -1,10 +1,7 @@
 """Plan files: what one package saves, every package loads; every change in a file is detected and named."""
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,20 +33,17 @@ DIGESTS_OF_FORMAT_1 = {
 
 
 @pytest.fixture(scope="session", params=PACKAGES)
-def reader(request: pytest.FixtureRequest) -> ModuleType:
-    """Return the package that loads what `package` saved."""
+def reader(request):
     return importlib.import_module(request.param)
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for the files of repeated examples."""
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("plans")
 
 
 @pytest.fixture
-def saved(package: ModuleType, tmp_path: Path) -> Path:
-    """Return the file of a small plan with truncated samples."""
+def saved(package, tmp_path):
     path = tmp_path / "epoch.npz"
     package.make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", microbatches_per_step=2, overlong="truncate").save(
         path
@@ -57,13 +51,12 @@ def saved(package: ModuleType, tmp_path: Path) -> Path:
     return path
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """Return the file's arrays."""
+def read_fields(path):
     with np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 
 
-def changed(name: str, value: Any) -> Any:
+def changed(name, value):
     """Return a valid-looking other value of a field, of the same dtype and shape."""
     if value.dtype.kind == "U":
         return np.array("drop") if name == "overlong" else np.array(str(value)[::-1])
@@ -74,9 +67,7 @@ def changed(name: str, value: Any) -> Any:
 
 @few
 @given(arguments=plan_arguments())
-def test_a_plan_saved_by_one_package_loads_in_the_other(
-    package: ModuleType, reader: ModuleType, folder: Path, arguments: dict[str, Any]
-) -> None:
+def test_a_plan_saved_by_one_package_loads_in_the_other(package, reader, folder, arguments):
     """Every attribute survives, with its dtype."""
     plan = make_plan(package, arguments)
     path = folder / "plan.npz"
@@ -96,7 +87,7 @@ def test_a_plan_saved_by_one_package_loads_in_the_other(
 
 @few
 @given(arguments=plan_arguments())
-def test_the_file_holds_the_format_field_by_field(package: ModuleType, folder: Path, arguments: dict[str, Any]) -> None:
+def test_the_file_holds_the_format_field_by_field(package, folder, arguments):
     """Names, dtypes, values, digest and checksum, read with NumPy alone."""
     path = folder / "plan.npz"
     plan = make_plan(package, arguments)
@@ -115,7 +106,7 @@ def test_the_file_holds_the_format_field_by_field(package: ModuleType, folder: P
     assert str(fields["checksum"]) == slow.checksum(digest, *counts, arguments["overlong"])
 
 
-def test_saving_replaces_the_file_and_leaves_nothing_else(package: ModuleType, saved: Path) -> None:
+def test_saving_replaces_the_file_and_leaves_nothing_else(package, saved):
     """Written beside it, then moved into place."""
     before = package.Plan.load(saved)
     package.make_plan([1, 2, 3], [(1, 3)], order="length").save(saved)
@@ -123,7 +114,7 @@ def test_saving_replaces_the_file_and_leaves_nothing_else(package: ModuleType, s
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
-def test_a_failed_save_leaves_the_old_file(package: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_file(package, tmp_path):
     """Where the folder is missing nothing is made."""
     with pytest.raises(FileNotFoundError):
         package.make_plan([1, 2, 3], [(1, 3)], order="length").save(tmp_path / "missing" / "plan.npz")
@@ -131,7 +122,7 @@ def test_a_failed_save_leaves_the_old_file(package: ModuleType, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_changed_field_is_refused(package: ModuleType, saved: Path, name: str) -> None:
+def test_a_changed_field_is_refused(package, saved, name):
     """Every field is covered by the digest, the checksum or the version."""
     fields = read_fields(saved)
     np.savez(saved, **fields | {name: changed(name, fields[name])})
@@ -140,7 +131,7 @@ def test_a_changed_field_is_refused(package: ModuleType, saved: Path, name: str)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_missing_field_is_refused(package: ModuleType, saved: Path, name: str) -> None:
+def test_a_missing_field_is_refused(package, saved, name):
     """The message names the file and the field."""
     fields = read_fields(saved)
     del fields[name]
@@ -151,7 +142,7 @@ def test_a_missing_field_is_refused(package: ModuleType, saved: Path, name: str)
 
 
 @pytest.mark.parametrize("name", [name for name, dtype in FIELDS.items() if dtype is not None])
-def test_a_field_of_another_dtype_or_shape_is_refused(package: ModuleType, saved: Path, name: str) -> None:
+def test_a_field_of_another_dtype_or_shape_is_refused(package, saved, name):
     """Floats, and one dimension too many."""
     fields = read_fields(saved)
     for other in (fields[name].astype(np.float64), fields[name][..., None]):
@@ -161,13 +152,13 @@ def test_a_field_of_another_dtype_or_shape_is_refused(package: ModuleType, saved
 
 
 @pytest.mark.parametrize("name", ["packed", "unpacked"])
-def test_a_file_of_format_1_loads_with_its_digest(package: ModuleType, name: str) -> None:
+def test_a_file_of_format_1_loads_with_its_digest(package, name):
     """Written before packings had random keys of their own: as it was, though only the unpacked plan is made again."""
     path = Path(__file__).parent / "plans_of_format_1" / f"{name}.npz"
     assert read_fields(path)["format_version"] == 1
     plan = package.Plan.load(path)
     assert plan.digest == DIGESTS_OF_FORMAT_1[name]
-    options: dict[str, Any] = {"order": "shuffle", "seed": 7, "epoch": 3}
+    options = {"order": "shuffle", "seed": 7, "epoch": 3}
     lengths = [6, 6, 6, 6, 2, 2, 2, 2, 3, 7, 1, 5, 8, 4, 4, 4]
     rows = package.pack_samples(lengths, 8, **options) if name == "packed" else lengths
     made = package.make_plan(rows, [(2, 6), (1, 8)], microbatches_per_step=2, **options)
@@ -175,7 +166,7 @@ def test_a_file_of_format_1_loads_with_its_digest(package: ModuleType, name: str
     assert (made.digest == plan.digest) == (name == "unpacked")
 
 
-def test_another_format_version_is_named(package: ModuleType, saved: Path) -> None:
+def test_another_format_version_is_named(package, saved):
     """A later format says so, even where its fields differ."""
     np.savez(saved, format_version=np.int64(71), something_else=np.arange(3))
     with pytest.raises(ValueError, match=saved.name) as caught:
@@ -185,7 +176,7 @@ def test_another_format_version_is_named(package: ModuleType, saved: Path) -> No
 
 @many
 @given(data=st.data())
-def test_a_file_cut_short_is_refused(package: ModuleType, folder: Path, data: st.DataObject) -> None:
+def test_a_file_cut_short_is_refused(package, folder, data):
     """At whatever byte."""
     path = folder / "cut.npz"
     package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length").save(path)
@@ -197,7 +188,7 @@ def test_a_file_cut_short_is_refused(package: ModuleType, folder: Path, data: st
 
 @many
 @given(data=st.data())
-def test_a_flipped_byte_is_refused_or_harmless(package: ModuleType, folder: Path, data: st.DataObject) -> None:
+def test_a_flipped_byte_is_refused_or_harmless(package, folder, data):
     """Either an error that names the file, or the same plan (bytes of the archive that mean nothing)."""
     path = folder / "flipped.npz"
     plan = package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length")
@@ -214,8 +205,7 @@ def test_a_flipped_byte_is_refused_or_harmless(package: ModuleType, folder: Path
         assert loaded.num_tokens.tolist() == plan.num_tokens.tolist()
 
 
-def write_npy(path: Path) -> None:
-    """Write an array that is no archive."""
+def write_npy(path):
     with open(path, "wb") as file:
         np.save(file, np.arange(3))
 
@@ -232,7 +222,7 @@ def write_npy(path: Path) -> None:
     ],
     ids=["empty", "text", "binary", "other_archive", "pickled", "npy"],
 )
-def test_a_foreign_file_is_refused(package: ModuleType, tmp_path: Path, write: Callable[[Path], Any]) -> None:
+def test_a_foreign_file_is_refused(package, tmp_path, write):
     """By name, whatever it is."""
     path = tmp_path / "foreign.npz"
     write(path)
@@ -240,7 +230,7 @@ def test_a_foreign_file_is_refused(package: ModuleType, tmp_path: Path, write: C
         package.Plan.load(path)
 
 
-def test_a_missing_file_is_a_file_not_found_error(package: ModuleType, tmp_path: Path) -> None:
+def test_a_missing_file_is_a_file_not_found_error(package, tmp_path):
     """The error that callers expect for it, with the name."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
         package.Plan.load(tmp_path / "nowhere.npz")

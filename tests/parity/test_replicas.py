@@ -18,15 +18,14 @@ Results = dict[str, NDArray[Any]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return where two processes wrote what came out of their runs."""
     folder = tmp_path_factory.mktemp("replicas")
     processes.run(Path(run_replica.__file__), run_replica.NUM_REPLICAS, str(folder))
     return folder
 
 
-def results_of(folder: Path, name: str) -> list[Results]:
-    """Return what each process wrote of a run."""
+def results_of(folder, name):
     results = []
     for rank in range(run_replica.NUM_REPLICAS):
         with np.load(folder / f"{name} {rank}.npz") as file:
@@ -34,13 +33,13 @@ def results_of(folder: Path, name: str) -> list[Results]:
     return results
 
 
-def alone(name: str) -> Results:
+def alone(name):
     """Return what one process makes of a run, with the whole step in one microbatch."""
     return train(explicit(RUNS[name].make_model()), read_batches(1), exact_step)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_steps_of_one(folder: Path, name: str) -> None:
+def test_two_processes_take_the_steps_of_one(folder, name):
     """Weights and losses, in float64, whatever rows the replicas have and however these reach the model."""
     expected = alone(name)
     del expected["num_reductions"]
@@ -51,7 +50,7 @@ def test_two_processes_take_the_steps_of_one(folder: Path, name: str) -> None:
             np.testing.assert_allclose(together[part], values, rtol=1e-12, atol=1e-14, err_msg=part)
 
 
-def test_replicas_have_unequal_weights_and_one_has_none() -> None:
+def test_replicas_have_unequal_weights_and_one_has_none():
     """What the other tests of this file rest on."""
     for num_microbatches in {run.num_microbatches for run in RUNS.values()}:
         shares = [read_batches(num_microbatches, rank=rank, num_replicas=2) for rank in range(2)]
@@ -61,28 +60,28 @@ def test_replicas_have_unequal_weights_and_one_has_none() -> None:
         assert weights[1].tolist()[1] == 0
 
 
-def test_gradients_are_reduced_once_a_step(folder: Path) -> None:
+def test_gradients_are_reduced_once_a_step(folder):
     """One reduction of all gradients and one of the two sums, with one and with four microbatches a replica."""
     for name in ("one microbatch", "four microbatches"):
         for result in results_of(folder, name):
             assert result["num_reductions"].tolist() == [2, 2, 2], name
 
 
-def test_parameters_are_reduced_once_a_step_without_a_wrapper(folder: Path) -> None:
+def test_parameters_are_reduced_once_a_step_without_a_wrapper(folder):
     """Each by itself, and the sums."""
     num_parameters = len(list(make_transformer().parameters()))
     for result in results_of(folder, "explicit"):
         assert result["num_reductions"].tolist() == [num_parameters + 1] * 3
 
 
-def test_the_mean_of_the_replicas_means_is_another_step(folder: Path) -> None:
+def test_the_mean_of_the_replicas_means_is_another_step(folder):
     """What DistributedDataParallel gives where each replica divides by its own weights."""
     expected, (first, second) = alone("wrapped"), results_of(folder, "mean of means")
     np.testing.assert_array_equal(first["head.weight"], second["head.weight"])
     assert np.abs(first["head.weight"] - expected["head.weight"]).max() > 1e-3
 
 
-def test_what_no_row_reaches_is_left_alone(folder: Path) -> None:
+def test_what_no_row_reaches_is_left_alone(folder):
     """Not even decayed, as the optimizer does to what has a gradient of zero."""
     initial = dict(RUNS["routed, wrapped"].make_model().named_parameters())
     for name in ("routed, explicit", "routed, wrapped"):

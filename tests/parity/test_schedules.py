@@ -10,7 +10,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.nn import Identity
 
-from jvarlen.parallel import Schedule, make_schedule
+from jvarlen.parallel import make_schedule
 
 TRIPLES = [
     (1, 3, 2),
@@ -26,7 +26,7 @@ TRIPLES = [
 ]
 
 
-def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
+def order_of(schedule):
     """For each stage: kind, part of the model, microbatch."""
     return [
         [("FBW"[kind], chunk * schedule.num_stages + s, m) for kind, m, chunk in of_stage.tolist()]
@@ -34,7 +34,7 @@ def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
     ]
 
 
-def torch_order(make, num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[tuple[str, int, int]]]:
+def torch_order(make, num_stages, num_microbatches, num_chunks):
     """From the `pipeline_order` of a schedule that has several stages in each process."""
     num_parts = num_stages * num_chunks
     stages = [
@@ -49,9 +49,9 @@ def torch_order(make, num_stages: int, num_microbatches: int, num_chunks: int) -
     ]
 
 
-def torch_calls(make, num_stages: int, num_microbatches: int, s: int) -> list[tuple[str, int, int]]:
+def torch_calls(make, num_stages, num_microbatches, s):
     """What a schedule calls on a stage; its `pipeline_order` counts microbatches of the last stage from 1."""
-    calls: list[tuple[str, int, int]] = []
+    calls = []
     stage = MagicMock(num_stages=num_stages, stage_index=s, is_last=False)
     for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
         getattr(stage, name).return_value = []
@@ -64,21 +64,21 @@ def torch_calls(make, num_stages: int, num_microbatches: int, s: int) -> list[tu
 
 
 @pytest.mark.parametrize(("s", "m", "v"), TRIPLES)
-def test_interleaving_is_that_of_torch(s: int, m: int, v: int) -> None:
+def test_interleaving_is_that_of_torch(s, m, v):
     assert order_of(make_schedule("interleaved", s, m, v)) == torch_order(ScheduleInterleaved1F1B, s, m, v)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 4), (4, 4), (4, 8), (5, 10)])
-def test_with_one_chunk_it_is_eager(s: int, m: int) -> None:
+def test_with_one_chunk_it_is_eager(s, m):
     assert order_of(make_schedule("eager_1f1b", s, m)) == torch_order(ScheduleInterleaved1F1B, s, m, 1)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 4), (4, 4), (4, 8), (5, 10), (8, 16)])
-def test_zero_bubble_is_the_one_of_torch_with_one_chunk(s: int, m: int) -> None:
+def test_zero_bubble_is_the_one_of_torch_with_one_chunk(s, m):
     assert order_of(make_schedule("zero_bubble", s, m)) == torch_order(ScheduleInterleavedZeroBubble, s, m, 1)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 2), (4, 4), (4, 8), (3, 7)])
-def test_gpipe_and_1f1b_are_those_of_torch(s: int, m: int) -> None:
+def test_gpipe_and_1f1b_are_those_of_torch(s, m):
     for name, peer in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
         assert order_of(make_schedule(name, s, m)) == [torch_calls(peer, s, m, stage) for stage in range(s)]

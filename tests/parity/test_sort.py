@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,14 +39,13 @@ class Problem(NamedTuple):
     case: run_sort.Case
 
 
-def split_rows(num_rows: int, num_processes: int, shares: str) -> list[int]:
-    """Return rows of each process."""
+def split_rows(num_rows, num_processes, shares):
     powers = {"even": 1, "growing from none": 3, "all on the last": 60}
     ends = (np.arange(num_processes + 1) / num_processes) ** powers[shares]
     return np.diff((ends * num_rows).astype(np.int64)).tolist()
 
 
-def wide_keys(dtype: Any, num_rows: int = 300) -> NDArray[Any]:
+def wide_keys(dtype, num_rows=300):
     """Return keys of a dtype with its limits among them, many twice, and integers that no float tells apart."""
     rng = np.random.default_rng(2)
     if np.issubdtype(dtype, np.floating):
@@ -60,12 +58,12 @@ def wide_keys(dtype: Any, num_rows: int = 300) -> NDArray[Any]:
 
 
 @cache
-def solvable(num_processes: int) -> dict[str, Problem]:
+def solvable(num_processes):
     """Return problems that have a solution, by name."""
     rng = np.random.default_rng(num_processes)
     problems = {}
 
-    def add(name: str, keys: NDArray[Any], shares: str = "even", **case: Any) -> None:
+    def add(name, keys, shares="even", **case):
         sizes = split_rows(len(keys), num_processes, shares)
         problems[name] = Problem(keys, run_sort.Case(sizes=sizes, **case))
 
@@ -94,8 +92,7 @@ def solvable(num_processes: int) -> dict[str, Problem]:
     return problems
 
 
-def groups(num_processes: int) -> dict[str, Problem]:
-    """Return problems of every second process."""
+def groups(num_processes):
     keys = keys_of_kind("zipf", 201, np.random.default_rng(0))
     members = list(range(1, num_processes, 2))
     sizes = [0] * num_processes
@@ -104,13 +101,13 @@ def groups(num_processes: int) -> dict[str, Problem]:
     return {"odd ranks": Problem(keys, run_sort.Case(sizes=sizes, group=members))}
 
 
-def distinct(num_processes: int) -> list[str]:
+def distinct(num_processes):
     """Return the names of problems whose keys or options no other has: a sharded array of JAX has even shards."""
     return [name for name in solvable(num_processes) if not name.endswith((SHARES[1], SHARES[2]))]
 
 
 @cache
-def refused(num_processes: int) -> dict[str, tuple[Problem, str]]:
+def refused(num_processes):
     """Return problems that are an error on all processes, and the pattern of what it must say."""
     last = num_processes - 1
     sizes = split_rows(200, num_processes, "even")
@@ -118,7 +115,7 @@ def refused(num_processes: int) -> dict[str, tuple[Problem, str]]:
     keys = np.arange(200.0)[::-1].copy()
     gaps = np.where(np.isin(np.arange(200), [3, 60, 120, 199]), NAN, keys)
     many = np.where(np.arange(200) >= 180, NAN, keys)
-    differing: dict[str, tuple[Any, str]] = {
+    differing = {
         "dtype": ({"dtype": "float32"}, rf"dtype: torch.float64 on ranks {others}; torch.float32 on ranks \[{last}\]"),
         "result": ({"options": {"result": "block"}}, rf"result: interleaved on ranks {others}; block .* \[{last}\]"),
         "oversampling": ({"options": {"oversampling": 5}}, rf"oversampling: 4 on ranks {others}; 5 .* \[{last}\]"),
@@ -143,7 +140,7 @@ def refused(num_processes: int) -> dict[str, tuple[Problem, str]]:
     return problems
 
 
-def named(problems: Callable[[int], Iterable[str]]) -> list[Any]:
+def named(problems):
     """Return parameters: numbers of processes, and the names of their problems."""
     two = [pytest.param(2, name) for name in problems(2)]
     return two + [pytest.param(4, name, marks=pytest.mark.slow) for name in problems(4)]
@@ -155,32 +152,29 @@ class Sorted(NamedTuple):
     shares: list[dict[str, NDArray[Any]]]
     reports: list[dict[str, Any]]
 
-    def share(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of one case on one process."""
+    def share(self, name, rank):
         prefix = f"{name}/"
         return {key.removeprefix(prefix): array for key, array in self.shares[rank].items() if key.startswith(prefix)}
 
 
-def write_cases(folder: Path, problems: dict[str, Problem], **settings: Any) -> None:
-    """Write what the program reads."""
-    np.savez(folder / "cases.npz", **{name: problem.keys for name, problem in problems.items()})  # type: ignore[arg-type]
+def write_cases(folder, problems, **settings):
+    np.savez(folder / "cases.npz", **{name: problem.keys for name, problem in problems.items()})
     cases = {name: problem.case for name, problem in problems.items()}
     settings = {"timeout_s": 60, "absent_rank": None, "absent_s": 0, "cases": cases} | settings
     (folder / "cases.json").write_text(json.dumps(settings))
 
 
-def read_sorted(folder: Path, num_processes: int) -> Sorted:
-    """Read what the program wrote."""
+def read_sorted(folder, num_processes):
     shares = [dict(np.load(folder / f"{rank}.npz")) for rank in range(num_processes)]
     return Sorted(shares, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)])
 
 
 @pytest.fixture(scope="module")
-def sorted_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def sorted_by(tmp_path_factory):
     """Return a function from a number of processes to what they wrote; each number is started once."""
-    done: dict[int, Sorted] = {}
+    done = {}
 
-    def sort(num_processes: int) -> Sorted:
+    def sort(num_processes):
         if num_processes not in done:
             folder = tmp_path_factory.mktemp(f"sorted_by_{num_processes}")
             problems = solvable(num_processes) | groups(num_processes)
@@ -193,15 +187,14 @@ def sorted_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return sort
 
 
-def places(num_rows: int, num_processes: int, result: str, rank: int) -> slice:
-    """Return the global ranks of a process's share."""
+def places(num_rows, num_processes, result, rank):
     per_process = -(-num_rows // num_processes)
     if result == "block":
         return slice(rank * per_process, (rank + 1) * per_process)
     return slice(rank, None, num_processes)
 
 
-def assert_share(share: dict[str, NDArray[Any]], problem: Problem, num_processes: int, rank: int) -> None:
+def assert_share(share, problem, num_processes, rank):
     """Hold a process's share to what NumPy makes of all keys on one."""
     result = problem.case.get("options", {}).get("result", "interleaved")
     indices = order_of(problem.keys)[places(len(problem.keys), num_processes, result, rank)]
@@ -221,7 +214,7 @@ def assert_share(share: dict[str, NDArray[Any]], problem: Problem, num_processes
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_processes", "name"), named(solvable))
-def test_every_process_has_its_share_of_numpys_order(sorted_by: Any, num_processes: int, name: str) -> None:
+def test_every_process_has_its_share_of_numpys_order(sorted_by, num_processes, name):
     """By key, ties by index, evenly spread, for any keys on any shards."""
     problem = solvable(num_processes)[name]
     for rank in range(num_processes):
@@ -231,7 +224,7 @@ def test_every_process_has_its_share_of_numpys_order(sorted_by: Any, num_process
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_processes", PROCESSES)
-def test_a_group_sorts_alone(sorted_by: Any, num_processes: int) -> None:
+def test_a_group_sorts_alone(sorted_by, num_processes):
     """Ranks are those in the group; others are told that they are not in it."""
     found = sorted_by(num_processes)
     problem = groups(num_processes)["odd ranks"]
@@ -246,7 +239,7 @@ def test_a_group_sorts_alone(sorted_by: Any, num_processes: int) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_processes", "name"), named(refused))
-def test_what_is_wrong_on_one_process_is_an_error_on_all(sorted_by: Any, num_processes: int, name: str) -> None:
+def test_what_is_wrong_on_one_process_is_an_error_on_all(sorted_by, num_processes, name):
     """The same message everywhere, which names ranks or rows; sorting goes on afterwards."""
     errors = {report[f"refused: {name}"]["error"] for report in sorted_by(num_processes).reports}
     assert len(errors) == 1
@@ -255,7 +248,7 @@ def test_what_is_wrong_on_one_process_is_an_error_on_all(sorted_by: Any, num_pro
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_processes", PROCESSES)
-def test_no_process_gets_more_rows_than_promised(sorted_by: Any, num_processes: int) -> None:
+def test_no_process_gets_more_rows_than_promised(sorted_by, num_processes):
     """N / p * (1 + (1 + 1/p) / k) + 1 while rows are on their way, whatever the keys and shards."""
     most = 0.0
     for name, problem in solvable(num_processes).items():
@@ -274,7 +267,7 @@ def test_no_process_gets_more_rows_than_promised(sorted_by: Any, num_processes: 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_processes", PROCESSES)
-def test_collectives_and_bytes_are_those_documented(sorted_by: Any, num_processes: int) -> None:
+def test_collectives_and_bytes_are_those_documented(sorted_by, num_processes):
     """Two for samples and counts and two a column, after the arguments; rows travel twice."""
     for name, problem in solvable(num_processes).items():
         num_rows, case = len(problem.keys), problem.case
@@ -297,7 +290,7 @@ def test_collectives_and_bytes_are_those_documented(sorted_by: Any, num_processe
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("absent_s", [0, 120])
-def test_a_process_that_is_gone_or_stuck_does_not_hang_the_others(tmp_path: Path, absent_s: int) -> None:
+def test_a_process_that_is_gone_or_stuck_does_not_hang_the_others(tmp_path, absent_s):
     """They end with an error, at the latest after the group's timeout."""
     write_cases(tmp_path, {"zipf": solvable(2)["zipf, even"]}, timeout_s=10, absent_rank=1, absent_s=absent_s)
     began = time.monotonic()
@@ -319,7 +312,7 @@ def test_a_process_that_is_gone_or_stuck_does_not_hang_the_others(tmp_path: Path
     # Each by itself is NumPy's order on any number; of the two, every second problem is enough on either number.
     [of_two_or_four for place, of_two_or_four in enumerate(named(distinct)) if place % 2 == 0],
 )
-def test_both_packages_put_the_same_rows_in_the_same_places(sorted_by: Any, num_processes: int, name: str) -> None:
+def test_both_packages_put_the_same_rows_in_the_same_places(sorted_by, num_processes, name):
     """A process of one has what a device of the other has, but for padding."""
     keys, case = solvable(num_processes)[name]
     payload = {}
@@ -346,7 +339,7 @@ def test_both_packages_put_the_same_rows_in_the_same_places(sorted_by: Any, num_
 
 
 @pytest.fixture(params=["no group", "gloo"])
-def alone(request: pytest.FixtureRequest) -> Iterator[None]:
+def alone(request):
     """Be the only process, without a process group and in one."""
     if request.param == "gloo":
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -357,13 +350,13 @@ def alone(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", solvable(1))
-def test_one_process_has_all(name: str) -> None:
+def test_one_process_has_all(name):
     """And sends nothing but, in a group, what its arguments are to itself."""
     problem = solvable(1)[name]
     keys = torch.from_numpy(problem.keys)
     index = torch.arange(len(keys))
     payload = run_sort.make_payload(index) if problem.case.get("payload") else None
-    calls: list[tuple[str, int, int]] = []
+    calls = []
     with run_sort.recorded(calls):
         found = torch_ref.sample_sort(keys, payload=payload, **problem.case.get("options", {}))
     share = {"keys": found[0], "indices": found[1]} | (found[2] if len(found) == 3 else {})
@@ -371,7 +364,7 @@ def test_one_process_has_all(name: str) -> None:
     assert not calls
 
 
-def test_each_process_can_sort_for_itself() -> None:
+def test_each_process_can_sort_for_itself():
     """Positions are its own; NaN is refused by position or last; the payload may be any tree of tensors."""
     keys = torch.tensor([2.0, NAN, -0.0, 0.0, -1.0])
     with pytest.raises(ValueError, match=r"ids \[1\], 1 in all"):
@@ -382,7 +375,7 @@ def test_each_process_can_sort_for_itself() -> None:
     assert torch.signbit(ordered).tolist()[:4] == [True, True, False, False]
 
 
-def test_no_gradient_flows_through_a_sort() -> None:
+def test_no_gradient_flows_through_a_sort():
     """Keys of a model's losses are values."""
     keys = torch.tensor([2.0, 1.0], requires_grad=True)
     found = torch_ref.sample_sort(keys, payload=keys)
@@ -402,7 +395,7 @@ def test_no_gradient_flows_through_a_sort() -> None:
         (torch.ones(2), {"group": object()}, "call init_process_group first"),
     ],
 )
-def test_bad_arguments_are_named(keys: Any, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_named(keys, options, message):
     """One by one, up to a few."""
     with pytest.raises(ValueError, match=message):
         torch_ref.sample_sort(keys, **options)
@@ -410,7 +403,7 @@ def test_bad_arguments_are_named(keys: Any, options: dict[str, Any], message: st
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_rows_may_lie_on_a_gpu() -> None:
+def test_rows_may_lie_on_a_gpu():
     """They stay there, and NCCL sends every dtype."""
     distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -429,5 +422,5 @@ def test_rows_may_lie_on_a_gpu() -> None:
         distributed.destroy_process_group()
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -3,8 +3,6 @@
 import itertools
 import json
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from .inputs import few, moderate, offenders, seeds
 
 
 @st.composite
-def stream_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def stream_arguments(draw):
     """Draw a stream that ends, with given buckets."""
     given_lengths = draw(st.lists(st.integers(1, 40), max_size=60))
     overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
@@ -36,7 +34,7 @@ def stream_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def estimated_arguments(draw: st.DrawFn) -> dict[str, Any]:
+def estimated_arguments(draw):
     """Draw a stream that chooses its own buckets; the first ones say little about the rest."""
     multiple = draw(st.sampled_from([1, 1, 2, 4]))
     max_length = draw(st.one_of(st.none(), st.integers(1, 12)))
@@ -54,7 +52,7 @@ def estimated_arguments(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def check_steps(steps: Any, expected: list[slow_streams.Step], buckets: list[Any], num_microbatches: int) -> None:
+def check_steps(steps, expected, buckets, num_microbatches):
     """Hold steps equal to the transcription, rows and dtypes included."""
     found = list(steps)
     assert [step.bucket_index for step in found] == [step.bucket for step in expected]
@@ -70,7 +68,7 @@ def check_steps(steps: Any, expected: list[slow_streams.Step], buckets: list[Any
 
 @moderate
 @given(arguments=stream_arguments())
-def test_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_steps_match_the_contract(package, arguments):
     """A simulation sample by sample; the counts at the end."""
     steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"])}))
     assert isinstance(steps, Iterator)
@@ -85,7 +83,7 @@ def test_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]
 
 @moderate
 @given(arguments=estimated_arguments())
-def test_chosen_buckets_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+def test_chosen_buckets_match_the_contract(package, arguments):
     """The lengths that make_buckets finds for the first samples, as many rows as the budget holds."""
     buckets = slow_streams.choose_buckets(**arguments)
     steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"]), "overlong": "truncate"}))
@@ -98,7 +96,7 @@ def test_chosen_buckets_match_the_contract(package: ModuleType, arguments: dict[
 
 @moderate
 @given(arguments=stream_arguments(), data=st.data())
-def test_a_state_goes_on_after_any_step(package: ModuleType, arguments: dict[str, Any], data: st.DataObject) -> None:
+def test_a_state_goes_on_after_any_step(package, arguments, data):
     """Through JSON, from the stream's beginning, to the same steps and counts."""
     steps = package.stream_batches(**arguments)
     whole = list(steps)
@@ -127,9 +125,7 @@ def test_a_state_goes_on_after_any_step(package: ModuleType, arguments: dict[str
 
 @few
 @given(arguments=estimated_arguments(), num_taken=st.integers(0, 5))
-def test_a_state_keeps_the_buckets_that_were_chosen(
-    package: ModuleType, arguments: dict[str, Any], num_taken: int
-) -> None:
+def test_a_state_keeps_the_buckets_that_were_chosen(package, arguments, num_taken):
     """And reads the samples that had been read ahead again."""
     arguments |= {"overlong": "truncate"}
     whole = list(package.stream_batches(**arguments))
@@ -142,11 +138,11 @@ def test_a_state_keeps_the_buckets_that_were_chosen(
 
 @moderate
 @given(arguments=stream_arguments(), limit=st.integers(1, 10))
-def test_never_more_samples_wait_than_allowed(package: ModuleType, arguments: dict[str, Any], limit: int) -> None:
+def test_never_more_samples_wait_than_allowed(package, arguments, limit):
     """What was read and not yet in a step, at every step and at the end; each sample in one step."""
     arguments |= {"shuffle_buffer": None}
     steps = package.stream_batches(**(arguments | {"max_waiting": limit}))
-    emitted: list[int] = []
+    emitted = []
     for step in steps:
         emitted += step.ids[step.ids >= 0].tolist()
         assert steps.num_read - steps.num_dropped - len(emitted) <= limit
@@ -156,11 +152,11 @@ def test_never_more_samples_wait_than_allowed(package: ModuleType, arguments: di
     assert sorted(emitted) == kept
 
 
-def test_an_endless_stream_is_read_no_further_than_needed(package: ModuleType) -> None:
+def test_an_endless_stream_is_read_no_further_than_needed(package):
     """A step comes as soon as it is full."""
     drawn = []
 
-    def lengths() -> Iterator[int]:
+    def lengths():
         for number in itertools.count():
             drawn.append(number)
             yield 1 + number % 7
@@ -175,11 +171,11 @@ def test_an_endless_stream_is_read_no_further_than_needed(package: ModuleType) -
     assert next(chosen).ids.min() >= 0
 
 
-def test_a_shuffle_buffer_is_all_that_is_read_ahead(package: ModuleType) -> None:
+def test_a_shuffle_buffer_is_all_that_is_read_ahead(package):
     """Of an endless stream; a sample comes no earlier than it can be in the buffer, and the order is another."""
     drawn = []
 
-    def lengths() -> Iterator[int]:
+    def lengths():
         for number in itertools.count():
             drawn.append(number)
             yield 4
@@ -193,7 +189,7 @@ def test_a_shuffle_buffer_is_all_that_is_read_ahead(package: ModuleType) -> None
     assert ids != [i for step in itertools.islice(again, 20) for i in step.ids[0].tolist()]
 
 
-def test_the_longest_bucket_holds_max_length(package: ModuleType) -> None:
+def test_the_longest_bucket_holds_max_length(package):
     """Whatever the first samples are."""
     steps = package.stream_batches([2, 2, 9, 30], max_tokens=40, num_estimate=2, max_length=20, overlong="truncate")
     assert steps.buckets == ((2, 20),)
@@ -202,7 +198,7 @@ def test_the_longest_bucket_holds_max_length(package: ModuleType) -> None:
         package.stream_batches([2, 2], max_tokens=15, max_length=20)
 
 
-def test_overlong_and_broken_lengths_are_named(package: ModuleType) -> None:
+def test_overlong_and_broken_lengths_are_named(package):
     """By id, value and limit, when they are read."""
     steps = package.stream_batches([3, 2, 71, 1], [(2, 8)])
     assert next(steps).ids.tolist() == [[0, 1]]
@@ -217,7 +213,7 @@ def test_overlong_and_broken_lengths_are_named(package: ModuleType) -> None:
         next(package.stream_batches([3, 2, -3, 1], max_tokens=10))
 
 
-def test_numpy_lengths_are_lengths(package: ModuleType) -> None:
+def test_numpy_lengths_are_lengths(package):
     """Arrays of any integer dtype; the state stays plain JSON."""
     values = np.array([3, 9, 2, 1], dtype=np.uint8)
     steps = package.stream_batches(values, [(2, 4), (1, 9)])
@@ -226,7 +222,7 @@ def test_numpy_lengths_are_lengths(package: ModuleType) -> None:
     assert [step.ids.tolist() for step in steps] == [[[0, 2]], [[3, -1]]]
 
 
-def test_a_stream_without_samples_has_no_steps(package: ModuleType) -> None:
+def test_a_stream_without_samples_has_no_steps(package):
     """Given buckets; without them there is nothing to choose them by."""
     assert list(package.stream_batches([], [(2, 4)])) == []
     with pytest.raises(ValueError, match=r"length|stream"):
@@ -257,21 +253,21 @@ def test_a_stream_without_samples_has_no_steps(package: ModuleType) -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(2, 8)]}
+    valid = {"lengths": [3, 5, 8], "buckets": [(2, 8)]}
     with pytest.raises(ValueError, match=named):
         package.stream_batches(**(valid | arguments))
 
 
-def test_what_is_no_state_is_refused(package: ModuleType) -> None:
+def test_what_is_no_state_is_refused(package):
     """Each key missing, each value of another type, and things that are no state at all."""
     lengths = [3, 5, 2, 7, 4, 1]
     steps = package.stream_batches(lengths, [(2, 4), (2, 8)], microbatches_per_step=2)
     next(steps)
     state = json.loads(json.dumps(steps.state()))
     assert next(package.stream_batches(lengths, state=state)).ids.shape == (2, 2)
-    broken: list[Any] = [{}, {"step": 3}, [1, 2], "state", 7]
+    broken = [{}, {"step": 3}, [1, 2], "state", 7]
     broken += [{key: value for key, value in state.items() if key != name} for name in state]
     broken += [state | {name: {"a": "b"}} for name in state]
     for other in broken:
@@ -279,7 +275,7 @@ def test_what_is_no_state_is_refused(package: ModuleType) -> None:
             package.stream_batches(lengths, state=other)
 
 
-def test_a_stream_shorter_than_its_state_is_refused(package: ModuleType) -> None:
+def test_a_stream_shorter_than_its_state_is_refused(package):
     """It cannot be the same stream."""
     steps = package.stream_batches([3, 5, 2, 7, 4, 1], [(2, 8)])
     next(steps), next(steps)

@@ -2,8 +2,6 @@
 
 import copy
 import types
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,7 @@ SAMPLES = [np.random.default_rng(0).integers(0, 256, length).astype(np.uint8) fo
 class Tiny(nn.Module):
     """Next to nothing to compile, but dropout, running statistics and an attribute that torch guards on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(256, 6)
@@ -36,43 +34,34 @@ class Tiny(nn.Module):
         self.unused = nn.Linear(2, 2)
         self.scale = 1.0
 
-    def forward(self, tokens_BxT: Tensor) -> Tensor:
+    def forward(self, tokens_BxT):
         hidden_BxTxD = self.drop(self.embed(tokens_BxT)) * self.scale
-        logits: Tensor = self.head(self.norm(hidden_BxTxD.transpose(1, 2)).transpose(1, 2))
-        return logits
+        return self.head(self.norm(hidden_BxTxD.transpose(1, 2)).transpose(1, 2))
 
 
-def make_plan(order: str = "shuffle", **options: Any) -> torch_ref.Plan:
+def make_plan(order="shuffle", **options):
     return torch_ref.make_plan(LENGTHS, BUCKETS, order=order, microbatches_per_step=2, **options)
 
 
-def packed_plan() -> torch_ref.Plan:
+def packed_plan():
     packing = torch_ref.pack_samples(LENGTHS, [16, 24])
     return torch_ref.make_plan(packing, [(2, 16), (1, 24)], order="shuffle", microbatches_per_step=2)
 
 
-def compile_eagerly(model: nn.Module, plan: Any, **options: Any) -> torch_ref.CompiledBuckets:
+def compile_eagerly(model, plan, **options):
     return torch_ref.compile_buckets(model, plan, **({"backend": "eager", "progress": False} | options))
 
 
-def first_batch(plan: torch_ref.Plan, bucket: int) -> torch_ref.Batch:
+def first_batch(plan, bucket):
     step = plan.step_bucket.tolist().index(bucket)
-    batch: torch_ref.Batch = next(iter(torch_ref.load(plan, SAMPLES, start_step=step)))
-    return batch
+    return next(iter(torch_ref.load(plan, SAMPLES, start_step=step)))
 
 
-def num_graphs() -> int:
+def num_graphs():
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def assert_same_training(
-    plain: nn.Module,
-    model: nn.Module,
-    compiled: torch_ref.CompiledBuckets,
-    plan: torch_ref.Plan,
-    device: str = "cpu",
-    **tolerance: float,
-) -> None:
+def assert_same_training(plain, model, compiled, plan, device="cpu", **tolerance):
     """Go through the plan with both; losses of every step and weights at the end agree."""
     optimizers = [Adam(one.parameters(), lr=1e-2, weight_decay=0.1) for one in (plain, model)]
     for batch in torch_ref.load(plan, SAMPLES):
@@ -89,7 +78,7 @@ def assert_same_training(
 
 
 @pytest.mark.parametrize("plan", [make_plan(), packed_plan()], ids=["padded", "packed"])
-def test_training_is_the_plain_one_and_compiles_nothing(plan: torch_ref.Plan) -> None:
+def test_training_is_the_plain_one_and_compiles_nothing(plan):
     torch.manual_seed(0)
     plain = torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2)
     model = copy.deepcopy(plain)
@@ -103,7 +92,7 @@ def test_training_is_the_plain_one_and_compiles_nothing(plan: torch_ref.Plan) ->
     assert all((row.num_compilations, row.num_graphs) == (1, 1) and row.compile_s > 0 for row in compiled.rows)
 
 
-def test_random_numbers_running_statistics_and_unused_weights_are_the_plain_ones() -> None:
+def test_random_numbers_running_statistics_and_unused_weights_are_the_plain_ones():
     plain = Tiny()
     model = copy.deepcopy(plain)
     plan = make_plan()
@@ -113,7 +102,7 @@ def test_random_numbers_running_statistics_and_unused_weights_are_the_plain_ones
         torch.testing.assert_close(buffer, other)
 
 
-def test_the_onset_leaves_everything_as_it_was() -> None:
+def test_the_onset_leaves_everything_as_it_was():
     model = Tiny()
     model.head.bias.grad = gradient = torch.full((256,), 3.0)
     config = torch._dynamo.config
@@ -130,10 +119,10 @@ def test_the_onset_leaves_everything_as_it_was() -> None:
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2  # the guard is lifted
 
 
-def test_more_buckets_than_torch_allows_by_itself_are_all_compiled_largest_first() -> None:
+def test_more_buckets_than_torch_allows_by_itself_are_all_compiled_largest_first():
     lengths = []
 
-    def backend(graph: Any, inputs: list[Any]) -> Any:
+    def backend(graph, inputs):
         lengths.extend(x.shape[1] for x in inputs if isinstance(x, Tensor) and x.dtype == torch.int64 and x.ndim == 2)
         return graph
 
@@ -144,11 +133,11 @@ def test_more_buckets_than_torch_allows_by_itself_are_all_compiled_largest_first
     assert [row.num_graphs for row in compiled.rows] == [1] * 11
 
 
-def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing() -> None:
-    def double(x: Tensor) -> Tensor:
+def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing():
+    def double(x):
         return 2 * x
 
-    def compiled() -> Callable[[Tensor], Tensor]:
+    def compiled():
         own = types.FunctionType(double.__code__.replace(), globals())
         return torch.compile(own, backend="eager", dynamic=False)
 
@@ -167,7 +156,7 @@ def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.compiling.CompiledBuckets]:
+def compiled_pair():
     compiled = jvarlen.compile_buckets(
         lambda state, batch: (state + batch.weights.sum(), {}),
         jnp.float32(0),
@@ -177,7 +166,7 @@ def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.compiling.Compil
     return compile_eagerly(Tiny(), BUCKETS), compiled
 
 
-def both_batches(rows: int, length: int, num_microbatches: int = 2) -> tuple[torch_ref.Batch, jvarlen.batches.Batch]:
+def both_batches(rows, length, num_microbatches=2):
     spec = token_batch_spec(jvarlen.Bucket(rows, length), num_microbatches)
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
     tensors = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "lengths", "weights")}
@@ -185,8 +174,8 @@ def both_batches(rows: int, length: int, num_microbatches: int = 2) -> tuple[tor
     return torch_ref.Batch(**tensors, num_sequences=float(rows)), batch
 
 
-FLOAT64: tuple[Any, Any] = (torch.float64, np.float64)
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+FLOAT64 = (torch.float64, np.float64)
+REFUSED = {
     "rows": (lambda at: both_batches(3, 16)[at], r"Nearest is 2.{1,3}16: .*tokens is int\d\d\[2,3,16\].*planned"),
     "length": (lambda at: both_batches(4, 9)[at], r"Nearest is 4.{1,3}8: .*weights is float32\[2,4,9\].*planned"),
     "far": (lambda at: both_batches(1, 400)[at], r"Nearest is 2.{1,3}24: .*Buckets: 4.{1,3}8, 2.{1,3}16, 2.{1,3}24"),
@@ -201,9 +190,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_both_packages_refuse_what_was_not_planned(
-    compiled_pair: tuple[torch_ref.CompiledBuckets, jvarlen.compiling.CompiledBuckets], kind: str
-) -> None:
+def test_both_packages_refuse_what_was_not_planned(compiled_pair, kind):
     compiled, other = compiled_pair
     change, said = REFUSED[kind]
     optimizer = SGD(compiled.model.parameters(), lr=1.0)
@@ -230,9 +217,7 @@ def test_both_packages_refuse_what_was_not_planned(
     ],
     ids=["strides", "device", "microbatches", "packed", "gradient"],
 )
-def test_what_only_torch_minds_is_refused_too(
-    compiled_pair: Any, change: Callable[[torch_ref.Batch], torch_ref.Batch], said: str
-) -> None:
+def test_what_only_torch_minds_is_refused_too(compiled_pair, change, said):
     compiled, _ = compiled_pair
     optimizer = SGD(compiled.model.parameters(), lr=1.0)
     with pytest.raises(torch_ref.UnplannedShapeError, match=said):
@@ -240,13 +225,13 @@ def test_what_only_torch_minds_is_refused_too(
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_any_number_of_microbatches_is_planned(compiled_pair: Any, num_microbatches: int) -> None:
+def test_any_number_of_microbatches_is_planned(compiled_pair, num_microbatches):
     compiled, _ = compiled_pair
     metrics = compiled(SGD(compiled.model.parameters(), lr=1.0), both_batches(4, 8, num_microbatches)[0])
     assert metrics["weight"] == 32 * num_microbatches
 
 
-def test_a_changed_condition_is_an_error_and_no_graph() -> None:
+def test_a_changed_condition_is_an_error_and_no_graph():
     """What torch guards on beside the shapes: an attribute of the model here."""
     model = Tiny()
     plan = make_plan()
@@ -262,9 +247,9 @@ def test_a_changed_condition_is_an_error_and_no_graph() -> None:
     compiled(optimizer, first_batch(plan, 0))
 
 
-def test_a_model_that_needs_a_graph_a_call_is_refused_at_the_onset() -> None:
+def test_a_model_that_needs_a_graph_a_call_is_refused_at_the_onset():
     class Counting(Tiny):
-        def forward(self, tokens_BxT: Tensor) -> Tensor:
+        def forward(self, tokens_BxT):
             self.scale += 1.0
             return super().forward(tokens_BxT)
 
@@ -272,9 +257,9 @@ def test_a_model_that_needs_a_graph_a_call_is_refused_at_the_onset() -> None:
         compile_eagerly(Counting(), BUCKETS)
 
 
-def test_a_model_that_torch_would_break_into_graphs_is_refused() -> None:
+def test_a_model_that_torch_would_break_into_graphs_is_refused():
     class Branching(Tiny):
-        def forward(self, tokens_BxT: Tensor) -> Tensor:
+        def forward(self, tokens_BxT):
             logits = super().forward(tokens_BxT)
             return logits if self.head.bias.sum() > 0 else -logits
 
@@ -282,17 +267,17 @@ def test_a_model_that_torch_would_break_into_graphs_is_refused() -> None:
         compile_eagerly(Branching(), BUCKETS)
 
 
-def test_a_torch_that_does_not_compile_is_found_out() -> None:
+def test_a_torch_that_does_not_compile_is_found_out():
     with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match="compiled"):
         compile_eagerly(Tiny(), BUCKETS)
 
 
-def test_sets_of_the_same_model_do_not_share_graphs() -> None:
+def test_sets_of_the_same_model_do_not_share_graphs():
     model = Tiny()
     assert [compile_eagerly(model, BUCKETS[:1]).rows[0].num_graphs for _ in range(2)] == [1, 1]
 
 
-def test_shapes_that_a_curriculum_has_passed_are_released() -> None:
+def test_shapes_that_a_curriculum_has_passed_are_released():
     plan = make_plan("length")
     assert plan.step_bucket.tolist() == [0, 1, 2, 2]
     plain = Tiny()
@@ -311,7 +296,7 @@ def test_shapes_that_a_curriculum_has_passed_are_released() -> None:
     assert bystander.rows[0].num_compilations == 2
 
 
-def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use() -> None:
+def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use():
     plan = make_plan("length")
     model = Tiny()
     compiled = compile_eagerly(model, plan, reset_after=2)
@@ -323,13 +308,13 @@ def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use() -> None:
     assert [row.num_compilations for row in compiled.rows] == [1, 1, 2]
 
 
-def test_a_resumed_curriculum_compiles_what_is_to_come() -> None:
+def test_a_resumed_curriculum_compiles_what_is_to_come():
     compiled = compile_eagerly(Tiny(), make_plan("length"), reset_after=1, start_step=2)
     assert [row.num_compilations for row in compiled.rows] == [0, 0, 1]
     assert [tuple(bucket) for bucket in compiled.never_used] == [(2, 24)]
 
 
-def test_the_report_names_what_was_never_used(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_what_was_never_used(capfd):
     plan = make_plan()
     model = Tiny()
     compiled = compile_eagerly(model, plan, progress=True)
@@ -352,7 +337,7 @@ def test_the_report_names_what_was_never_used(capfd: pytest.CaptureFixture[str])
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused(plan: Any, options: dict[str, Any], said: str) -> None:
+def test_bad_arguments_are_refused(plan, options, said):
     with pytest.raises(ValueError, match=said):
         compile_eagerly(Tiny(), plan, **options)
 
@@ -367,24 +352,22 @@ def test_bad_arguments_are_refused(plan: Any, options: dict[str, Any], said: str
         (["cpu"], 1, "inductor", "default"),
     ],
 )
-def test_graphs_are_replayed_on_one_gpu_alone(
-    monkeypatch: pytest.MonkeyPatch, devices: list[str], num_processes: int, backend: str, mode: str
-) -> None:
+def test_graphs_are_replayed_on_one_gpu_alone(monkeypatch, devices, num_processes, backend, mode):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: num_processes > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_processes)
     weights = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
-    model: Any = types.SimpleNamespace(parameters=lambda: iter(weights))
+    model = types.SimpleNamespace(parameters=lambda: iter(weights))
     assert graphs.fitting_mode(model, backend) == mode
 
 
-def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again() -> None:
+def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again():
     """As replayed CUDA graphs do: the gradients of a microbatch lie where those of the one before lay."""
     from torch._dynamo.backends.common import aot_autograd
 
-    def static_outputs(graph: Any, _: Any) -> Any:
-        memory: list[Tensor | None] = []
+    def static_outputs(graph, _):
+        memory = []
 
-        def run(inputs: list[Any]) -> list[Any]:
+        def run(inputs):
             outputs = graph(*inputs)
             inputs.clear()
             if not memory:
@@ -394,15 +377,15 @@ def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again() -> Non
                     place.copy_(one)
             return [None if place is None else place.detach() for place in memory]
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run._boxed_call = True
         return run
 
-    def replaying(graph: Any, inputs: Any, *, mode: str = "default") -> Any:
+    def replaying(graph, inputs, *, mode="default"):
         return aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=static_outputs)(graph, inputs)
 
-    def gradient(**options: Any) -> Tensor:
+    def gradient(**options):
         model = Tiny().eval()
-        model.norm = nn.Identity()  # type: ignore[assignment]
+        model.norm = nn.Identity()
         compiled = compile_eagerly(model, BUCKETS, **options)
         compiled(SGD(model.parameters(), lr=0.0), batch)
         assert model.head.weight.grad is not None
@@ -430,11 +413,11 @@ def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again() -> Non
         ),
     ],
 )
-def test_generated_code_trains_as_eager_code_does(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_code_trains_as_eager_code_does(device, tmp_path, monkeypatch):
     """Two shapes; the second compilation of one of them finds its code on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain = Tiny().eval().to(device)
-    plain.norm = nn.Identity()  # type: ignore[assignment]
+    plain.norm = nn.Identity()
     model = copy.deepcopy(plain)
     plan = torch_ref.make_plan(LENGTHS, [(4, 8), (2, 24)], order="length", microbatches_per_step=2)
     # Worker processes and a search for the CPU's vector instructions take longer than what they would save here.

@@ -1,7 +1,6 @@
 """What only torch_ref has: sampler, loader, model and train step."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +16,7 @@ from torch_ref.train import to_device
 from .inputs import few, make_plan, plan_arguments
 
 
-def small_model(**sizes: int) -> torch_ref.Transformer:
-    """Return a float64 model with weights far from zero."""
+def small_model(**sizes):
     torch.manual_seed(0)
     sizes = {"embed_dim": 12, "num_layers": 2, "num_heads": 3} | sizes
     model = torch_ref.Transformer(**sizes).double()
@@ -27,8 +25,7 @@ def small_model(**sizes: int) -> torch_ref.Transformer:
     return model
 
 
-def dataset_of(lengths: list[int]) -> list[Any]:
-    """Return random bytes of these lengths."""
+def dataset_of(lengths):
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, length).astype(np.uint8) for length in lengths]
 
@@ -38,7 +35,7 @@ def dataset_of(lengths: list[int]) -> list[Any]:
 
 @few
 @given(arguments=plan_arguments(), share=st.sampled_from([(1, 1), (1, 3), (2, 1), (4, 1), (2, 2)]))
-def test_replicas_partition_every_step(arguments: dict[str, Any], share: tuple[int, int]) -> None:
+def test_replicas_partition_every_step(arguments, share):
     """Each replica yields as many microbatches, and together they are the plan's."""
     num_replicas, per_replica = share
     plan = make_plan(torch_ref, arguments | {"microbatches_per_step": num_replicas * per_replica})
@@ -52,7 +49,7 @@ def test_replicas_partition_every_step(arguments: dict[str, Any], share: tuple[i
 
 
 @pytest.mark.parametrize(("rank", "num_replicas", "named"), [(0, 3, "3"), (4, 4, "rank"), (-1, 2, "rank"), (0, 0, "0")])
-def test_replicas_that_do_not_divide_the_step_are_refused(rank: int, num_replicas: int, named: str) -> None:
+def test_replicas_that_do_not_divide_the_step_are_refused(rank, num_replicas, named):
     """num_replicas must divide M, and ranks exist."""
     plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], order="length", microbatches_per_step=4)
     with pytest.raises(ValueError, match=named):
@@ -63,7 +60,7 @@ def test_replicas_that_do_not_divide_the_step_are_refused(rank: int, num_replica
 
 @few
 @given(arguments=plan_arguments(), rank=st.integers(0, 1), data=st.data())
-def test_batches_hold_the_samples_of_the_plan(arguments: dict[str, Any], rank: int, data: st.DataObject) -> None:
+def test_batches_hold_the_samples_of_the_plan(arguments, rank, data):
     """Tokens, lengths and weights of a replica's rows, from any start step."""
     plan = make_plan(torch_ref, arguments | {"microbatches_per_step": 4})
     samples = dataset_of(arguments["lengths"])
@@ -89,7 +86,7 @@ def test_batches_hold_the_samples_of_the_plan(arguments: dict[str, Any], rank: i
             assert batch.weights[place].tolist() == [1.0] * len(sample) + padding
 
 
-def test_samples_longer_than_planned_are_named() -> None:
+def test_samples_longer_than_planned_are_named():
     """By id, length and limit; cut only where the plan truncates the longest bucket."""
     plan = torch_ref.make_plan([2, 5], [(1, 2), (1, 5)], order="length")
     with pytest.raises(ValueError, match=r"\b1\b.*\b9\b.*\b5\b"):
@@ -101,7 +98,7 @@ def test_samples_longer_than_planned_are_named() -> None:
 
 
 @pytest.mark.parametrize("sample", [np.ones(2), np.ones((2, 1), dtype=np.uint8), np.empty(0, dtype=np.uint8)])
-def test_samples_that_are_not_token_arrays_are_named(sample: Any) -> None:
+def test_samples_that_are_not_token_arrays_are_named(sample):
     """A sample is a 1-D integer array with at least one element."""
     plan = torch_ref.make_plan([2, 2], [(2, 2)], order="length")
     with pytest.raises(ValueError, match="sample 1"):
@@ -109,7 +106,7 @@ def test_samples_that_are_not_token_arrays_are_named(sample: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [-1, 4])
-def test_a_start_step_outside_the_plan_is_refused(start: int) -> None:
+def test_a_start_step_outside_the_plan_is_refused(start):
     """0 <= start_step <= num_steps."""
     plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], order="length")
     with pytest.raises(ValueError, match="start_step"):
@@ -120,7 +117,7 @@ def test_a_start_step_outside_the_plan_is_refused(start: int) -> None:
 
 
 @st.composite
-def packed_plans(draw: st.DrawFn, num_microbatches: int) -> tuple[list[int], Any]:
+def packed_plans(draw, num_microbatches):
     """Draw lengths, and a plan of their packed rows in one or two buckets."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=14))
     longest = draw(st.integers(4, 14))
@@ -134,7 +131,7 @@ def packed_plans(draw: st.DrawFn, num_microbatches: int) -> tuple[list[int], Any
 
 @few
 @given(drawn=packed_plans(num_microbatches=4), rank=st.integers(0, 1))
-def test_packed_batches_hold_the_samples_row_by_row(drawn: tuple[list[int], Any], rank: int) -> None:
+def test_packed_batches_hold_the_samples_row_by_row(drawn, rank):
     """Tokens one sample after the other, segments from 1, positions from 0 in each, nothing on the padding."""
     lengths, plan = drawn
     samples = dataset_of(lengths)
@@ -161,14 +158,14 @@ def test_packed_batches_hold_the_samples_row_by_row(drawn: tuple[list[int], Any]
             assert batch.weights[place].tolist() == [1.0] * len(segments) + padding
 
 
-def test_batches_of_single_samples_have_no_segments() -> None:
+def test_batches_of_single_samples_have_no_segments():
     """A row that is a sample needs none."""
     batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)], order="length"), dataset_of([3, 5]))))
     assert batch.segment_ids is None
     assert batch.positions is None
 
 
-def test_the_sampler_gives_the_samples_of_packed_rows() -> None:
+def test_the_sampler_gives_the_samples_of_packed_rows():
     """Lists of rows, each a list of ids."""
     plan = torch_ref.make_plan(
         torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], order="length", microbatches_per_step=2
@@ -177,7 +174,7 @@ def test_the_sampler_gives_the_samples_of_packed_rows() -> None:
     assert [[share[0]] for share in shares] == [[[row]] for row in plan.rows(0)[:, 0].tolist()]
 
 
-def test_packed_rows_that_grew_are_named() -> None:
+def test_packed_rows_that_grew_are_named():
     """The samples of a row no longer fit it."""
     plan = torch_ref.make_plan(torch_ref.pack_samples([3, 2], 5), [(1, 5)], order="length")
     with pytest.raises(ValueError, match=r"\[0, 1\].*\b7\b.*\b5\b"):
@@ -186,7 +183,7 @@ def test_packed_rows_that_grew_are_named() -> None:
         list(torch_ref.load(plan, dataset_of([9, 2])))
 
 
-def test_plans_of_pairs_are_not_read() -> None:
+def test_plans_of_pairs_are_not_read():
     """A dataset of single samples has no source and target."""
     plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)], order="length")
     with pytest.raises(ValueError, match="pairs"):
@@ -196,10 +193,9 @@ def test_plans_of_pairs_are_not_read() -> None:
 # Model
 
 
-def flat_params(embed_dim: int, num_layers: int, seed: int = 0) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Return weights under their carried-over names."""
+def flat_params(embed_dim, num_layers, seed=0):
     width = embed_dim
-    shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (257, width), "norm.scale": (width,)}
+    shapes = {"embed.embedding": (257, width), "norm.scale": (width,)}
     shapes["head.kernel"] = (width, 256)
     for i in range(num_layers):
         kernels = {
@@ -214,26 +210,26 @@ def flat_params(embed_dim: int, num_layers: int, seed: int = 0) -> dict[str, np.
     return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def slow_logits(params: dict[str, Any], tokens: list[int], num_layers: int, num_heads: int) -> Any:
+def slow_logits(params, tokens, num_layers, num_heads):
     """Return the logits [T, 256] of one row: positions and heads in loops, no masks."""
 
-    def norm(x: Any, name: str) -> Any:
+    def norm(x, name):
         return x / np.sqrt((x**2).mean() + 1e-6) * params[f"{name}.scale"]
 
-    def rotate(x: Any, position: int) -> Any:
+    def rotate(x, position):
         half = len(x) // 2
         pairs = [complex(x[i], x[i + half]) for i in range(half)]
         turned = [z * np.exp(1j * position * 10_000.0 ** (-i / half)) for i, z in enumerate(pairs)]
         return np.array([z.real for z in turned] + [z.imag for z in turned])
 
-    def gelu(x: Any) -> Any:
+    def gelu(x):
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
     params = {name: value.astype(np.float64) for name, value in params.items()}
     stream = [params["embed.embedding"][token] for token in [256, *tokens[:-1]]]
     for block in (f"blocks.{i}" for i in range(num_layers)):
         triples = [np.split(norm(x, f"{block}.norm1") @ params[f"{block}.qkv.kernel"], 3) for x in stream]
-        mixed: list[list[Any]] = [[] for _ in stream]
+        mixed = [[] for _ in stream]
         for head in range(num_heads):
             q, k, v = ([np.split(triple[n], num_heads)[head] for triple in triples] for n in range(3))
             for t in range(len(stream)):
@@ -246,7 +242,7 @@ def slow_logits(params: dict[str, Any], tokens: list[int], num_layers: int, num_
     return np.array([norm(x, "norm") @ params["head.kernel"] for x in stream])
 
 
-def test_the_model_is_its_specification() -> None:
+def test_the_model_is_its_specification():
     """Logits in float64 equal a transcription position by position, with carried-over weights."""
     params = flat_params(24, 2)
     model = small_model(embed_dim=24, num_heads=2)
@@ -258,7 +254,7 @@ def test_the_model_is_its_specification() -> None:
         np.testing.assert_allclose(row, slow_logits(params, row_tokens, 2, 2), rtol=1e-9, atol=1e-9)
 
 
-def test_segments_do_not_see_each_other() -> None:
+def test_segments_do_not_see_each_other():
     """In float64 the logits of each sample of a row are those of the sample alone, wherever it lies."""
     params = flat_params(24, 2)
     model = small_model(embed_dim=24, num_heads=2)
@@ -278,7 +274,7 @@ def test_segments_do_not_see_each_other() -> None:
         model(tokens, segment_ids=segments)
 
 
-def test_no_logit_sees_its_own_token_or_later_ones() -> None:
+def test_no_logit_sees_its_own_token_or_later_ones():
     """A changed token t changes all logits after t and none up to t."""
     model = small_model()
     tokens = torch.arange(10)[None] * 20
@@ -290,7 +286,7 @@ def test_no_logit_sees_its_own_token_or_later_ones() -> None:
         assert same.tolist() == [True] * (t + 1) + [False] * (9 - t)
 
 
-def test_padding_at_the_end_changes_nothing_before_it() -> None:
+def test_padding_at_the_end_changes_nothing_before_it():
     """A row gives the same logits in a longer bucket."""
     model = small_model()
     tokens = torch.tensor([[65, 66, 67, 68]])
@@ -298,11 +294,11 @@ def test_padding_at_the_end_changes_nothing_before_it() -> None:
     torch.testing.assert_close(model(padded)[:, :4], model(tokens), rtol=1e-12, atol=1e-12)
 
 
-def test_weights_that_do_not_fit_are_all_listed_and_none_is_copied() -> None:
+def test_weights_that_do_not_fit_are_all_listed_and_none_is_copied():
     """Missing, unexpected and misshapen names in one message."""
     model = small_model()
     before = [weight.clone() for weight in model.parameters()]
-    params: dict[str, Any] = dict(flat_params(12, 2))
+    params = dict(flat_params(12, 2))
     del params["norm.scale"], params["blocks.1.up.kernel"]
     params |= {"head.bias": np.zeros(256), "blocks.0.out.kernel": np.zeros((12, 13))}
     with pytest.raises(ValueError, match="fit") as caught:
@@ -313,7 +309,7 @@ def test_weights_that_do_not_fit_are_all_listed_and_none_is_copied() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_read_only_weights_are_copied() -> None:
+def test_read_only_weights_are_copied():
     """Arrays of other libraries are often read-only; the model does not share their memory."""
     params = flat_params(12, 2)
     for value in params.values():
@@ -324,7 +320,7 @@ def test_read_only_weights_are_copied() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"embed_dim": 10}, {"embed_dim": 9}, {"num_heads": 0}, {"num_layers": 0}], ids=str)
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes):
     """Heads of an even width, at least one of everything."""
     with pytest.raises(ValueError, match="embed_dim"):
         torch_ref.Transformer(**({"embed_dim": 12, "num_layers": 1, "num_heads": 3} | sizes))
@@ -333,7 +329,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
 # Train step
 
 
-def gradients_of(batches: list[torch_ref.Batch]) -> tuple[dict[str, Any], list[Tensor]]:
+def gradients_of(batches):
     """Return metrics and gradients of one step whose microbatches are those of all batches."""
     tensors = {name for name, value in batches[0]._asdict().items() if isinstance(value, Tensor)}
     step = batches[0]._replace(**{name: torch.cat([getattr(batch, name) for batch in batches]) for name in tensors})
@@ -344,7 +340,7 @@ def gradients_of(batches: list[torch_ref.Batch]) -> tuple[dict[str, Any], list[T
     return metrics, [gradient for gradient in gradients if gradient is not None]
 
 
-def reference_gradients(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
+def reference_gradients(samples):
     """Return loss and gradients by definition: the mean over the tokens of all samples, each run alone."""
     model = small_model()
     losses = [
@@ -362,9 +358,7 @@ def reference_gradients(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
     extra_rows=st.integers(0, 2),
     num_replicas=st.integers(1, 2),
 )
-def test_any_split_of_a_step_gives_the_same_gradient(
-    lengths: list[int], num_microbatches: int, extra_rows: int, num_replicas: int
-) -> None:
+def test_any_split_of_a_step_gives_the_same_gradient(lengths, num_microbatches, extra_rows, num_replicas):
     """Rows, microbatches, padding rows and all-dummy microbatches make no difference in float64."""
     total = num_microbatches * num_replicas
     samples = dataset_of(lengths)
@@ -384,7 +378,7 @@ def test_any_split_of_a_step_gives_the_same_gradient(
 
 @few
 @given(drawn=packed_plans(num_microbatches=2), num_replicas=st.integers(1, 2))
-def test_packing_changes_no_gradient(drawn: tuple[list[int], Any], num_replicas: int) -> None:
+def test_packing_changes_no_gradient(drawn, num_replicas):
     """Loss and gradient of a packed step are those of its samples, each run alone."""
     lengths, plan = drawn
     samples = dataset_of(lengths)
@@ -401,7 +395,7 @@ def test_packing_changes_no_gradient(drawn: tuple[list[int], Any], num_replicas:
             torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11)
 
 
-def test_a_step_without_weight_has_zero_loss_and_gradient() -> None:
+def test_a_step_without_weight_has_zero_loss_and_gradient():
     """No NaN, no update of a plain optimizer."""
     tokens, weights = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(2, 3, 4)
     empty = torch_ref.Batch(tokens, tokens[..., 0], weights, 0.0)
@@ -410,7 +404,7 @@ def test_a_step_without_weight_has_zero_loss_and_gradient() -> None:
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
-def test_a_batch_moves_with_all_its_tensors() -> None:
+def test_a_batch_moves_with_all_its_tensors():
     """And keeps what is none; to where it is it needs no copy."""
     plan = torch_ref.make_plan(torch_ref.pack_samples([3, 5], 8), [(1, 8)], order="length")
     for batch in (*torch_ref.load(plan, dataset_of([3, 5])), torch_ref.Batch(*[torch.ones(2)] * 3, 2.0)):
@@ -423,7 +417,7 @@ def test_a_batch_moves_with_all_its_tensors() -> None:
         assert all(after is before for before, after in zip(batch, to_device(batch, "cpu"), strict=True))
 
 
-def test_loss_sums_are_nats_and_tokens() -> None:
+def test_loss_sums_are_nats_and_tokens():
     """Zero logits cost log(256) a token, whatever lies on the padding."""
     model = small_model()
     torch.nn.init.zeros_(model.head.weight)
@@ -434,7 +428,7 @@ def test_loss_sums_are_nats_and_tokens() -> None:
     assert float(loss_sum.detach()) == pytest.approx(8 * math.log(256), rel=1e-12)
 
 
-def test_training_learns_a_repeated_sentence() -> None:
+def test_training_learns_a_repeated_sentence():
     """The whole line: buckets, plan, batches, steps, learning rates."""
     samples = [np.frombuffer(b"so it goes. " * n, dtype=np.uint8) for n in (1, 2, 3, 4, 2, 1)]
     lengths = [len(sample) for sample in samples]

@@ -2,10 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +25,7 @@ from torch_ref.train import to_device
 pytestmark = pytest.mark.slow
 
 
-def counting_dataset(num_samples: int, longest: int) -> TokenDataset:
+def counting_dataset(num_samples, longest):
     """Bytes that count up from anywhere by ones, twos or threes: much can be learned in few steps."""
     rng = np.random.default_rng(0)
     lengths, starts = rng.integers(1, longest + 1, num_samples), rng.integers(0, 95, num_samples)
@@ -72,7 +69,7 @@ class Setting:
     device: str = "cpu"
 
     @property
-    def model(self) -> TransformerConfig:
+    def model(self):
         """The model as JAX has it."""
         return TransformerConfig(num_layers=1, width=32, num_heads=2)
 
@@ -85,7 +82,7 @@ class Trained:
     model: torch_ref.Transformer
 
 
-def make_plan(package: ModuleType, setting: Setting, epoch: int) -> Any:
+def make_plan(package, setting, epoch):
     """The plan of an epoch, in shuffled order, with some padding rows."""
     options = {"order": "shuffle", "seed": 5, "epoch": epoch, "microbatches_per_step": 4}
     if setting.packed:
@@ -95,15 +92,15 @@ def make_plan(package: ModuleType, setting: Setting, epoch: int) -> Any:
     return package.make_plan(LENGTHS, buckets, **options)
 
 
-def make_plans(package: ModuleType, setting: Setting) -> list[Any]:
+def make_plans(package, setting):
     """The plans of as many epochs as the steps take."""
-    plans: list[Any] = []
+    plans = []
     while sum(plan.num_steps for plan in plans) < setting.num_steps:
         plans.append(make_plan(package, setting, len(plans)))
     return plans
 
 
-def jax_optimizer(setting: Setting, plans: list[Any]) -> optax.GradientTransformation:
+def jax_optimizer(setting, plans):
     """AdamW, whose rate is scaled on the device, or, where float32 would not do for that, comes from a table."""
     schedule = optax.warmup_cosine_decay_schedule(
         FIRST_RATE, PEAK_RATE, NUM_WARMUP_STEPS, setting.num_steps, end_value=LAST_RATE
@@ -116,7 +113,7 @@ def jax_optimizer(setting: Setting, plans: list[Any]) -> optax.GradientTransform
     return optax.chain(*clip, adamw, *scale)
 
 
-def train_in_jax(setting: Setting, plans: list[Any], initial: Any) -> Trained:
+def train_in_jax(setting, plans, initial):
     """Train with every bucket compiled ahead of time."""
     mesh = Mesh(np.array(jax.devices(PLATFORMS[setting.device])[:1]), ("data",))
     collate, batch_spec = jvarlen.loading.pad_to_bucket, token_batch_spec
@@ -145,7 +142,7 @@ def train_in_jax(setting: Setting, plans: list[Any], initial: Any) -> Trained:
     return Trained(losses=np.array(jax.device_get(losses)), model=torch_model(setting, state.params))
 
 
-def torch_model(setting: Setting, params: Any) -> torch_ref.Transformer:
+def torch_model(setting, params):
     """A model of PyTorch with weights of JAX."""
     config = setting.model
     model = torch_ref.Transformer(embed_dim=config.width, num_layers=config.num_layers, num_heads=config.num_heads)
@@ -155,7 +152,7 @@ def torch_model(setting: Setting, params: Any) -> torch_ref.Transformer:
 
 
 @contextmanager
-def exact_kernels() -> Iterator[None]:
+def exact_kernels():
     """Multiplications in all of float32's bits, and attention by its definition, on any device."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -166,14 +163,14 @@ def exact_kernels() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def train_in_torch(setting: Setting, plans: list[Any], initial: Any) -> tuple[Trained, list[float]]:
+def train_in_torch(setting, plans, initial):
     """Train; the norms of the gradients come back as well where they are clipped."""
     model = torch_model(setting, initial)
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_RATE, BETAS, EPS, WEIGHT_DECAY)
     norms = []
     if setting.max_norm is not None:
 
-        def clip(*_: Any) -> None:
+        def clip(*_):
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), setting.max_norm)))
 
         optimizer.register_step_pre_hook(clip)
@@ -192,7 +189,7 @@ def train_in_torch(setting: Setting, plans: list[Any], initial: Any) -> tuple[Tr
     return Trained(losses=torch.stack(losses).cpu().numpy(), model=model), norms
 
 
-def train_in_both(setting: Setting) -> tuple[Trained, Trained, list[float]]:
+def train_in_both(setting):
     """Train in JAX and in PyTorch, and check that what both went through is what the tests are about."""
     plans, torch_plans = make_plans(jvarlen, setting), make_plans(torch_ref, setting)
     assert [plan.digest for plan in plans] == [plan.digest for plan in torch_plans]
@@ -208,12 +205,12 @@ def train_in_both(setting: Setting) -> tuple[Trained, Trained, list[float]]:
     return found, expected, norms
 
 
-def has_padding_row(rows: np.ndarray) -> bool:
+def has_padding_row(rows):
     """Whether a step of [M, B] samples, or of [M, B, P] samples of packed rows, has a row without any."""
     return bool((rows < 0).all(axis=tuple(range(2, rows.ndim))).any())
 
 
-def assert_same(found: Trained, expected: Trained, *, loss_rtol: float, weight_tolerance: float) -> None:
+def assert_same(found, expected, *, loss_rtol, weight_tolerance):
     """Losses at every step, and all final weights, absolutely or relatively."""
     np.testing.assert_allclose(found.losses, expected.losses, rtol=loss_rtol, atol=0)
     assert found.losses[-1] < found.losses[0] - 0.5
@@ -224,13 +221,13 @@ def assert_same(found: Trained, expected: Trained, *, loss_rtol: float, weight_t
         )
 
 
-def test_they_differ_by_rounding_alone() -> None:
+def test_they_differ_by_rounding_alone():
     """In float64 next to nothing is left."""
     found, expected, _ = train_in_both(Setting(num_steps=30, dtype="float64"))
     assert_same(found, expected, loss_rtol=1e-12, weight_tolerance=1e-11)
 
 
-def test_packed_rows_with_clipped_gradients_agree() -> None:
+def test_packed_rows_with_clipped_gradients_agree():
     """Where some gradients are longer than the limit, and some are not."""
     setting = Setting(num_steps=20, packed=True, max_norm=0.6)
     found, expected, norms = train_in_both(setting)
@@ -240,7 +237,7 @@ def test_packed_rows_with_clipped_gradients_agree() -> None:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_hundred_steps_agree(device: str) -> None:
+def test_a_hundred_steps_agree(device):
     """In float32, over several epochs in buckets that alternate, with warm-up and cosine."""
     found, expected, _ = train_in_both(Setting(num_steps=100, device=device))
     assert_same(found, expected, loss_rtol=1e-4, weight_tolerance=1e-3)

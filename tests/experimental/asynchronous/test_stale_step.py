@@ -8,14 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import (
-    UserError,
-    compile_buckets,
-    load,
-    make_plan,
-    make_train_step,
-    no_recompiles,
-)
+from jvarlen import UserError, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.experimental.asynchronous import keep_versions, make_stale_train_step
 from jvarlen.experimental.asynchronous.programs import StepPrograms
 from jvarlen.training.step_sums import sum_microbatch

@@ -47,12 +47,7 @@ def test_the_cut_is_the_best_of_all_with_ties_as_documented(data):
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.floats(0.1, 10), min_size=3, max_size=6),
-    st.integers(2, 3),
-    st.integers(1, 6),
-    st.floats(0, 5),
-)
+@given(st.lists(st.floats(0.1, 10), min_size=3, max_size=6), st.integers(2, 3), st.integers(1, 6), st.floats(0, 5))
 def test_no_cut_takes_less_time_in_a_pipeline(costs, num_stages, num_microbatches, last):
     schedule = make_schedule("gpipe", num_stages, num_microbatches)
 

@@ -17,13 +17,7 @@ from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.meshes import layout_mesh
-from tests.parallel.steps import (
-    TRANSFORMER,
-    assert_equal_trees,
-    assert_trains_as_one_device,
-    batches_of,
-    clipped_adamw,
-)
+from tests.parallel.steps import TRANSFORMER, assert_equal_trees, assert_trains_as_one_device, batches_of, clipped_adamw
 
 LENGTH, WIDTH = 12, 4
 
