@@ -8,8 +8,10 @@ import itertools
 import json
 import operator
 import re
-import types
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -38,36 +40,111 @@ PACKAGES = [
 ]
 PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")]), *READMES]
 # What the pages name of other programs.
-FLAGS_OF_OTHERS = {
-    "dask": {"--host", "--nthreads", "--scheduler-file"},
-    "fairseq": {
-        "--batch-size",
-        "--curriculum",
-        "--max-sentences",
-        "--required-batch-size-multiple",
-        "--required-seq-len-multiple",
-        "--sentence-avg",
-        "--skip-invalid-size-inputs-valid-test",
-        "--update-freq",
-    },
-    "mpirun": {"--allow-run-as-root", "--bind-to", "--hostfile", "--mca", "--oversubscribe"},
-    "pip": {"--no-deps", "--wheel-dir"},
-    "slurm": {
-        "--gpus-per-node",
-        "--gpus-per-task",
-        "--kill-on-bad-exit",
-        "--nodes",
-        "--ntasks",
-        "--ntasks-per-node",
-        "--open-mode",
-        "--overlap",
-        "--requeue",
-        "--signal",
-        "--time",
-        "--wait",
-    },
-    "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
+FLAGS_OF_OTHERS = """
+dask: --host --nthreads --scheduler-file
+fairseq: --batch-size --curriculum --max-sentences --required-batch-size-multiple --required-seq-len-multiple
+    --sentence-avg --skip-invalid-size-inputs-valid-test --update-freq
+mpirun: --allow-run-as-root --bind-to --hostfile --mca --oversubscribe
+pip: --no-deps --wheel-dir
+slurm: --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks --ntasks-per-node --open-mode --overlap
+    --requeue --signal --time --wait
+torchrun: --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint
+"""
+
+
+class Guide(NamedTuple):
+    """A page whose lines run: what must hold of what they leave behind, and what they print beside its blocks of text.
+
+    Where not all that the page shows is the same in each run, `shows` is false.
+    """
+
+    holds: Callable[[SimpleNamespace], bool] = lambda left: True
+    prints: tuple[str, ...] = ()
+    shows: bool = True
+    slow: bool = False
+
+
+GUIDES = {
+    "index.md": Guide(lambda left: left.plan.num_samples == 10),
+    "quick_start.md": Guide(
+        lambda left: left.step.report.times_used == left.plan.num_steps == len(left.losses), slow=True
+    ),
+    "planning.md": Guide(
+        lambda left: left.plan.num_samples == len(left.lengths),
+        ("predicted", "1 of 16 buckets to compile", "of the rows"),
+        shows=False,
+    ),
+    "curriculum.md": Guide(lambda left: left.plan.num_samples == 1000),
+    "balance.md": Guide(
+        lambda left: len({each.digest for each in (left.plan, left.within_steps, left.over_epoch)}) == 3
+    ),
+    "mixtures.md": Guide(
+        lambda left: len(left.mixture) == left.plan.num_samples == 1000,
+        (
+            "[500 400 100]\n[200 160  40]\n[500 400 100]\n",
+            "[24  6  0]\n[24  6  0]\n[24  6  0]\n[24  5  1]\n[0.25 0.25]\n",
+        ),
+    ),
+    "data.md": Guide(
+        lambda left: left.tokens.lengths.sum() < left.saved.lengths.sum() and left.tokens.num_values <= 400,
+        ("500 b'line 499: ",),
+        shows=False,
+        slow=True,
+    ),
+    "sorting.md": Guide(lambda left: left.lengths.tolist() == [1, 3, 2], shows=False),
+    "learning_rate.md": Guide(),
+    "training.md": Guide(
+        lambda left: left.step.collectives(left.plan.buckets[0])["all-reduce"].in_loops == 0,
+        ("{'float32'}",),
+        shows=False,
+        slow=True,
+    ),
+    "compilation.md": Guide(
+        lambda left: left.step.report.times_used == left.plan.num_steps,
+        (
+            "no bucket was compiled for this batch. Nearest is",
+            "int32[1,3,1000], planned was",
+            "programs read",
+            "0 executables left",
+        ),
+        shows=False,
+        slow=True,
+    ),
+    "testing.md": Guide(
+        lambda left: left.step.report.times_used == 2 * len(left.plan.buckets) + 2 * left.plan.num_steps,
+        ("likely: loss_fn returns means", "1 is missing: id 3", "step 0 differs: "),
+        shows=False,
+        slow=True,
+    ),
+    "exactness.md": Guide(slow=True),
+    "resuming.md": Guide(lambda left: int(left.resumed.opt_state[0].count) == 30, slow=True),
+    "context_parallel.md": Guide(),
+    "schedules.md": Guide(),
+    "tensor_parallel.md": Guide(slow=True),
+    "collectives/README.md": Guide(),
+    "large_plans/README.md": Guide(slow=True),
+    "mixed/README.md": Guide(lambda left: len(left.compiled.specs) == 1, slow=True),
+    "ordered_file/README.md": Guide(
+        lambda left: np.array_equal(np.sort(np.load("order.npy")), np.arange(20_000)),
+        (f"{20_000 // jax.device_count():,} to", "ExchangeVolume"),
+        shows=False,
+    ),
+    "token_slices/README.md": Guide(),
 }
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow) if guide.slow else page for page, guide in GUIDES.items()]
+)
+def test_the_lines_of_a_guide_run_and_print_what_it_shows(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    guide, path = GUIDES[page], EXPERIMENTAL / page if "/" in page else DOCS / page
+    names = run_guide(path)
+    printed = capsys.readouterr().out
+    assert guide.holds(SimpleNamespace(**names))
+    assert [text for text in guide.prints if text not in printed] == []
+    if guide.shows:
+        assert_shows(path, printed)
 
 
 @pytest.mark.slow
@@ -105,36 +182,18 @@ def test_the_lines_of_the_parallel_guide_run(capsys):
     assert "all-gather" in capsys.readouterr().out
 
 
-def assert_prints_what_it_shows(name, capsys):
-    """Runs a guide, whose blocks of text must be what it prints, in order; what it leaves behind."""
-    names = run_guide(name)
-    printed = iter(capsys.readouterr().out.splitlines())
+def assert_shows(name, printed):
+    """The blocks of text of a guide are what its lines have printed, in order."""
+    lines = iter(printed.splitlines())
     for shown in itertools.chain.from_iterable(block.splitlines() for block in blocks(name, "text")):
-        assert shown in printed, f"{name} shows what it does not print there: {shown}"
+        assert shown in lines, f"{name} shows what it does not print there: {shown}"
+
+
+def assert_prints_what_it_shows(name, capsys):
+    """What the lines of a guide leave behind, whose blocks of text must be what they print."""
+    names = run_guide(name)
+    assert_shows(name, capsys.readouterr().out)
     return names
-
-
-@pytest.mark.slow
-def test_the_quick_start_trains_and_prints_what_it_shows(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = assert_prints_what_it_shows("quick_start.md", capsys)
-    assert names["step"].report.times_used == names["plan"].num_steps == len(names["losses"])
-
-
-def test_the_first_page_prints_the_report_that_it_shows(capsys):
-    names = assert_prints_what_it_shows("index.md", capsys)
-    assert len(blocks("index.md", "text")) == 1
-    assert names["plan"].num_samples == 10
-
-
-def test_the_guide_to_the_order_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("curriculum.md", capsys)
-    assert names["plan"].num_samples == 1000
-
-
-def test_the_guide_to_balance_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("balance.md", capsys)
-    assert len({each.digest for each in (names["plan"], names["within_steps"], names["over_epoch"])}) == 3
 
 
 @pytest.mark.slow
@@ -144,22 +203,6 @@ def test_the_guide_to_asynchronous_training_prints_what_it_shows(capsys, tmp_pat
     names = assert_prints_what_it_shows(EXPERIMENTAL / "asynchronous" / "README.md", capsys)
     assert names["run"].state.params.keys() == names["stale_state"].params.keys()
     assert int(names["stale_state"].opt_state.version) == names["plan"].num_steps
-
-
-def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("learning_rate.md", capsys)
-    assert names["opt_state"].inner_states.keys() == names["groups"].keys()
-
-
-@pytest.mark.slow
-def test_the_guide_to_mixed_steps_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows(EXPERIMENTAL / "mixed" / "README.md", capsys)
-    assert len(names["compiled"].specs) == 1
-
-
-def test_the_guide_to_collectives_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows(EXPERIMENTAL / "collectives" / "README.md", capsys)
-    assert names["chunks"].sum() == names["total"][:6].sum()
 
 
 @pytest.mark.slow
@@ -172,28 +215,6 @@ def test_the_guide_to_layouts_prints_what_it_shows(capsys):
             for text in (svg, (DOCS / "pictures" / f"{name}.svg").read_text())
         )
         assert drawn == saved != [], f"{name} is out of date: run `python docs/pictures.py`"
-
-
-def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("context_parallel.md", capsys)
-    assert names["expected"] > 25
-
-
-def test_the_guide_to_schedules_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("schedules.md", capsys)
-    assert names["svg"].startswith("<svg")
-
-
-def test_the_guide_to_token_slices_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows(EXPERIMENTAL / "token_slices" / "README.md", capsys)
-    assert names["chosen"].sum() == 2048
-
-
-@pytest.mark.slow
-def test_the_guide_to_large_plans_prints_what_it_shows(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = assert_prints_what_it_shows(EXPERIMENTAL / "large_plans" / "README.md", capsys)
-    assert names["counts"].sum() > 0.9e11
 
 
 @pytest.mark.slow
@@ -211,25 +232,6 @@ def test_the_lines_of_the_guide_to_choosing_run(capsys):
     assert str(choice.layout) in capsys.readouterr().out
     assert f"{len(choice.candidates.reasons)} layouts" in (DOCS / "choosing.md").read_text()
     assert ModelFile(**json.loads(blocks("choosing.md", "json")[0])).num_params > 6 * 10**9
-
-
-@pytest.mark.slow
-def test_the_guide_to_tensor_parallelism_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("tensor_parallel.md", capsys)
-    assert names["keep"].shape == (4, 32, 16)
-
-
-@pytest.mark.slow
-def test_the_guide_to_resuming_prints_what_it_shows(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = assert_prints_what_it_shows("resuming.md", capsys)
-    assert int(names["resumed"].opt_state[0].count) == 30
-
-
-@pytest.mark.slow
-def test_the_guide_to_exactness_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("exactness.md", capsys)
-    assert names["batch"].tokens.shape[0] == 4
 
 
 def test_the_lines_for_those_who_come_from_elsewhere_run(capsys):
@@ -251,7 +253,7 @@ def test_what_it_names_as_ours_exists():
     """Functions and arguments of the second column; arguments that stand alone are those of any public function."""
     text = (README.parent / "docs" / "coming_from.md").read_text()
     cells = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
-    ours = types.SimpleNamespace(
+    ours = SimpleNamespace(
         **vars(data_files)
         | {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
         | {"torch_ref": torch_ref, "parallel": parallel}
@@ -271,82 +273,6 @@ def test_what_it_names_as_ours_exists():
         else:
             assert given <= arguments, span
     assert num_calls > 25
-
-
-def test_the_lines_of_the_planning_guide_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_guide("planning.md")
-    assert names["plan"].num_samples == len(names["lengths"])
-    printed = capsys.readouterr().out
-    assert "predicted" in printed
-    assert "1 of 16 buckets to compile" in printed
-    assert "of the rows" in printed
-
-
-def test_the_lines_of_the_sorting_guide_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_guide("sorting.md")
-    assert names["lengths"].tolist() == [1, 3, 2]
-
-
-def test_the_lines_of_the_guide_to_the_ordered_file_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_guide(EXPERIMENTAL / "ordered_file" / "README.md")
-    assert np.array_equal(np.sort(np.load("order.npy")), np.arange(20_000))
-    printed = capsys.readouterr().out
-    assert f"{20_000 // jax.device_count():,} to" in printed
-    assert "ExchangeVolume" in printed
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_compilation_guide_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_guide("compilation.md")
-    printed = capsys.readouterr().out
-    assert "no bucket was compiled for this batch. Nearest is" in printed
-    assert "int32[1,3,1000], planned was" in printed
-    assert f"{len(names['plan'].buckets)} programs read" in printed
-    assert "0 executables left" in printed
-    assert names["step"].report.times_used == names["plan"].num_steps
-
-
-def test_the_lines_of_the_guide_to_mixtures_run(capsys):
-    names = run_guide("mixtures.md")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[:3] == ["[500 400 100]", "[200 160  40]", "[500 400 100]"]
-    assert printed[3:] == ["[24  6  0]", "[24  6  0]", "[24  6  0]", "[24  5  1]", "[0.25 0.25]"]
-    assert len(names["mixture"]) == names["plan"].num_samples == 1000
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_training_guide_run(capsys):
-    names = run_guide("training.md")
-    printed = capsys.readouterr().out
-    assert "{'float32'}" in printed
-    assert names["metrics"].loss < 6
-    assert names["step"].collectives(names["plan"].buckets[0])["all-reduce"].in_loops == 0
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_testing_guide_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_guide("testing.md")
-    printed = capsys.readouterr().out
-    assert "likely: loss_fn returns means" in printed
-    assert "1 is missing: id 3" in printed
-    assert "step 0 differs: " in printed
-    assert names["step"].report.times_used == 2 * len(names["plan"].buckets) + 2 * names["plan"].num_steps
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_data_guide_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_guide("data.md")
-    assert names["tokens"].lengths.sum() < names["saved"].lengths.sum()
-    assert names["tokens"].num_values <= 400
-    printed = capsys.readouterr().out
-    assert "500 b'line 499: " in printed
-    assert printed.count("corpus.jsonl.lengths-") == 2
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +301,7 @@ def code_lines(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(README.parent)))
 def test_the_settings_that_the_pages_name_exist(page, settings):
-    of_any_command = set().union(*settings.values(), {"--version", "--traceback"}, *FLAGS_OF_OTHERS.values())
+    of_any_command = set().union(*settings.values(), {"--version", "--traceback"}, flags_in(FLAGS_OF_OTHERS))
     for line in code_lines(page.read_text()):
         before, command, after = re.fullmatch(r"(.*?)(?:\bjvarlen ([a-z]+)\b(.*))?", line).groups(default="")
         assert flags_in(before) <= of_any_command, line
