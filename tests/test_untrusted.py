@@ -325,7 +325,7 @@ def compiled(tmp_path, monkeypatch):
 
 def test_programs_that_someone_else_signed_are_refused(tmp_path, monkeypatch, compiled):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "foreign"))
-    with pytest.raises(ValueError, match=f"{compiled} is not signed with the key of this user, .*foreign"):
+    with pytest.raises(ValueError, match=f"{compiled} is damaged, or not signed with the key of this user, .*foreign"):
         read_compiled(compiled)
     write_compiled(tmp_path / "other.bin", {}, [])  # makes a key
     with pytest.raises(ValueError, match="not signed"):
@@ -334,20 +334,14 @@ def test_programs_that_someone_else_signed_are_refused(tmp_path, monkeypatch, co
     assert read_compiled(compiled)[1] == [b"one", b"two"]
 
 
-def test_other_programs_under_a_signature_are_refused(tmp_path, compiled):
-    header, _ = read_compiled(compiled)
-    forged = {**header, "sha256": [compiled_file.hashlib.sha256(b"evil").hexdigest(), header["sha256"][1]]}
-    rewrite(compiled, {"0": b"evil", "header.json": json.dumps(forged)})
+def test_other_programs_under_a_signature_are_refused(compiled):
+    compiled.write_bytes(compiled.read_bytes().replace(b"two", b"bad"))
     with pytest.raises(ValueError, match="not signed"):
         read_compiled(compiled)
 
 
 def test_programs_without_a_signature_are_refused(compiled):
-    with zipfile.ZipFile(compiled) as archive:
-        content = {name: archive.read(name) for name in archive.namelist() if name != "signature"}
-    with zipfile.ZipFile(compiled, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
+    compiled.write_bytes(compiled.read_bytes()[:-32])
     with pytest.raises(ValueError, match="not signed"):
         read_compiled(compiled)
 
@@ -397,9 +391,10 @@ def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():
     assert not runs
     for name in UNPICKLING & {name.split(".")[0] for name in importers}:
         assert importers[name] <= MAY_PICKLE
-    # JAX unpickles programs: of files, only what `read_compiled` found to be signed; else what a process sends to the
-    # workers that it started.
+    # JAX unpickles programs: of files, only what `read_compiled` found to be signed; else what was compiled in this
+    # process, or what it sends to the workers that it started.
     store = "jvarlen.compiling.program_store"
     of_workers = {"programs", "worker"}
     assert importers["jax.experimental.serialize_executable"] == {"program_store"} | of_workers
-    assert importers[f"{store}.deserialized"] == importers[f"{store}.read_compiled"] == {"compile"}
+    assert importers[f"{store}.read_compiled"] == {"compile"}
+    assert importers[f"{store}.deserialized"] == {"compile", "lowering"}

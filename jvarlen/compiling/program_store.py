@@ -1,24 +1,21 @@
-"""Compiled programs in memory, in JAX's persistent cache, and in signed files.
+"""Compiled programs in JAX's persistent cache, as bytes, and in signed files.
 
 The cache is the only JAX setting that compiling changes for the whole process, and only where the user has not set it.
-
-A file is rejected if it is damaged, or was made by other software or for other devices. Programs are machine code
-wrapped in a pickle, so a file from someone else could run anything. Every file is therefore signed with a key that only
-this user can read, and nothing is loaded from a file without a valid signature. See `docs/security.md`.
+Programs are machine code wrapped in a pickle, so a file from someone else could run anything. Every file is therefore
+signed with a key that only this user can read, and nothing of it is loaded without a valid signature.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
 import stat
 import threading
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,10 +39,8 @@ __all__ = [
     "write_compiled",
 ]
 
-_FORMAT = "jvarlen-compiled-2"
-_HEADER = "header.json"
-_SIGNATURE = "signature"
-_KEY_BYTES = 32
+_FORMAT = b"jvarlen-compiled-3"
+_KEY_BYTES = 32  # as many as a signature has
 # JAX's own limits, and those that keep every program: (setting, what it is where no one has set it, what it becomes).
 _LIMITS = (
     ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.0),
@@ -115,50 +110,29 @@ def without_compilation_cache() -> Iterator[None]:
 
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
     """Writes a signed file that only its owner can read, atomically."""
-    digests = [hashlib.sha256(program).hexdigest() for program in programs]
-    written = json.dumps({"format": _FORMAT, "sha256": digests, **header}).encode()
-    signature = _signature(_own_key(), written)
-    with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file, zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(_HEADER, written)
-        archive.writestr(_SIGNATURE, signature)
-        for number, program in enumerate(programs):
-            archive.writestr(str(number), program)
+    described = json.dumps({**header, "sizes": [len(program) for program in programs]}).encode()
+    content = b"\n".join([_FORMAT, described, b"".join(programs)])
+    with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
+        file.write(content + hmac.digest(_own_key(), content, "sha256"))
 
 
 def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     """Reads what `write_compiled` wrote."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            written = archive.read(_HEADER)
-            header = json.loads(written)
-            if header["format"] != _FORMAT:
-                raise UserError(f"its format is {header['format']!r}")
-            programs = [archive.read(str(number)) for number in range(len(header["sha256"]))]
-            signature = archive.read(_SIGNATURE) if _SIGNATURE in archive.namelist() else b""
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # damage shows in many ways: as zip, as JSON, as what JSON holds
-        raise UserError(f"{path} holds no compiled programs, or is damaged: {error}") from error
-    damaged = [
-        number
-        for number, (program, digest) in enumerate(zip(programs, header["sha256"], strict=True))
-        if hashlib.sha256(program).hexdigest() != digest
-    ]
-    if damaged:
-        raise UserError(f"{path} is damaged: programs {damaged} are not what was written")
+    written = path.read_bytes()
+    content, signature = written[:-_KEY_BYTES], written[-_KEY_BYTES:]
+    if not content.startswith(_FORMAT):
+        raise UserError(f"{path} holds no compiled programs, or those of another version of jvarlen")
     key_path = _key_path()
     key = _read_key(key_path) if key_path.exists() else None
-    if key is None or not hmac.compare_digest(signature, _signature(key, written)):
+    if key is None or not hmac.compare_digest(signature, hmac.digest(key, content, "sha256")):
         raise UserError(
-            f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
-            "run anything. Compile and save it here, or copy the key from the machine that made it"
+            f"{path} is damaged, or not signed with the key of this user, {key_path}: loading what was made elsewhere "
+            "could run anything. Compile and save it here, or copy the key from the machine that made it"
         )
-    return header, programs
-
-
-def _signature(key: bytes, header: bytes) -> bytes:
-    """Of the header, and so of the programs, whose digests it holds."""
-    return hmac.digest(key, header, "sha256")
+    _, described, joined = content.split(b"\n", 2)
+    header = json.loads(described)
+    ends = list(itertools.accumulate(header["sizes"], initial=0))
+    return header, [joined[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def _key_path() -> Path:

@@ -1,8 +1,6 @@
 """Files of compiled programs: read back unchanged, rejected if damaged, foreign or not one's own."""
 
-import json
 import stat
-import zipfile
 
 import pytest
 
@@ -26,37 +24,19 @@ def test_what_was_written_is_read(path):
 @pytest.mark.parametrize("cut", [0, 10, 200, -1])
 def test_a_truncated_file_is_refused(path, cut):
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(ValueError, match=f"{path} holds no compiled programs, or is damaged"):
+    with pytest.raises(ValueError, match=f"{path} (holds no compiled programs|is damaged)"):
         read_compiled(path)
 
 
 def test_a_flipped_bit_anywhere_is_refused(path):
     content = path.read_bytes()
-    whole = read_compiled(path)
-    num_refused = 0
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        try:
-            read = read_compiled(path)
-        except ValueError:
-            num_refused += 1
-        else:
-            assert read == whole  # the bit was in what tells nothing, such as a date
-    assert num_refused > 0.8 * len(content)
-
-
-def test_programs_that_were_exchanged_are_refused(path):
-    header, programs = read_compiled(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("header.json", json.dumps(header))
-        for number, program in enumerate(reversed(programs)):
-            archive.writestr(str(number), program)
-    with pytest.raises(ValueError, match=r"programs \[0, 1\] are not what was written"):
-        read_compiled(path)
+        with pytest.raises(ValueError, match=f"{path}"):
+            read_compiled(path)
 
 
 def test_another_format_is_refused(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("header.json", json.dumps({"format": "something-2", "sha256": []}))
-    with pytest.raises(ValueError, match="'something-2'"):
+    path.write_bytes(b"jvarlen-compiled-2" + path.read_bytes()[18:])
+    with pytest.raises(ValueError, match="those of another version"):
         read_compiled(path)
