@@ -110,30 +110,94 @@ def compare_strategies(
       [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
     """
     limits = as_budget(max_tokens, budget)
-    lengths = check_lengths(lengths)
-    counted = fit_lengths(lengths, limits.max_length, overlong)
-    epoch = _Epoch(lengths, counted.lengths, limits, overlong)
+    lengths = check_lengths(lengths)  # of all samples, so that errors tell their ids
+    fitted = fit_lengths(lengths, limits.max_length, overlong)
+    rounded = round_up(fitted.lengths, limits.length_multiple)
+
+    def in_buckets(strategy: Strategy) -> _Steps:
+        return _planned(fitted.lengths, make_buckets(lengths, limits, strategy=strategy, overlong=overlong), limits)
+
+    def in_packed_rows() -> _Steps:
+        buckets = choose_packed_buckets(lengths, limits, overlong)
+        return _planned(pack_samples(fitted.lengths, [bucket.length for bucket in buckets]), buckets, limits)
+
+    def in_sorted_batches() -> _Steps:
+        ascending, most = np.sort(rounded), limits.max_sequences
+        multiple = limits.row_multiple
+        batches = batch_by_tokens(ascending, limits.max_tokens, max_sequences=most, sequence_multiple=multiple)
+        return _batched(ascending, batches.offsets[:-1], limits)
+
+    def in_fixed_batches() -> _Steps:
+        rows = int(limits.row_caps(rounded.max(keepdims=True))[0])  # at least 1, or no bucket held the longest
+        return _batched(rounded, np.arange(0, len(rounded), rows), limits)
 
     figures: list[StrategyFigures] = []
     errors: list[UserError] = []
 
     def add(name: str, is_plan: bool, make: Callable[[], _Steps]) -> None:
         try:
-            figures.append(_figures_of(name, is_plan, make(), counted, limits.compile_seconds))
+            figures.append(_figures_of(name, is_plan, make(), fitted, limits.compile_seconds))
         except UserError as error:
             errors.append(error)
             problem = textwrap.shorten(str(error), _PROBLEM_WIDTH, placeholder=" …")
             figures.append(StrategyFigures(name, is_plan, problem=problem))
 
     for strategy in sorted(get_args(Strategy), key="optimal".__ne__):  # the default comes first
-        add(strategy, True, functools.partial(epoch.in_buckets, strategy))
-    add("packed", True, epoch.in_packed_rows)
+        add(strategy, True, functools.partial(in_buckets, strategy))
+    add("packed", True, in_packed_rows)
     if len(errors) == len(figures):
         raise errors[0]
-    add("no plan, sorted", False, epoch.in_sorted_batches)
-    add("no plan, dataset order", False, epoch.in_fixed_batches)
+    add("no plan, sorted", False, in_sorted_batches)
+    add("no plan, dataset order", False, in_fixed_batches)
     least = min(_spent(each) for each in figures if each.is_plan and not each.problem)
     return [each if each.problem else each._replace(relative=_spent(each) / least) for each in figures]
+
+
+def _planned(rows: Int64[np.ndarray, " n"] | Packing, buckets: tuple[Bucket, ...], budget: Budget) -> _Steps:
+    plan = make_plan(rows, buckets, order="length", microbatches_per_step=budget.microbatches_per_step)
+    seconds = None
+    if budget.cost is not None:
+        per_microbatch = checked_cost(budget.cost, *np.array(buckets, np.int64).T)
+        seconds = plan.microbatches_per_step * per_microbatch[plan.step_bucket]
+    return _Steps(len(buckets), plan.padded_tokens_per_step, seconds)
+
+
+def _batched(ordered: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " b"], budget: Budget) -> _Steps:
+    """M consecutive batches a step, each padded to its own longest; the last step may have fewer."""
+    rows, longest = np.diff(starts, append=len(ordered)), np.maximum.reduceat(ordered, starts)
+    step_starts = np.arange(0, len(starts), budget.microbatches_per_step)
+    seconds = None
+    if budget.cost is not None:
+        seconds = np.add.reduceat(checked_cost(budget.cost, rows, longest), step_starts)
+    num_shapes = len(np.unique(np.stack([rows, longest]), axis=1).T)
+    return _Steps(num_shapes, np.add.reduceat(rows * longest, step_starts), seconds)
+
+
+def _figures_of(
+    name: str, is_plan: bool, steps: _Steps, fitted: FittedLengths, compile_seconds: float | None
+) -> StrategyFigures:
+    padded_tokens = int(steps.padded_tokens.sum())
+    per_step, seconds = steps.padded_tokens, None
+    if steps.seconds is not None:
+        per_step, seconds = steps.seconds, float(steps.seconds.sum()) + steps.num_shapes * (compile_seconds or 0.0)
+    return StrategyFigures(
+        name=name,
+        is_plan=is_plan,
+        num_shapes=steps.num_shapes,
+        num_steps=len(steps.padded_tokens),
+        padded_tokens=padded_tokens,
+        padding=1.0 - int(fitted.lengths.sum()) / padded_tokens,
+        seconds=seconds,
+        unevenness=float(per_step.max() / per_step.mean()),
+        num_samples=len(fitted.lengths),
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
+    )
+
+
+def _spent(figures: StrategyFigures) -> float:
+    """The figure that strategies are compared by."""
+    return float(figures.padded_tokens) if figures.seconds is None else figures.seconds
 
 
 def comparison_table(figures: Sequence[StrategyFigures]) -> str:
@@ -152,16 +216,13 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     header, cells, best = comparison_cells(figures)
     header = [name[0].lower() + name[1:] for name in header]
     rows = [[*row, "← best"] if place == best else row for place, row in enumerate(cells)]
-    has_seconds = figures[best].seconds is not None
-    widths = (8, 7, 9, 8, 14, *([12] if has_seconds else []), 8, 7)
-    lines = [text_table([header, *rows], least_widths=widths, gap=" ")]
-    for samples, dropped, cut in dict.fromkeys(
-        (each.num_samples, each.num_dropped, each.num_truncated) for each in figures if not each.problem
-    ):
-        lines.append(f"{samples:,} samples; {cut:,} cut, {dropped:,} dropped")
-    what = "seconds" if has_seconds else "tokens with padding"
-    lines.append(f"× best: {what} over those of the best plan; uneven: {what} of the largest step over the mean step")
-    return "\n".join(lines)
+    named = figures[best]
+    what = "tokens with padding" if named.seconds is None else "seconds"
+    return (
+        f"{text_table([header, *rows])}\n"
+        f"{named.num_samples:,} samples; {named.num_truncated:,} cut, {named.num_dropped:,} dropped\n"
+        f"× best: {what} over those of the best plan; uneven: {what} of the largest step over the mean step"
+    )
 
 
 def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], list[list[str]], int]:
@@ -170,97 +231,23 @@ def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], lis
     if not possible:
         raise UserError("none of the figures is of a plan that can be made")
     best = min(possible, key=lambda place: _spent(figures[place]))
-    has_seconds = figures[best].seconds is not None
-    predicted = ["Predicted s"] if has_seconds else []
-    rows = []
-    for each in figures:
-        row = [each.name, f"{each.num_shapes:,}", f"{each.num_steps:,}", f"{each.padding:.2%}"]
-        row += [f"{each.padded_tokens:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
-        row += [f"{each.relative:.3f}", f"{each.unevenness:.2f}"]
-        rows.append([each.name, f"not possible: {each.problem}"] if each.problem else row)
+    predicted = ["Predicted s"] if figures[best].seconds is not None else []
+    rows = [
+        [each.name, f"not possible: {each.problem}"]
+        if each.problem
+        else [
+            each.name,
+            f"{each.num_shapes:,}",
+            f"{each.num_steps:,}",
+            f"{each.padding:.2%}",
+            f"{each.padded_tokens:,}",
+            *([] if each.seconds is None else [f"{each.seconds:,.1f}"]),
+            f"{each.relative:.3f}",
+            f"{each.unevenness:.2f}",
+        ]
+        for each in figures
+    ]
     return ["Strategy", "Shapes", "Steps", "Padding", "With padding", *predicted, "× best", "Uneven"], rows, best
-
-
-def _spent(figures: StrategyFigures) -> float:
-    """The figure that strategies are compared by."""
-    return float(figures.padded_tokens) if figures.seconds is None else figures.seconds
-
-
-class _Epoch(NamedTuple):
-    """The samples and limits of an epoch, and the ways to make steps of them."""
-
-    lengths_by_id: Int64[np.ndarray, " N"]  # of all samples, so that errors tell their ids
-    lengths: Int64[np.ndarray, " n"]  # of those that are planned, cut ones as cut
-    budget: Budget
-    overlong: Overlong
-
-    def in_buckets(self, strategy: Strategy) -> _Steps:
-        buckets = make_buckets(self.lengths_by_id, self.budget, strategy=strategy, overlong=self.overlong)
-        return self._planned(self.lengths, buckets)
-
-    def in_packed_rows(self) -> _Steps:
-        buckets = choose_packed_buckets(self.lengths_by_id, self.budget, self.overlong)
-        return self._planned(pack_samples(self.lengths, [bucket.length for bucket in buckets]), buckets)
-
-    def in_sorted_batches(self) -> _Steps:
-        ascending = np.sort(self._rounded())
-        batches = batch_by_tokens(
-            ascending,
-            self.budget.max_tokens,
-            max_sequences=self.budget.max_sequences,
-            sequence_multiple=self.budget.row_multiple,
-        )
-        return self._batched(ascending, batches.offsets[:-1])
-
-    def in_fixed_batches(self) -> _Steps:
-        rounded = self._rounded()
-        rows = int(self.budget.row_caps(rounded.max(keepdims=True))[0])  # at least 1, or no bucket held the longest
-        return self._batched(rounded, np.arange(0, len(rounded), rows))
-
-    def _rounded(self) -> Int64[np.ndarray, " n"]:
-        return round_up(self.lengths, self.budget.length_multiple)
-
-    def _planned(self, rows: Int64[np.ndarray, " n"] | Packing, buckets: tuple[Bucket, ...]) -> _Steps:
-        plan = make_plan(rows, buckets, order="length", microbatches_per_step=self.budget.microbatches_per_step)
-        seconds = None
-        if self.budget.cost is not None:
-            per_microbatch = checked_cost(self.budget.cost, *np.array(buckets, np.int64).T)
-            seconds = plan.microbatches_per_step * per_microbatch[plan.step_bucket]
-        return _Steps(len(buckets), plan.padded_tokens_per_step, seconds)
-
-    def _batched(self, ordered: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " b"]) -> _Steps:
-        """M consecutive batches a step, each padded to its own longest; the last step may have fewer."""
-        rows = np.diff(starts, append=len(ordered))
-        longest = np.maximum.reduceat(ordered, starts)
-        num_shapes = len(np.unique(np.rec.fromarrays([rows, longest])))
-        step_starts = np.arange(0, len(starts), self.budget.microbatches_per_step)
-        seconds = None
-        if self.budget.cost is not None:
-            seconds = np.add.reduceat(checked_cost(self.budget.cost, rows, longest), step_starts)
-        return _Steps(num_shapes, np.add.reduceat(rows * longest, step_starts), seconds)
-
-
-def _figures_of(
-    name: str, is_plan: bool, steps: _Steps, counted: FittedLengths, compile_seconds: float | None
-) -> StrategyFigures:
-    padded_tokens = int(steps.padded_tokens.sum())
-    per_step = steps.padded_tokens if steps.seconds is None else steps.seconds
-    seconds = None
-    if steps.seconds is not None:
-        seconds = float(steps.seconds.sum()) + steps.num_shapes * (compile_seconds or 0.0)
-    return StrategyFigures(
-        name=name,
-        is_plan=is_plan,
-        num_shapes=steps.num_shapes,
-        num_steps=len(steps.padded_tokens),
-        padded_tokens=padded_tokens,
-        padding=1.0 - int(counted.lengths.sum()) / padded_tokens,
-        seconds=seconds,
-        unevenness=float(per_step.max() / per_step.mean()),
-        num_samples=len(counted.lengths),
-        num_dropped=counted.num_dropped,
-        num_truncated=counted.num_truncated,
-    )
 
 
 def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:

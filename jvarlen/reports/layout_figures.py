@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Real
 
-from jvarlen._common.checks import UserError
 from jvarlen.parallel.memory import MemoryEstimate
 from jvarlen.parallel.schedules import Timeline
 from jvarlen.reports.figures import COLOURS, colour_of, drawing_settings, format_ticks, new_figure, to_svg
 
-__all__ = ["draw_memory", "draw_timelines"]
+__all__ = ["draw_layout_bars", "draw_memory", "draw_timelines"]
 
-_WIDTH = 7.2  # inches, as are all sizes here
+_WIDTH, _BARS_WIDTH = 7.2, 6.2  # inches, as are all sizes here
 _STAGE, _ABOVE_STAGES = 0.26, 0.55
-_LAYOUT, _BESIDE_LAYOUTS = 0.34, 1.1
+_LAYOUT, _BESIDE_LAYOUTS = 0.4, 1.0
 _CHARACTER = 0.075
 _COLOURS = {"F": "first", "B": "second", "W": "third"}
 _MIB = 2**20
+_BAR = 0.45  # of the height of a layout
+_CRUMB = 1e-3  # of everything
+_NUM_COLOURS = 6
 
 
 def draw_timelines(*timelines: Timeline) -> str:
@@ -92,29 +95,39 @@ def draw_memory(estimates: Mapping[str, MemoryEstimate]) -> str:
     Returns:
       An SVG file that suits light and dark surroundings.
 
-    Raises:
-      ValueError: there are no estimates.
-
     Example:
       >>> draw_memory({"data4": MemoryEstimate(2**20, 2**20, 0, 2**21, 0, None)})[:4]
       '<svg'
     """
-    if not estimates:
-        raise UserError("there are no estimates to draw")
+    parts = {
+        name: np.array([getattr(estimate, name) or 0 for estimate in estimates.values()]) / _MIB
+        for name in MemoryEstimate._fields
+    }
+    return draw_layout_bars(list(estimates), parts, "MiB on a device")
+
+
+def draw_layout_bars(
+    names: Sequence[str], parts: Mapping[str, Real[np.ndarray, " C"]], xlabel: str, *, limit: float | None = None
+) -> str:
+    """An SVG file of a bar for each layout, under its name, of all parts that are no crumbs; and a line at a limit."""
+    total = np.sum(list(parts.values()), axis=0)
+    rows, left = np.arange(len(names)), np.zeros(len(names))
     with drawing_settings():
         figure, (axis,) = new_figure()
-        figure.set_size_inches(_WIDTH, _BESIDE_LAYOUTS + _LAYOUT * len(estimates))
-        names = list(estimates)
-        left = [0.0] * len(names)
-        for place, part in enumerate(MemoryEstimate._fields):
-            sizes = [(getattr(each, part) or 0) / _MIB for each in estimates.values()]
-            if any(sizes):
-                axis.barh(names, sizes, left=left, height=0.62, color=colour_of(place), alpha=0.75, label=part)
-            left = [begin + size for begin, size in zip(left, sizes, strict=True)]
-        for place, total in enumerate(left):
-            axis.text(total, place, f" {total:,.1f}", va="center", fontsize=8)
-        axis.set(xlabel="MiB on a device", xlim=(0, 1.12 * max(left) or 1))
-        axis.invert_yaxis()
-        axis.tick_params(axis="y", length=0)
-        figure.legend(loc="outside upper right", ncols=6)
+        figure.set_size_inches(_BARS_WIDTH, _BESIDE_LAYOUTS + _LAYOUT * len(names))
+        for place, (part, sizes) in enumerate(parts.items()):
+            if sizes.sum() > _CRUMB * total.sum():
+                colour = colour_of(place) if place < _NUM_COLOURS else COLOURS["muted"]
+                axis.barh(rows, sizes, left=left, height=_BAR, color=colour, alpha=0.75, label=part)
+            left = left + sizes
+        for row, name in enumerate(names):
+            shown = f"{total[row]:,.1f}" if total[row] > 100 else f"{total[row]:.4g}"
+            axis.text(0, row - _BAR / 2 - 0.06, f"{name}: {shown}", fontsize=8, va="bottom")
+        if limit is not None:
+            axis.axvline(limit, color=COLOURS["second"], linewidth=2.5)
+        most = max(total.max(), limit or 0.0)
+        axis.set(xlabel=xlabel, xlim=(0, 1.05 * most or 1), ylim=(len(names) - 0.5, -0.8), yticks=[])
+        axis.spines["left"].set_visible(False)
+        if len(parts) > 1:
+            figure.legend(loc="outside upper right", ncols=4)
         return to_svg(figure)

@@ -110,20 +110,19 @@ class LayoutChoice(NamedTuple):
 
     def __str__(self) -> str:
         candidates = self.candidates
-        fitting = range(min(candidates.num_fitting, _SHOWN))  # they come first
+        cells = self.cells(_SHOWN)
+        left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
+        return f"{text_table(cells)}\n{left:,} more fit; {rejected:,} do not{_reasons_text(candidates)}\n{self.why()}"
+
+    def cells(self, most: int) -> list[list[str]]:
+        """A header, and a row for each of the first layouts that fit."""
         rows = [
-            [
-                str(candidates.table.layout(row)),
-                f"{candidates.seconds[row]:,.4g}",
-                f"{candidates.seconds[row] / self.seconds:.2f}",
-                f"{candidates.num_bytes[row]:,.0f}",
-            ]
-            for row in fitting
+            [str(layout), f"{seconds:,.4g}", f"{seconds / self.seconds:.2f}", f"{num_bytes:,.0f}"]
+            for layout, seconds, num_bytes in zip(
+                self.candidates.layouts(most), self.candidates.seconds, self.candidates.num_bytes, strict=False
+            )
         ]
-        table = text_table([["layout", "seconds an epoch", "times the best", "bytes a device"], *rows])
-        left = candidates.num_fitting - len(fitting)
-        rejected = len(candidates.reasons) - candidates.num_fitting
-        return f"{table}\n{left:,} more fit; {rejected:,} do not{_reasons_text(candidates)}\n{self.why()}"
+        return [["layout", "seconds an epoch", "times the best", "bytes a device"], *rows]
 
     def why(self) -> str:
         """What an epoch is spent on.

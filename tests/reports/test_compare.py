@@ -183,7 +183,7 @@ def test_the_table_is_aligned_and_marks_the_best(cost):
     assert [row.split("  ")[0] for row in rows] == [each.name for each in figures]
     (best,) = [row for row in rows if row.endswith(" ← best")]
     assert best.startswith(figures[comparison_cells(figures)[2]].name)
-    assert {len(row.removesuffix(" ← best")) for row in rows} == {len(header)}
+    assert {len(row.removesuffix("  ← best")) for row in rows} == {len(header)}
     assert samples == f"3,000 samples; {int((LENGTHS > 400).sum()):,} cut, 0 dropped"
     assert ("seconds" in explained) == (cost is not None) == ("predicted s" in header)
 

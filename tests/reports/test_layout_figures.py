@@ -79,10 +79,5 @@ def test_every_layout_is_a_row_with_its_total():
         "zero1": MemoryEstimate(2**20, 0, 0, 2**19, 0, 2**22),
     }
     found = words(draw_memory(estimates))
-    assert {"data4", "zero1", " 4.0", " 5.5"} <= {*found}
+    assert {"data4: 4", "zero1: 5.5"} <= {*found}
     assert [word for word in found if word in MemoryEstimate._fields] == ["params", "grads", "opt_state", "activations"]
-
-
-def test_no_estimates_are_refused():
-    with pytest.raises(ValueError, match="no estimates"):
-        draw_memory({})
