@@ -10,7 +10,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.reports.figures import Picture
 from jvarlen.reports.layout_figures import draw_layout_bars
 from jvarlen.reports.page import Table, write_page
-from jvarlen.targets.choice import LayoutChoice
+from jvarlen.targets.choice import LayoutChoice, candidate_cells
 from jvarlen.targets.cluster import Cluster
 
 __all__ = ["write_choice_page"]
@@ -25,7 +25,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
     names = [str(layout) for layout in candidates.layouts(len(choice.of_epoch.total))]
     seconds = draw_layout_bars(names, choice.of_epoch._asdict(), "seconds")
     num_bytes = {"bytes": candidates.num_bytes[: len(names)] / _GB}
-    header, *rows = choice.cells(_SHOWN)
+    header, *rows = candidate_cells(choice, _SHOWN)
     note = f"The first {len(rows):,} of {candidates.num_fitting:,} that fit."
     limit = choice.memory_bytes / _GB
     padded_tokens = float(plan.padded_tokens_per_step.sum())

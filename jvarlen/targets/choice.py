@@ -31,7 +31,7 @@ from jvarlen.targets.model_costs import ModelCosts, count_costs
 from jvarlen.targets.step_seconds import StepSeconds, step_seconds
 from jvarlen.training.losses import LossFn
 
-__all__ = ["Candidates", "LayoutChoice", "choose_layout", "divisors"]
+__all__ = ["Candidates", "LayoutChoice", "candidate_cells", "choose_layout", "divisors"]
 
 _SHOWN = 12  # candidates in a table
 _NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
@@ -110,19 +110,9 @@ class LayoutChoice(NamedTuple):
 
     def __str__(self) -> str:
         candidates = self.candidates
-        cells = self.cells(_SHOWN)
+        cells = candidate_cells(self, _SHOWN)
         left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
         return f"{text_table(cells)}\n{left:,} more fit; {rejected:,} do not{_reasons_text(candidates)}\n{self.why()}"
-
-    def cells(self, most: int) -> list[list[str]]:
-        """A header, and a row for each of the first layouts that fit."""
-        rows = [
-            [str(layout), f"{seconds:,.4g}", f"{seconds / self.seconds:.2f}", f"{num_bytes:,.0f}"]
-            for layout, seconds, num_bytes in zip(
-                self.candidates.layouts(most), self.candidates.seconds, self.candidates.num_bytes, strict=False
-            )
-        ]
-        return [["layout", "seconds an epoch", "times the best", "bytes a device"], *rows]
 
     def why(self) -> str:
         """What an epoch is spent on.
@@ -140,6 +130,21 @@ class LayoutChoice(NamedTuple):
         more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
         longer, most = self.candidates.seconds[1] / self.seconds - 1, max(more, key=lambda name: more[name])
         return f"{said}; the next, {self.candidates.table.layout(1)}, takes {longer:.1%} longer, mostly for {most}"
+
+
+def candidate_cells(choice: LayoutChoice, most: int) -> list[list[str]]:
+    """A header, and a row for each of the first layouts that fit."""
+    candidates = choice.candidates
+    rows = [
+        [
+            str(layout),
+            f"{candidates.seconds[row]:,.4g}",
+            f"{candidates.seconds[row] / choice.seconds:.2f}",
+            f"{candidates.num_bytes[row]:,.0f}",
+        ]
+        for row, layout in enumerate(candidates.layouts(most))
+    ]
+    return [["layout", "seconds an epoch", "times the best", "bytes a device"], *rows]
 
 
 def choose_layout(
