@@ -15,10 +15,10 @@ import jvarlen
 from tests import forks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# Those that start many processes, in several packages: a minute and a half together. `make bench` runs them.
+# Those that start many processes or compile for long: two minutes together. `make bench` runs them.
 LONG = {
-    "asynchronous", "bucket_compile", "choice", "elastic", "end_to_end", "gpu", "overlap", "schedules", "sorting",
-    "tensor", "zero",
+    "asynchronous", "background", "bucket_compile", "choice", "code_size", "elastic", "end_to_end", "gpu", "masks",
+    "overlap", "schedules", "sorting", "step_against_torch", "step_time", "tensor", "zero",
 }  # fmt: skip
 
 

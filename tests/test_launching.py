@@ -341,19 +341,18 @@ def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_survivors_finish_the_run_of_lost_processes(place, losses_alone):
-    """Rank 0 is one of them."""
+    """Of two, of which the first is killed; tests/experimental/elastic/test_supervisor loses others, of four."""
 
-    def kill_first_and_last():
+    def kill_first():
         (supervisor,) = place.pids()
         workers = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()  # as they were started
-        for pid in (workers[0], workers[-1]):
-            os.kill(int(pid), signal.SIGKILL)
+        os.kill(int(workers[0]), signal.SIGKILL)
 
     place.write_training("python", ELASTIC)
-    command = block("bash", "elastic 4", "jvarlen/experimental/elastic/README.md")
-    assert place.run_struck(command, kill_first_and_last) == 0, place.output
-    said = "jvarlen: process 0 was killed by SIGKILL; process 3 was killed by SIGKILL; goes on from the last checkpoint"
-    assert f"{said} with 2 of 4 processes" in place.output
+    command = block("bash", "elastic 4", "jvarlen/experimental/elastic/README.md").replace("elastic 4", "elastic 2")
+    assert place.run_struck(command, kill_first) == 0, place.output
+    said = "jvarlen: process 0 was killed by SIGKILL; goes on from the last checkpoint with 1 of 2 processes"
+    assert said in place.output
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
 
 
