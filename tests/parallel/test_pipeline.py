@@ -116,22 +116,14 @@ def test_sums_without_gradients_are_the_same(text):
         assert_equal_trees(found, expected._replace(grads=None), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("text", "packed"),
-    [
-        ("data2.stage4.zero1.remat_full", True),
-        ("data2.stage2.tensor2.zero1.interleaved.virtual2.remat_none", True),
-        ("data2.stage2.context2.zero3.remat_none", False),
-        ("data2.tensor2.zero3.remat_full", False),
-    ],
-)
-def test_the_transformer_trains_as_one_device(text, packed):
-    """Ten steps of AdamW, clipped by the norm of the whole gradient."""
+def test_the_transformer_trains_as_one_device():
+    """Packed rows on all axes that go with them; tests/golden holds the others, by a model of its own."""
     with jax.enable_x64(True):
+        text = "data2.stage2.tensor2.zero1.interleaved.virtual2.remat_none"
         step = make_layout_step(layered(TRANSFORMER), clipped_adamw(), layout=text)
         params = initial_params()
         assert jax.tree.map(lambda leaf: leaf.sharding, step.init(params)) == step.state_shardings(params)
-        assert_trains_as_one_device(step, 8, packed, 1e-11 if "tensor" in text else 1e-12)
+        assert_trains_as_one_device(step, 8, 1e-11)
 
 
 def test_a_stage_holds_its_own_layers_only():

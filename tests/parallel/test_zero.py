@@ -91,15 +91,11 @@ def state_bytes(tree):
     return max(on_device.values()), sum(leaf.nbytes for leaf in leaves)
 
 
-@pytest.mark.parametrize(
-    ("text", "num_microbatches", "packed"),
-    [("data3.zero1", 6, True), ("data4.zero2", 8, False), ("data2.zero3", 6, True)],
-)
-def test_every_level_trains_as_one_device(text, num_microbatches, packed):
-    """Ten steps of AdamW, clipped by the norm of the whole gradient."""
+def test_three_shards_train_as_one_device():
+    """Packed rows; tests/golden holds all levels on two shards."""
     with jax.enable_x64(True):
-        step = make_layout_step(layered(MODEL), clipped_adamw(), layout=text)
-        assert_trains_as_one_device(step, num_microbatches, packed, config=MODEL)
+        step = make_layout_step(layered(MODEL), clipped_adamw(), layout="data3.zero2")
+        assert_trains_as_one_device(step, 6, config=MODEL)
 
 
 def matrices_only(params):
