@@ -10,7 +10,7 @@ import atexit
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jvarlen import __version__
@@ -20,19 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "main", "run"]
 
+_ORDERED = "experimental.ordered_file"
 COMMANDS = {
     "plan": ("runs.commands", "PlanCommand", "Print the plan of an epoch for any file of lengths, and save it."),
-    "sort": (
-        "experimental.ordered_file.command",
-        "SortCommand",
-        "Sort a file of lengths or other keys on several devices.",
-    ),
+    "sort": (f"{_ORDERED}.command", "SortCommand", "Sort a file of lengths or other keys on several devices."),
     "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
-    "report": (
-        "runs.commands",
-        "ReportCommand",
-        "Report on runs, finished or not.",
-    ),
+    "report": ("runs.commands", "ReportCommand", "Report on runs, finished or not."),
     "sample": ("runs.commands", "SampleCommand", "Continue prompts with the trained model of a run."),
     "export": ("runs.commands", "ExportCommand", "Write the trained model of a run as one safetensors file."),
     "measure": ("runs.commands", "MeasureCommand", "Measure time and memory of training steps."),
@@ -62,9 +55,21 @@ def main(args: Sequence[str] | None = None) -> int:
         print(*(f"  {name:9}{about}" for name, (_, _, about) in COMMANDS.items()), sep="\n")
         print("\n`jvarlen COMMAND --help` lists the settings of a command.")
         return 0
-    shows_traceback = _TRACEBACK in args
-    args = [arg for arg in args if arg != _TRACEBACK]
-    return _ending(None, lambda: _run(_parse(args), shows_traceback), shows_traceback)
+    command: Any = None
+    try:
+        command = _parse([arg for arg in args if arg != _TRACEBACK])
+        if not hasattr(command, "run"):
+            return _train(command)
+        command.run()
+        return 0
+    except Exception as error:
+        if _TRACEBACK in args or not _is_of_user(error):
+            raise
+        return _end(command, error, _USER_ERROR)
+    except KeyboardInterrupt as error:
+        from jvarlen._common.interrupts import exit_code_of_interrupt
+
+        return _end(command, error, exit_code_of_interrupt())
 
 
 def run() -> None:
@@ -76,33 +81,8 @@ def run() -> None:
     sys.exit(main())
 
 
-def _run(command: Any, shows_traceback: bool) -> int:
-    """Runs a command, or trains with the settings that `train` has parsed."""
-
-    def run() -> int:
-        if hasattr(command, "run"):
-            command.run()
-            return 0
-        return _train(command)
-
-    return _ending(command, run, shows_traceback)
-
-
-def _ending(command: Any, run: Callable[[], int], shows_traceback: bool) -> int:
-    """The exit code of a command, or of its error, of which it prints one line."""
-    try:
-        return run()
-    except Exception as error:
-        if shows_traceback or not _is_of_user(error):
-            raise
-        return _end(command, error, _USER_ERROR)
-    except KeyboardInterrupt as error:
-        from jvarlen._common.interrupts import exit_code_of_interrupt
-
-        return _end(command, error, exit_code_of_interrupt())
-
-
 def _train(config: FitConfig) -> int:
+    """Trains with the settings that `train` has parsed."""
     from jvarlen._common.interrupts import exit_code_of_interrupt
     from jvarlen.distributed.launch import keep_memory_of_steps
     from jvarlen.runs.fit import dry_run, fit
@@ -183,7 +163,7 @@ def _not_a_command(name: str) -> str:
 
 
 def _unframed(text: str) -> str:
-    """Best effort: the first paragraph inside the frame that tyro prints around an error, and what it guesses."""
+    """The first paragraph inside the frame that tyro prints around an error, and what it guesses."""
     import re
 
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import glob
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -53,17 +54,17 @@ AUTO = "auto"  # as `parallel`
 
 TrackerName = Literal["tensorboard", "wandb"]
 
-Scope = Literal["run", "course", "process", "call"]
+Scope = Literal["run", "resumed", "process", "call"]
 """What a setting belongs to, in the metadata of its field; nested settings have the scope of their field.
 
 - run, if none is given: it decides what is computed. A resumed run keeps it.
-- course: how far the run goes, and how. It may change when the run is resumed.
+- resumed: it may change when the run is resumed, such as how far the run goes.
 - process: it may also differ between processes.
 - call: the run directory does not keep it.
 """
 
 
-_COURSE, _PROCESS, _CALL = ({"scope": scope} for scope in ("course", "process", "call"))
+_RESUMED, _PROCESS, _CALL = ({"scope": scope} for scope in ("resumed", "process", "call"))
 _FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
 
 
@@ -133,7 +134,7 @@ class DataConfig:
     """Share of the samples held out from training, chosen by the hash of their content."""
     eval_data: tuple[str | Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
-    on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_COURSE)
+    on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_RESUMED)
     """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
     num_workers: int = dataclasses.field(default=0, metadata=_PROCESS)
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
@@ -163,12 +164,7 @@ class DataConfig:
 
 
 def evaluation_name(path: Path | str) -> str:
-    """The name of the evaluation on files: that of the file without its ending, or of the directory.
-
-    Example:
-      >>> evaluation_name("gs://bucket/val.jsonl.gz"), evaluation_name(Path("books/*.txt"))
-      ('val', 'books')
-    """
+    """The name of the evaluation on files: that of the file without its ending, or of the directory."""
     names = [name for name in PurePosixPath(str(path)).parts if not glob.has_magic(name)]
     own = PurePosixPath(names[-1])
     return own.with_suffix("").stem if own.suffix in (".gz", ".zst") else own.stem
@@ -252,21 +248,21 @@ class DirectoryConfig:
 class FitConfig:
     """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
 
-    max_steps: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    max_steps: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps to train, over as many epochs as they take. None for all steps of num_epochs."""
-    num_epochs: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    num_epochs: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Passes over the data, unless max_steps ends training earlier.
     With neither, training takes one epoch, or 360 steps on the built-in corpus."""
     seed: int = 0
     """Seed of the initial weights, of mixtures, and of every shuffle."""
-    eval_every: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    eval_every: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps between evaluations; None evaluates only before the first step and after the last."""
-    stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_COURSE)
+    stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
     """Several processes all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
-    verify: bool = dataclasses.field(default=True, metadata=_COURSE)
+    verify: bool = dataclasses.field(default=True, metadata=_RESUMED)
     """Check at every step that the samples read are the planned ones."""
-    trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_COURSE)
+    trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_RESUMED)
     """Also log to TensorBoard, or to Weights & Biases offline; metrics.jsonl is always written."""
     profile: int = dataclasses.field(default=0, metadata=_CALL)
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
@@ -281,7 +277,7 @@ class FitConfig:
     )
     """The devices and processes that train, and how a step spreads over them."""
     checkpoints: tyro.conf.OmitArgPrefixes[CheckpointConfig] = dataclasses.field(
-        default_factory=CheckpointConfig, metadata=_FLAT | _COURSE
+        default_factory=CheckpointConfig, metadata=_FLAT | _RESUMED
     )
     """When checkpoints are written, and which of them stay."""
     directory: tyro.conf.OmitArgPrefixes[DirectoryConfig] = dataclasses.field(
@@ -294,7 +290,7 @@ class FitConfig:
     """The shape of the built-in model."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
-    compile: CompileOptions = dataclasses.field(default_factory=CompileOptions, metadata=_COURSE)
+    compile: CompileOptions = dataclasses.field(default_factory=CompileOptions, metadata=_RESUMED)
     """How the step is compiled and run."""
 
     def __post_init__(self):
@@ -328,23 +324,18 @@ def save_config(config: FitConfig, path: Path) -> None:
 
 
 def load_config(path: Path) -> FitConfig:
-    """Reads what `save_config` wrote, on this machine or another.
-
-    What belongs to a single call, such as where a run writes, is that of this call. Cost models are those beside the
-    file. Raises ValueError that says what is wrong.
-    """
+    """Reads what `save_config` wrote; what belongs to a single call is that of this one. Cost models lie beside it."""
     try:
         settings = json.loads(path.read_text())
         check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
-        models = {name: model for name in MODEL_FILES if (model := getattr(config.plan, name)) is not None}
+        models = {name: path.parent.absolute() / model for name in MODEL_FILES if (model := getattr(config.plan, name))}
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
-    own = {name: path.parent.absolute() / model for name, model in models.items()}
-    return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **own))
+    return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **models))
 
 
 def is_run_dir(path: Path) -> bool:
@@ -354,15 +345,12 @@ def is_run_dir(path: Path) -> bool:
 
 def default_settings(args: Sequence[str]) -> FitConfig:
     """The defaults of `jvarlen train`: the settings of the run that these arguments continue, if they name one."""
-    for place, name in enumerate(args):
-        given, _, value = name.partition("=")
-        run_dir = value or "".join(args[place + 1 : place + 2])
-        if given == "--resume" and run_dir:
-            found = DirectoryConfig(resume=Path(run_dir))
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), directory=found)
-        if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
-            found = DirectoryConfig(run_dir=Path(run_dir))
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), directory=found)
+    for name, following in itertools.pairwise([*args, ""]):
+        name, _, value = name.partition("=")
+        run_dir = Path(value or following)
+        if (value or following) and (name == "--resume" or (name == "--run-dir" and is_run_dir(run_dir))):
+            found = DirectoryConfig(resume=run_dir) if name == "--resume" else DirectoryConfig(run_dir=run_dir)
+            return dataclasses.replace(load_config(run_dir / "config.json"), directory=found)
     return FitConfig(plan=PlanConfig(max_shapes="auto"))
 
 
@@ -402,31 +390,24 @@ def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
     """The settings in which two configurations differ, without those of a call."""
     pairs = zip(_settings(before), _settings(after), strict=True)
     return [
-        Change(old.name, old.scope, old.value, new.value)
-        for old, new in pairs
-        if old.value != new.value and old.scope != "call"
+        Change(name, scope, old, new) for (name, scope, old), (_, _, new) in pairs if old != new and scope != "call"
     ]
 
 
 def shared_settings(config: FitConfig) -> dict[str, Any]:
     """The settings that all processes have in common, by their dotted names, such as `plan.max_tokens`."""
-    return {each.name: each.value for each in _settings(config) if each.scope not in ("process", "call")}
+    return {name: value for name, scope, value in _settings(config) if scope not in ("process", "call")}
 
 
-class _Setting(NamedTuple):
-    name: str
-    scope: Scope
-    value: Any
-
-
-def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[_Setting]:
+def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[tuple[str, Scope, Any]]:
+    """Name, scope and value of each setting."""
     for field in dataclasses.fields(config):
         name, value = prefix + field.metadata.get("name", field.name), getattr(config, field.name)
         own_scope = field.metadata.get("scope", scope)
         if dataclasses.is_dataclass(value):
             yield from _settings(value, field.metadata.get("prefix", f"{name}."), own_scope)
         else:
-            yield _Setting(name, own_scope, value)
+            yield name, own_scope, value
 
 
 def _show(value: object) -> str:

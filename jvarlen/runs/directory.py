@@ -21,7 +21,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import save_dataclass, write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
@@ -97,7 +97,7 @@ def new_run_dir(
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
     plan.save(run_dir / "plan.npz")
-    shapes.save(run_dir / SHAPES_FILE)
+    save_dataclass(shapes, run_dir / SHAPES_FILE)
     with write_atomically(run_dir / "data.json") as file:
         file.write((json.dumps(content_keys, indent=2) + "\n").encode())
     # Last: what has settings is a run, and can be resumed.

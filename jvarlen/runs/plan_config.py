@@ -6,13 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting
-from jvarlen._common.files import load_dataclass, save_dataclass
 from jvarlen.planning.buckets import check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy
 from jvarlen.planning.cost_model import CostModel
@@ -40,6 +39,7 @@ DEFAULT_MAX_SHAPES = 12
 SHAPES_FILE = "shapes.json"  # in a run directory
 MODEL_FILES = ("cost_model", "memory_model")  # settings that name files, of which a run directory has copies
 
+BatchSizeRule = Literal["linear", "sqrt", "none"]
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
 
 
@@ -87,38 +87,23 @@ class PlanConfig(BudgetSettings, OrderSettings):
     def __post_init__(self):
         if self.buckets:
             check_buckets(self.buckets)
-        check_at_least(
-            self,
-            1,
-            "max_tokens",
-            *(() if self.max_shapes == "auto" else ("max_shapes",)),
-            "max_length",
-            "microbatches_per_step",
-            "row_multiple",
-            "length_multiple",
-            "max_sequences",
-            "max_samples_per_row",
-            "block_size",
-            "pacing_steps",
-            "pacing_stages",
-        )
-        check_at_least(self, 0, "new_shape_every")
+        check_at_least(self, 1, "max_samples_per_row", "pacing_steps", "pacing_stages")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
-        if self.row_lengths and not self.pack:
-            raise UserError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
-        for name in ("max_samples_per_row", "chunks_in_order"):
-            if (value := getattr(self, name)) and not self.pack:
-                raise UserError(f"{name} ({value}) is for packed rows: set pack as well")
-        for name, value in (("pacing", self.pacing != "none"), ("chunks_in_order", self.chunks_in_order)):
-            if self.new_shape_every and value:
-                raise UserError(f"new_shape_every ({self.new_shape_every}) and {name} exclude each other")
-        if self.overlong == "split" and not self.pack:
-            raise UserError("overlong split packs long samples in pieces: set pack as well")
         for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
                 raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
+        self._make_budget(max_cost=None, max_bytes=None, compile_seconds=None)  # checks what needs no model
+        self.make_order(self.new_shape_every)
+        if self.pacing != "none" and self.new_shape_every:
+            raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
         if self.pack:
             self._check_packing()
+            return
+        if self.overlong == "split":
+            raise UserError("overlong split packs long samples in pieces: set pack as well")
+        for name in ("row_lengths", "max_samples_per_row", "chunks_in_order"):
+            if value := getattr(self, name):
+                raise UserError(f"{name} ({value}) is for packed rows: set pack as well")
 
     def _check_packing(self) -> None:
         """Raises ValueError for settings that do not apply to packed rows."""
@@ -128,12 +113,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
             )
         if self.pacing != "none":
             raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
-        if self.chunks_in_order and self.shuffle_steps:
-            raise UserError("chunks_in_order and shuffle_steps exclude each other: both decide the order of the steps")
         if self.block_size is not None:
             raise UserError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
-        odd = [length for length in self.row_lengths if length % self.length_multiple]
-        if odd:
+        if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
         if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
             raise UserError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
@@ -151,12 +133,29 @@ class PlanConfig(BudgetSettings, OrderSettings):
     @functools.cached_property
     def budget(self) -> Budget:
         """The budget of a microbatch; for packed rows with their lengths, if these are given."""
+        return self._make_budget(cost=self.cost, memory=self.memory)
+
+    def _make_budget(self, **changes: Any) -> Budget:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del fields["max_shapes"]
         if self.row_lengths:
             fields["strategy"] = self.row_lengths
-        return Budget(**fields, cost=self.cost, memory=self.memory)
+        return Budget(**fields | changes)
+
+    def make_order(self, new_shape_every: int) -> Order:
+        """The order of samples and steps, in which shapes come so far apart."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
+        return Order(self.order, **fields | {"new_shape_every": new_shape_every})
+
+    def make_pacing(self) -> Pacing | None:
+        """The curriculum pacing, if there is one."""
+        if self.pacing == "none":
+            return None
+        if self.pacing == "discrete":
+            return discrete_pacing(self.pacing_steps, self.pacing_stages, self.pacing_initial)
+        named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
+        return named[self.pacing](self.pacing_steps, self.pacing_initial)
 
     @property
     def can_space(self) -> bool:
@@ -176,26 +175,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenShapes:
-    """The shapes that settings lead to for the lengths of a run, which keeps them.
+    """The shapes that settings lead to for the lengths of a run, which keeps them."""
 
-    Attributes:
-      buckets: that train; packed rows are as long as these.
-      eval_lengths: of the buckets that evaluate; none: those that train.
-      new_shape_every: steps between new shapes in the first epoch. In later ones all shapes have appeared.
-    """
-
-    buckets: tuple[tuple[int, int], ...]
-    eval_lengths: tuple[int, ...] = ()
-    new_shape_every: int = 0
-
-    def save(self, path: Path) -> None:
-        """Writes them as JSON, atomically."""
-        save_dataclass(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> ChosenShapes:
-        """Reads what `save` wrote; raises ValueError where the file holds no shapes."""
-        return load_dataclass(cls, path, "chosen shapes")
+    buckets: tuple[tuple[int, int], ...]  # that train; packed rows are as long as these
+    eval_lengths: tuple[int, ...] = ()  # of the buckets that evaluate; none: those that train
+    new_shape_every: int = 0  # in the first epoch; in later ones all shapes have appeared
 
 
 def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"]) -> ChosenShapes:
@@ -221,17 +205,12 @@ def epoch_plan(
     epoch: int,
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
-    order = Order(
-        plan.order,
-        **{field.name: getattr(plan, field.name) for field in dataclasses.fields(OrderSettings)}
-        | {"new_shape_every": shapes.new_shape_every if epoch == 0 else 0},
-    )
     return make_plan(
         _rows_of(plan, shapes.buckets, lengths, "shuffle" if plan.order == "shuffle" else "dataset", seed, epoch),
         shapes.buckets,
         microbatches_per_step=plan.microbatches_per_step,
-        order=order,
-        pacing=_pacing_of(plan),
+        order=plan.make_order(shapes.new_shape_every if epoch == 0 else 0),
+        pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
         overlong=plan.bucket_overlong,
@@ -283,15 +262,6 @@ def _rows_of(
     )
 
 
-def _pacing_of(plan: PlanConfig) -> Pacing | None:
-    if plan.pacing == "none":
-        return None
-    if plan.pacing == "discrete":
-        return discrete_pacing(plan.pacing_steps, plan.pacing_stages, plan.pacing_initial)
-    named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
-    return named[plan.pacing](plan.pacing_steps, plan.pacing_initial)
-
-
 def _load_model(path: Path | None, unit: str) -> CostModel | None:
     if path is None:
         return None
@@ -299,6 +269,3 @@ def _load_model(path: Path | None, unit: str) -> CostModel | None:
     if model.unit != unit:
         raise UserError(f"{path} holds a cost model in {model.unit}, not in {unit}")
     return model
-
-
-BatchSizeRule = Literal["linear", "sqrt", "none"]

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Int64
 
+from jvarlen._common.files import load_dataclass
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.auto_shapes import (
     Compiler,
@@ -61,7 +62,7 @@ class ShapeChooser:
             with together("plan the training"):
                 return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths)
         if run_dir is not None and is_run_dir(run_dir):
-            return ChosenShapes.load(run_dir / SHAPES_FILE)
+            return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
             # What the settings give is not remembered.

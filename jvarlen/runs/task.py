@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
@@ -66,17 +65,14 @@ class Task:
         if self.loss_fn is not None:
             return self
         model = dataclasses.replace(model, vocab_size=vocab_size)
-        loss_fn = _by_layers(model) if _takes_layers(layout) else make_loss_fn(model)
+        loss_fn = _built_in_loss(model, layout)
         return dataclasses.replace(self, loss_fn=loss_fn, params=init_params(model, seed), is_language_model=True)
 
     def check_layout(self, layout: Layout, model: TransformerConfig) -> None:
-        """Raises ValueError if a layout is not for this model, or without one for the built-in model of the settings.
-
-        Nothing is computed.
-        """
+        """Raises ValueError if a layout is not for this model, or for the built-in one; computes nothing."""
         loss_fn, params = self.loss_fn, self._shapes
         if loss_fn is None:
-            loss_fn = _by_layers(model) if _takes_layers(layout) else make_loss_fn(model)
+            loss_fn = _built_in_loss(model, layout)
             params = jax.eval_shape(lambda: init_params(model, 0))
             if model.num_heads % layout.tensor:
                 raise UserError(
@@ -150,25 +146,19 @@ class Task:
 
     @property
     def _shapes(self) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), self.params)
+        return jax.eval_shape(lambda params: params, self.params)
 
 
-def _takes_layers(layout: Layout | None) -> bool:
-    return layout is not None and (layout.zero == 3 or layout.num_devices > layout.data)
-
-
-def _by_layers(model: TransformerConfig) -> LayeredModel:
+def _built_in_loss(model: TransformerConfig, layout: Layout | None) -> LossFn | LayeredModel:
+    """The loss of the built-in model, by layers where a layout needs that."""
+    if layout is None or (layout.zero < 3 and layout.num_devices == layout.data):
+        return make_loss_fn(model)
     return layered(model)._replace(stack=stack_layers)
 
 
-def _whole(loss_fn: LossFn | LayeredModel | None, *, takes_key: bool = True) -> LossFn:
+def _whole(loss_fn: LossFn | LayeredModel | None) -> LossFn:
     assert loss_fn is not None  # there is one after `with_model`
-    return layered_loss_fn(loss_fn, takes_key=takes_key) if isinstance(loss_fn, LayeredModel) else loss_fn
-
-
-def _dtype(leaf: Any) -> Any:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
 
 
 class TrainingData(NamedTuple):
@@ -187,48 +177,49 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     Each file is split separately into training and held-out samples, so neither weights nor other files move a sample
     to the other side. A mixture is drawn once: every epoch has the same samples.
     """
-    if given is not None and config.data.files:
-        files = ", ".join(map(str, config.data.files))
-        raise UserError(f"data are given twice, as an argument and as settings: {files}")
-    vocab_size, is_bytes, content_keys = config.decoder.vocab_size, given is None, {}
-
-    def opened(path: Path | str) -> DataSource:
-        nonlocal vocab_size, is_bytes
-        dataset = open_data(
-            path,
-            field=config.data.field,
-            template=config.data.template,
-            loss_on=config.data.loss_on,
-            tokenizer=config.data.tokenizer,
-            num_values=None if config.data.tokenizer else config.decoder.vocab_size,
-            end_token=config.data.end_token,
-            block_length=config.plan.max_length or _BLOCK_LENGTH,
-            num_workers=config.data.num_workers,
-            progress=config.progress,
-        )
-        content_keys[str(path)] = dataset.content_key
-        if dataset.num_values is None:
-            raise UserError(
-                f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
-            )
-        vocab_size = max(vocab_size, dataset.num_values)
-        is_bytes = is_bytes and dataset.is_bytes
-        return dataset
-
-    if given is None and config.data.files:
-        splits = [_split(path, opened(path), config.data.held_out_fraction) for path in config.data.files]
+    own = config.data
+    if given is not None and own.files:
+        raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")
+    opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
+    if own.files:
+        splits = [_split(path, opened[path], own.held_out_fraction) for path in own.files]
         mixed = Mixture(
             [split.train for split in splits],
-            config.data.weights or None,
-            num_samples=config.data.mixture_samples,
+            own.weights or None,
+            num_samples=own.mixture_samples,
             seed=config.seed,
-            loss_weights=config.data.loss_weights or None,
+            loss_weights=own.loss_weights or None,
         )
-        given = Split(mixed, Mixture([split.held_out for split in splits]))
-    elif given is None:
-        given = split_held_out(stdlib_functions(progress=config.progress), config.data.held_out_fraction)
-    evaluation = {HELD_OUT: given.held_out} | {evaluation_name(path): opened(path) for path in config.data.eval_data}
-    return TrainingData(given.train, evaluation, vocab_size, is_bytes, content_keys)
+        split = Split(mixed, Mixture([split.held_out for split in splits]))
+    else:
+        split = given or split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
+    return TrainingData(
+        train=split.train,
+        evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
+        vocab_size=max([config.decoder.vocab_size, *(dataset.num_values for dataset in opened.values())]),
+        is_bytes=given is None and all(dataset.is_bytes for dataset in opened.values()),
+        content_keys={str(path): dataset.content_key for path, dataset in opened.items()},
+    )
+
+
+def _open(path: Path | str, config: FitConfig) -> Any:
+    dataset = open_data(
+        path,
+        field=config.data.field,
+        template=config.data.template,
+        loss_on=config.data.loss_on,
+        tokenizer=config.data.tokenizer,
+        num_values=None if config.data.tokenizer else config.decoder.vocab_size,
+        end_token=config.data.end_token,
+        block_length=config.plan.max_length or _BLOCK_LENGTH,
+        num_workers=config.data.num_workers,
+        progress=config.progress,
+    )
+    if dataset.num_values is None:
+        raise UserError(
+            f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
+        )
+    return dataset
 
 
 def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
+from jvarlen._common.files import load_dataclass
 from jvarlen.compiling.auto_shapes import RunCosts, costs_from_report, load_costs, save_costs
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.report import CompileReport, CompileRow
@@ -53,7 +54,7 @@ def fit_frequencies(config, split):
 
 
 def chosen_by(run_dir):
-    return ChosenShapes.load(run_dir / "shapes.json")
+    return load_dataclass(ChosenShapes, run_dir / "shapes.json", "chosen shapes")
 
 
 def with_plan(config, **changes):
