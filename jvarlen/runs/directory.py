@@ -54,7 +54,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
     The lock is the kernel's, on the file `lock`: it ends with the process, however that ends. The file stays, and says
     who held it last. On a network disk the server ends the lock of a lost host after a while (NFS 4: its lease, about
-    90 s). On a file system that is mounted with host-local locks, two hosts do not see each other.
+    90 s). Where locks are local to a host, two hosts do not see each other.
 
     Args:
       run_dir: an existing directory.
@@ -87,10 +87,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 def new_run_dir(
     config: FitConfig, shapes: ChosenShapes, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
 ) -> Path:
-    """Creates the directory of a new run, with its settings, shapes, content keys and first plan; `held` gets the lock.
-
-    If the settings name no directory, its name is made from the time and the plan.
-    """
+    """Creates the directory of a new run with what a resumed run is compared with; `held` gets the lock."""
     run_dir = config.directory.run_dir or _make_dir(config.directory.runs_dir, plan)
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(lock_run_dir(run_dir))
@@ -106,6 +103,7 @@ def new_run_dir(
 
 
 def _make_dir(runs_dir: Path, plan: Plan) -> Path:
+    """A new directory, named by the time and the plan."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}"
     runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(1):
@@ -119,7 +117,7 @@ def _make_dir(runs_dir: Path, plan: Plan) -> Path:
 
 
 def point_latest_to(run_dir: Path) -> None:
-    """Points the link `latest` beside a run directory to it; if that is impossible, a warning says so."""
+    """Points the link `latest` beside a run directory to it, or warns."""
     run_dir = run_dir.resolve()
     latest = run_dir.parent / "latest"
     if latest.exists() and not latest.is_symlink():
@@ -136,11 +134,7 @@ def point_latest_to(run_dir: Path) -> None:
 def resumed_run_dir(
     config: FitConfig, run_dir: Path, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
 ) -> tuple[Path, list[Change]]:
-    """The directory of a run to resume, after its settings were updated, and which of them changed.
-
-    `plan` is that of the first epoch from the data and these settings; `held` gets the lock. Raises ValueError for
-    another plan, other data, or settings that would make it another run.
-    """
+    """Updates the settings of a run to resume, and tells which changed; ValueError for another plan or other data."""
     run_dir = run_dir.resolve()
     config_path = run_dir / "config.json"
     saved = load_config(config_path)  # first: a directory without a run gets no lock file
@@ -159,23 +153,16 @@ def resumed_run_dir(
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
-    saved_keys = _load_keys(run_dir / "data.json")
+    try:
+        saved_keys = dict(json.loads((run_dir / "data.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{run_dir / 'data.json'} holds no keys of data: {error}") from None
     if changed := [name for name in saved_keys | content_keys if saved_keys.get(name) != content_keys.get(name)]:
         raise UserError(
             f"{run_dir} can only be resumed with its own data; the content of {list_first(changed)} differs"
         )
     save_config(config, config_path)
     return run_dir, changes
-
-
-def _load_keys(path: Path) -> dict[str, str]:
-    try:
-        keys = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} holds no keys of data: {error}") from None
-    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
-        raise UserError(f"{path} holds no keys of data: it must be an object of texts")
-    return keys
 
 
 def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
@@ -212,16 +199,14 @@ class Summary:
       padding: share of the trained positions that held no token.
       num_shapes: buckets compiled for training.
       compile_s: seconds until everything was compiled, for training and evaluation; where steps ran meanwhile, the sum
-        of the seconds of all programs.
-      stall_s: seconds that steps and evaluations waited for the compiler; all of `compile_s` if everything was compiled
-        before the first step.
+        over all programs.
       num_cache_hits: executables that came from the persistent cache.
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
       data_wait: share of these spent waiting for data.
-      num_adjusted: samples that were cut or left shorter because they do not have the planned length; of process 0 if
-        there are several.
+      num_adjusted: samples of process 0 that were cut or left shorter because they do not have the planned length.
       compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
+      stall_s: seconds that steps and evaluations waited for the compiler.
       evaluated_in: the unit of evaluations: `"bits per byte"` if tokens are the bytes of text, `"bits per token"` for
         other tokens, `"loss"` for a loss of your own.
     """
@@ -269,13 +254,10 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
-    """Writes `summary.json`, `curves.png`, and, if the run took steps, `compile_report.json`.
-
-    After SIGTERM no curves are drawn: time may be short, and such a run is mostly resumed.
-    """
+    """Writes `summary.json`, `curves.png`, and, if the run took steps, `compile_report.json`."""
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
-    if interrupt_signal() != signal.SIGTERM:
+    if interrupt_signal() != signal.SIGTERM:  # after which time may be short, and the run is mostly resumed
         plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if report.times_used or not (run_dir / "compile_report.json").exists():
         report.save(run_dir / "compile_report.json")
