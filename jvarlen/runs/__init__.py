@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from jvarlen._common.interrupts import exit_code_of_interrupt, remembered_interrupts
     from jvarlen.runs.fit import FitResult
 
-__all__ = [
-    "FitResult",
-    "exit_code_of_interrupt",
-    "remembered_interrupts",
-]
+__all__ = ["FitResult", "exit_code_of_interrupt", "remembered_interrupts"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

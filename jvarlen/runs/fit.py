@@ -44,14 +44,7 @@ from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.lengths import Overlong
 from jvarlen.runs.config import FitConfig, saved_settings
-from jvarlen.runs.directory import (
-    EvaluatedIn,
-    Summary,
-    new_run_dir,
-    point_latest_to,
-    resumed_run_dir,
-    write_summary,
-)
+from jvarlen.runs.directory import EvaluatedIn, Summary, new_run_dir, point_latest_to, resumed_run_dir, write_summary
 from jvarlen.runs.evaluation import Evaluator, is_interrupted_at, means_of
 from jvarlen.runs.prepare import Prepared, prepare, say, show_estimates
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler

@@ -197,12 +197,7 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"]) -> ChosenSh
 
 
 def epoch_plan(
-    plan: PlanConfig,
-    shapes: ChosenShapes,
-    lengths: Integer[np.ndarray, " N"],
-    *,
-    seed: int,
-    epoch: int,
+    plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"], *, seed: int, epoch: int
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
     return make_plan(

@@ -203,10 +203,7 @@ def show_estimates(prepared: Prepared) -> None:
         train_step,
         task.init_state(train_step, config.seed),
         BatchShapes(
-            [bucket],
-            microbatches_per_step=config.plan.microbatches_per_step,
-            layout=placement,
-            batch_spec=batch_spec,
+            [bucket], microbatches_per_step=config.plan.microbatches_per_step, layout=placement, batch_spec=batch_spec
         ),
         progress=config.progress,
         options=dataclasses.replace(config.compile, when="ahead"),

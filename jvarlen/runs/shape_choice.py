@@ -106,10 +106,7 @@ class ShapeChooser:
         return known or estimate_costs(recipe, buckets, model, self._num_devices)
 
     def _choose(
-        self,
-        costs: RunCosts,
-        lengths: Int64[np.ndarray, " N"],
-        eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
+        self, costs: RunCosts, lengths: Int64[np.ndarray, " N"], eval_lengths: Mapping[str, Int64[np.ndarray, " H"]]
     ) -> ChosenShapes:
         config, plan = self._config, self._config.plan
         budget = dataclasses.replace(plan.budget, cost=costs.seconds, compile_seconds=None)
