@@ -1,8 +1,7 @@
 """A script that writes the losses of a training.
 
 Arguments: a folder, the number of processes, a rank and a port. One process trains on 1 and 8 devices, one after the
-other; several train together on all of theirs. All train in float64, where only rounding is left to differ; four
-processes in nothing else.
+other; several train together on all of theirs. All train in float64 as well, where only rounding is left to differ.
 """
 
 import json
@@ -92,7 +91,7 @@ def main():
     sizes = SIZES_ALONE if num_processes == 1 else (jax.device_count(),)
     dataset = make_dataset()
     losses = {}
-    for dtype in ("float32", "float64") if num_processes <= 2 else ("float64",):
+    for dtype in ("float32", "float64"):
         # One process compiles float32, where rounding shows most, as users do. Otherwise it would be most of the time.
         jax.config.update("jax_disable_most_optimizations", dtype == "float64" or num_processes > 1)
         with jax.enable_x64(dtype == "float64"):

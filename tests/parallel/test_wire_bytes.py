@@ -19,18 +19,15 @@ def namespace(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("num_processes", "microbatches"), [(2, (1,)), (4, (2,))])
-def test_processes_send_what_the_estimate_says(namespace, num_processes, microbatches):
+def test_processes_send_what_the_estimate_says(namespace):
     if not namespace.is_available():
         pytest.skip("no network namespace: needs root, unshare and ip")
-    cases = list(itertools.product(range(4), microbatches))  # level, microbatches a shard
+    cases = list(itertools.product(range(4), (1, 2)))  # level, microbatches a shard
     sizes = 2, 1024, 1  # two layers of 4 MiB, one row; of small messages, what gloo adds would be more than 1 %
     program = BENCHMARKS / "support" / "zero_jax.py"
     flags = f"--xla_force_host_platform_device_count=1 {COMPILE_FAST}"
-    found = namespace.run(program, (sizes, cases, 1, 0), num_processes, XLA_FLAGS=flags, OMP_NUM_THREADS="1")
+    found = namespace.run(program, (sizes, cases, 1, 0), 2, XLA_FLAGS=flags, OMP_NUM_THREADS="1")
     assert len(found) == len(cases)
     for case, sent in zip(cases, found, strict=True):
         assert sent["counted"] == pytest.approx(sent["by gloo"], rel=0.01), case
-        # What a ring sends, but for reduce-scatters of 4 processes: gloo's send a sixth more.
-        assert sent["estimated"] <= sent["by gloo"] < 7 / 6 * sent["estimated"], case
-        assert (sent["by gloo"] == sent["estimated"]) == (num_processes == 2 or case[0] == 0), case
+        assert sent["by gloo"] == sent["estimated"], case

@@ -34,7 +34,7 @@ def trajectories(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         running = [
             stack.enter_context(started(TRAINING, num_processes, str(folder), num_devices=num_devices))
-            for num_processes, num_devices in ((1, 8), (2, 1), (4, 1))
+            for num_processes, num_devices in ((1, 8), (2, 1))
         ]
         for processes in running:
             processes.succeed(300)
@@ -43,27 +43,16 @@ def trajectories(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "runs"),
-    [
-        ("float32", 1e-5, {("1-8-0", "1"), ("1-8-0", "8"), ("2-2-0", "2"), ("2-2-1", "2")}),
-        (
-            "float64",
-            1e-12,
-            {("1-8-0", "1"), ("1-8-0", "8"), ("2-2-0", "2"), ("2-2-1", "2")}
-            | {(f"4-4-{rank}", "4") for rank in range(4)},
-        ),
-    ],
-)
-def test_losses_are_the_same_on_any_number_of_devices_and_processes(trajectories, dtype, tolerance, runs):
-    """Eight microbatches as 1 × 8, 2 × 4, 4 × 2 and 8 × 1 shards × accumulation."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_losses_are_the_same_on_any_number_of_devices_and_processes(trajectories, dtype, tolerance):
+    """Eight microbatches as 1 × 8, 2 × 4 and 8 × 1 shards × accumulation."""
     expected = trajectories["1-8-0"][dtype]["1"]
     assert len(expected) == 50
     assert expected[-1] < expected[0] - 1
     compared = {
         (run, size): losses for run, of_run in trajectories.items() for size, losses in of_run.get(dtype, {}).items()
     }
-    assert compared.keys() == runs
+    assert compared.keys() == {("1-8-0", "1"), ("1-8-0", "8"), ("2-2-0", "2"), ("2-2-1", "2")}
     for losses in compared.values():
         np.testing.assert_allclose(losses, expected, rtol=tolerance)
 

@@ -376,16 +376,16 @@ def dying():
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.usefixtures("dying")
-@pytest.mark.parametrize(("num_processes", "num_devices", "what"), [(2, 2, "all"), (3, 1, "some")])
-def test_several_processes_sort_and_plan_as_one_would(num_processes, num_devices, what):
-    outputs = processes.run(PROGRAM, num_processes, what, num_devices=num_devices, seconds=240)
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (3, 1)])
+def test_several_processes_sort_and_plan_as_one_would(num_processes, num_devices):
+    outputs = processes.run(PROGRAM, num_processes, "together", num_devices=num_devices)
     assert all(output.endswith("ok\n") for output in outputs)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_five_to_eight_devices():
-    assert processes.run(PROGRAM, 1, "alone", num_devices=8, seconds=240) == ["ok\n"]
+def test_five_and_eight_devices():
+    assert processes.run(PROGRAM, 1, "alone", num_devices=8) == ["ok\n"]
 
 
 @pytest.mark.multiprocess
