@@ -1,21 +1,9 @@
-"""Checkpoints of the state and of the place in the plan.
+"""Checkpoints of the state and of the place in the plan. No other module writes them; Orbax writes the state."""
 
-The only module that writes checkpoints. Orbax writes the state, in the background. A checkpoint is a directory that
-gets its name, the number of steps done, only when all of it is written and listed with its hashes. So it is there
-whole, or not at all.
-
-Orbax's `CheckpointManager` (0.11.25 and 0.12.8) does not give these guarantees:
-
-- The hashes can be listed before a checkpoint gets its name only through `temporary_path_class`, deprecated in 0.12.
-  Anything written after the name is missing after a kill.
-- It renames before its files and the directory are synced: a power cut can leave a named checkpoint empty.
-- It deletes a checkpoint under its name: one whose deletion was killed is listed like a complete one. With
-  `todelete_subdir` it is moved to a directory that nothing cleans.
-- A deletion that fails raises in the next save. A save that fails leaves its files, and the checkpoints that it was to
-  delete stay.
-- `BestN` keeps the last of equal metrics instead of the first, and checkpoints without a metric while there are at
-  most n in all.
-"""
+# A checkpoint is a directory that gets its name, the number of steps done, only when all of it is on disk and listed
+# with its hashes: it is there whole, or not at all. Orbax's `CheckpointManager` (0.11.25 and 0.12.8) gives less. It
+# renames before files are synced, has no public hook between writing and naming, and deletes under the name; a failed
+# deletion raises in the next save, a failed save leaves its files, and `BestN` keeps the last of equal metrics.
 
 from __future__ import annotations
 
@@ -29,7 +17,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -48,8 +36,9 @@ from jvarlen.distributed.processes import agree, is_main_process
 __all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params"]
 
 _MANIFEST = "manifest.json"
-_NUM_THREADS = 4  # hashing and reading leave the interpreter to others
+_NUM_THREADS = 4  # that hash: they leave the interpreter to others
 _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
+_UNREADABLE = (ValueError, LookupError, TypeError, OSError)  # what reading damaged files raises
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +52,10 @@ class Place:
       plan_digest: the digest of that plan.
       seed: the seed of the training.
       num_tokens_done: real tokens trained on.
-      num_positions_done: positions trained on, padding included.
+      num_positions_done: tokens with padding trained on.
       train_s: seconds of training so far.
       data_wait_s: how many of these it waited for data.
-      num_adjusted_done: samples that were cut or left shorter because they do not have the planned length; of process
-        0.
+      num_adjusted_done: samples of process 0 that were cut or left shorter than planned.
       held_out_before: from the evaluation before the first step; None until then.
     """
 
@@ -93,66 +81,54 @@ class StateForm(Protocol):
         """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
 
     def like(self, state: Any) -> Any:
-        """What `save` gives, without computing it.
-
-        Args:
-          state: of the steps.
-
-        Returns:
-          The form of checkpoints: arrays that the state shares, and `jax.ShapeDtypeStruct` with shardings of others.
-          Ends of dimensions may be padded with zeros.
-        """
+        """What `save` gives, not computed: what it would make is a `jax.ShapeDtypeStruct` with its sharding."""
 
     def save(self, state: Any) -> Any:
-        """A state in the form of checkpoints. It compiles nothing.
-
-        Args:
-          state: of the steps.
-
-        Returns:
-          The form of checkpoints; arrays that are the same are shared with the state.
-        """
+        """A state in the form of checkpoints, whose ends may be padded with zeros. It compiles nothing."""
 
     def restore(self, saved: Any, state: Any) -> Any:
-        """The inverse of `save`.
-
-        Args:
-          saved: with the shapes and shardings of `like(state)`.
-          state: of the steps; its arrays are not read.
-
-        Returns:
-          A state with the shapes and shardings of `state`.
-        """
+        """The inverse of `save`, from what lies as `like(state)` says; arrays of `state` are not read."""
 
 
 class Checkpoints:
     """The checkpoints of one run, opened by `open_checkpoints`. Several processes all make the same calls."""
 
     def __init__(
-        self,
-        directory: Path,
-        checkpointer: ocp.AsyncCheckpointer,
-        config: Mapping[str, Any],
-        keep_last: int,
-        keep_best: int,
-        form: StateForm | None = None,
+        self, directory: Path, keep_last: int, keep_best: int, config: Mapping[str, Any], form: StateForm | None
     ):
-        self._directory = directory
-        self._form = form
-        self._checkpointer = checkpointer
-        self._config = dict(config)
+        if is_main_process():
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_parts(directory)
+        self._directory, self._config, self._form = directory, dict(config), form
         self._keep_last, self._keep_best = keep_last, keep_best
-        self._metrics = {step: _read_metric(directory / str(step)) for step in _steps_in(directory)}
+        # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
+        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+        self._metrics = _read_metrics(directory)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
 
-    def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
-        """Saves in the background; nothing happens if this place is already saved.
+    def __enter__(self) -> Checkpoints:
+        return self
 
-        It waits for the previous checkpoint. If that could not be written, for example to a full disk, a warning says
-        so and training continues: stopping would lose the same steps, and there may be room now. With several
-        processes the others are stuck inside that checkpoint, so it is an error there. A last checkpoint that cannot
-        be written is always an error, at the latest at the end of `open_checkpoints`.
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.wait()
+        except OSError as failure:
+            if error is None:
+                raise
+            warnings.warn(str(failure), stacklevel=2)  # the caller gets the error that ended the block
+        finally:
+            self._thread.shutdown()
+            self._checkpointer.close()
+
+    def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
+        """Saves in the background, once the previous checkpoint is written; nothing if this place is already saved.
+
+        If the previous one could not be written, as to a full disk, a warning says so: stopping would lose the same
+        steps. With several processes, of which the others are stuck in that checkpoint, it is an error. A last
+        checkpoint that cannot be written is always an error, at the latest at the end of `open_checkpoints`.
 
         Args:
           state: arrays that may be donated right after the call.
@@ -164,7 +140,7 @@ class Checkpoints:
           ValueError: the file that names the run is damaged.
         """
         try:
-            self._finish()
+            self.wait()
         except OSError as error:
             if jax.process_count() > 1:
                 raise
@@ -176,6 +152,7 @@ class Checkpoints:
         metric = None if metric is None or math.isnan(metric) else float(metric)
         about: dict[str, Any] = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
         saved = state if self._form is None else self._form.save(state)
+        failure = None
         try:
             if is_main_process():
                 _remove_parts(self._directory)
@@ -184,13 +161,10 @@ class Checkpoints:
                 (part / "about.json").write_text(json.dumps(about, indent=1))
             self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(saved)))
         except OSError as error:
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            self._saving = step, failed
-            if jax.process_count() > 1:
-                self._finish()  # now: the others wait in this checkpoint
-        else:
-            self._saving = step, self._thread.submit(self._commit, part, step, metric)
+            failure = error
+        self._saving = step, self._thread.submit(self._commit, part, step, metric, failure)
+        if failure is not None and jax.process_count() > 1:
+            self.wait()  # now: the others wait in this checkpoint
 
     @property
     def is_empty(self) -> bool:
@@ -200,28 +174,22 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps done at each existing checkpoint, ascending; waits for the one that is being written."""
-        self._finish()
+        self.wait()
         return sorted(self._metrics)
 
     @property
     def best_step(self) -> int | None:
         """The checkpoint with the lowest metric, the first among equals; None if none has a metric."""
-        self._finish()
+        self.wait()
         return next(iter(_best(self._metrics)), None)
 
     def discard_after(self, step: int) -> None:
-        """Removes newer checkpoints, since the steps that follow are taken again.
-
-        Args:
-          step: the newest to keep.
-        """
-        self._finish()
+        """Removes checkpoints newer than `step`, since the steps that follow are taken again."""
+        self.wait()
         self._remove([later for later in self._metrics if later > step])
 
     def restore_latest(self, state: Any) -> tuple[Any, Place]:
-        """The newest state and place.
-
-        The whole checkpoint is compared with its hashes before anything is loaded.
+        """The newest state and place; the whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
           state: a state of the same structure, shapes and dtypes, sharded as the result shall be.
@@ -239,36 +207,28 @@ class Checkpoints:
         return self._restore(self.steps[-1], state)
 
     def restore_best(self, state: Any) -> tuple[Any, Place]:
-        """State and place of `best_step`; otherwise as `restore_latest`.
-
-        Args:
-          state: as in `restore_latest`.
-
-        Returns:
-          The state and its place.
-        """
+        """State and place of `best_step`; otherwise as `restore_latest`."""
         if self.best_step is None:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint with a metric")
         return self._restore(self.best_step, state)
 
     def wait(self) -> None:
         """Waits until everything saved is on disk; raises OSError if it could not be written."""
-        self._finish()
+        if self._saving is None:
+            return
+        (step, future), self._saving = self._saving, None
+        if (error := future.exception()) is not None:
+            intact = f"; those of {list_first(sorted(self._metrics))} steps are intact" if self._metrics else ""
+            message = f"checkpoint {step} could not be written to {self._directory}: {_reason(error)}{intact}"
+            if is_main_process():
+                with contextlib.suppress(OSError):  # the next save, or the next run, removes them or says why not
+                    _remove_parts(self._directory)
+            raise OSError(message) from error
 
-    def close(self) -> None:
-        """Waits until everything saved is on disk.
-
-        Raises:
-          OSError: the last checkpoint could not be written.
-        """
-        try:
-            self._finish()
-        finally:
-            self._thread.shutdown()
-            self._checkpointer.close()
-
-    def _commit(self, part: Path, step: int, metric: float | None) -> None:
-        """In the background: completes a checkpoint once its state is written."""
+    def _commit(self, part: Path, step: int, metric: float | None, failure: OSError | None) -> None:
+        """In the background: completes a checkpoint once its state is written, unless writing it has failed."""
+        if failure is not None:
+            raise failure
         self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
         if is_main_process():
             _write_manifest(part)
@@ -286,19 +246,6 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
 
-    def _finish(self) -> None:
-        """Waits for the checkpoint that is being written; raises OSError if it could not be written."""
-        if self._saving is None:
-            return
-        (step, future), self._saving = self._saving, None
-        if (error := future.exception()) is not None:
-            intact = f"; those of {list_first(sorted(self._metrics))} steps are intact" if self._metrics else ""
-            message = f"checkpoint {step} could not be written to {self._directory}: {_reason(error)}{intact}"
-            if is_main_process():
-                with contextlib.suppress(OSError):  # the next save, or the next run, removes them or says why not
-                    _remove_parts(self._directory)
-            raise OSError(message) from error
-
     def _describe(self, state: Any) -> dict[str, str]:
         """Type and shape of every leaf without padding, by its path."""
         shapes = state if self._form is None else self._form.shapes
@@ -306,7 +253,6 @@ class Checkpoints:
 
     def _restore(self, step: int, state: Any) -> tuple[Any, Place]:
         agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
-        path = self._directory / str(step)
         try:
             place, saved = _check(self._directory, step, self._metrics)
             given = self._describe(state)
@@ -321,13 +267,13 @@ class Checkpoints:
                 ocp.checkpoint_utils.construct_restore_args(abstract),
             )
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
-            saved_state = _with_keys(self._checkpointer.restore(path / "state", args=args), like)
-            return saved_state if self._form is None else self._form.restore(saved_state, state), place
-        except (ValueError, LookupError, TypeError, OSError) as error:
+            restored = self._checkpointer.restore(self._directory / str(step) / "state", args=args)
+            restored = jax.tree.map(_with_key, restored, like)
+            return restored if self._form is None else self._form.restore(restored, state), place
+        except _UNREADABLE as error:
             raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
 
 
-@contextlib.contextmanager
 def open_checkpoints(
     directory: Path,
     *,
@@ -335,8 +281,8 @@ def open_checkpoints(
     keep_best: int = 0,
     config: Mapping[str, Any] | None = None,
     form: StateForm | None = None,
-) -> Iterator[Checkpoints]:
-    """A block with the checkpoints of a directory; at its end everything saved is on disk.
+) -> Checkpoints:
+    """The checkpoints of a directory, for a `with` block; at its end everything saved is on disk.
 
     Unfinished checkpoints of a killed run are removed. No other run may have the directory open.
 
@@ -347,8 +293,8 @@ def open_checkpoints(
       config: settings of the run, as JSON values, kept in every checkpoint.
       form: in which states are saved, such as that of `jvarlen.parallel.portable_form`; None: as they are.
 
-    Yields:
-      `Checkpoints`.
+    Returns:
+      `Checkpoints`, a context manager.
 
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
@@ -357,24 +303,7 @@ def open_checkpoints(
     """
     if keep_last < 1 or keep_best < 0:
         raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
-    directory = directory.resolve()
-    if is_main_process():
-        directory.mkdir(parents=True, exist_ok=True)
-        _remove_parts(directory)
-    # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
-    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-    checkpoints = Checkpoints(directory, checkpointer, config or {}, keep_last, keep_best, form)
-    try:
-        yield checkpoints
-    except BaseException:
-        try:
-            checkpoints.close()
-        except OSError as error:
-            warnings.warn(str(error), stacklevel=3)  # the caller gets the error that ended the block
-        raise
-    checkpoints.close()
+    return Checkpoints(directory.resolve(), keep_last, keep_best, config or {}, form)
 
 
 def read_params(directory: Path, which: Literal["latest", "best"] = "latest") -> tuple[dict[str, np.ndarray], Place]:
@@ -393,7 +322,7 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
       FileNotFoundError: there is no checkpoint, or none with a metric.
       ValueError: the checkpoint is damaged; the message names the files.
     """
-    metrics = {step: _read_metric(directory / str(step)) for step in _steps_in(directory)}
+    metrics = _read_metrics(directory)
     steps = _best(metrics)[:1] if which == "best" else sorted(metrics)[-1:]
     if not steps:
         raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")
@@ -406,7 +335,7 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
             as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
             args = ocp.args.PyTreeRestore(params, restore_args=as_arrays, partial_restore=True)
             restored = checkpointer.restore(path, args=args)["params"]
-    except (ValueError, LookupError, TypeError, OSError) as error:
+    except _UNREADABLE as error:
         raise UserError(f"checkpoint {step} in {directory} cannot be read: {error}") from error
     return {_dotted(path): array for path, array in jax.tree.leaves_with_path(restored)}, place
 
@@ -423,20 +352,20 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     run = _read_run(directory)  # first: that this is damaged does not make a checkpoint so
     try:
         _check_manifest(path)
-        about = _read_json(path / "about.json")
+        about = json.loads((path / "about.json").read_bytes())
         place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
         if place.num_steps_done != step:
             raise UserError(f"{path} is of {place.num_steps_done} steps")
         if about["run"] != run:
             raise UserError(f"{path} is of run {about['run']}, not of run {run} that {directory / _RUN} names")
-    except (ValueError, LookupError, TypeError, OSError, dacite.DaciteError) as error:
+    except (*_UNREADABLE, dacite.DaciteError) as error:
         others = list_first(sorted(set(steps) - {step})) or "none"
         raise UserError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
     return place, about["leaves"]
 
 
 def _written(state: Any) -> Any:
-    """What is written of a state: the words of typed keys in their place, and JAX's arrays in place of NumPy's."""
+    """What is written of a state: the words of typed keys, and JAX's arrays in place of NumPy's."""
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):  # as a user's first state may hold
@@ -446,13 +375,8 @@ def _written(state: Any) -> Any:
     return jax.tree.map(written, state)
 
 
-def _with_keys(restored: Any, state: Any) -> Any:
-    """The restored state with typed keys where `state` has them."""
-
-    def typed(leaf: Any, like: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if is_key(like) else leaf
-
-    return jax.tree.map(typed, restored, state)
+def _with_key(leaf: Any, like: Any) -> Any:
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if is_key(like) else leaf
 
 
 def _run_of(directory: Path) -> str:
@@ -465,18 +389,12 @@ def _run_of(directory: Path) -> str:
 
 def _read_run(directory: Path) -> str:
     try:
-        return _read_json(directory / _RUN)["run"]
-    except (ValueError, LookupError, TypeError, OSError) as error:
+        return json.loads((directory / _RUN).read_bytes())["run"]
+    except _UNREADABLE as error:
         raise UserError(
             f"{directory / _RUN} is missing or damaged: {error!r}. Write it again; "
             "about.json of each checkpoint names the run"
         ) from error
-
-
-def _steps_in(directory: Path) -> list[int]:
-    with contextlib.suppress(FileNotFoundError):  # of several processes, the first may not have made it yet
-        return [int(name) for name in os.listdir(directory) if re.fullmatch("0|[1-9][0-9]*", name)]
-    return []
 
 
 def _remove_parts(directory: Path) -> None:
@@ -488,21 +406,20 @@ def _remove_parts(directory: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def _read_metric(path: Path) -> float | None:
-    """The metric of a checkpoint; also None if it is damaged, which restoring it reports."""
-    with contextlib.suppress(ValueError, LookupError, TypeError, OSError):
-        metric = _read_json(path / "about.json")["metric"]
-        return metric if isinstance(metric, float) else None
-    return None
+def _read_metrics(directory: Path) -> dict[int, float | None]:
+    """The metrics of all checkpoints by step; None also for a damaged one, which restoring it reports."""
+    metrics: dict[int, float | None] = {}
+    for path in directory.glob("[0-9]*"):  # of several processes, the first may not have made the directory yet
+        if re.fullmatch("0|[1-9][0-9]*", path.name):
+            metrics[int(path.name)] = None
+            with contextlib.suppress(*_UNREADABLE):
+                metrics[int(path.name)] = json.loads((path / "about.json").read_bytes())["metric"]
+    return metrics
 
 
 def _best(metrics: Mapping[int, float | None]) -> list[int]:
     """Steps that have a metric, sorted by metric, then by step."""
     return [step for _, step in sorted((metric, step) for step, metric in metrics.items() if metric is not None)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes())
 
 
 def _reason(error: BaseException) -> str:
@@ -513,60 +430,49 @@ def _reason(error: BaseException) -> str:
 
 def _write_manifest(directory: Path) -> None:
     """Lists all files of a directory, with size and SHA-256, in one that hashes itself; all of it is then on disk."""
-    files = _hash_files(directory, _files_in(directory), sync=True)
+    files = _hash_files(directory, sync=True)
     with write_atomically(directory / _MANIFEST) as file:
         file.write(_encode(files))
 
 
 def _check_manifest(directory: Path) -> None:
     """Raises ValueError if a directory is not as `_write_manifest` left it; parses no file but the manifest."""
-    found = _files_in(directory)
-    listed = _read_manifest(directory) if _MANIFEST in found else None
-    if listed is None:
+    try:
+        raw = (directory / _MANIFEST).read_bytes()
+        listed = json.loads(raw)["files"]
+    except _UNREADABLE:
+        raw, listed = b"", {}
+    if raw != _encode(listed):
         raise UserError(f"{directory} is not whole: {_MANIFEST}: missing, or damaged: not as it was written")
-    found.remove(_MANIFEST)
-    problems = [f"{name}: missing" for name in sorted(listed.keys() - found)]
-    problems += [f"{name}: not listed in {_MANIFEST}" for name in sorted(found - listed.keys())]
-    for name, is_now in _hash_files(directory, found & listed.keys()).items():
-        if is_now["size"] != listed[name]["size"]:
-            problems.append(f"{name}: {is_now['size']} bytes instead of {listed[name]['size']}")
-        elif is_now != listed[name]:
+    found = _hash_files(directory)
+    problems = [f"{name}: missing" for name in sorted(listed.keys() - found.keys())]
+    problems += [f"{name}: not listed in {_MANIFEST}" for name in sorted(found.keys() - listed.keys())]
+    for name in sorted(found.keys() & listed.keys()):
+        if found[name]["size"] != listed[name]["size"]:
+            problems.append(f"{name}: {found[name]['size']} bytes instead of {listed[name]['size']}")
+        elif found[name] != listed[name]:
             problems.append(f"{name}: other bytes than were written, its SHA-256 differs")
     if problems:
         raise UserError(f"{directory} is not whole: {list_first(problems, '; ')}")
 
 
-def _files_in(directory: Path) -> set[str]:
-    """Names of all files, relative and with slashes."""
-    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+def _hash_files(directory: Path, *, sync: bool = False) -> dict[str, dict[str, Any]]:
+    """Size in bytes and SHA-256 of all files but the manifest, by relative names with slashes."""
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
+    paths.pop(_MANIFEST, None)
 
-
-def _hash_files(directory: Path, names: set[str], *, sync: bool = False) -> dict[str, dict[str, Any]]:
-    """Size in bytes and SHA-256 of files, by name."""
-
-    def hash_file(name: str) -> dict[str, Any]:
-        with (directory / name).open("rb") as file:
+    def hash_file(path: Path) -> dict[str, Any]:
+        with path.open("rb") as file:
             if sync:
                 os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return {"size": file.tell(), "sha256": digest}
 
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        return dict(zip(sorted(names), threads.map(hash_file, sorted(names)), strict=True))
+        return dict(zip(paths, threads.map(hash_file, paths.values()), strict=True))
 
 
 def _encode(files: dict[str, Any]) -> bytes:
-    """The one form of a manifest."""
+    """The bytes of a manifest."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "files": files}, indent=1, sort_keys=True).encode()
-
-
-def _read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The listed files, by name; None if the manifest is not as it was written."""
-    raw = (directory / _MANIFEST).read_bytes()
-    try:
-        files = json.loads(raw)["files"]
-        is_whole = _encode(files) == raw and all(entry.keys() == {"size", "sha256"} for entry in files.values())
-    except (ValueError, LookupError, TypeError, AttributeError):
-        is_whole = False
-    return files if is_whole else None
