@@ -1,8 +1,6 @@
 """Gradients reduced in buckets, each as soon as its last gradient exists, so that reducing overlaps with computing.
 
-The rule is that of PyTorch's DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704): gradients are
-put into buckets in the order in which the backward pass gives them. The gradient with which a bucket reaches its size
-is its last. The first bucket is small, so that communication begins early.
+The rule is that of PyTorch's DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704).
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def with_grad_buckets(sizes: BucketBytes | None) -> Iterator[None]:
 
 
 def bucket_bytes_here() -> BucketBytes | None:
-    """What the block around says; None outside of any."""
+    """The sizes of the block around; None outside of any."""
     return _bucket_bytes.get()
 
 
@@ -55,17 +53,18 @@ def assign_grad_buckets(
 ) -> tuple[tuple[int, ...], ...]:
     """Which gradients are reduced together.
 
-    Gradients of different dtypes are in different buckets, and the first bucket of each dtype has `first_cap`.
+    They fill buckets in the order in which the backward pass gives them, those of each dtype its own. The first bucket
+    of a dtype has `first_cap`, so that communication begins early.
 
     Args:
       params: a pytree of arrays, or of anything with `size` and `dtype`: parameters or gradients.
       cap: bytes at which a bucket is full; the gradient that reaches them belongs to it.
       first_cap: the same for the first bucket.
-      order: places in `jax.tree.leaves(params)` in the order in which gradients come; leaves that are not in it are in
-        no bucket. None: all, from the last leaf to the first.
+      order: indices in `jax.tree.leaves(params)` in the order in which gradients come; leaves that are not in it are
+        in no bucket. None: all, from the last leaf to the first.
 
     Returns:
-      Places in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Those that never are come
+      Indices in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Those that never are come
       last, in the order of their first gradients.
 
     Raises:
@@ -82,36 +81,30 @@ def assign_grad_buckets(
     filling: dict[np.dtype, list[int]] = {}
     num_bytes: dict[np.dtype, int] = {}
     caps: dict[np.dtype, int] = {}
-    for place in range(len(leaves) - 1, -1, -1) if order is None else order:
-        dtype = np.dtype(leaves[place].dtype)
-        filling.setdefault(dtype, []).append(place)
-        num_bytes[dtype] = num_bytes.get(dtype, 0) + leaves[place].size * dtype.itemsize
+    for i in reversed(range(len(leaves))) if order is None else order:
+        dtype = np.dtype(leaves[i].dtype)
+        filling.setdefault(dtype, []).append(i)
+        num_bytes[dtype] = num_bytes.get(dtype, 0) + leaves[i].size * dtype.itemsize
         if num_bytes[dtype] >= caps.get(dtype, first_cap):
             full.append(tuple(filling.pop(dtype)))
             num_bytes[dtype], caps[dtype] = 0, cap
     return (*full, *map(tuple, filling.values()))
 
 
-def order_of_grads(traced: ClosedJaxpr, places: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the gradients at these places of the results of a traced function, in the order in which they come.
-
-    Of several from one operation the last is first. Gradients that depend on nothing, because the loss never uses the
-    parameter, are left out.
-    """
-    jaxpr, results = traced.jaxpr, [traced.jaxpr.outvars[place] for place in places]
+def order_of_grads(traced: ClosedJaxpr, outputs: Sequence[int]) -> tuple[int, ...]:
+    """The order in which gradients, these outputs of a traced function, come; without those that are always 0."""
+    jaxpr, results = traced.jaxpr, [traced.jaxpr.outvars[output] for output in outputs]
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":  # JAX 0.11 inlines calls when it lowers them
         (call,) = jaxpr.eqns
         jaxpr = call.params["jaxpr"].jaxpr
         inner = dict(zip(call.outvars, jaxpr.outvars, strict=True))
         results = [result if isinstance(result, Literal) else inner.get(result, result) for result in results]
-    known = dict.fromkeys((*jaxpr.invars, *jaxpr.constvars), -1)
+    made_by = dict.fromkeys((*jaxpr.invars, *jaxpr.constvars), -1)  # number of the equation; nothing of constants alone
     for number, equation in enumerate(jaxpr.eqns):
-        if any(isinstance(variable, Var) and variable in known for variable in equation.invars):
-            known |= dict.fromkeys(equation.outvars, number)
-    found = {
-        i: known[result] for i, result in enumerate(results) if not isinstance(result, Literal) and result in known
-    }
-    return tuple(sorted(found, key=lambda i: (found[i], -i)))
+        if any(isinstance(variable, Var) and variable in made_by for variable in equation.invars):
+            made_by |= dict.fromkeys(equation.outvars, number)
+    known = [i for i, result in enumerate(results) if not isinstance(result, Literal) and result in made_by]
+    return tuple(sorted(known, key=lambda i: (made_by[results[i]], -i)))
 
 
 def reduce_in_buckets(
@@ -120,26 +113,23 @@ def reduce_in_buckets(
     axis_name: str | tuple[str, ...],
     dims: Sequence[int | None] = (),
 ) -> Any:
-    """Sums gradients over mesh axes, with one collective a bucket of one dtype; those in no bucket stay as they are.
-
-    Along its dimension in `dims` each device keeps its shard of the sum, padded with zeros if the size of the axis does
-    not divide it; None, for all of a bucket: the whole sum.
-    """
+    """Sums gradients over mesh axes, with one collective a bucket of one dtype; those in no bucket stay as they are."""
+    # `dims`: along which dimension each device keeps its shard of the sum; None, for all of a bucket: the whole sum.
     leaves, structure = jax.tree.flatten(grads)
     for bucket in buckets:
-        members = [leaves[place] for place in bucket]
-        along = [dims[place] for place in bucket] if dims else []
-        reduced = (
-            _sum_to_shards(members, along, axis_name) if along and along[0] is not None else _sum(members, axis_name)
-        )
-        for place, part in zip(bucket, reduced, strict=True):
-            leaves[place] = part
+        members = [leaves[i] for i in bucket]
+        if dims and dims[bucket[0]] is not None:
+            reduced = _sum_to_shards(members, [dims[i] for i in bucket], axis_name)
+        else:
+            reduced = _sum(members, axis_name)
+        for i, part in zip(bucket, reduced, strict=True):
+            leaves[i] = part
     return jax.tree.unflatten(structure, leaves)
 
 
 def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
     """Sums of arrays, by one collective."""
-    row = jax.lax.psum(_concatenate([member.ravel() for member in members]), axis_name)
+    row = jax.lax.psum(jnp.concatenate([member.ravel() for member in members]), axis_name)
     parts = _split(row, [member.size for member in members])
     return [part.reshape(member.shape) for part, member in zip(parts, members, strict=True)]
 
@@ -150,23 +140,19 @@ def _sum_to_shards(
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
 
-    def padded(member: jax.Array) -> jax.Array:
-        """With zeros at the end, so that the shards divide its first dimension."""
+    def padded(member: jax.Array) -> jax.Array:  # so that the shards divide its first dimension
         missing = -member.shape[0] % num_shards
         return jnp.pad(member, [(0, missing)] + [(0, 0)] * (member.ndim - 1)) if missing else member
 
     moved = [padded(jnp.moveaxis(member, dim, 0)) for member, dim in zip(members, along, strict=True)]
-    row = jax.lax.psum_scatter(_concatenate([member.reshape(num_shards, -1) for member in moved]), axis_name)
+    rows = jnp.concatenate([member.reshape(num_shards, -1) for member in moved], axis=-1)
+    row = jax.lax.psum_scatter(rows, axis_name)
     parts = _split(row, [member.size // num_shards for member in moved])
     shards = [
         part.reshape(member.shape[0] // num_shards, *member.shape[1:])
         for part, member in zip(parts, moved, strict=True)
     ]
     return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
-
-
-def _concatenate(rows: Sequence[jax.Array]) -> jax.Array:
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
 
 def _split(row: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

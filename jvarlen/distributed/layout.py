@@ -28,19 +28,30 @@ ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubbl
 Remat = Literal["none", "full"]
 
 _NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from")
-_REMAT_WORDS = ("remat_full", "remat_none")
-_NOW = {"sequence_from": "context_from", "sequence": "context", "chunks": "virtual"}  # words before, with a number
-_NOW_WORDS = {"keep_inputs": "remat_full", "keep_residuals": "remat_none"}
+_WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number sets, and its value
+    "data": ("data", -1),
+    "sequence_parallel": ("sequence_parallel", True),
+    **{name: ("schedule", name) for name in get_args(ScheduleName)},
+    **{f"remat_{name}": ("remat", name) for name in get_args(Remat)},
+}
+_WORD_OF = {setting: word for word, setting in _WORDS.items()}
+_NOW = {  # earlier words
+    "sequence_from": "context_from",
+    "sequence": "context",
+    "chunks": "virtual",
+    "keep_inputs": "remat_full",
+    "keep_residuals": "remat_none",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a step spreads over devices.
 
-    As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are `data`, a name and its number
-    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`), `sequence_parallel`, or a
-    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what the backward pass
-    computes again (`remat_full`, `remat_none`). `str` leaves defaults out.
+    As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
+    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`), `data`, `sequence_parallel`, a
+    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what the backward pass computes again
+    (`remat_full`, `remat_none`). `str` leaves defaults out.
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
@@ -114,62 +125,45 @@ class Layout:
         """
         given: dict[str, list[str]] = {}
         values: dict[str, Any] = {}
-        unknown = []
+        unknown, now = [], []
         for word in text.split("."):
-            value: Any
-            match = re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word)
-            if match:
+            if match := re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word):
                 name, value = match[1], int(match[2])
-            elif word == "data":
-                name, value = word, -1
-            elif word in get_args(ScheduleName):
-                name, value = "schedule", word
-            elif word == "sequence_parallel":
-                name, value = word, True
-            elif word in _REMAT_WORDS:
-                name, value = "remat", word.removeprefix("remat_")
+            elif word in _WORDS:
+                name, value = _WORDS[word]
             else:
                 unknown.append(repr(word))
+                earlier = word.rstrip("0123456789")
+                if earlier in _NOW:
+                    now.append(f"{word} is now {_NOW[earlier]}{word.removeprefix(earlier)}")
                 continue
             given.setdefault(name, []).append(word)
             values[name] = value
+        if now:
+            raise UserError(f"{list_first(now)} in the layout {text!r}")
         if unknown:
-            if now := _words_now(text):
-                raise UserError(f"{list_first(now)} in the layout {text!r}")
-            known = [
-                "data",
-                *(f"{name}N" for name in _NUMBERED),
-                "sequence_parallel",
-                *get_args(ScheduleName),
-                *_REMAT_WORDS,
-            ]
-            raise UserError(f"a layout has no word {list_first(unknown)}; its words are {', '.join(known)}")
-        if repeated := [f"{' and '.join(words)}" for words in given.values() if len(words) > 1]:
+            known = ", ".join([*_WORDS, *(f"{name}N" for name in _NUMBERED)])
+            raise UserError(f"a layout has no word {list_first(unknown)}; its words are {known}")
+        if repeated := [" and ".join(words) for words in given.values() if len(words) > 1]:
             raise UserError(f"the layout {text!r} says one thing more than once: {list_first(repeated, '; ')}")
         return cls(**values)
 
     def __str__(self) -> str:
-        words = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value == field.default:
-                continue
-            if field.name == "schedule":
-                words.append(value)
-            elif field.name == "remat":
-                words.append(f"remat_{value}")
-            else:
-                words.append(field.name if value is True else f"{field.name}{value}")
-        return ".".join(words) or "data"
+        changed = [
+            (field.name, getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ".".join(_WORD_OF.get((name, value), f"{name}{value}") for name, value in changed) or "data"
 
     def for_devices(self, num_devices: int) -> Layout:
-        """This layout on so many devices.
+        """This layout with the number of data shards that so many devices make.
 
         Args:
           num_devices: how many.
 
         Returns:
-          The layout, with the number of data shards that these devices make.
+          The layout.
 
         Raises:
           ValueError: it takes another number of devices.
@@ -256,14 +250,3 @@ class BucketBytes(NamedTuple):
 
     cap: int = BUCKET_BYTES
     first_cap: int = FIRST_BUCKET_BYTES
-
-
-def _words_now(text: str) -> list[str]:
-    """What the words of older layouts are called now."""
-    now = []
-    for word in text.split("."):
-        match = re.fullmatch(rf"({'|'.join(_NOW)})([0-9]+)", word)
-        new = f"{_NOW[match[1]]}{match[2]}" if match else _NOW_WORDS.get(word)
-        if new is not None:
-            now.append(f"{word} is now {new}")
-    return now

@@ -62,14 +62,11 @@ class Placement:
     @property
     def program_mesh(self) -> Mesh:
         """The same devices, with the names that the layout gives its axes: for steps that name them themselves."""
-        names = {own: name for name, own in self.axes.items()}
-        if all(own == name for own, name in names.items()):
+        if all(own == name for name, own in self.axes.items()):
             return self.mesh
-        return Mesh(
-            self.mesh.devices,
-            tuple(names.get(own, f"{own} of the compiler") for own in self.mesh.axis_names),
-            axis_types=self.mesh.axis_types,
-        )
+        names = {own: name for name, own in self.axes.items()}
+        axis_names = tuple(names.get(own, f"{own} of the compiler") for own in self.mesh.axis_names)
+        return Mesh(self.mesh.devices, axis_names, axis_types=self.mesh.axis_types)
 
     def batch_shardings(self, batch: Any) -> Any:
         """The shardings of a step's arrays: microbatches over the data axis, scalars replicated.
@@ -93,14 +90,7 @@ class Placement:
         return jax.tree.map(sharding, batch)
 
     def own_microbatches(self, microbatches_per_step: int) -> Int64[np.ndarray, " m"]:
-        """The microbatches of a step that are on devices of this process.
-
-        Args:
-          microbatches_per_step: M, a multiple of the data shards.
-
-        Returns:
-          int64[m], ascending.
-        """
+        """The microbatches of a step that are on devices of this process, ascending."""
         per_shard = microbatches_per_step // self.layout.data
         return (own_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
 
@@ -144,12 +134,11 @@ def place(
         raise UserError(f"axes ({axes}) name those of a mesh, and the layout is to be placed on devices")
     devices = jax.devices() if where is None else list(where)
     if where is None and layout.data != -1:
-        if len(devices) < layout.num_devices:
-            hint = split_hint(devices, layout.num_devices)
-            raise UserError(
-                f"the layout {layout} takes {layout.num_devices} devices, and there are {len(devices)}{hint}"
-            )
-        devices = devices[: layout.num_devices]
+        needed = layout.num_devices
+        if len(devices) < needed:
+            hint = split_hint(devices, needed)
+            raise UserError(f"the layout {layout} takes {needed} devices, and there are {len(devices)}{hint}")
+        devices = devices[:needed]
     layout = layout.for_devices(len(devices))
     # A mesh without further axes is all manual in `shard_map`, as callbacks of a loss need it.
     sizes_by_name = {DATA_AXIS: layout.data} if layout.is_data_parallel else layout.axis_sizes
@@ -257,10 +246,10 @@ def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
     """The shards whose devices belong to this process, ascending; raises ValueError if several processes share one."""
     num_shards = num_shards_of(mesh, axis_name)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
-    owner = np.array([[device.process_index for device in place] for place in devices])
-    if (owner != owner[:, :1]).any():
-        raise UserError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
-    return np.flatnonzero(owner[:, 0] == jax.process_index())
+    owners = np.array([[device.process_index for device in shard] for shard in devices])
+    if (owners != owners[:, :1]).any():
+        raise UserError(f"devices of several processes share a shard of mesh axis {axis_name!r}: {owners.tolist()}")
+    return np.flatnonzero(owners[:, 0] == jax.process_index())
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:

@@ -86,7 +86,7 @@ def test_devices_are_the_product_of_the_axes(words):
         ("data2.data4", "'data2.data4' says one thing more than once: data2 and data4"),
         ("data2.gpipe.1f1b", "gpipe and 1f1b"),
         ("data2.sequence_parallel.sequence_parallel", "sequence_parallel and sequence_parallel"),
-        ("data2.dta4.pipe", "no word 'dta4', 'pipe'; its words are data, dataN, stageN"),
+        ("data2.dta4.pipe", "no word 'dta4', 'pipe'; its words are data, sequence_parallel, .*dataN, stageN"),
         ("", "no word ''"),
         ("data2.", "no word ''"),
         ("data-2", "no word 'data-2'"),
