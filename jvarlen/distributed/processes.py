@@ -2,9 +2,6 @@
 
 A process that raises while the others wait for it makes them hang. So a step that may fail runs inside `together`, and
 values that must be equal go through `agree`. Both are collective: every process calls them, in the same order.
-
-A process whose disk hangs stays alive, and the others would wait for it in the next collective for ever. They cannot
-raise an error from inside the runtime, so a thread prints the reason and ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
+from jax._src import distributed  # private: `jax.distributed` gives no client of its key-value store
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
@@ -51,11 +48,10 @@ __all__ = [
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
 _FAILED_KEY = "jvarlen/failed/"
 _WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
-_failed = threading.Event()
-_exit_code = 1  # of a process that has failed
 _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 _LOOK_S = 1.0  # between two looks at the steps of the others
 _STALLED_CODE = 2  # that of the command for a lost process
+_exit_code: int | None = None  # of a process that has failed
 _num_blocks = 0  # that end stalled processes: all processes enter the same ones, and each has keys of its own
 
 
@@ -174,11 +170,10 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
         raise ProcessesError(message) from error
 
 
-def end_without_others(exit_code: int = 1) -> None:
+def end_without_others(exit_code: int) -> None:
     """Bounds how long a program that ends with this code waits for the others, as after an uncaught exception."""
     global _exit_code
     _exit_code = exit_code
-    _failed.set()
 
 
 def is_main_process() -> bool:
@@ -214,39 +209,32 @@ def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]
 
 
 class Heartbeat:
-    """Shows the other processes that this one is alive: how many steps it has begun."""
+    """The steps that this process has taken, for the others to see."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._num_waits = 0
+        self.num_steps = 0
+        self.num_waits = 0
 
     def step(self) -> None:
-        """Counts a step."""
-        self._num_steps += 1
+        """Counts a step: once this process has its own part, before the computation that needs all parts."""
+        self.num_steps += 1
 
     def wait(self) -> None:
         """Shows that this process is alive although it takes no step, as while it waits for the compiler."""
-        self._num_waits += 1
-
-    def __str__(self) -> str:
-        return f"{self._num_steps}.{self._num_waits}"
+        self.num_waits += 1
 
 
 @contextlib.contextmanager
 def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Heartbeat]:
-    """A block in which all processes end when no heartbeat moves for this long; the error names those that are behind.
-
-    The timeout exceeds the longest pause between two steps, which a checkpoint may make. A process that is behind also
-    prints where in the code it is. Nothing is saved and no exception is raised, because the main thread may be waiting
-    in a collective that nothing interrupts. A step is counted once this process has its own part, before the
-    computation that needs all parts: processes that are behind have then counted fewer.
-    """
+    """A block in which all processes end when none has a heartbeat for this long; the error names those behind."""
+    # The main thread may wait in a collective that nothing interrupts, for a process whose disk hangs. So a thread
+    # prints the reason and ends the process: nothing is saved, and no exception is raised.
+    own = Heartbeat()
     if jax.process_count() == 1:
-        yield Heartbeat()
+        yield own
         return
     global _num_blocks
     _num_blocks += 1
-    own = Heartbeat()
     left = threading.Event()
 
     def watch(prefix: str) -> None:
@@ -255,17 +243,18 @@ def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Hea
         last_move = time.monotonic()
         while not left.wait(_LOOK_S):
             try:
-                store.key_value_set(f"{prefix}{jax.process_index()}", str(own), allow_overwrite=True)
+                beat = f"{own.num_steps}.{own.num_waits}"
+                store.key_value_set(f"{prefix}{jax.process_index()}", beat, allow_overwrite=True)
                 shared = sorted(store.key_value_dir_get(prefix))
             except Exception:  # process 0 is lost, which JAX notices as well: it ends this process
                 return
-            steps_of = dict.fromkeys(range(jax.process_count()), 0) | {
+            steps = dict.fromkeys(range(jax.process_count()), 0) | {
                 int(key.rpartition("/")[2]): int(value.partition(".")[0]) for key, value in shared
             }
             if shared != seen:
                 seen, last_move = shared, time.monotonic()
             elif time.monotonic() - last_move >= stall_timeout_s:
-                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(steps_of)}", steps_of)
+                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(steps)}", steps)
 
     thread = threading.Thread(target=watch, args=(f"jvarlen/steps-{_num_blocks}/",), name="watchdog", daemon=True)
     thread.start()
@@ -276,19 +265,20 @@ def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Hea
         thread.join()
 
 
-def _who_is_behind(steps_of: Mapping[int, int]) -> str:
-    """The processes that have begun the fewest steps."""
-    least, most = min(steps_of.values()), max(steps_of.values())
-    behind = [process for process, count in steps_of.items() if count == least]
+def _who_is_behind(steps: Mapping[int, int]) -> str:
+    """The processes that have taken the fewest steps."""
+    least, most = min(steps.values()), max(steps.values())
+    behind = [process for process, count in steps.items() if count == least]
     if least == most:
         return f"all processes stand after step {least:,}"
     stand = "stands" if len(behind) == 1 else "stand"
     return f"{_processes(behind)} {stand} after step {least:,}, others after {most:,}"
 
 
-def _end(message: str, steps_of: Mapping[int, int]) -> None:
+def _end(message: str, steps: Mapping[int, int]) -> None:
+    """Ends this process; one that is behind also prints where in the code it is."""
     print(f"jvarlen: {message}", file=sys.stderr, flush=True)
-    if steps_of[jax.process_index()] == min(steps_of.values()):
+    if steps[jax.process_index()] == min(steps.values()):
         faulthandler.dump_traceback(sys.stderr)
     if is_main_process():
         time.sleep(3 * _LOOK_S)  # without it, the others end before they can say why
@@ -296,7 +286,7 @@ def _end(message: str, steps_of: Mapping[int, int]) -> None:
 
 
 def key_value_store() -> Any:
-    """JAX's client of the key-value store of process 0; it has no public name, and its errors depend on the backend."""
+    """JAX's client of the key-value store of process 0; its errors depend on the backend."""
     return distributed.global_state.client
 
 
@@ -348,16 +338,17 @@ def _processes(ranks: list[int]) -> str:
 
 def _leave_after_error(seconds: int) -> None:
     """Bounds the wait for other processes when this one ends by an exception: they may be waiting for it."""
-    if hasattr(sys, "last_value") or _failed.is_set():  # the former is set by an exception that nobody caught
-        with contextlib.suppress(RuntimeError):  # no thread starts this late
-            threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(seconds + _ALARM_S)
+    if _exit_code is None and not hasattr(sys, "last_value"):  # which an exception sets that nobody caught
+        return
 
+    def leave() -> None:
+        time.sleep(seconds)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(1 if _exit_code is None else _exit_code)
 
-def _exit_after(seconds: int) -> None:
-    time.sleep(seconds)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it
-            stream.flush()
-    os._exit(_exit_code)
+    with contextlib.suppress(RuntimeError):  # no thread starts this late
+        threading.Thread(target=leave, daemon=True).start()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds + _ALARM_S)
