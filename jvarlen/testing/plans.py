@@ -1,7 +1,4 @@
-"""Checks of plans, loaders and their batches.
-
-`jvarlen.testing` exports them. Letters: M microbatches, B rows of each, N samples, S steps.
-"""
+"""Checks of plans, loaders and their batches. Letters: M microbatches, B rows of each, N samples, S steps."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
     """Asserts that every sample comes exactly once in an epoch, and that a plan does not contradict itself.
 
     Args:
-      plan: a plan of this package or of `torch_ref`; or a list with the `DistributedPlan` of every process; or a result
-        of `batch_by_tokens` or `pack_samples`; or, from a loader or anything else, an iterable of arrays of sample ids,
-        −1 for a padding row.
+      plan: a plan of this package or of `torch_ref`; or a result of `batch_by_tokens` or `pack_samples`; or, from a
+        loader or anything else, an iterable of arrays of sample ids, −1 for a padding row.
       num_samples: N: ids are 0 to N − 1. None: as many as came, plus those that the plan says it dropped; then missing
         last samples go unnoticed.
       dropped: integers, ids that must not come because they were left out on purpose. None: as many as the plan says it
@@ -32,8 +28,8 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
 
     Raises:
       AssertionError: ids are missing, repeated, dropped ones, or out of range; the rows of a step are not those of
-        `sample_ids`; or offsets, numbers of samples and tokens, buckets or microbatches contradict each other. The
-        first offenders are listed, with their counts.
+        `sample_ids`; or offsets, numbers of samples and tokens, and buckets contradict each other. The first offenders
+        are listed, with their counts.
       ValueError: dropped ids that are not in 0 to N − 1.
 
     Example:
@@ -44,19 +40,18 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
       AssertionError: of samples 0 to 4, 1 is missing: id 3; samples that come more than once: id 1: 2
     """
     problems: list[str] = []
-    num_dropped = 0
-    if _is_plan(plan) or not hasattr(plan, "sample_ids"):
-        items = [plan] if _is_plan(plan) else list(plan)
-        if items and all(map(_is_plan, items)):
-            ids, problems = _ids_and_problems(items)
-            num_dropped = items[0].num_dropped
-        else:
-            ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(item).ravel() for item in items)])
+    if _is_plan(plan):
+        if contradictions := _problems_of_steps(plan):
+            raise AssertionError("; ".join(contradictions))
+        ids, problems = _ids_and_problems(plan)
+    elif hasattr(plan, "sample_ids"):
+        ids = np.asarray(plan.sample_ids)
     else:
-        ids, num_dropped = np.asarray(plan.sample_ids), getattr(plan, "num_dropped", 0)
+        ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(item).ravel() for item in plan)])
     ids = ids[ids != -1]
     if (starts := getattr(plan, "piece_starts", None)) is not None:  # then a sample is its first piece
         ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
+    num_dropped = getattr(plan, "num_dropped", 0)
     if num_samples is None:
         num_samples = len(ids) + num_dropped
     problems += _problems_of_ids(ids, num_samples, dropped, num_dropped)
@@ -89,9 +84,8 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
     are_plans = _is_plan(plan_a)
     if are_plans != _is_plan(plan_b):
         raise UserError("a plan is compared with a plan, and batches with batches")
-    steps = itertools.zip_longest(_leaves_by_step(plan_a), _leaves_by_step(plan_b))
     num_same = 0
-    for leaves_a, leaves_b in steps:
+    for leaves_a, leaves_b in itertools.zip_longest(_leaves_by_step(plan_a), _leaves_by_step(plan_b)):
         if leaves_a is None or leaves_b is None:
             ended = "first" if leaves_a is None else "second"
             raise AssertionError(f"the {ended} ends after {num_same} steps, which are the same in both")
@@ -111,45 +105,25 @@ def _is_plan(plan: Any) -> bool:
     return hasattr(plan, "rows") and hasattr(plan, "step_bucket")
 
 
-def _ids_and_problems(parts: list[Any]) -> tuple[np.ndarray, list[str]]:
-    """The ids in the rows of all steps, and where a plan, or the parts of one, contradict themselves."""
-    plan = parts[0]
-    _check_parts(parts)
-    problems = _problems_of_steps(plan)
-    if problems:
-        raise AssertionError("; ".join(problems))
-    ids, wrong_rows = [np.zeros(0, np.int64)], []
+def _ids_and_problems(plan: Any) -> tuple[np.ndarray, list[str]]:
+    """The ids in the rows of all steps, and which rows are not those that are planned."""
+    ids, problems = [np.zeros(0, np.int64)], []
     for step in range(plan.num_steps):
-        rows = np.concatenate([part.rows(step) for part in parts])
+        rows = plan.rows(step)
         ids_of_step = rows.swapaxes(0, 1).ravel()  # row j lies in microbatch j mod M
         ids_of_step = ids_of_step[ids_of_step != -1]
         ids.append(ids_of_step)
         start, end = plan.step_offsets[step : step + 2]
         shape = plan.microbatches_per_step, plan.buckets[plan.step_bucket[step]][0]
-        planned = plan.sample_ids[start:end] if hasattr(plan, "sample_ids") else None
+        planned = plan.sample_ids[start:end] if hasattr(plan, "sample_ids") else ids_of_step
         if rows.shape[:2] != shape:
-            wrong_rows.append(f"rows({step}) has {rows.shape[:2]} microbatches and rows, planned were {shape}")
+            problems.append(f"rows({step}) has {rows.shape[:2]} microbatches and rows, planned were {shape}")
         elif len(ids_of_step) != end - start:
-            wrong_rows.append(f"rows({step}) holds {len(ids_of_step)} samples, planned were {end - start}")
-        elif planned is not None and not np.array_equal(ids_of_step, planned):
-            wrong_rows.append(f"rows({step}) holds {_few(ids_of_step)}, sample_ids {_few(planned)}")
-    return np.concatenate(ids), [list_first(wrong_rows, "; ")] if wrong_rows else []
-
-
-def _check_parts(parts: list[Any]) -> None:
-    """Raises AssertionError if the parts are not one whole plan."""
-    digests = dict.fromkeys(part.digest for part in parts)
-    if len(digests) > 1:
-        raise AssertionError(f"these are parts of different plans, with digests {list_first(digests, ', ')}")
-    num_microbatches = parts[0].microbatches_per_step
-    microbatches = np.concatenate([getattr(part, "microbatches", np.arange(num_microbatches)) for part in parts])
-    times = np.bincount(microbatches, minlength=num_microbatches)
-    if (times != 1).any():
-        listed = list_offenders(*offenders_where(times != 1, times))
-        raise AssertionError(
-            f"each microbatch must be in one part, and the parts of all processes must be there; how many have it: "
-            f"{listed}"
-        )
+            problems.append(f"rows({step}) holds {len(ids_of_step)} samples, planned were {end - start}")
+        elif not np.array_equal(ids_of_step, planned):
+            held, wanted = (list_first(some.tolist(), ", ") for some in (ids_of_step, planned))
+            problems.append(f"rows({step}) holds [{held}], sample_ids [{wanted}]")
+    return np.concatenate(ids), [list_first(problems, "; ")] if problems else []
 
 
 def _problems_of_steps(plan: Any) -> list[str]:
@@ -160,10 +134,8 @@ def _problems_of_steps(plan: Any) -> list[str]:
     num_ids = len(plan.sample_ids) if hasattr(plan, "sample_ids") else plan.num_samples
     problems = []
     if offsets[0] != 0 or offsets[-1] != num_ids or plan.num_samples != num_ids:
-        problems.append(
-            f"step_offsets goes from {offsets[0]} to {offsets[-1]}, num_samples is {plan.num_samples}, and there are "
-            f"{num_ids} ids"
-        )
+        ends = f"from {offsets[0]} to {offsets[-1]}"
+        problems.append(f"step_offsets goes {ends}, num_samples is {plan.num_samples}, and there are {num_ids} ids")
     num_in_step, num_tokens = np.diff(offsets), np.asarray(plan.num_tokens)
     capacity = np.array([rows * sum(lengths) for rows, *lengths in plan.buckets]) * plan.microbatches_per_step
     of_no_bucket = (step_bucket < 0) | (step_bucket >= len(plan.buckets))
@@ -188,8 +160,7 @@ def _problems_of_ids(ids: np.ndarray, num_samples: int, dropped: npt.ArrayLike |
     outside = dropped_ids[(dropped_ids < 0) | (dropped_ids >= num_samples)]
     if len(outside):
         raise UserError(f"dropped ids must be from 0 to {num_samples - 1}: {list_offenders(outside)}")
-    is_dropped = np.zeros(num_samples, bool)
-    is_dropped[dropped_ids] = True
+    is_dropped = np.isin(np.arange(num_samples), dropped_ids)
     is_sample = (ids >= 0) & (ids < num_samples)
     times = np.bincount(ids[is_sample], minlength=num_samples)
     problems = []
@@ -227,12 +198,5 @@ def _difference(name: str, one: Any, other: Any) -> str | None:
     if one.shape != other.shape:
         return f"{name} has shape {one.shape} and {other.shape}"
     differs = (one != other) & ~((one != one) & (other != other))  # NaN is the same as NaN
-    places = list(map(tuple, np.argwhere(differs).tolist()))
-    if not places:
-        return None
-    texts = [f"{list(at) or ''} is {one[at]} and {other[at]}" for at in places]
-    return name + list_first(texts, ", ")
-
-
-def _few(ids: np.ndarray) -> str:
-    return f"[{list_first(ids.tolist(), ', ')}]"
+    texts = [f"{at or ''} is {one[tuple(at)]} and {other[tuple(at)]}" for at in np.argwhere(differs).tolist()]
+    return name + list_first(texts, ", ") if texts else None

@@ -1,7 +1,6 @@
 """`jvarlen.testing`: correct code passes, and every kind of mistake that it claims to find is found and named."""
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,16 +227,6 @@ BUCKETS = [(3, 10), (2, 20), (2, 30)]
 PLAN = make_plan(LENGTHS, BUCKETS, microbatches_per_step=2, order="shuffle")
 
 
-@functools.cache
-def parts():
-    """Two parts of a distributed plan, made when a test needs them: every process of tests imports this module."""
-    part = plan_distributed(LENGTHS, BUCKETS, data_mesh(2), order="length", microbatches_per_step=2)
-    return [
-        dataclasses.replace(part, microbatches=own, row_ids=part.row_ids[:, own])
-        for own in (np.array([1]), np.array([0]))
-    ]
-
-
 def changed(**arrays):
     """The plan with entries of its arrays replaced: name=(index, value)."""
     fields = {name: getattr(PLAN, name).copy() for name in arrays}
@@ -264,10 +253,6 @@ def changed(**arrays):
 )
 def test_what_holds_every_sample_once_passes(plan):
     assert_exactly_once(plan, 90)
-
-
-def test_parts_of_a_plan_that_hold_every_sample_once_pass():
-    assert_exactly_once(parts(), 90)
 
 
 def test_dropped_samples_may_be_missing_and_no_others():
@@ -345,19 +330,6 @@ def test_counts_of_another_kind_of_plan_are_found(monkeypatch):
     monkeypatch.setitem(vars(PLAN), "num_sequences", wrong)
     with pytest.raises(AssertionError, match="steps whose num_sequences is not that of step_offsets: id 1: "):
         assert_exactly_once(PLAN)
-
-
-def test_parts_of_a_distributed_plan_must_be_all_and_of_one_plan():
-    with pytest.raises(AssertionError, match=r"must be in one part, .* how many have it: id 1: 0"):
-        assert_exactly_once(parts()[1:])
-    with pytest.raises(AssertionError, match="how many have it: id 0: 2, id 1: 2"):
-        assert_exactly_once([*parts(), *parts()])
-    other = dataclasses.replace(parts()[1], digest="5d41")
-    with pytest.raises(AssertionError, match=r"parts of different plans, with digests \w{64}, 5d41"):
-        assert_exactly_once([parts()[0], other])
-    lost = dataclasses.replace(parts()[1], row_ids=np.where(parts()[1].row_ids == 7, -1, parts()[1].row_ids))
-    with pytest.raises(AssertionError, match=r"rows\(\d+\) holds \d samples, planned were \d; of samples .*: id 7"):
-        assert_exactly_once([parts()[0], lost])
 
 
 @pytest.mark.parametrize("order", ["shuffle", "length"])
