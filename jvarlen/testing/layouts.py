@@ -1,4 +1,4 @@
-"""Checks that a model trains to the same numbers on any layout. `jvarlen.testing` exports this."""
+"""Checks that a model trains to the same numbers on any layout."""
 
 from __future__ import annotations
 
@@ -81,11 +81,8 @@ def assert_layout_invariant(
             placed = jax.device_put(batch, step.placement.batch_shardings(batch))
             return _take_steps(step, params, placed, num_steps, seed)
 
-        differing = {}
-        for layout in chosen:
-            if found := _differences(values_on(layout), expected, rtol):
-                differing[layout] = found
-    if differing:
+        differences = {layout: _differences(values_on(layout), expected, rtol) for layout in chosen}
+    if differing := {layout: found for layout, found in differences.items() if found}:
         listed = (f"  {layout}: {list_first(found, '; ')}" for layout, found in differing.items())
         raise AssertionError(
             f"{len(differing)} of {len(chosen)} layouts differ from one device by more than {rtol:g} relative\n"
@@ -101,14 +98,11 @@ def _take_steps(step: TrainStep, params: Any, batch: Any, num_steps: int, seed: 
     for number in range(num_steps):
         state, metrics = compiled(state, batch)
         if number in (0, num_steps - 1):
-            values |= _by_name(step.gather_params(state), f" after step {number}")
+            gathered = leaves_by_name(step.gather_params(state))
+            values |= {f"params{name} after step {number}": np.asarray(leaf) for name, leaf in gathered.items()}
         values[f"loss of step {number}"] = np.asarray(metrics.loss)
         values[f"gradient norm of step {number}"] = np.asarray(metrics.grad_norm)
     return values
-
-
-def _by_name(params: Any, when: str) -> dict[str, np.ndarray]:
-    return {f"params{name}{when}": np.asarray(leaf) for name, leaf in leaves_by_name(params).items()}
 
 
 def _differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[str]:

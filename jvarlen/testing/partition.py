@@ -1,7 +1,4 @@
-"""Checks that a loss has the same gradient for every split of a step.
-
-`jvarlen.testing` exports this. Letters: M microbatches, B rows of each.
-"""
+"""Checks that a loss has the same gradient for every split of a step. Letters: M microbatches, B rows of each."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import is_key, leaves_by_name
+from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.training.losses import LossFn, takes_argument
@@ -63,14 +60,13 @@ def assert_partition_invariant(
     The rows of the batch are computed as one microbatch, as every number of microbatches that divides M, and one by
     one, each on every number of shards that divides it. Then with a padding row in every microbatch; with as many
     padding microbatches as real ones, also so that one of two shards holds only these; and with nothing but padding
-    rows, which must give 0. Everything is computed in float64, where a mistake stands out from rounding. A loss that
-    takes `key` or `extra` has keys or statistics for each microbatch. For such a loss the microbatches stay as they
-    are, and only shards and padding microbatches vary; the next `extra` must agree as well.
+    rows, which must give 0. Everything is computed in float64, where a mistake stands out from rounding. For a loss
+    that takes `key` or `extra` the microbatches stay as they are, and only shards and padding microbatches vary; the
+    next `extra` must agree as well.
 
-    The check sees only what the batch contains: use one with rows of different lengths or weights, and parameters that
-    are not all 0. It does not see mistakes that are the same in every split, such as padding inside a row that has
-    weight or is attended to; nor errors below `rtol`, random numbers that depend only on the parameters, and what other
-    processes do. Shards need devices: `jvarlen.distributed.split_cpu` splits the CPU into several.
+    Use rows of different lengths or weights, and parameters that are not all 0. The check does not see mistakes that
+    are the same in every split, such as padding inside a row that has weight or is attended to. Shards need devices:
+    `jvarlen.distributed.split_cpu` splits the CPU into several.
 
     Args:
       loss_fn: as for `make_train_step`.
@@ -122,17 +118,16 @@ def assert_partition_invariant(
     is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
     with jax.enable_x64(True):
         state = new_state(in_float64(params), optax.identity(), extra=in_float64(extra), seed=seed)
-        batch = jax.tree.map(_on_host, in_float64(batch))
+        batch = jax.tree.map(np.asarray, in_float64(batch))
         num_microbatches, rows = _leading_axes(batch)
         shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
         placements = {p: Layout(data=p).on() if p > 1 else None for p in {1, *shards}}
         steps = {p: jax.jit(_make_step(loss_fn, placement)) for p, placement in placements.items()}
 
         def values_of(split: Partition, batch: Any) -> dict[str, np.ndarray]:
-            placement = placements[split.num_shards]
-            if placement is not None:
+            if (placement := placements[split.num_shards]) is not None:
                 batch = jax.device_put(batch, placement.batch_shardings(batch))
-            return {name: np.asarray(value) for name, value in steps[split.num_shards](state, batch).items()}
+            return jax.tree.map(np.asarray, steps[split.num_shards](state, batch))
 
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
         expected = values_of(reference, whole)
@@ -140,9 +135,8 @@ def assert_partition_invariant(
         _warn_of_weights(loss_fn, state, whole)
         differences = {split: _differences(values_of(split, part), expected, rtol) for split, part in others}
         no_rows = reference._replace(num_padding_rows=reference.num_microbatches * reference.rows)
-        got = values_of(no_rows, jax.tree.map(_zeros_like, whole))
-        nothing = {name: np.zeros_like(value) for name, value in expected.items()}
-        differences[no_rows] = _differences(got, nothing, rtol)
+        empty, nothing = jax.tree.map(np.zeros_like, (whole, expected))
+        differences[no_rows] = _differences(values_of(no_rows, empty), nothing, rtol)
     differing = {split: found for split, found in differences.items() if found}
     if differing:
         raise AssertionError(
@@ -186,20 +180,6 @@ def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any) -> None:
         )
 
 
-def _on_host(leaf: jax.Array) -> Any:
-    return leaf if is_key(leaf) else np.asarray(leaf)
-
-
-def _zeros_like(leaf: Any) -> Any:
-    return leaf if is_key(leaf) else np.zeros_like(leaf)
-
-
-def _padded(leaf: Any, added: list[tuple[int, int]]) -> Any:
-    """With zeros behind each axis; of keys, which have none, with copies of the last."""
-    widths = added + [(0, 0)] * (leaf.ndim - len(added))
-    return jnp.pad(leaf, widths, mode="edge") if is_key(leaf) else np.pad(leaf, widths)
-
-
 def in_float64(tree: Any) -> Any:
     """A pytree with its floating-point leaves in float64."""
 
@@ -217,8 +197,7 @@ def _leading_axes(batch: Any) -> tuple[int, int]:
         raise UserError(
             f"leaves of the batch that are not scalars must begin with the same axes, microbatches and rows: {axes}"
         )
-    num_microbatches, rows = next(iter(axes.values()))
-    return num_microbatches, rows
+    return next(iter(axes.values()))
 
 
 def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int]:
@@ -229,8 +208,7 @@ def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int
 
     if num_shards is None:
         return list(filter(fits, range(1, jax.device_count() + 1)))
-    unfit = [shards for shards in num_shards if not fits(shards)]
-    if unfit:
+    if unfit := [shards for shards in num_shards if not fits(shards)]:
         raise UserError(
             f"num_shards {unfit} must be from 1 to {jax.device_count()}, the devices that there are, and divide "
             f"{' or '.join(map(str, numbers))} microbatches"
@@ -245,17 +223,18 @@ def _splits(
     num_rows = num_microbatches * rows
 
     def split_into(number: int) -> Any:
-        return jax.tree.map(
-            lambda leaf: leaf.reshape(number, num_rows // number, *leaf.shape[2:]) if leaf.ndim else leaf, batch
-        )
+        shape = number, num_rows // number
+        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]) if leaf.ndim else leaf, batch)
 
     def with_padding(microbatches: int, rows: int) -> Any:
-        added = [(0, microbatches), (0, rows)]
-        return jax.tree.map(lambda leaf: _padded(leaf, added) if leaf.ndim else leaf, batch)
+        def padded(leaf: np.ndarray) -> np.ndarray:
+            widths = [(0, microbatches), (0, rows)] + [(0, 0)] * (leaf.ndim - 2)
+            return np.pad(leaf, widths) if leaf.ndim else leaf
 
-    if is_fixed:
-        numbers = [num_microbatches]
-    else:
+        return jax.tree.map(padded, batch)
+
+    numbers = [num_microbatches]
+    if not is_fixed:
         numbers = sorted({n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0} | {num_rows})
     yield Partition(numbers[0], num_rows // numbers[0]), split_into(numbers[0])
     for number in numbers:
@@ -282,8 +261,7 @@ class _Difference(NamedTuple):
 
 def _check_reference(expected: dict[str, np.ndarray]) -> None:
     """Raises an error if nothing can be compared with the first split."""
-    not_finite = [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]
-    if not_finite:
+    if not_finite := [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]:
         raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
     if not expected["weight_sum"] > 0:
         raise UserError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
