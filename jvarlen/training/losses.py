@@ -1,7 +1,4 @@
-"""Brings users' loss functions into one form.
-
-Letters: M microbatches.
-"""
+"""What a loss may take and return, and one signature for all losses."""
 
 from __future__ import annotations
 
@@ -35,12 +32,12 @@ class LossOutputs(NamedTuple):
 
 def takes_argument(loss_fn: LossFn, name: str) -> bool:
     """Whether a loss function has a parameter of this name."""
-    return name in _parameters(loss_fn)
+    return name in inspect.signature(loss_fn).parameters
 
 
 def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], tuple[jax.Array, LossOutputs]]:
-    """The loss in one form, `loss(params, microbatch, key) -> (loss_sum, LossOutputs)`, with `extra` of the state."""
-    parameters = _parameters(loss_fn)
+    """The loss as `loss(params, microbatch, key) -> (loss_sum, LossOutputs)`, with `extra` of the state."""
+    parameters = inspect.signature(loss_fn).parameters
     name = getattr(loss_fn, "__name__", "loss_fn")
     for argument, how in (("key", "seed=0"), ("extra", "extra=…")):
         is_needed = argument in parameters and parameters[argument].default is inspect.Parameter.empty
@@ -54,15 +51,15 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
         microbatch, extra = jax.tree.map(lambda leaf: leaf, (microbatch, state.extra))
         arguments = ({"key": key} if takes_key else {}) | ({"extra": extra} if takes_extra else {})
         returned = loss_fn(params, microbatch, **arguments)
-        form = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
+        wanted = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
         if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):
             got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-            raise UserError(f"{name} must return {form}, not {got}")
+            raise UserError(f"{name} must return {wanted}, not {got}")
         loss_sum, weight_sum, *rest = returned
         next_extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
-            raise UserError(f"{name} must return {form}, sums a dict of arrays, not a {type(sums).__name__}")
+            raise UserError(f"{name} must return {wanted}, sums a dict of arrays, not a {type(sums).__name__}")
         loss_sum, weight_sum = jnp.asarray(loss_sum), jnp.asarray(weight_sum)
         for what, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
             if value.shape:
@@ -72,20 +69,10 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     return loss
 
 
-def _parameters(loss_fn: LossFn) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(loss_fn).parameters
-    except (TypeError, ValueError):  # some callables tell none
-        return {}
-
-
 def _checked_extra(name: str, returned: Any, given: Any) -> Any:
     one, other = leaves_by_name(given), leaves_by_name(returned)
-    differing = [
-        f"{leaf or 'it'}: {describe(one.get(leaf))} -> {describe(other.get(leaf))}"
-        for leaf in {**one, **other}
-        if describe(one.get(leaf)) != describe(other.get(leaf))
-    ]
+    described = {leaf: (describe(one.get(leaf)), describe(other.get(leaf))) for leaf in one | other}
+    differing = [f"{leaf or 'it'}: {old} -> {new}" for leaf, (old, new) in described.items() if old != new]
     if differing or not have_same_containers(given, returned):
         listed = list_first(differing, "; ") or "its containers differ"
         raise UserError(f"{name} must return extra, last, as it takes it: {listed}")
@@ -125,7 +112,7 @@ def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
             return [max(given[0], *kinds) for kinds in zip(*branches, strict=True)]
         called = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr | Jaxpr)]
         if called and eqn.primitive.name != "while":
-            inner = called[0].jaxpr if isinstance(called[0], ClosedJaxpr) else called[0]
+            inner: Any = getattr(called[0], "jaxpr", called[0])
             if (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars)):
                 return walk(inner, given)
         return [max(given, default=same)] * len(eqn.outvars)

@@ -1,7 +1,6 @@
 """Optax pieces: learning rates that follow the batch size, and float32 copies of parameters in fewer bits.
 
-`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from the size of
-each step. Letters: S steps of all plans.
+Letters: S steps of all plans.
 """
 
 from __future__ import annotations
@@ -48,12 +47,9 @@ def planned_schedule(
 ) -> optax.Schedule:
     """The learning rates of a plan as an ordinary Optax schedule: step count -> rate.
 
-    It goes wherever a schedule goes: `optax.adamw(schedule)`, `optax.inject_hyperparams`, `optax.partition`. After a
-    resume, the count in the optimizer state continues, and so do the rates. Every call returns exactly `lr_sequence`
-    rounded to float32 (with 64-bit types enabled, `lr_sequence` itself in float64).
-
-    The table is a constant of the compiled program, with 4 bytes a step. So a plan with other rates compiles again;
-    with `scale_by_batch_size` it does not.
+    After a resume, the count in the optimizer state continues, and so do the rates. They are exactly `lr_sequence`
+    rounded to float32 (with 64-bit types enabled, `lr_sequence` itself), in a table that is a constant of the compiled
+    program: a plan with other rates compiles again. With `scale_by_batch_size` it does not.
 
     Args:
       plan: as in `lr_sequence`; pass the plans of all epochs that the schedule shall cover.
@@ -64,9 +60,8 @@ def planned_schedule(
       counted_in: as in `lr_sequence`.
 
     Returns:
-      A function from a count, or an array of counts (Python, NumPy or JAX integers, traced or not), to float32 of its
-      shape. It raises ValueError for a count outside 0 … S−1. A traced count has no known value; outside the range it
-      gives NaN, so that no wrong rate goes unnoticed.
+      A function from a count, or an array of counts, to float32 of its shape. It raises ValueError for a count outside
+      0 … S−1; a traced one gives NaN there.
 
     Raises:
       ValueError: arguments that `lr_sequence` rejects.
@@ -116,20 +111,18 @@ def scale_by_batch_size(
     """Scales updates by the batch size of the step, which scales the learning rate of the optimizer before it.
 
     Put it last in a chain: then it scales AdamW's decoupled weight decay as well, as a change of the learning rate
-    would. `update` takes the batch size as an extra argument, a number or float32[]; an array does not cause a retrace
-    when it changes. Other extra arguments are ignored, so one call of `update` serves transformations of both units.
+    would.
 
     Args:
       base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`. It may be traced, as in
         `optax.inject_hyperparams`; an invalid traced value scales by NaN.
       rule: as in `lr_scale`; a function must accept JAX arrays.
-      unit: what the batch size counts: real `"sequences"`, from the extra argument `batch_size`, or real `"tokens"`,
-        from `num_tokens`. `make_train_step` passes the latter for the batch types of `jvarlen`, and for
-        batches with a field `num_tokens`.
+      unit: what the batch size counts: real `"sequences"`, from the extra argument `batch_size` of `update`, or real
+        `"tokens"`, from `num_tokens`. `make_train_step` passes both where the batch has them.
 
     Returns:
       A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 with 64-bit types enabled);
-      updates keep their dtypes. Without its extra argument, `update` raises TypeError.
+      updates keep their dtypes. Without its extra argument, `update` raises TypeError; others are ignored.
 
     Raises:
       ValueError: an unknown rule or unit, or a base batch size that is not positive.
@@ -152,11 +145,11 @@ def scale_by_batch_size(
     """
     check_choices(unit=(unit, BatchSizeUnit))
     base: Any = base_batch_size
-    is_traced = isinstance(base, jax.core.Tracer)
-    known = 1.0 if is_traced else base
-    lr_scale(known, known, rule)  # what it refuses is refused here
-    if is_traced:
+    if isinstance(base, jax.core.Tracer):
+        lr_scale(1.0, 1.0, rule)  # what it refuses is refused here
         base = jnp.where((base > 0) & (base < jnp.inf), base, jnp.nan)
+    else:
+        lr_scale(base, base, rule)
     name = {"sequences": "batch_size", "tokens": "num_tokens"}[unit]
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -192,11 +185,10 @@ class OptimizerOfMaster(optax.GradientTransformationExtraArgs):
 
 
 def with_float32_master(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of float32 copies, for parameters in bfloat16 or float16.
+    """An optimizer of float32 copies, for parameters in bfloat16 or float16, whose small updates would be lost.
 
-    An update smaller than half a unit in the last place of a bfloat16 parameter would be lost. So the optimizer updates
-    a float32 copy, its state is float32, and the parameters are the copy rounded. With Adam a parameter takes 2 bytes,
-    and its state 12. It is the outermost: `with_float32_master(optax.chain(…))`.
+    The optimizer updates a float32 copy, its state is float32, and the parameters are the copy rounded. With Adam a
+    parameter takes 2 bytes, and its state 12. It is the outermost: `with_float32_master(optax.chain(…))`.
 
     Args:
       optimizer: any Optax optimizer; its parameters and gradients are float32.

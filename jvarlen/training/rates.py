@@ -1,7 +1,6 @@
-"""Learning rates of every step, in float64 on the host.
+"""Learning rates of every step, in float64 on the host: base(how far training has come) × rule(batch size / base size).
 
-The rate of step t is base(x_t) × s(n_t / n_ref). x_t is how far training has come, n_t is the batch size of the step,
-and s is the identity (linear scaling), the square root, 1 or a function. Letters: S steps of all plans.
+Letters: S steps of all plans.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
         raise UserError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
     sizes = np.asarray(batch_size, np.float64)
     _check_not_negative("batch sizes", sizes)
-    with _in_float64() if callable(rule) else contextlib.nullcontext():
+    with _in_float64() if callable(rule) else contextlib.nullcontext():  # tables of numbers do without JAX
         scales = np.asarray(apply_rule(np, sizes / float(base_batch_size), rule), np.float64)
     if scales.shape != sizes.shape:
         raise UserError(f"rule must give each ratio a scale: {sizes.shape} ratios, scales of shape {scales.shape}")
@@ -144,8 +143,9 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
     if not callable(base_schedule):
         rates = np.asarray(base_schedule, np.float64)
     else:
+        import jax
+
         with _in_float64():
-            jax = _jax()
             try:
                 jax.eval_shape(base_schedule, jax.ShapeDtypeStruct((), np.int64))
             except TypeError:  # it converts the count to a Python number, which JAX cannot trace
@@ -160,29 +160,19 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
 @contextlib.contextmanager
 def _in_float64() -> Iterator[None]:
     """A block in which users' functions, such as Optax schedules, are evaluated immediately, in float64."""
-    jax = _jax()
+    import jax
+
     with jax.enable_x64(True), jax.ensure_compile_time_eval():
         yield
 
 
-def _jax() -> Any:
-    """JAX, imported when it is needed: tables of numbers do without it."""
-    import jax
-
-    return jax
-
-
 def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:
     """The scale at a ratio, computed by `numpy`, which is NumPy or its JAX counterpart."""
-    if rule is None:
-        return numpy.ones_like(ratio)
-    if callable(rule):
-        return rule(ratio)
-    if rule == "linear":
-        return ratio
-    if rule == "sqrt":
-        return numpy.sqrt(ratio)
-    raise UserError(f'rule must be "linear", "sqrt", None or a function of the ratio, not {rule!r}')
+    rules = {"linear": lambda ratio: ratio, "sqrt": numpy.sqrt, None: numpy.ones_like}
+    chosen = rule if callable(rule) else rules.get(rule)
+    if chosen is None:
+        raise UserError(f'rule must be "linear", "sqrt", None or a function of the ratio, not {rule!r}')
+    return chosen(ratio)
 
 
 def _check_not_negative(what: str, values: Float64[np.ndarray, " *shape"]) -> None:

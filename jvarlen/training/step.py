@@ -1,8 +1,4 @@
-"""The training step, a pure function (state, batch) -> (state, metrics): accumulate, reduce, update.
-
-The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so every split of a step over shards
-and accumulation gives the same gradient. Letters: M microbatches.
-"""
+"""The update of a training step, and the step (state, batch) -> (state, metrics) from its sums and the update."""
 
 from __future__ import annotations
 

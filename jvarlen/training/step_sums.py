@@ -1,7 +1,7 @@
 """The sums of a step: accumulated over the microbatches of a shard, then reduced over the shards, once.
 
-Nothing is divided here, so every split of a step over shards and accumulation has the same sums. Letters: M
-microbatches of a step, m those of a shard.
+They are divided after that, once, so every split of a step over shards and accumulation has the same gradient.
+Letters: M microbatches of a step.
 """
 
 from __future__ import annotations

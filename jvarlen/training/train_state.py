@@ -1,7 +1,4 @@
-"""The state and the metrics of a training step.
-
-Letters: M microbatches.
-"""
+"""The state and the metrics of a training step."""
 
 from __future__ import annotations
 
