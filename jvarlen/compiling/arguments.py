@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
@@ -29,8 +29,6 @@ __all__ = [
     "wait_for",
     "without_aliases",
 ]
-
-_OTHER_CONTAINERS = "the containers of the leaves differ"
 
 _shape_and_dtype = attrgetter("shape", "dtype")
 
@@ -62,30 +60,23 @@ def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.De
     Leaves without a planned sharding belong on the device; None: placement is not looked at.
     """
     given = leaves_by_name(batch)
-    planned_by_bucket = {bucket: leaves_by_name(spec) for bucket, spec in specs.items()}
 
     def distance(bucket: AnyBucket) -> float:
-        planned = planned_by_bucket[bucket]
+        planned = leaves_by_name(specs[bucket])
         return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
 
     nearest = min(specs, key=distance)
-    differing = _differences(given, planned_by_bucket[nearest], device)
-    if not differing and have_same_containers(batch, specs[nearest]):
+    difference = _difference(batch, specs[nearest], device)
+    if difference is None:
         return None
-    buckets = sorted(specs, key=lambda bucket: bucket.lengths)
-    return (
-        f"no bucket was compiled for this batch. Nearest is {nearest}: "
-        f"{'; '.join(differing) or _OTHER_CONTAINERS}. Buckets: {', '.join(map(str, buckets))}"
-    )
+    buckets = ", ".join(map(str, sorted(specs, key=lambda bucket: bucket.lengths)))
+    return f"no bucket was compiled for this batch. Nearest is {nearest}: {difference}. Buckets: {buckets}"
 
 
 def explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = None) -> str | None:
     """Every leaf of the state that differs from what was compiled for; None where nothing does."""
-    differing = _differences(leaves_by_name(state), leaves_by_name(spec), device)
-    if not differing and have_same_containers(state, spec):
-        return None
-    how = "; ".join(differing) or _OTHER_CONTAINERS
-    return f"the state is not the one that the step was compiled for: {how}"
+    difference = _difference(state, spec, device)
+    return difference and f"the state is not the one that the step was compiled for: {difference}"
 
 
 def nearest_larger(batch: Any, specs: Mapping[AnyBucket, Any]) -> AnyBucket | None:
@@ -99,10 +90,7 @@ def nearest_larger(batch: Any, specs: Mapping[AnyBucket, Any]) -> AnyBucket | No
 
 
 def pad_to_spec(batch: Any, spec: Any) -> Any:
-    """The batch with zeros at the end of every axis, up to the shapes of a bucket.
-
-    Arrays of a device come to the host and go back, since padding there would compile a program a shape.
-    """
+    """The batch padded with zeros to the shapes of a bucket, on the host, where nothing compiles."""
 
     def padded(leaf: Any, planned: jax.ShapeDtypeStruct) -> Any:
         missing = [(0, limit - size) for size, limit in zip(leaf.shape, planned.shape, strict=True)]
@@ -113,25 +101,11 @@ def pad_to_spec(batch: Any, spec: Any) -> Any:
 
 
 def _fits(leaf: Any, planned: jax.ShapeDtypeStruct) -> bool:
-    shape = getattr(leaf, "shape", None)
     return (
-        shape is not None
-        and len(shape) == len(planned.shape)
-        and leaf.dtype == planned.dtype
-        and all(size <= limit for size, limit in zip(shape, planned.shape, strict=True))
+        getattr(leaf, "dtype", None) == planned.dtype
+        and leaf.ndim == len(planned.shape)
+        and all(size <= limit for size, limit in zip(leaf.shape, planned.shape, strict=True))
     )
-
-
-def _differences(given: Mapping[str, Any], planned: Mapping[str, Any], device: jax.Device | None) -> list[str]:
-    """A line for each leaf whose shape, dtype or sharding differs."""
-    differences = []
-    for name in {**planned, **given}:
-        texts = [describe(leaves.get(name)) for leaves in (given, planned)]
-        if texts[0] == texts[1]:
-            texts = _describe_shardings(given.get(name), planned.get(name), device)
-        if texts[0] != texts[1]:
-            differences.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
-    return differences
 
 
 def _distance(planned: Any, given: Any) -> float:
@@ -142,32 +116,38 @@ def _distance(planned: Any, given: Any) -> float:
     return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
 
 
-def _describe_shardings(given: Any, planned: Any, device: jax.Device | None) -> list[str]:
-    """Texts that differ where the leaf was placed for good on devices that were not planned."""
-    sharding, wanted = getattr(given, "sharding", None), getattr(planned, "sharding", None)
-    if sharding is None or not getattr(given, "committed", False):
-        return ["", ""]  # goes wherever it is wanted
-    if wanted is None and device is not None:
-        wanted = SingleDeviceSharding(device)
-    if wanted is None or sharding.is_equivalent_to(wanted, given.ndim):
-        return ["", ""]
-    return [f"{describe(given)} {_place(sharding)}", f"{describe(planned)} {_place(wanted)}"]
+def _difference(given: Any, planned: Any, device: jax.Device | None) -> str | None:
+    """The leaves whose shape, dtype or sharding differs, or that only containers do; None where nothing does."""
+    given_leaves, planned_leaves = leaves_by_name(given), leaves_by_name(planned)
+    differing = []
+    for name in {**planned_leaves, **given_leaves}:
+        leaf: Any = given_leaves.get(name)
+        wanted = planned_leaves.get(name)
+        texts = describe(leaf), describe(wanted)
+        if texts[0] == texts[1]:
+            if not getattr(leaf, "committed", False):  # it goes wherever it is wanted
+                continue
+            place: Any = getattr(wanted, "sharding", None) or (device and SingleDeviceSharding(device))
+            if place is None or leaf.sharding.is_equivalent_to(place, leaf.ndim):
+                continue
+            texts = f"{texts[0]} {_place(leaf.sharding)}", f"{texts[1]} {_place(place)}"
+        differing.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
+    if differing:
+        return "; ".join(differing)
+    return None if have_same_containers(given, planned) else "the containers of the leaves differ"
 
 
-def _place(sharding: Sharding) -> str:
-    placed_on: set[Any] = sharding.device_set
-    devices = sorted(device.id for device in placed_on)
+def _place(sharding: Any) -> str:
+    devices = sorted(device.id for device in sharding.device_set)
     spec = getattr(sharding, "spec", None)
-    return f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}" + (
-        f" as {tuple(spec)}" if spec else ""
-    )
+    text = f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
+    return f"{text} as {tuple(spec)}" if spec else text
 
 
 def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
-    """The state with copies in place of arrays that cannot be donated; itself where there are none.
+    """The state with copies of arrays that it holds twice, or that programs hold (`held`); itself where there are none.
 
-    These are arrays that it holds a second time, and those that programs hold (`held`). On several devices, donating an
-    array and using it as well ends the process.
+    On several devices, donating an array and using it as well ends the process.
     """
     seen = {buffer for arrays in held for array in arrays for buffer in _buffers(array)}
     copies = 0

@@ -6,6 +6,8 @@ run once: what it carries and stacks is alive around it. Letters: N arrays, P po
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,19 +31,12 @@ _IN_PLACE = {"begin", "end", "scatter", "scatter-add"}
 
 
 class Lifetimes(NamedTuple):
-    """Arrays of a traced function that are neither its arguments nor computed inside others.
+    """Arrays of a traced function that are neither its arguments nor computed inside others."""
 
-    Attributes:
-      begin: int64[N], the point from which an array is alive.
-      end: int64[N], the point from which it no longer is; P for results.
-      num_bytes: float64[N].
-      num_points: P.
-    """
-
-    begin: Int64[np.ndarray, " N"]
-    end: Int64[np.ndarray, " N"]
+    begin: Int64[np.ndarray, " N"]  # the point from which an array is alive
+    end: Int64[np.ndarray, " N"]  # the point from which it no longer is; P for results
     num_bytes: Float64[np.ndarray, " N"]
-    num_points: int
+    num_points: int  # P
 
     def peak(self, num_bytes: Float64[np.ndarray, "... N"] | None = None) -> Float64[np.ndarray, ...]:
         """Bytes at the fullest point, of these sizes or others of the same arrays."""
@@ -53,18 +48,15 @@ class Lifetimes(NamedTuple):
 
 
 def lifetimes_of(closed: ClosedJaxpr) -> Lifetimes:
-    """Those of the arrays of a traced function.
-
-    Example:
-      >>> import jax
-      >>> traced = jax.make_jaxpr(lambda x: (x @ x + 1) @ x)(jax.ShapeDtypeStruct((8, 8), np.float32))
-      >>> float(lifetimes_of(traced).peak())  # two products, the sum in place
-      512.0
-    """
+    """Those of the arrays of a traced function."""
     flat = _Flat()
-    arguments: list[int | None] = [flat.value(var) for var in [*closed.jaxpr.constvars, *closed.jaxpr.invars]]
-    results = flat.run(closed.jaxpr, arguments)
+    constants = dict(zip(closed.jaxpr.constvars, flat.values(closed.jaxpr.constvars), strict=True))
+    results = flat.run(closed.jaxpr, flat.values(closed.jaxpr.invars), constants)
     return flat.lifetimes(results)
+
+
+_Values = list[int | None]  # by number; None: a constant
+_Step = tuple[str, list[int], list[int]]  # what, takes, gives
 
 
 class _Flat:
@@ -73,74 +65,65 @@ class _Flat:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.ranks: list[int] = []
-        self.steps: list[tuple[str, list[int], list[int]]] = []  # what, takes, gives
+        self.steps: list[_Step] = []
         self.loops: list[tuple[Any, Any]] = []  # what is carried in a loop, and then
 
-    def value(self, var: Any) -> int:
-        aval = var.aval
-        self.sizes.append(int(np.prod(aval.shape)) * _itemsize(aval.dtype) if hasattr(aval, "shape") else 0)
-        self.ranks.append(len(getattr(var.aval, "shape", ())))
-        return len(self.sizes) - 1
+    def values(self, variables: Sequence[Any]) -> _Values:
+        """New values of these types."""
+        for var in variables:
+            shape, dtype = getattr(var.aval, "shape", (0,)), getattr(var.aval, "dtype", None)
+            self.sizes.append(math.prod(shape) * int(getattr(dtype, "itemsize", 8)))
+            self.ranks.append(len(shape))
+        return list(range(len(self.sizes) - len(variables), len(self.sizes)))
 
-    def run(self, jaxpr: Jaxpr, arguments: list[int | None]) -> list[int | None]:
-        """Adds the steps of a function, and returns its results; None: a constant."""
-        known: dict[Any, int | None] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+    def run(self, jaxpr: Jaxpr, arguments: _Values, constants: dict[Any, int | None] | None = None) -> _Values:
+        """Adds the steps of a function, and returns its results."""
+        known = dict.fromkeys(jaxpr.constvars) | (constants or {}) | dict(zip(jaxpr.invars, arguments, strict=True))
         for eqn in jaxpr.eqns:
             takes = [None if isinstance(var, Literal) else known[var] for var in eqn.invars]
-            gives = self._run_equation(eqn, takes)
-            known |= dict(zip(eqn.outvars, gives, strict=True))
+            known |= dict(zip(eqn.outvars, self._run_equation(eqn, takes), strict=True))
         return [None if isinstance(var, Literal) else known[var] for var in jaxpr.outvars]
 
-    def _run_equation(self, eqn: Any, takes: list[int | None]) -> list[int | None]:
+    def _run_equation(self, eqn: Any, takes: _Values) -> _Values:
         name, params = eqn.primitive.name, eqn.params
-        if name == "scan":
-            return self._run_scan(eqn, takes)
-        if name == "while":
-            return self._run_while(eqn, takes)
-        gives: list[int | None]
-        if name == "cond":
-            return self._run_branches(eqn, takes)
+        by_name = {"scan": self._run_scan, "while": self._run_while, "cond": self._run_branches}
+        if name in by_name:
+            return by_name[name](eqn, takes)
         inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if inner is not None:
-            if isinstance(inner, ClosedJaxpr):
-                return self.run(inner.jaxpr, [*_consts(inner), *takes])
-            return self.run(inner, [*[None] * len(inner.constvars), *takes])
-        gives = [self.value(var) for var in eqn.outvars]
+            return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, takes)
+        gives = self.values(eqn.outvars)
         self._add(name, takes, gives)
         return gives
 
-    def _run_branches(self, eqn: Any, takes: list[int | None]) -> list[int | None]:
+    def _run_branches(self, eqn: Any, takes: _Values) -> _Values:
         """Branches one after the other. Their results are in the places of the whole's."""
-        gives: list[int | None] = [self.value(var) for var in eqn.outvars]
+        gives = self.values(eqn.outvars)
         self._add("hold", takes[1:], [])
         for branch in eqn.params["branches"]:
-            results = self.run(branch.jaxpr, [*_consts(branch), *takes[1:]])
-            for own, place in zip(results, gives, strict=True):
+            for own, place in zip(self.run(branch.jaxpr, takes[1:]), gives, strict=True):
                 if own is not None:
                     self._add("join", [own, place], [])
         for place in gives:
             self._add("end", [], [place])
         return gives
 
-    def _run_scan(self, eqn: Any, takes: list[int | None]) -> list[int | None]:
-        params = eqn.params
-        body, (num_consts, num_carry) = params["jaxpr"], scan_parts(eqn)
+    def _run_scan(self, eqn: Any, takes: _Values) -> _Values:
+        body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, scan_parts(eqn)
         begin = num_consts + num_carry
         consts, init, stacked = takes[:num_consts], takes[num_consts:begin], takes[begin:]
-        is_loop = params["length"] > 1
-        gives: list[int | None] = [self.value(var) for var in eqn.outvars]
-        slices: list[int | None] = [self.value(var) for var in body.jaxpr.invars[begin:]]
-        if not is_loop:
+        gives = self.values(eqn.outvars)
+        slices = self.values(body.invars[begin:])
+        if eqn.params["length"] <= 1:  # no loop
             self._each("reshape", stacked, slices)
-            results = self.run(body.jaxpr, [*_consts(body), *consts, *init, *slices])
-            self._each("reshape", results, gives)
+            self._each("reshape", self.run(body, [*consts, *init, *slices]), gives)
             return gives
-        carried: list[int | None] = [self.value(var) for var in body.jaxpr.invars[num_consts:begin]]
+        carried = self.values(body.invars[num_consts:begin])
         self._each("begin", init, carried)
         for whole in gives[num_carry:]:
             self._add("empty", [], [whole])
         self._each("slice", stacked, slices)
-        results = self.run(body.jaxpr, [*_consts(body), *consts, *carried, *slices])
+        results = self.run(body, [*consts, *carried, *slices])
         for own, place in zip(results[num_carry:], gives[num_carry:], strict=True):
             if own is not None:
                 self._add("write", [own, place], [])
@@ -148,32 +131,30 @@ class _Flat:
         self._ends(results[:num_carry], carried, gives)
         return gives
 
-    def _run_while(self, eqn: Any, takes: list[int | None]) -> list[int | None]:
-        params = eqn.params
-        num_test, num_consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        body = params["body_jaxpr"]
-        gives: list[int | None] = [self.value(var) for var in eqn.outvars]
-        carried: list[int | None] = [self.value(var) for var in eqn.outvars]
+    def _run_while(self, eqn: Any, takes: _Values) -> _Values:
+        num_test = eqn.params["cond_nconsts"]
+        num_consts = num_test + eqn.params["body_nconsts"]
+        gives, carried = self.values(eqn.outvars), self.values(eqn.outvars)
         self._each("begin", takes[num_consts:], carried)
-        results = self.run(body.jaxpr, [*_consts(body), *takes[num_test:num_consts], *carried])
+        results = self.run(eqn.params["body_jaxpr"].jaxpr, [*takes[num_test:num_consts], *carried])
         self._add("hold", takes[:num_consts], [])
         self._ends(results, carried, gives)
         return gives
 
-    def _ends(self, results: list[int | None], carried: list[int | None], gives: list[int | None]) -> None:
+    def _ends(self, results: _Values, carried: _Values, gives: _Values) -> None:
         """What a loop leaves: what its last turn carries, in its place."""
         for own, at_begin, place in zip(results, carried, gives, strict=False):
             self._add("end", [own], [place])
             self.loops.append((at_begin, place))
 
-    def _each(self, what: str, takes: list[int | None], gives: list[int | None]) -> None:
+    def _each(self, what: str, takes: _Values, gives: _Values) -> None:
         for taken, given in zip(takes, gives, strict=False):
             self._add(what, [taken], [given])
 
-    def _add(self, what: str, takes: list[int | None], gives: list[int | None]) -> None:
+    def _add(self, what: str, takes: _Values, gives: _Values) -> None:
         self.steps.append((what, [v for v in takes if v is not None], [v for v in gives if v is not None]))
 
-    def lifetimes(self, results: list[int | None]) -> Lifetimes:
+    def lifetimes(self, results: _Values) -> Lifetimes:
         """Of all values that are stored."""
         steps = self._needed(results)
         num_points = len(steps)
@@ -214,18 +195,18 @@ class _Flat:
             begin[chosen], np.minimum(end[chosen], num_points), np.array(self.sizes, np.float64)[chosen], num_points
         )
 
-    def _is_view(self, step: tuple[str, list[int], list[int]]) -> bool:
+    def _is_view(self, step: _Step) -> bool:
         what, takes, _ = step
         return what in _VIEWS or (what == "transpose" and self.ranks[takes[0]] <= 2)
 
-    def _demands(self, step: tuple[str, list[int], list[int]], demanded: np.ndarray) -> bool:
+    def _demands(self, step: _Step, demanded: np.ndarray) -> bool:
         """Whether a step takes stored arrays."""
         what, _, gives = step
         if what in _REDUCTIONS or what == "write":
             return False
         return bool(demanded[gives].any()) if self._is_view(step) else what in _STORED
 
-    def _needed(self, results: list[int | None]) -> list[tuple[str, list[int], list[int]]]:
+    def _needed(self, results: _Values) -> list[_Step]:
         """The steps that the results need."""
         needed = {v for v in results if v is not None}
         while True:
@@ -240,11 +221,3 @@ class _Flat:
             needed.update(then for carried, then in self.loops if carried in needed)
             if len(needed) == before:
                 return chosen[::-1]
-
-
-def _consts(closed: ClosedJaxpr) -> list[None]:
-    return [None] * len(closed.jaxpr.constvars)
-
-
-def _itemsize(dtype: Any) -> int:
-    return int(getattr(dtype, "itemsize", 8))
