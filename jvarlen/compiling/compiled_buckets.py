@@ -1,7 +1,4 @@
-"""The callable that `compile_buckets` returns: it runs each batch with the executable of its bucket.
-
-Batches that were not planned are rejected.
-"""
+"""The callable that `compile_buckets` returns: it runs each batch with the executable of its bucket."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class CompiledBuckets:
         self._recipe = recipe
         self._programs = programs
         self._pending = pending
-        self._options = options
+        self._pads = options.fallback == "pad"
         self.specs = {bucket: recipe.shapes.spec(bucket) for bucket in buckets}
         self.num_padded = 0
         self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
@@ -87,7 +84,6 @@ class CompiledBuckets:
         self._stall_s = dict.fromkeys(self.specs, 0.0)
         self._last_use: dict[AnyBucket, int] = {}
         self._failure: BaseException | None = None
-        self._is_state_checked = False
         self._is_arithmetic_prepared = False
         self._checked: tuple[int, ...] = ()  # tells the state that was checked, or the last step gave back
         self._clock: StepClock[AnyBucket] | None = None
@@ -121,9 +117,7 @@ class CompiledBuckets:
         After `close`, it has the buckets that were compiled.
         """
         self.wait()
-        seconds: Mapping[AnyBucket, float] = {}
-        if self._clock is not None:
-            seconds = self._clock.median_seconds()
+        seconds: Mapping[AnyBucket, float] = {} if self._clock is None else self._clock.median_seconds()
         report = CompileReport(
             dataclasses.replace(
                 row,
@@ -153,8 +147,6 @@ class CompiledBuckets:
             self.wait(bucket)
         if not self._programs.has(bucket):
             bucket, batch = self._fall_back(batch)
-        if not self._is_state_checked:
-            self._check_state(state)
         if self._identity(state) != self._checked:
             check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
             if self._recipe.donate and bucket not in self._programs.keeping_state:
@@ -195,7 +187,7 @@ class CompiledBuckets:
         """Continues with what is pending, if a thread is free: lowers a bucket here. Every step does this.
 
         Raises:
-          Exception: as `wait`.
+          Exception: as for `wait`.
         """
         if self._pending is not None:
             self._pending.advance()
@@ -248,10 +240,10 @@ class CompiledBuckets:
             self._pending = None
 
     def release(self, *buckets: tuple[int, ...]) -> None:
-        """Releases the executables of buckets; batches of these buckets are then rejected.
+        """Releases the executables of buckets, whose batches are then rejected.
 
         Args:
-          buckets: buckets that no later step uses; releasing one twice does nothing.
+          buckets: that no later step uses; releasing one twice does nothing.
 
         Raises:
           ValueError: buckets that were not compiled; they are listed.
@@ -297,8 +289,8 @@ class CompiledBuckets:
           Rows of a microbatch.
 
         Raises:
-          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given and the device
-            reports none; or it does not report what programs need.
+          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; or the device reports no limit,
+            and none is given, or does not report what programs need.
         """
         from jvarlen.compiling.measure import suggest_rows
 
@@ -400,42 +392,31 @@ class CompiledBuckets:
         return self._programs.serialized(bucket)
 
     def _fall_back(self, batch: Any) -> tuple[AnyBucket, Any]:
-        if self._options.fallback == "pad":
-            pending = self.pending
-            held = {
-                bucket: spec for bucket, spec in self.specs.items() if self._programs.has(bucket) or bucket in pending
-            }
-            bucket = nearest_larger(batch, held)
-            if bucket is not None:
-                if not self.num_padded:
-                    warnings.warn(
-                        f"{explain_unplanned(batch, self.specs) or 'the executable of this batch was released'}. "
-                        f"It is padded to {bucket}, like all such batches",
-                        stacklevel=3,
-                    )
-                self.num_padded += 1
-                if bucket in self._last_use:
-                    self._last_use[bucket] += 1  # it is none of the steps that were to come
-                return bucket, pad_to_spec(batch, self.specs[bucket])
-        difference = explain_unplanned(batch, self.specs, self._recipe.device)
-        if difference is None:
-            bucket = self._bucket_of[signature(batch)]
-            difference = f"the executable of {bucket} was released, as no step was to use it"
-        raise UnplannedShapeError(difference)
-
-    def _check_state(self, state: Any) -> None:
-        abstract = jax.eval_shape(lambda state: state, state)
-        difference = explain_unplanned_state(abstract, self._recipe.state_spec)
-        if difference:
+        """The bucket that a batch which was not planned is padded to, and the padded batch."""
+        usable = {*self.pending, *filter(self._programs.has, self.specs)} if self._pads else set()
+        bucket = nearest_larger(batch, {bucket: spec for bucket, spec in self.specs.items() if bucket in usable})
+        if bucket is None:
+            difference = explain_unplanned(batch, self.specs, self._recipe.device)
+            if difference is None:
+                released = self._bucket_of[signature(batch)]
+                difference = f"the executable of {released} was released, as no step was to use it"
             raise UnplannedShapeError(difference)
-        self._is_state_checked = True
+        if not self.num_padded:
+            difference = explain_unplanned(batch, self.specs) or "the executable of this batch was released"
+            warnings.warn(f"{difference}. It is padded to {bucket}, like all such batches", stacklevel=3)
+        self.num_padded += 1
+        if bucket in self._last_use:
+            self._last_use[bucket] += 1  # it is none of the steps that were to come
+        return bucket, pad_to_spec(batch, self.specs[bucket])
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
         check_deleted(state, batch, error)
-        device = self._recipe.device
-        difference = explain_unplanned(batch, {bucket: self.specs[bucket]}, device) or explain_unplanned_state(
-            state, self._recipe.state_spec, device
+        device, spec = self._recipe.device, self._recipe.state_spec
+        difference = (
+            explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
+            or explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
+            or explain_unplanned_state(state, spec, device)
         )
         if difference:
             raise UnplannedShapeError(difference) from error
@@ -449,10 +430,7 @@ class CompiledBuckets:
 
 
 def _prepare_arithmetic(metrics: Any) -> None:
-    """Compiles the arithmetic that loops do on metrics, so that a guard allows it.
-
-    Sums of arrays; of scalars differences, products and quotients as well.
-    """
+    """Compiles sums of metrics, and of scalars differences, products and quotients, so that a guard allows them."""
     with recompiles.uncounted_in_thread(), jax.transfer_guard("allow"):
         for leaf in jax.tree.leaves(metrics):
             is_summed = not leaf.shape or (leaf.sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
