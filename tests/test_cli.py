@@ -179,75 +179,60 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["plan", "LENGTHS", "--max-tokens", "4096", "--overlong", "split"], "overlong split packs"),
-        (["plan", "LENGTHS", "--max-tokens", "4096", "--max-samples-per-row", "3"], "max_samples_per_row (3) is for"),
+        ("plan LENGTHS --max-tokens 4096 --overlong split", "overlong split packs"),
+        ("plan LENGTHS --max-tokens 4096 --max-samples-per-row 3", "max_samples_per_row (3) is for"),
         (
-            ["plan", "LENGTHS", "--max-tokens", "4096", "--pack", "--overlong", "split", "--compare"],
+            "plan LENGTHS --max-tokens 4096 --pack --overlong split --compare",
             "compare has strategies that cannot split",
         ),
-        (["plan", "LENGTHS", "--max-tokens", "100"], "max_tokens 100 leaves no row for a bucket"),
-        (["plan", "LENGTHS", "--max-tokens", "many"], "--max-tokens"),
-        (["plan", "LENGTHS", "--max-tokens", "4096", "--html", "nowhere/plan.html"], "there is no directory nowhere"),
-        (["plan", "LENGTHS", "--max-tokens", "0"], "max_tokens"),
-        (["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx-h100"], "cluster and model go together"),
+        ("plan LENGTHS --max-tokens 100", "max_tokens 100 leaves no row for a bucket"),
+        ("plan LENGTHS --max-tokens many", "--max-tokens"),
+        ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
+        ("plan LENGTHS --max-tokens 0", "max_tokens"),
+        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "cluster and model go together"),
         (
-            ["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx", "--model", "TEXT"],
+            "plan LENGTHS --max-tokens 4096 --cluster dgx --model TEXT",
             "there is no cluster dgx, and no preset; there are dgx-a100",
         ),
+        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT", "holds no model"),
         (
-            ["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx-h100", "--model", "TEXT"],
-            "holds no model",
-        ),
-        (
-            [
-                "plan",
-                "LENGTHS",
-                "--max-tokens",
-                "4096",
-                "--cluster",
-                "dgx-h100",
-                "--model",
-                "TEXT",
-                "--compare",
-                "--html",
-                "page.html",
-            ],
+            "plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT --compare --html page.html",
             "compare, cluster and html exclude each other",
         ),
-        (["plan", "LENGTHS"], "--max-tokens"),
-        (["plan", "LENGTHS", "--max-tokens", "4096", "--order", "random"], "random"),
-        (["plan", "LENGTHS", "--max-tokens", "4096", "--colour", "red"], "--colour"),
-        (["plan", "nowhere.npy", "--max-tokens", "4096"], "there is no lengths file nowhere.npy"),
-        (["plan", "TEXT", "--max-tokens", "4096"], "not a readable .npy file"),
-        (["plan", "FLOATS", "--max-tokens", "4096"], "lengths must be integers, not float64"),
-        (["sort", "nowhere.npy"], "there is no lengths file nowhere.npy"),
-        (["sort", "TEXT"], "not a readable .npy file"),
-        (["sort", "NAN"], "keys are NaN"),
-        (["sort", "TABLE"], "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
-        pytest.param(["sort", "LONG"], "at most 64 bits, not float128[3]", marks=no_long_doubles),
-        (["sort", "LENGTHS", "--devices", "0"], "devices (0)"),
-        (["train", "--devices", "2"], "1 microbatches a step do not spread over 2 shards"),
-        (["train", "--devices", "9"], "devices must be between 1 and 8, not 9"),
-        (["train", "--optimizer.schedule-unit", "epochs"], "schedule-unit"),
-        (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
-        (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),
-        (["sort", "LENGTHS", "--devices", "9"], "devices must be between 1 and 8, not 9"),
-        (["sort", "LENGTHS", "--out", "nowhere/order.npy"], "there is no directory nowhere"),
-        (["train", "--plan.max-tokens", "0"], "max_tokens"),
-        (["train", "--plan.max-tokens", "12"], "max_tokens 12 leaves no row for a bucket"),
-        (["train", "--decoder.width", "7"], "width (7)"),
-        (["train", "--optimiser.b1", "0.5"], "--optimiser.b1"),
-        (["train", "--resume", "nowhere"], "there is no run to resume"),
-        (["train", "--resume"], "--resume"),
-        (["report"], "at least one run"),
-        (["report", "nowhere"], "there is no directory nowhere of a run"),
-        (["report", "."], ". is not the directory of a run: there is no config.json and no metrics.jsonl"),
-        (["report", ".", "--page", "x.html"], "--page"),
-        (["train", "--max-stepz", "3"], "--max-stepz, 3; perhaps --max-steps"),
-        (["fly"], "there is no command fly: the commands are plan, sort, train"),
-        (["trian"], "there is no command trian, perhaps train"),
-        (["--devices", "2", "train"], "a command comes first, not --devices"),
-        ([], "a command is missing: the commands are plan"),
+        ("plan LENGTHS", "--max-tokens"),
+        ("plan LENGTHS --max-tokens 4096 --order random", "random"),
+        ("plan LENGTHS --max-tokens 4096 --colour red", "--colour"),
+        ("plan nowhere.npy --max-tokens 4096", "there is no lengths file nowhere.npy"),
+        ("plan TEXT --max-tokens 4096", "not a readable .npy file"),
+        ("plan FLOATS --max-tokens 4096", "lengths must be integers, not float64"),
+        ("sort nowhere.npy", "there is no lengths file nowhere.npy"),
+        ("sort TEXT", "not a readable .npy file"),
+        ("sort NAN", "keys are NaN"),
+        ("sort TABLE", "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
+        pytest.param("sort LONG", "at most 64 bits, not float128[3]", marks=no_long_doubles),
+        ("sort LENGTHS --devices 0", "devices (0)"),
+        ("train --devices 2", "1 microbatches a step do not spread over 2 shards"),
+        ("train --devices 9", "devices must be between 1 and 8, not 9"),
+        ("train --optimizer.schedule-unit epochs", "schedule-unit"),
+        ("sort LENGTHS --out .", "must be a file, and another one than the lengths"),
+        ("sort LENGTHS --out LENGTHS", "must be a file, and another one than the lengths"),
+        ("sort LENGTHS --devices 9", "devices must be between 1 and 8, not 9"),
+        ("sort LENGTHS --out nowhere/order.npy", "there is no directory nowhere"),
+        ("train --plan.max-tokens 0", "max_tokens"),
+        ("train --plan.max-tokens 12", "max_tokens 12 leaves no row for a bucket"),
+        ("train --decoder.width 7", "width (7)"),
+        ("train --optimiser.b1 0.5", "--optimiser.b1"),
+        ("train --resume nowhere", "there is no run to resume"),
+        ("train --resume", "--resume"),
+        ("report", "at least one run"),
+        ("report nowhere", "there is no directory nowhere of a run"),
+        ("report .", ". is not the directory of a run: there is no config.json and no metrics.jsonl"),
+        ("report . --page x.html", "--page"),
+        ("train --max-stepz 3", "--max-stepz, 3; perhaps --max-steps"),
+        ("fly", "there is no command fly: the commands are plan, sort, train"),
+        ("trian", "there is no command trian, perhaps train"),
+        ("--devices 2 train", "a command comes first, not --devices"),
+        ("", "a command is missing: the commands are plan"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tmp_path, capsys, monkeypatch):
@@ -265,7 +250,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
         "NAN": "nan.npy",
         "TABLE": "table.npy",
     }
-    assert main([names.get(arg, arg) for arg in args]) == 2
+    assert main([names.get(arg, arg) for arg in args.split()]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jvarlen: ")
     assert said in error
@@ -275,10 +260,10 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
 @pytest.mark.parametrize(
     "args",
     [
-        ["--html", "nowhere/page.html"],
-        ["--out", "nowhere/plan.npz"],
-        ["--cluster", "nowhere.json", "--model", "model.json"],
-        ["--cluster", "dgx-h100", "--model", "nowhere.json"],
+        "--html nowhere/page.html",
+        "--out nowhere/plan.npz",
+        "--cluster nowhere.json --model model.json",
+        "--cluster dgx-h100 --model nowhere.json",
     ],
 )
 def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file, tmp_path, capsys, monkeypatch):
@@ -286,7 +271,7 @@ def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file,
     monkeypatch.setattr("jvarlen.runs.plan_config.make_plan", lambda *args, **kwargs: pytest.fail("a plan was made"))
     model = {"layers": 1, "width": 8, "heads": 1, "vocabulary": 8}
     (tmp_path / "model.json").write_text(json.dumps(model))
-    assert main(["plan", lengths_file, "--max-tokens", "4096", "--out", "plan.npz", *args]) == 2
+    assert main(["plan", lengths_file, "--max-tokens", "4096", "--out", "plan.npz", *args.split()]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert "nowhere" in said.err

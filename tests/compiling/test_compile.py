@@ -50,14 +50,13 @@ def make_batch(rows, length, num_microbatches=2):
     )
 
 
+def compile_step(step, state, shapes, **options):
+    return compile_buckets(step, state, shapes, progress=False, options=CompileOptions(cache_dir=None, **options))
+
+
 def compile_count(buckets=BUCKETS, state=0.0, mesh=None, num_microbatches=2, **options):
-    return compile_buckets(
-        count_step,
-        state,
-        BatchShapes(buckets, microbatches_per_step=num_microbatches, layout=mesh),
-        progress=False,
-        options=CompileOptions(cache_dir=None, **options),
-    )
+    shapes = BatchShapes(buckets, microbatches_per_step=num_microbatches, layout=mesh)
+    return compile_step(count_step, state, shapes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +166,7 @@ def test_another_state_is_refused_at_the_first_call(state, said):
 
 
 def test_a_state_in_other_containers_is_refused():
-    compiled = compile_buckets(
-        lambda state, batch: (state, None),
-        [0.0],
-        BatchShapes(BUCKETS[:1]),
-        progress=False,
-        options=CompileOptions(cache_dir=None),
-    )
+    compiled = compile_step(lambda state, batch: (state, None), [0.0], BatchShapes(BUCKETS[:1]))
     with pytest.raises(UnplannedShapeError, match=r"the state is not the one .*: the containers of the leaves differ"):
         compiled((0.0,), make_batch(4, 8, 1))
 
@@ -199,11 +192,10 @@ def test_a_state_that_was_donated_is_named(num_devices):
     """On several devices of a CPU, JAX ends the process if it gets one."""
     mesh = None if num_devices is None else data_mesh(num_devices)
     state = {"w": jnp.ones(3) if mesh is None else replicate(jnp.ones(3), mesh)}
-    compiled = compile_buckets(
+    compiled = compile_step(
         lambda state, batch: (jax.tree.map(jnp.negative, state), None),
         state,
         BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh),
-        progress=False,
     )
     compiled(state, make_batch(4, 8))
     with pytest.raises(ValueError, match=r"state\['w'\] of the arguments was donated: .* Use the state that the step"):
@@ -242,13 +234,7 @@ def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
 
     leaf = aliased(kind, mesh)
     expected = jax.device_get(jax.tree.map(as_numbers, step((leaf, leaf), None)[0]))
-    compiled = compile_buckets(
-        step,
-        (leaf, leaf),
-        BatchShapes(BUCKETS[:1], microbatches_per_step=8, layout=mesh),
-        progress=False,
-        options=CompileOptions(cache_dir=None),
-    )
+    compiled = compile_step(step, (leaf, leaf), BatchShapes(BUCKETS[:1], microbatches_per_step=8, layout=mesh))
     batch = make_batch(4, 8, 8)
     del leaf
 
@@ -312,13 +298,7 @@ def test_what_a_step_closes_over_may_be_what_training_begins_with(num_devices):
     def step(state, batch):
         return state + 1, jnp.sum((state - reference)[0])
 
-    compiled = compile_buckets(
-        step,
-        reference,
-        BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh),
-        progress=False,
-        options=CompileOptions(cache_dir=None),
-    )
+    compiled = compile_step(step, reference, BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh))
     for _ in range(2):  # trainings, each from the beginning
         state = reference
         distances = []
@@ -329,12 +309,10 @@ def test_what_a_step_closes_over_may_be_what_training_begins_with(num_devices):
 
 
 def test_the_state_can_be_numbers_or_of_another_precision():
-    compiled = compile_buckets(
+    compiled = compile_step(
         lambda state, batch: ({"n": state["n"] + 1, "x": state["x"] * 2}, None),
         {"n": 0, "x": np.ones(3)},
         BatchShapes(BUCKETS[:1]),
-        progress=False,
-        options=CompileOptions(cache_dir=None),
     )
     state, _ = compiled({"n": 0, "x": np.ones(3)}, make_batch(4, 8, 1))
     state, _ = compiled(state, make_batch(4, 8, 1))
@@ -356,9 +334,7 @@ def test_buckets_at_fault_are_listed():
 )
 def test_a_step_that_changes_the_kind_of_its_state_is_refused(step, said):
     with pytest.raises(ValueError, match=said):
-        compile_buckets(
-            step, jnp.float32(0), BatchShapes(BUCKETS), progress=False, options=CompileOptions(cache_dir=None)
-        )
+        compile_step(step, jnp.float32(0), BatchShapes(BUCKETS))
 
 
 def test_steps_without_metrics_cannot_be_timed():
@@ -381,9 +357,7 @@ def test_a_mesh_takes_spread_batches_and_fresh_state():
     with pytest.raises(UnplannedShapeError, match=r"on device 1, planned was int32\[2,4,8\] on devices 0, 1 as"):
         compiled(state, jax.device_put(batch, jax.devices()[1]))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
-        compile_buckets(
-            count_step, jnp.float32(0), BatchShapes(BUCKETS, microbatches_per_step=3, layout=mesh), progress=False
-        )
+        compile_step(count_step, jnp.float32(0), BatchShapes(BUCKETS, microbatches_per_step=3, layout=mesh))
 
 
 def test_steps_on_devices_of_one_cpu_do_not_pile_up():
@@ -402,11 +376,8 @@ def test_a_batch_of_ones_own_is_described_by_its_spec():
     def spec(bucket, num_microbatches):
         return {"x": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), np.float32)}
 
-    compiled = compile_buckets(
-        lambda state, batch: (state + batch["x"].sum(), None),
-        jnp.float32(1),
-        BatchShapes([(3, 5)], batch_spec=spec),
-        progress=False,
+    compiled = compile_step(
+        lambda state, batch: (state + batch["x"].sum(), None), jnp.float32(1), BatchShapes([(3, 5)], batch_spec=spec)
     )
     assert float(compiled(jnp.float32(1), {"x": np.ones((1, 3), np.float32)})[0]) == 4
 
@@ -419,11 +390,11 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
         order="length",
         microbatches_per_step=2,
     )
-    compiled = compile_buckets(count_step, jnp.float32(0), plan, progress=False)
+    compiled = compile_step(count_step, jnp.float32(0), plan)
     assert compiled.microbatches_per_step == 2
     assert {row.bucket: row.planned_steps for row in compiled.report} == plan.steps_of_buckets()
     packed = make_plan(pack_samples(lengths, 32), [(4, 32)], order="length")
-    compiled = compile_buckets(lambda state, batch: (state, batch.positions.sum()), 0, packed, progress=False)
+    compiled = compile_step(lambda state, batch: (state, batch.positions.sum()), 0, packed)
     assert all(isinstance(spec, PackedBatch) for spec in compiled.specs.values())
     with pytest.raises(ValueError, match="a plan or BatchShapes, not a list"):
         compile_buckets(count_step, jnp.float32(0), BUCKETS)
@@ -436,17 +407,16 @@ def test_a_step_tells_where_it_runs():
         def __call__(self, state, batch):
             return count_step(state, batch)
 
-    compiled = compile_buckets(Step(), jnp.float32(0), SHAPES, progress=False)
+    compiled = compile_step(Step(), jnp.float32(0), SHAPES)
     assert compiled.mesh == Step.placement.mesh
 
 
 def test_the_report_tells_operations_bytes_and_use():
-    compiled = compile_buckets(
+    compiled = compile_step(
         lambda state, batch: (state, batch.weights @ batch.weights.mT),
         jnp.ones(3),
         BatchShapes([(4, 32), (2, 40)]),
-        progress=False,
-        options=CompileOptions(cache_dir=None, time_steps=True),
+        time_steps=True,
     )
     state = jnp.ones(3)
     for _ in range(3):
@@ -575,12 +545,11 @@ def test_typed_keys_in_a_batch_are_warmed_up_and_dispatched(num_devices):
         return {"keys": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), jax.random.key(0).dtype)}
 
     mesh = None if num_devices is None else data_mesh(num_devices)
-    compiled = compile_buckets(
+    compiled = compile_step(
         step,
         jnp.float32(0),
         BatchShapes([(3, 4)], microbatches_per_step=2, layout=mesh, batch_spec=batch_spec),
-        progress=False,
-        options=CompileOptions(warm_up=True, cache_dir=None),
+        warm_up=True,
     )
     keys = jax.random.split(jax.random.key(1), (2, 3))
     batch = {"keys": keys if mesh is None else jax.device_put(keys, batch_shardings(keys, mesh))}
@@ -641,14 +610,10 @@ def test_the_most_rows_that_fit_are_found_by_compiling():
         scores = batch.weights[..., None] * batch.weights[..., None, :]
         return state, (jnp.sort(scores) @ scores).sum()
 
-    compiled = compile_buckets(attention_like, jnp.float32(0), BatchShapes([(2, 16)]), progress=False)
+    compiled = compile_step(attention_like, jnp.float32(0), BatchShapes([(2, 16)]))
 
     def total_bytes(rows):
-        return (
-            compile_buckets(attention_like, jnp.float32(0), BatchShapes([(rows, 16)]), progress=False)
-            .report[0]
-            .total_bytes
-        )
+        return compile_step(attention_like, jnp.float32(0), BatchShapes([(rows, 16)])).report[0].total_bytes
 
     limit = 1_000_000
     rows = compiled.suggest_rows((2, 16), limit)
