@@ -161,14 +161,7 @@ def fit(
 
 
 def dry_run(config: FitConfig) -> None:
-    """Prints the plan of a training, and what a step of its largest shape holds and sends on a device; trains nothing.
-
-    Args:
-      config: the settings, of the built-in model.
-
-    Raises:
-      ValueError: as `fit`, before its first step.
-    """
+    """Prints the plan of a training of the built-in model, and what a step of its largest shape holds and sends."""
     config, placement = _launched(config, None, None)
     with remembered_interrupts():
         show_estimates(prepare(config, Task(), None, placement))
@@ -342,7 +335,6 @@ def _train(run: _Run) -> _Trained:
     if is_main_process() and config.directory.run_dir is None:
         point_latest_to(run.run_dir)
 
-    steps_left = training.num_steps - place.num_steps_done
     batches = prepared.load(
         training.plan_of_epoch,
         prepared.data.train,
@@ -362,7 +354,9 @@ def _train(run: _Run) -> _Trained:
                 progress=config.progress,
                 in_bits=prepared.task.is_language_model,
             ) as display,
-            StepProfiler(run.run_dir / "profile", config.profile, steps_left=steps_left) as profiler,
+            StepProfiler(
+                run.run_dir / "profile", config.profile, steps_left=training.num_steps - place.num_steps_done
+            ) as profiler,
         ):
             running: tuple[dict[str, Any], Metrics] | None = None  # the step that the devices compute
 
@@ -373,11 +367,9 @@ def _train(run: _Run) -> _Trained:
                 display.update(record, pending=run.train_step.pending)
 
             while place.num_steps_done < training.num_steps:
-                is_evaluated = _is_due(place, config.eval_every)
+                is_evaluated, kept = _is_due(place, config.eval_every), config.checkpoints
                 # Where the best are kept, every evaluated state may be one of them.
-                is_saved = _is_due(place, config.checkpoints.checkpoint_every) or (
-                    is_evaluated and config.checkpoints.keep_best > 0
-                )
+                is_saved = _is_due(place, kept.checkpoint_every) or (is_evaluated and kept.keep_best > 0)
                 if running is not None and (is_evaluated or is_saved):
                     end_step(*running)
                     running, place = None, meter.measured(place)
@@ -403,8 +395,7 @@ def _train(run: _Run) -> _Trained:
             if running is not None:
                 end_step(*running)
             place = meter.measured(place)
-        has_ended = place.num_steps_done == training.num_steps
-        evaluations = evaluator.evaluate(state, place) if has_ended else None
+        evaluations = evaluator.evaluate(state, place) if place.num_steps_done == training.num_steps else None
         save(None if evaluations is None else evaluations[HELD_OUT])
         if evaluations is None:
             run.checkpoints.wait()

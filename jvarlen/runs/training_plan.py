@@ -117,14 +117,8 @@ class TrainingPlan:
         self.rates_of_epoch = rates_of_epoch
 
     def describe(self) -> str:
-        """How many steps training takes, in one line, and how many epochs they are."""
-        epochs = self.num_steps / self.steps_per_epoch
-        if self.num_steps < self.steps_per_epoch:
-            return f"training takes {self.num_steps:,} of the {self.steps_per_epoch:,} steps of an epoch"
-        if self.num_steps == self.steps_per_epoch:
-            return f"training takes {self.num_steps:,} steps, one epoch"
-        over = f"{epochs:,.0f}" if epochs.is_integer() else f"{epochs:,.1f}"
-        return f"training takes {self.num_steps:,} steps, {over} epochs of {self.steps_per_epoch:,}"
+        """How many steps training takes, and how many an epoch has."""
+        return f"training takes {self.num_steps:,} steps, an epoch has {self.steps_per_epoch:,}"
 
     def first_place(self) -> Place:
         """The place before the first step."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from itertools import pairwise
 
 import jax
@@ -234,22 +233,22 @@ def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_plan
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "num_epochs", "expected", "said"),
+    ("max_steps", "num_epochs", "expected"),
     [
-        (None, None, 1.0, r"training takes \d+ steps, one epoch$"),
-        (None, 3, 3.0, r"training takes \d+ steps, 3 epochs of \d+$"),
-        (2.5, None, 2.5, r"training takes \d+ steps, 2\.\d epochs of \d+$"),
-        (2.5, 2, 2.0, r"training takes \d+ steps, 2 epochs of \d+$"),
-        (0.5, None, 0.5, r"training takes \d+ of the \d+ steps of an epoch$"),
+        (None, None, 1.0),
+        (None, 3, 3.0),
+        (2.5, None, 2.5),
+        (2.5, 2, 2.0),
+        (0.5, None, 0.5),
     ],
 )
-def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected, said):
+def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected):
     steps_per_epoch = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS).steps_per_epoch
     steps = None if max_steps is None else int(max_steps * steps_per_epoch)
     config = dataclasses.replace(CONFIG, max_steps=steps, num_epochs=num_epochs)
     training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
     assert training.num_steps == int(expected * steps_per_epoch)
-    assert re.match(said, training.describe())
+    assert training.describe() == f"training takes {training.num_steps} steps, an epoch has {steps_per_epoch}"
     assert len({place.plan_digest for place in list(places(training))[:-1]}) == math.ceil(expected)
 
 
