@@ -33,7 +33,7 @@ from jvarlen.distributed.processes import gather_texts, is_main_process, togethe
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, SHAPES_FILE, ChosenShapes, epoch_plan, shapes_for
-from jvarlen.runs.task import Task, TrainingData
+from jvarlen.runs.task import Task, TrainingData, whole_loss
 
 __all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
 
@@ -99,10 +99,8 @@ class ShapeChooser:
         state = jax.eval_shape(functools.partial(task.init_state, step, self._config.seed))
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
         recipe = make_recipe(step, state, of_batches, self._config.compile)
-        model = model_key(recipe.state_spec, task.whole_loss_fn, plan.microbatches_per_step, self._num_devices)
-        known = None
-        if self._cache_dir is not None:
-            known = load_costs(self._cache_dir, recipe.device_text, model)
+        model = model_key(recipe.state_spec, whole_loss(task.loss_fn), plan.microbatches_per_step, self._num_devices)
+        known = None if self._cache_dir is None else load_costs(self._cache_dir, recipe.device_text, model)
         return known or estimate_costs(recipe, buckets, model, self._num_devices)
 
     def _choose(

@@ -35,7 +35,7 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["Task", "TrainingData", "open_training_data"]
+__all__ = ["Task", "TrainingData", "open_training_data", "whole_loss"]
 
 _BLOCK_LENGTH = 1024  # of files of tokens, where no length is the longest
 
@@ -100,11 +100,6 @@ class Task:
             return packed_batch_spec if packed else token_batch_spec
         return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate)
 
-    @property
-    def whole_loss_fn(self) -> LossFn:
-        """The loss of the whole model, on one device."""
-        return _whole(self.loss_fn)
-
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
         model: Any = self.loss_fn
@@ -115,7 +110,7 @@ class Task:
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
         """The state before the first step; it has keys if a loss takes one."""
         losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
-        takes_key = any(takes_argument(_whole(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
+        takes_key = any(takes_argument(whole_loss(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
         params = self.params
         if step.placement is not None:
             _, params = stack_for(step.placement.layout, self.loss_fn, params)
@@ -156,7 +151,8 @@ def _built_in_loss(model: TransformerConfig, layout: Layout | None) -> LossFn | 
     return layered(model)._replace(stack=stack_layers)
 
 
-def _whole(loss_fn: LossFn | LayeredModel | None) -> LossFn:
+def whole_loss(loss_fn: LossFn | LayeredModel | None) -> LossFn:
+    """The loss of the whole model, on one device."""
     assert loss_fn is not None  # there is one after `with_model`
     return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
 
