@@ -15,17 +15,14 @@ import re
 import secrets
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
-
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import default_cache_dir
-from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
+from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.length_cache import content_key
+from jvarlen.data.length_cache import content_key, locked
 
 __all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote"]
 
@@ -37,18 +34,12 @@ _OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_
 
 
 class DataFile(NamedTuple):
-    """A file found under a name, and where it can be read.
-
-    Attributes:
-      path: a plain local file: the same, or its copy in the cache.
-      ending: one of `ENDINGS`.
-      source: the local file whose content decides: the same, but compressed where it is compressed.
-    """
+    """A file found under a name, and where it can be read."""
 
     name: str
-    path: Path
-    ending: str
-    source: Path
+    path: Path  # a plain local file: the same, or its copy in the cache
+    ending: str  # one of `ENDINGS`
+    source: Path  # the local file whose content decides: the same, but compressed where it is compressed
 
 
 def is_remote(path: Path | str) -> bool:
@@ -57,12 +48,7 @@ def is_remote(path: Path | str) -> bool:
 
 
 def ending_of(name: str) -> str | None:
-    """The ending that tells the format of a file, without that of a compression; None for a file of no known format.
-
-    Example:
-      >>> ending_of("train.jsonl.zst"), ending_of("README.md")
-      ('.jsonl', None)
-    """
+    """The ending that tells the format of a file, without that of a compression; None for a file of no known format."""
     own = PurePosixPath(name)
     if own.suffix in _CODECS:
         return own.with_suffix("").suffix if own.with_suffix("").suffix in _COMPRESSIBLE else None
@@ -70,11 +56,7 @@ def ending_of(name: str) -> str | None:
 
 
 def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
-    """The data files of a file, directory, glob or URL, downloaded and decompressed, in the order of their names.
-
-    A directory stands for the data files directly in it; `**` in a glob matches directories. All files must have one
-    format.
-    """
+    """The data files of a file, directory, glob or URL, downloaded and decompressed, in the order of their names."""
     names = _names_in_store(str(path)) if is_remote(path) else _local_names(Path(path))
     endings = {name: ending_of(name) for name in names}
     if unknown := [name for name, ending in endings.items() if ending is None]:
@@ -182,23 +164,18 @@ def _decompressed(path: Path, name: str, progress: bool) -> Path:
         raise UserError(f"{name} is empty")
 
     def decompress(part: Path) -> None:
-        with contextlib.ExitStack() as held:
-            source = held.enter_context(path.open("rb"))
-            stream = held.enter_context(_open_compressed(source, path))
-            shown = held.enter_context(_bar(f"decompressing {name}", path.stat().st_size, progress))
-            out = held.enter_context(part.open("wb"))
-            writer = held.enter_context(ThreadPoolExecutor(1))
-            written = None
+        with (
+            path.open("rb") as source,
+            _open_compressed(source, path) as stream,
+            _bar(f"decompressing {name}", path.stat().st_size, progress) as shown,
+            part.open("wb") as out,
+        ):
             try:
                 while chunk := stream.read(_CHUNK_BYTES):
                     raise_if_interrupted()
-                    if written is not None:
-                        written.result()
-                    written = writer.submit(out.write, chunk)
+                    out.write(chunk)
                     shown.update(source.tell() - shown.n)
-                if written is not None:
-                    written.result()
-            except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+            except (EOFError, zlib.error, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
                     raise
                 raise UserError(f"{name} is damaged or was cut short: {error}") from None
@@ -227,12 +204,7 @@ def _made_once(key: str, name: str, make: Callable[[Path], None]) -> Path:
     if path.exists():
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / ".lock")
-    try:
-        held = lock.acquire(cancel_check=is_interrupted)
-    except Timeout:
-        raise KeyboardInterrupt from None
-    with held:
+    with locked(directory / ".lock"):
         if not path.exists():
             part = directory / f".{name}.{secrets.token_hex(4)}.part"
             try:

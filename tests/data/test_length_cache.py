@@ -96,20 +96,12 @@ def test_a_damaged_cache_is_named_and_made_again(path):
     assert num_refused > len(cuts) + len(flips) // 2
 
 
-@pytest.mark.parametrize(
-    ("key", "lengths", "said"),
-    [
-        (OTHER_KEY, LENGTHS, "they are of other data, bbbb"),
-        (KEY, LENGTHS[:-1], "they are not of 10 samples"),
-        (KEY, [*LENGTHS[:-1], 0], "they are not of 10 samples"),
-        (KEY, list(map(float, LENGTHS)), "the file is damaged"),
-    ],
-)
-def test_a_cache_of_other_data_is_refused(path, key, lengths, said):
-    cache, lengths = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.npz"), np.array(lengths)
-    seal = np.frombuffer(length_cache._seal(key, lengths), np.uint8)
-    np.savez(cache, key=np.array(key), lengths=lengths, seal=seal)
-    with pytest.warns(UserWarning, match=said):
+@pytest.mark.parametrize("key", [OTHER_KEY, KEY])
+def test_a_cache_of_other_data_is_refused(path, key):
+    cache = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.npz")
+    lengths = np.array(LENGTHS, np.float64 if key == KEY else np.int64)
+    np.savez(cache, lengths=lengths, seal=np.frombuffer(length_cache._seal(key, lengths), np.uint8))
+    with pytest.warns(UserWarning, match="the file is damaged or of other data"):
         assert measure(Counted(LENGTHS), path) == LENGTHS
     assert measure(again := Counted(LENGTHS), path) == LENGTHS
     assert again.read == []
@@ -118,8 +110,8 @@ def test_a_cache_of_other_data_is_refused(path, key, lengths, said):
 def test_lengths_that_are_not_those_of_the_seal_are_refused(path):
     cache, lengths = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.npz"), np.array(LENGTHS)
     seal = np.frombuffer(length_cache._seal(KEY, lengths), np.uint8)
-    np.savez(cache, key=np.array(KEY), lengths=lengths[::-1], seal=seal)
-    with pytest.warns(UserWarning, match="the file is damaged"):
+    np.savez(cache, lengths=lengths[::-1], seal=seal)
+    with pytest.warns(UserWarning, match="the file is damaged or of other data"):
         assert measure(Counted(LENGTHS), path) == LENGTHS
 
 
