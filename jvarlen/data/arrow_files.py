@@ -1,7 +1,4 @@
-"""Datasets in a column of Parquet, Arrow, CSV or TSV files.
-
-Directories saved by Hugging Face datasets hold such files. Needs pyarrow, in the extra `data`.
-"""
+"""Columns of Parquet, Arrow, CSV or TSV files, as Hugging Face datasets saves them too; needs pyarrow."""
 
 from __future__ import annotations
 
@@ -26,12 +23,7 @@ _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
 
 
 class ColumnDataset(FileDataset):
-    """Rows of a column of strings, bytes or lists of integers: a data source.
-
-    Parquet, CSV and TSV are decoded into memory. The first line of CSV and TSV names the columns, and every value is a
-    string, in quotes where it holds a delimiter or a newline. Arrow (a file or a stream; also "Feather") is
-    memory-mapped, and uncompressed columns stay on disk.
-    """
+    """Rows of a column of strings, bytes or lists of integers: a data source."""
 
     def __init__(self, path: Path, field: str, num_values: int | None = None):
         self._field, self._num_values = field, num_values
@@ -107,10 +99,7 @@ def holds_messages(path: Path, field: str) -> bool:
 
 
 def saved_shards(directory: Path) -> list[Path]:
-    """The Arrow files of a dataset that Hugging Face `Dataset.save_to_disk` has saved, in their order.
-
-    A format set on the dataset (`set_format`) does not change the files and has no effect here.
-    """
+    """The Arrow files of a dataset that Hugging Face `Dataset.save_to_disk` has saved, in their order."""
     if (directory / "dataset_dict.json").is_file():
         splits = read_json(directory / "dataset_dict.json").get("splits")
         names = [str(directory / name) for name in splits if isinstance(name, str)] if isinstance(splits, list) else []

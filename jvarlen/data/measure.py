@@ -34,7 +34,6 @@ Values = Int64[np.ndarray, " n"] | Float64[np.ndarray, " n"]
 Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
 
 _SHARDS_VERSION = 1
-_MANIFEST = "manifest.json"
 _SEAL_BYTES = hashlib.sha256().digest_size
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
@@ -97,18 +96,8 @@ def measure_lengths(
     """
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
-    return _measure(
-        dataset,
-        length_fn,
-        _LENGTHS,
-        num_workers=num_workers,
-        executor=executor,
-        executor_timeout_s=executor_timeout_s,
-        progress=progress,
-        shards=shards,
-        shard_size=shard_size,
-        read_values=read_values,
-    )
+    running = _Running(num_workers, progress, shards, shard_size, executor, executor_timeout_s)
+    return _measure(dataset, length_fn, _LENGTHS, running, read_values)
 
 
 def measure_difficulty(
@@ -147,21 +136,12 @@ def measure_difficulty(
       >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
       array([1.  , 0.25])
     """
-    return _measure(
-        dataset,
-        difficulty_fn,
-        _DIFFICULTIES,
-        num_workers=num_workers,
-        executor=executor,
-        executor_timeout_s=executor_timeout_s,
-        progress=progress,
-        shards=shards,
-        shard_size=shard_size,
-    )
+    running = _Running(num_workers, progress, shards, shard_size, executor, executor_timeout_s)
+    return _measure(dataset, difficulty_fn, _DIFFICULTIES, running)
 
 
 def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
-    """The attribute `lengths` of a dataset; if it has none, the lengths are measured, sample by sample.
+    """The attribute `lengths` of a dataset, or its lengths, measured sample by sample.
 
     Args:
       dataset: random access to samples that have a `len()`.
@@ -185,14 +165,34 @@ def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.nda
 
 
 def measure_integers(
-    dataset: DataSource, function: Callable[[Any], int], name: str, **options: Any
+    dataset: DataSource,
+    function: Callable[[Any], int],
+    name: str,
+    *,
+    num_workers: int,
+    progress: bool,
+    shards: Path | None,
+    shard_size: int,
+    read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Int64[np.ndarray, " N"]:
-    """Measures any integer of every sample, zero and negative ones too; with the options of `_measure`."""
-    return _measure(dataset, function, _Quantity(name, "integers that fit int64", is_integer, _unchecked), **options)
+    """Measures any integer of every sample, zero and negative ones too; `read_values` as for `Work`."""
+    quantity = _Quantity(name, "integers that fit int64", is_integer, lambda words, is_float: words)
+    return _measure(dataset, function, quantity, _Running(num_workers, progress, shards, shard_size), read_values)
+
+
+class _Running(NamedTuple):
+    """How to measure: the options of `measure_lengths`."""
+
+    num_workers: int
+    progress: bool
+    shards: str | os.PathLike[str] | None
+    shard_size: int
+    executor: Executor | None = None
+    executor_timeout_s: float | None = None
 
 
 def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
-    """Lengths that a dataset reads at once; None where one is below 1: the sample itself is then to tell the reason."""
+    """Lengths that a dataset reads at once; None if one is below 1: the sample itself then tells the reason."""
     lengths = dataset.lengths_of(samples)
     return lengths if lengths is not None and min(lengths) > 0 else None
 
@@ -256,14 +256,6 @@ def _len_of_tokens(sample: Any) -> int | _Record:
     return len(sample)
 
 
-def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
-    return words
-
-
-def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    return check_lengths(words)
-
-
 def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
     if not is_float.any():
         return words
@@ -280,7 +272,7 @@ def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Value
     return values
 
 
-_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_lengths)
+_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, lambda words, is_float: check_lengths(words))
 _DIFFICULTIES = _Quantity("difficulty", "floats, or integers that fit int64", is_number, _check_difficulties)
 
 
@@ -288,24 +280,18 @@ def _measure(
     dataset: DataSource,
     function: Callable[[Any], Any],
     quantity: _Quantity,
-    *,
-    num_workers: int,
-    executor: Executor | None = None,
-    executor_timeout_s: float | None = None,
-    progress: bool,
-    shards: str | os.PathLike[str] | None,
-    shard_size: int,
+    running: _Running,
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
-    """Measures a quantity; `read_values` gives that of consecutive samples at once, or None where it cannot."""
+    num_workers, progress, shards, shard_size, executor, timeout_s = running
     if not is_integer(num_workers) or num_workers < 0:
         raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
     if executor is not None and not isinstance(executor, Executor):
         raise UserError(
             f"executor must be a concurrent.futures.Executor, such as client.get_executor() of Dask, not {executor!r}"
         )
-    if executor_timeout_s is not None and not (is_number(executor_timeout_s) and executor_timeout_s > 0):
-        raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {executor_timeout_s!r}")
+    if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
+        raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {timeout_s!r}")
     check_at_least_one(shard_size=shard_size)
     num_samples = len(dataset)
     if not num_samples:
@@ -318,7 +304,7 @@ def _measure(
     work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None, read_values)
     num_known = num_samples - sum(map(len, missing))
     bar = progress_bar(total=num_samples, initial=num_known, desc=quantity.name, unit="sample", progress=progress)
-    parts = measure_ranges(work, missing, num_workers, executor, executor_timeout_s)
+    parts = measure_ranges(work, missing, num_workers, executor, timeout_s)
     with contextlib.closing(parts), bar as shown:
         for part in parts:
             there = slice(part.samples.start, part.samples.stop)
@@ -335,12 +321,11 @@ class ShardsError(UserError):
 
 
 class ShardFiles:
-    """The files of a measurement: a manifest, and a sealed `.npy` for every complete shard, int64[n] or float64[n].
+    """The files of a measurement: a manifest, and a sealed `.npy` for every complete shard, int64[n] or float64[n]."""
 
-    They keep the values of all samples, `words`, ints as they are and floats as their bits, and which are floats. A
-    seal is the SHA-256 of the manifest, the file's name and its array. It follows the array, where NumPy does not look.
-    So no file is mistaken for another, or for complete when it is not. Shards that `check` rejects are not kept.
-    """
+    # `words` holds the values of all samples, ints as they are and floats as their bits. A seal is the SHA-256 of the
+    # manifest, the file's name and its array, and follows the array, where NumPy does not look: no file is mistaken for
+    # another.
 
     def __init__(
         self,
@@ -360,9 +345,8 @@ class ShardFiles:
         self._check = check
         self._words, self._is_float = words, is_float
         self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
-        self._shard_size = shard_size
         self._num_missing = np.array(list(map(len, self._shards)))
-        self._manifest = {
+        self._manifest: dict[str, Any] = {
             "format_version": _SHARDS_VERSION,
             "quantity": quantity,
             "function": f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}",
@@ -372,80 +356,74 @@ class ShardFiles:
         self._written_manifest = (json.dumps(self._manifest, indent=2) + "\n").encode()
 
     def read(self) -> list[range]:
-        """Reads existing shards into the arrays, or begins a directory; returns the samples of each missing shard.
-
-        Raises `ShardsError` that lists damaged files, or says what differs. Nothing is removed.
-        """
+        """Reads existing shards into the arrays, or begins a directory; returns the samples of each missing shard."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        present = {path.name for path in self._directory.glob("*.npy")}
-        self._check_manifest(present)
-        if foreign := present.difference(map(self._name, range(len(self._shards)))):
-            raise self._refusal(f"holds files that are no shards of this measuring: {list_first(sorted(foreign))}")
-        if damaged := {name for name in present if not self._read_shard(name)}:
+        manifest = self._directory / "manifest.json"
+        if manifest.exists():
+            self._check_manifest(manifest.read_bytes())
+        else:
+            with write_atomically(manifest) as file:
+                file.write(self._written_manifest)
+        damaged = []
+        for index in range(len(self._shards)):
+            path = self._path(index)
+            if path.exists() and not self._read_shard(index, path):
+                damaged.append(path.name)
+        if damaged:
             raise self._refusal(
-                f"holds shards that are damaged or of another measuring, to be measured again once they are deleted: "
-                f"{list_first(sorted(damaged))}"
+                "holds shards that are damaged or of another measuring, to be measured again once they are deleted: "
+                f"{list_first(damaged)}"
             )
         return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
 
     def add(self, samples: range) -> None:
-        """Takes note that the arrays hold samples of a missing shard, and writes the shard where it is whole.
-
-        A shard that does not pass the check is left out: the same check of all values lists the offenders of all
-        shards, and the next call measures it again.
-        """
-        index = samples.start // self._shard_size
+        """Notes that the arrays hold samples of a missing shard; writes it once it is whole and passes the check."""
+        index = samples.start // self._manifest["shard_size"]
         self._num_missing[index] -= len(samples)
         if self._num_missing[index]:
             return
-        shard = slice(self._shards[index].start, self._shards[index].stop)
+        shard = self._slice(index)
         try:
             values = self._check(self._words[shard], self._is_float[shard])
-        except ValueError:
+        except ValueError:  # the check of all values lists the offenders of all shards
             return
         body = io.BytesIO()
         np.save(body, values, allow_pickle=False)
-        name = self._name(index)
-        with write_atomically(self._directory / name) as file:
-            file.write(body.getvalue() + self._seal(name, body.getvalue()))
+        path = self._path(index)
+        with write_atomically(path) as file:
+            file.write(body.getvalue() + self._seal(path, body.getvalue()))
 
-    def _read_shard(self, name: str) -> bool:
-        content = (self._directory / name).read_bytes()
+    def _read_shard(self, index: int, path: Path) -> bool:
+        content = path.read_bytes()
         body, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
-        if seal != self._seal(name, body):
+        if seal != self._seal(path, body):
             return False
-        index = int(Path(name).stem)
-        shard = slice(self._shards[index].start, self._shards[index].stop)
-        values = np.load(io.BytesIO(body), allow_pickle=False)
+        values, shard = np.load(io.BytesIO(body), allow_pickle=False), self._slice(index)
         self._words[shard], self._is_float[shard] = values.view(np.int64), values.dtype == np.float64
         self._num_missing[index] = 0
         return True
 
-    def _check_manifest(self, present: set[str]) -> None:
-        path = self._directory / _MANIFEST
-        if not path.exists():
-            if present:
-                raise self._refusal(f"holds {list_first(sorted(present))}, but no {_MANIFEST}")
-            with write_atomically(path) as file:
-                file.write(self._written_manifest)
-            return
+    def _check_manifest(self, content: bytes) -> None:
         try:
-            found = json.loads(path.read_bytes())
-            differences = [
-                f"{name} is {found.get(name)!r}, not {wanted!r}"
-                for name, wanted in self._manifest.items()
-                if found.get(name) != wanted
-            ]
-        except (ValueError, AttributeError) as error:
-            raise self._refusal(f"has a damaged {_MANIFEST} ({error})") from error
+            found = dict(json.loads(content))
+        except (ValueError, TypeError) as error:
+            raise self._refusal(f"has a damaged manifest.json ({error})") from error
+        differences = [
+            f"{name} is {found.get(name)!r}, not {wanted!r}"
+            for name, wanted in self._manifest.items()
+            if found.get(name) != wanted
+        ]
         if differences:
             raise self._refusal(f"is of another measuring: {'; '.join(differences)}")
 
-    def _name(self, index: int) -> str:
-        return f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # so that names sort as the shards do
+    def _slice(self, index: int) -> slice:
+        return slice(self._shards[index].start, self._shards[index].stop)
 
-    def _seal(self, name: str, body: bytes) -> bytes:
-        return hashlib.sha256(self._written_manifest + name.encode() + body).digest()
+    def _path(self, index: int) -> Path:
+        return self._directory / f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # names sort as the shards do
+
+    def _seal(self, path: Path, body: bytes) -> bytes:
+        return hashlib.sha256(self._written_manifest + path.name.encode() + body).digest()
 
     def _refusal(self, reason: str) -> ShardsError:
         return ShardsError(f"{self._directory} {reason}. To start again, delete it or take another directory")

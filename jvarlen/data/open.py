@@ -69,16 +69,12 @@ class StoredDataset(Dataset):
 
     @functools.cached_property
     def content_key(self) -> str:
-        """Hex key of everything that decides the samples: file contents, field, tokenizer.
-
-        Files with the same content have the same key, wherever they are. They are read for it once, when it is first
-        needed.
-        """
+        """Hex key of all that decides the samples: contents of files, wherever they are, field and tokenizer."""
         return combine_keys(self._files_key, self._choice, self._tokenizer.key if self._tokenizer else None)
 
     @functools.cached_property
     def sample_hashes(self) -> Int64[np.ndarray, " N"]:
-        """The `sample_hash` of every sample, kept beside the data; see `cached_hashes`."""
+        """The `sample_hash` of every sample, kept beside the data."""
         # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
         width = "bytes" if self.num_values is not None and self.num_values <= _NUM_BYTES else "integers"
         key = combine_keys(self._lengths_key(), width)

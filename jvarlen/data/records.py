@@ -32,17 +32,11 @@ _TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the
 
 
 class MarkedText(NamedTuple):
-    """A text of which parts are learned.
-
-    Attributes:
-      text: all of it.
-      learned: the characters that are learned, as ascending ranges (start, end); None for all.
-      has_special_tokens: whether special tokens are written in the text, so that a tokenizer must not add any.
-    """
+    """A text, and which of its characters are learned."""
 
     text: str
-    learned: tuple[tuple[int, int], ...] | None = None
-    has_special_tokens: bool = False
+    learned: tuple[tuple[int, int], ...] | None = None  # ascending ranges (start, end); None for all
+    has_special_tokens: bool = False  # whether a tokenizer must not add any
 
     def is_learned(self, start: int, end: int) -> bool:
         """Whether any of these characters is learned."""
@@ -50,38 +44,7 @@ class MarkedText(NamedTuple):
 
 
 class RecordFormat:
-    r"""How a record becomes a text, and what of it is learned.
-
-    Several fields are joined by newlines, or fill a template. A single field may also hold a chat: a list of messages
-    with `role` and `content`. Each message fills the template, `"{role}: {content}\n"` by default, unless there is a
-    chat template.
-
-    With `loss_on`, only the text of these fields, or of messages of these roles, is learned. So is what follows the
-    last field in the template, which is how a model learns to end.
-
-    Args:
-      fields: names of the fields.
-      template: text with the names of the fields in braces; the names of `fields` then follow from it unless they are
-        given. For chats, the template of a message, with `{role}` and `{content}`.
-      loss_on: the fields or roles that are learned; none for all.
-
-    Attributes:
-      fields: names of the fields that a record must have.
-      key: tells one format from another.
-      takes_chat_template: whether chats are written by the chat template of a tokenizer, if it has one.
-
-    Raises:
-      ValueError: a template that cannot be filled, or whose names are not the fields; `loss_on` that names none of
-        several fields.
-
-    Example:
-      >>> asked = RecordFormat(template="Q: {question}\nA: {answer}\n", loss_on=["answer"])
-      >>> marked = asked.render({"question": "1 + 1?", "answer": "2"})
-      >>> marked.text, [marked.text[start:end] for start, end in marked.learned]
-      ('Q: 1 + 1?\nA: 2\n', ['2\n'])
-      >>> RecordFormat(["messages"], loss_on=["b"]).render({"messages": [{"role": "b", "content": "hi"}]})
-      MarkedText(text='b: hi\n', learned=((3, 6),), has_special_tokens=False)
-    """
+    """How a record becomes a text, and what of it is learned: see `open_data`."""
 
     def __init__(self, fields: Sequence[str] = ("text",), template: str | None = None, loss_on: Sequence[str] = ()):
         parts = None if template is None else _parse_template(template)
@@ -206,11 +169,7 @@ def _text_of(field: str, value: Any) -> str:
 
 
 class ChatTemplate:
-    """The chat template that comes with a tokenizer, in Jinja, with the texts of the tokenizer's special tokens.
-
-    References:
-      Hugging Face, "Chat templates", https://huggingface.co/docs/transformers/chat_templating
-    """
+    """The Jinja template of chats that comes with a tokenizer, and the texts of the tokenizer's special tokens."""
 
     def __init__(self, source: str, special_tokens: Iterable[str] = (), variables: dict[str, str] | None = None):
         self._arguments = source, sorted(special_tokens), variables or {}

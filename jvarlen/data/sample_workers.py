@@ -1,7 +1,4 @@
-"""Applies a function to ranges of samples in worker processes.
-
-The caller decides what the values mean and where they are kept.
-"""
+"""Applies a function to ranges of samples in worker processes."""
 
 from __future__ import annotations
 
@@ -39,19 +36,13 @@ _CAREFUL_EVERY = 1_024  # of those after them
 
 
 class Work(NamedTuple):
-    """Everything needed to measure ranges of samples; a worker process gets it once, pickled.
-
-    `to_words` takes the values of a range and the range; it raises ValueError that lists the values that it rejects.
-    `careful_function` replaces `function` for the first 4,096 samples and every 1,024th after them: inspecting every
-    sample would take longer than measuring it. `read_values` gives the values of consecutive samples at once, or None
-    where it cannot.
-    """
+    """What measures ranges of samples; a worker process gets it once, pickled."""
 
     dataset: DataSource
     function: Callable[[Any], Any]
-    to_words: Callable[[list[Any], range], tuple[Words, IsFloat]]
-    careful_function: Callable[[Any], Any] | None = None
-    read_values: Callable[[range], list[int] | None] | None = None
+    to_words: Callable[[list[Any], range], tuple[Words, IsFloat]]  # raises ValueError that lists rejected values
+    careful_function: Callable[[Any], Any] | None = None  # for a few of the samples: inspecting all takes too long
+    read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
 
 
 class MeasuredRange(NamedTuple):
@@ -75,12 +66,7 @@ def measure_ranges(
     executor: Executor | None = None,
     executor_timeout_s: float | None = None,
 ) -> Generator[MeasuredRange, None, None]:
-    """Measures the missing samples in ranges that take about a quarter of a second each; gives each when it is done.
-
-    Workers are spawned when the first part is requested, and end with the generator: if it is closed early, they are
-    killed, and tasks of an executor that have not begun are cancelled. The options and errors are those of
-    `measure_lengths`.
-    """
+    """Measures the missing samples in ranges of about a quarter of a second, with the options of `measure_lengths`."""
     ranges = _Ranges(missing)
     num_workers = min(num_workers, ranges.num_left)
     if executor is not None:

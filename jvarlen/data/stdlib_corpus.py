@@ -1,7 +1,4 @@
-"""The built-in corpus: the source of every outermost function and method of Python's standard library.
-
-It has a realistic long-tailed distribution of lengths and is on every machine, so nothing is downloaded.
-"""
+"""The built-in corpus: the functions of Python's standard library, whose lengths have a realistic long tail."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 
 def read_functions(root: Path, progress: bool) -> list[bytes]:
-    """The source of every outermost function and method below a directory, by file path, then by line.
-
-    Texts are whole lines, without decorators. Tests and packages installed below are left out, and so are files that
-    Python cannot parse.
-    """
+    """The source of every outermost function and method below a directory, by file path, then by line."""
     files = []
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in _LEFT_OUT]
@@ -69,8 +62,8 @@ _CACHE_VERSION = 1
 def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
     """The source of every outermost function and method in the standard library of the running interpreter.
 
-    Texts are whole lines without decorators. Test directories are skipped, and duplicate texts are kept once. The order
-    is by file path, then by line. The first scan takes some seconds and is cached.
+    Texts are whole lines without decorators, each once, by file path, then by line. The first scan takes some seconds
+    and is cached.
 
     Args:
       cache_dir: where the scan is kept; `default_cache_dir()` if None.

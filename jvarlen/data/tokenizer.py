@@ -1,7 +1,6 @@
 """Text to tokens and back: by bytes, or by a file of the package tokenizers, in the extra `data`.
 
-A prompt begins as a sample begins and does not end: of the special tokens that the tokenizer adds to a sample, it gets
-those before the text and not those after it. The tokenizer file is untrusted: a bad one is a ValueError with its path.
+A prompt gets the special tokens that the tokenizer adds before a text, and not those after it. The file is untrusted.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer"]
 
 
 class ByteTokenizer:
-    """Tokens that are the bytes of UTF-8.
-
-    Example:
-      >>> tokenizer = ByteTokenizer()
-      >>> tokenizer.prompt("ö").tolist(), tokenizer.decode(np.array([195, 182, 195]))
-      ([195, 182], 'ö�')
-    """
+    """Tokens that are the bytes of UTF-8."""
 
     num_values = 256
     end_token = None
@@ -58,40 +51,9 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """Tokens of a tokenizer file.
+    """Tokens of a file of the package `tokenizers`, which worker processes load themselves.
 
-    Special tokens, such as those for the beginning and end of a sentence, are added by the post-processor in the file,
-    if it has one. Truncation and padding in the file are ignored: a sample keeps all its tokens and gets no others.
-    Worker processes load the file themselves.
-
-    The token that ends a sample is the first that the tokenizer adds after a text. If it adds none, it is the
-    `eos_token` of a `tokenizer_config.json` beside the file.
-
-    Args:
-      path: a file of the package `tokenizers`, `tokenizer.json` by custom; it must not change while in use.
-
-    Attributes:
-      num_values: the number of ids: the greatest plus 1.
-      key: hex key of the file.
-      special_tokens: the texts of its special tokens.
-
-    Raises:
-      ValueError: tokenizers is missing; the file is not a tokenizer.
-      FileNotFoundError: there is no such file.
-
-    Example:
-      >>> import tempfile
-      >>> from tokenizers import Tokenizer, models, pre_tokenizers
-      >>> tokenizer = Tokenizer(models.WordLevel({"a": 0, "plan": 1, "?": 2}, unk_token="?"))
-      >>> tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     tokenizer.save(f"{folder}/tokenizer.json")
-      ...     from_file = FileTokenizer(Path(folder, "tokenizer.json"))
-      >>> from_file.sample(MarkedText("another plan")), from_file.num_values
-      (array([2, 1], dtype=int32), 3)
-
-    References:
-      Hugging Face tokenizers, https://huggingface.co/docs/tokenizers
+    Its post-processor adds special tokens. Truncation and padding in the file are ignored.
     """
 
     def __init__(self, path: Path):

@@ -184,7 +184,7 @@ def test_a_function_is_known_by_its_name(tmp_path, function, name):
     assert json.loads((tmp_path / "manifest.json").read_bytes())["function"] == name
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"3"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"3"])
 def test_a_damaged_manifest_is_refused(directory, content):
     (directory / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged manifest\.json"):
@@ -196,18 +196,6 @@ def test_a_manifest_without_a_field_is_of_another_measuring(directory):
     del manifest["function"]
     (directory / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="function is None, not"):
-        shard_files(directory)[0].read()
-
-
-def test_a_directory_with_foreign_arrays_is_refused(directory):
-    np.save(directory / "5.npy", np.arange(2))
-    with pytest.raises(ValueError, match=r"no shards of this measuring: 5\.npy"):
-        shard_files(directory)[0].read()
-
-
-def test_shards_without_a_manifest_are_refused(directory):
-    (directory / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"holds 0\.npy, 1\.npy, 2\.npy, but no manifest\.json"):
         shard_files(directory)[0].read()
 
 
