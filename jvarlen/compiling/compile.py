@@ -35,7 +35,6 @@ from jvarlen.compiling.program_store import (
 )
 from jvarlen.compiling.report import row_of
 from jvarlen.distributed.mesh import devices_of
-from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
 
@@ -252,6 +251,8 @@ def _ready(
 ) -> CompiledBuckets:
     """The compiled buckets, once all processes hold the same programs, and after warm-up if it is wanted."""
     if _has_processes(recipe.shapes):
+        from jvarlen.distributed.processes import agree
+
         if pending is None:
             agree("the compiled buckets", programs.fingerprint(recipe.shapes.microbatches_per_step, buckets))
         own = ("device ids", "device kinds", "process", "CPU")
@@ -275,7 +276,11 @@ def _has_processes(shapes: BatchShapes) -> bool:
 
 def _on_all_processes(shapes: BatchShapes) -> contextlib.AbstractContextManager[None]:
     """A failure on one process fails on all processes of the mesh, so that none waits for it."""
-    return together("compile the buckets") if _has_processes(shapes) else contextlib.nullcontext()
+    if not _has_processes(shapes):
+        return contextlib.nullcontext()
+    from jvarlen.distributed.processes import together
+
+    return together("compile the buckets")
 
 
 def _num_threads(options: CompileOptions) -> int:

@@ -1,7 +1,6 @@
 """Programs of a step that are still to be compiled: lowered in the caller's thread, compiled in others.
 
-JAX's settings belong to a thread, so only the compiler runs elsewhere. Several processes tell each other through the
-key-value store what they have compiled: a thread in the background must not take part in a collective.
+JAX's settings belong to a thread, so only the compiler runs elsewhere.
 """
 
 from __future__ import annotations
@@ -9,22 +8,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
-import json
 import time
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import jax
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Programs, Recipe, largest_first
 from jvarlen.compiling.recompiles import uncounted_in_thread
-from jvarlen.distributed.processes import ProcessesError, key_value_store
 from jvarlen.planning.buckets import AnyBucket
+
+if TYPE_CHECKING:
+    from jvarlen.compiling.other_processes import OtherProcesses
 
 __all__ = ["PendingPrograms"]
 
@@ -54,7 +53,11 @@ class PendingPrograms:
         self._num_threads = num_threads
         self._bar = bar
         self._planned = uncounted_in_thread if in_background else contextlib.nullcontext
-        self._others = _Others(buckets) if with_others else None
+        self._others: OtherProcesses | None = None
+        if with_others:
+            from jvarlen.compiling.other_processes import OtherProcesses
+
+            self._others = OtherProcesses(buckets)
         by_size = largest_first(buckets)
         self._ends = (by_size[0], by_size[-1])
         self._to_lower = list(buckets)
@@ -179,60 +182,3 @@ class PendingPrograms:
         if self._others is not None:
             self._others.tell_error(bucket, error)
         self.close()
-
-
-class _Others:
-    """What all processes tell of their programs through the key-value store; `missing`: not compiled yet by all."""
-
-    _numbers = itertools.count()  # all processes compile the same steps, in the same order
-
-    def __init__(self, buckets: Sequence[AnyBucket]):
-        self._prefix = f"jvarlen/compiled-{next(self._numbers)}/"
-        self._process = jax.process_index()
-        self._places = {bucket: place for place, bucket in enumerate(buckets)}
-        self.missing = set(buckets)
-        self._last_look = 0.0
-
-    def tell(self, bucket: AnyBucket, digest: str, done: Future[CompiledBucket]) -> None:
-        """Tells the others that a bucket is compiled, or why not; from whatever thread that was in."""
-        if done.cancelled():
-            return
-        if (error := done.exception()) is not None:
-            self.tell_error(bucket, error)
-        else:
-            self._tell(bucket, digest=digest)
-
-    def tell_error(self, bucket: AnyBucket, error: BaseException) -> None:
-        """Tells the others that a bucket could not be compiled."""
-        self._tell(bucket, error=f"{type(error).__name__}: {error}")
-
-    def _tell(self, bucket: AnyBucket, **what: str) -> None:
-        key = f"{self._prefix}{self._process}/{self._places[bucket]}"
-        told = {"process": self._process, "bucket": str(bucket), **what}
-        key_value_store().key_value_set(key, json.dumps(told), allow_overwrite=True)
-
-    def check(self) -> None:
-        """Looks at what was told: raises if another process failed or compiled another program."""
-        if not self.missing or time.monotonic() - self._last_look < _POLL_S:
-            return
-        self._last_look = time.monotonic()
-        try:
-            entries = key_value_store().key_value_dir_get(self._prefix)
-        except Exception as error:  # its type depends on the backend
-            raise ProcessesError("process 0, where all meet, does not answer") from error
-        told = [json.loads(text) for _, text in entries]
-        failed = [
-            f"process {each['process']}, bucket {each['bucket']}: {each['error']}"
-            for each in told
-            if "error" in each and each["process"] != self._process
-        ]
-        if failed:
-            raise ProcessesError(f"other processes could not compile: {list_first(sorted(failed), '; ')}")
-        for bucket in list(self.missing):
-            compiled = [each for each in told if each["bucket"] == str(bucket) and "digest" in each]
-            digests = {each["process"]: each["digest"] for each in compiled}
-            if len(set(digests.values())) > 1:
-                listed = ", ".join(f"process {process}: {digest[:12]}…" for process, digest in sorted(digests.items()))
-                raise UserError(f"processes compiled different programs for bucket {bucket} (SHA-256 of {listed})")
-            if len(digests) == jax.process_count():
-                self.missing.discard(bucket)
