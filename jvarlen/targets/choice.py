@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float64, Int64
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
@@ -36,7 +36,6 @@ __all__ = ["Candidates", "LayoutChoice", "candidate_cells", "choose_layout", "di
 _SHOWN = 12  # candidates in a table
 _NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
 _TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
-_SIMPLEST = (0, 0, 1, False, False)  # one of `_others`
 
 
 class Candidates(NamedTuple):
@@ -207,17 +206,8 @@ def choose_layout(
         costs = count_costs(model, params, buckets, batch_spec=batch_spec, tensor_sizes=sizes, extra=extra)
     if memory is None:
         memory = MemoryModel(model, params, optimizer, buckets, batch_spec=batch_spec, extra=extra)
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
-    search = _Search(
-        costs=costs,
-        memory=memory,
-        cluster=cluster,
-        num_steps=num_steps,
-        microbatches_per_step=plan.microbatches_per_step,
-        memory_bytes=memory_bytes,
-        cost=cost,
-        fixed=fixed or {},
-    )
+    num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets)), plan.microbatches_per_step
+    search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})
     candidates = search.candidates()
     if candidates.reasons[0]:
         raise UserError(_none_fits(candidates, cluster, memory_bytes))
@@ -254,8 +244,7 @@ def _none_fits(candidates: Candidates, cluster: Cluster, memory_bytes: int) -> s
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Search:
+class _Search(NamedTuple):
     """What is known of a plan, a model and a cluster, by which layouts are compared."""
 
     costs: ModelCosts
@@ -269,30 +258,32 @@ class _Search:
 
     def step_seconds(self, table: LayoutTable) -> StepSeconds:
         """Of every bucket on these layouts."""
-        return step_seconds(
-            table,
-            self.costs,
-            self.cluster,
-            microbatches_per_step=self.microbatches_per_step,
-            state_bytes=self.memory.state_bytes(table),
-            cost=self.cost,
-        )
+        m, state_bytes = self.microbatches_per_step, self.memory.state_bytes(table)
+        shape: dict[str, Any] = {"microbatches_per_step": m, "state_bytes": state_bytes, "cost": self.cost}
+        return step_seconds(table, self.costs, self.cluster, **shape)
 
     def candidates(self) -> Candidates:
         """All layouts, the best first."""
         everything, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
-        table = everything.take(cannot == "")
-        if not len(table.data):
+        takes = cannot == ""
+        if not takes.any():
             raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
-        best = self._best_thresholds(table)
+        best = self._best_thresholds(everything.take(takes))
         seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
-        seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
-        num_bytes[cannot == ""] = best.num_bytes
-        everything.context_from[cannot == ""] = best.threshold
         reasons, is_too_large = cannot.copy(), np.zeros(len(cannot), bool)
-        reasons[cannot == ""] = self._reasons(best)
-        is_too_large[cannot == ""] = best.problem == _TOO_LARGE
-        for row in _order(seconds, reasons).tolist():
+        everything.context_from[takes], num_bytes[takes], reasons[takes] = (
+            best.threshold,
+            best.num_bytes,
+            self._reasons(best),
+        )
+        seconds[takes] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
+        is_too_large[takes] = best.problem == _TOO_LARGE
+
+        def order() -> Int64[np.ndarray, " C"]:
+            """Those that fit first, by seconds; ties in the order of enumeration."""
+            return np.lexsort((seconds, reasons != ""))
+
+        for row in order().tolist():
             if reasons[row]:
                 break
             # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
@@ -303,14 +294,9 @@ class _Search:
             if num_bytes[row] <= self.memory_bytes:
                 break
             reasons[row], is_too_large[row] = self._too_large(num_bytes[row]), True
-        order = _order(seconds, reasons)
-        return Candidates(
-            everything.take(order),
-            seconds[order],
-            num_bytes[order],
-            tuple(reasons[order].tolist()),
-            is_too_large[order],
-        )
+        found = order()
+        rejected = tuple(reasons[found].tolist())
+        return Candidates(everything.take(found), seconds[found], num_bytes[found], rejected, is_too_large[found])
 
     def _best_thresholds(self, table: LayoutTable) -> _Best:
         """For each layout the bucket j from which its rows are spread, and what that takes."""
@@ -341,24 +327,17 @@ class _Search:
         """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
         buckets, num_microbatches = self.costs.buckets, self.microbatches_per_step
         table = table._replace(context_from=np.full_like(table.data, 0 if is_spread else _NEVER))
-        seconds = self.step_seconds(table).total
-        num_bytes = self.memory.memory_bytes(table, num_microbatches)
-        wide = table.wide
+        wide, of_shard = table.wide, table.of_shard(buckets, num_microbatches)
         lengths = np.array([bucket.length for bucket in buckets])
         parts = np.where(table.is_spread(buckets), wide.context, 1)
-        of_shard = table.of_shard(buckets, num_microbatches)
-        interleaves = (wide.virtual > 1) & (wide.stage > 1)
-        problem = np.select(
-            [
-                of_shard == 0,
-                (parts > 1) & (lengths % (2 * parts) != 0),
-                wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
-                interleaves & (of_shard % wide.stage != 0),
-            ],
-            [_SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS],
-            0,
-        )
-        return seconds, num_bytes, problem
+        problems = {
+            _SHARDS: of_shard == 0,
+            _POSITIONS: (parts > 1) & (lengths % (2 * parts) != 0),
+            _SPLIT_POSITIONS: wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
+            _CHUNKS: (wide.virtual > 1) & (wide.stage > 1) & (of_shard % wide.stage != 0),
+        }
+        problem = np.select([*problems.values()], [*problems], 0)
+        return self.step_seconds(table).total, self.memory.memory_bytes(table, num_microbatches), problem
 
     def _reasons(self, best: _Best) -> list[str]:
         texts = {
@@ -371,11 +350,6 @@ class _Search:
         }
         found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
         return [self._too_large(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
-
-
-def _order(seconds: np.ndarray, reasons: np.ndarray) -> Int64[np.ndarray, " C"]:
-    """Those that fit first, by seconds; ties in the order of enumeration."""
-    return np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
 
 
 class _Best(NamedTuple):
@@ -395,27 +369,25 @@ class _Best(NamedTuple):
 
 def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
     """All layouts but for `context_from`, simple ones first, and why some cannot be those of the model."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, Any]] = []
     cannot: list[str] = []
-    for tensor in divisors(num_devices):
-        for stage in divisors(num_devices // tensor):
-            for context in divisors(num_devices // tensor // stage):
-                data = num_devices // tensor // stage // context
-                sizes = {"data": data, "stage": stage, "context": context, "tensor": tensor}
-                if any(fixed.get(name, size) != size for name, size in sizes.items()):
-                    continue
-                reason = _why_not(costs, sizes)
-                others = _others(costs, sizes) if not reason else iter([_SIMPLEST])
-                for zero, schedule, virtual, sequence_parallel, recomputes in others:
-                    values: dict[str, Any] = {"zero": zero, "schedule": SCHEDULES[schedule], "virtual": virtual}
-                    values |= {"sequence_parallel": sequence_parallel, "remat": "full" if recomputes else "none"}
-                    if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
-                        rows.append((*sizes.values(), zero, schedule, virtual, sequence_parallel, 0, recomputes))
-                        cannot.append(reason)
+    for tensor, stage, context in itertools.product(divisors(num_devices), repeat=3):
+        data, rest = divmod(num_devices, tensor * stage * context)
+        sizes = {"data": data, "stage": stage, "context": context, "tensor": tensor}
+        if rest or any(fixed.get(name, size) != size for name, size in sizes.items()):
+            continue
+        reason = _why_not(costs, sizes)
+        for values in _others(costs, sizes, is_simple=bool(reason)):
+            if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
+                rows.append(sizes | values)
+                cannot.append(reason)
     if not rows:
         raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return LayoutTable(*columns), np.array(cannot, object)
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    columns["schedule"] = np.array([SCHEDULES.index(row["schedule"]) for row in rows])
+    recomputes = columns.pop("remat") == "full"
+    table = LayoutTable(**columns, context_from=np.zeros(len(rows), np.int64), recomputes=recomputes)
+    return table, np.array(cannot, object)
 
 
 def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
@@ -428,20 +400,27 @@ def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def _others(costs: ModelCosts, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """ZeRO level, schedule, virtual stages, sequence parallelism, and whether layers run again."""
-    by_layers = costs.num_layers > 0
+def _others(costs: ModelCosts, sizes: Mapping[str, int], *, is_simple: bool) -> Iterator[dict[str, Any]]:
+    """The other fields of layouts with these sizes, of the simplest only or of all."""
+    by_layers, has_stages = costs.num_layers > 0, sizes["stage"] > 1
     zeros = range(1) if sizes["data"] * sizes["context"] == 1 else range(4 if by_layers else 3)
-    orders = [(0, 1)]
-    if sizes["stage"] > 1:
-        interleaved = SCHEDULES.index("interleaved")
-        plain = [i for i in (SCHEDULES.index("eager_1f1b"), *range(len(SCHEDULES))) if i != interleaved]
-        orders = [(i, 1) for i in dict.fromkeys(plain)]
-        orders += [(interleaved, virtual) for virtual in divisors(costs.num_layers // sizes["stage"])[1:]]
+    orders: list[tuple[ScheduleName, int]] = [(SCHEDULES[0], 1)]
+    if has_stages and not is_simple:
+        plain = [name for name in dict.fromkeys(("eager_1f1b", *SCHEDULES)) if name != "interleaved"]
+        orders = [(name, 1) for name in plain]
+        orders += [("interleaved", virtual) for virtual in divisors(costs.num_layers // sizes["stage"])[1:]]
     split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
-    again = ((True, False) if sizes["stage"] > 1 else (False, True)) if by_layers else (False,)
-    for zero, (schedule, virtual), sequence_parallel, recomputes in itertools.product(zeros, orders, split, again):
-        yield zero, schedule, virtual, sequence_parallel, recomputes
+    remats = (("full", "none") if has_stages else ("none", "full")) if by_layers else ("none",)
+    if is_simple:
+        zeros, split, remats = range(1), (False,), ("none",)
+    for zero, (schedule, virtual), sequence_parallel, remat in itertools.product(zeros, orders, split, remats):
+        yield {
+            "zero": zero,
+            "schedule": schedule,
+            "virtual": virtual,
+            "sequence_parallel": sequence_parallel,
+            "remat": remat,
+        }
 
 
 def divisors(number: int) -> list[int]:
