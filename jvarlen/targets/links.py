@@ -87,13 +87,11 @@ def measure_cluster(
     check_choices(dtype=(dtype, ProductType))
     check_at_least_one(repeats=repeats)
     hosts = _mesh_of_hosts(shards_on(layout).mesh)
-    devices = hosts.devices.flatten().tolist()
-    sizes = _ON_CPU if devices[0].platform == "cpu" else _ELSEWHERE
+    num_devices, device = hosts.size, hosts.devices.flat[0]
+    sizes = _ON_CPU if device.platform == "cpu" else _ELSEWHERE
     axes = [name for name in ("device", "host") if hosts.shape[name] > 1]
-    bar = progress_bar(
-        total=2 + 2 * len(axes) * len(sizes.collective_bytes), desc="measuring", unit="program", disable=not progress
-    )
-    with bar:
+    num_programs = 2 + 2 * len(axes) * len(sizes.collective_bytes)
+    with progress_bar(total=num_programs, desc="measuring", unit="program", disable=not progress) as bar:
 
         def seconds_of(work: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: str) -> float:
             seconds = _median_seconds(_program(work, hosts, shape, dtype), repeats)
@@ -104,10 +102,9 @@ def measure_cluster(
         product_s = seconds_of(lambda x: (x @ x) / n, (n, n), dtype)  # of ones, which stay ones
         copy_s = seconds_of(lambda x: 0.5 * x + 0.5, (num_copied,), "float32")
         fitted = {axis: _fit_link(_collectives(seconds_of, axis, hosts.shape[axis], sizes)) for axis in axes}
-    first, error = next(iter(fitted.values()))[0], max(error for _, error in fitted.values())
-    kind = devices[0].device_kind
+    (first, _), error = fitted[axes[0]], max(error for _, error in fitted.values())
     return Cluster(
-        name=f"{len(devices)} {kind}",
+        name=f"{num_devices} {device.device_kind}",
         num_hosts=hosts.shape["host"],
         devices_per_host=hosts.shape["device"],
         memory_bytes=_memory_bytes(hosts),
@@ -143,12 +140,7 @@ def _by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> np.ndarray:
     return np.array(list(groups.values()))
 
 
-def _collectives(
-    seconds_of: Callable[[Callable[[jax.Array], jax.Array], tuple[int, ...], str], float],
-    axis: str,
-    size: int,
-    sizes: _Sizes,
-) -> list[_Measured]:
+def _collectives(seconds_of: Callable[..., float], axis: str, size: int, sizes: _Sizes) -> list[_Measured]:
     """All-reduces and sends along an axis."""
     to_next = [(i, (i + 1) % size) for i in range(size)]
     measured = []

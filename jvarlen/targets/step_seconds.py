@@ -91,7 +91,7 @@ def step_seconds(
       ValueError: costs that are not finite and above 0.
     """
     is_spread, wide = table.is_spread(costs.buckets), table.wide
-    num_microbatches = microbatches_per_step // np.where(is_spread, wide.data, wide.num_shards)
+    num_microbatches = table.of_shard(costs.buckets, microbatches_per_step)
     parts = np.where(is_spread, wide.context, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
     layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
@@ -120,10 +120,7 @@ def step_seconds(
         # Keys and values of a device's own heads.
         return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
 
-    def of_step(layer: PerPass, ends: PerPass) -> tuple[Any, Any]:
-        """Of the work of the mean stage in a step, and of ticks beyond that."""
-        return _of_schedule(wide, num_microbatches, ticks, layers_of_part, layer, ends)
-
+    of_step = functools.partial(_of_schedule, wide, num_microbatches, ticks, layers_of_part)
     layer, ends = computing(costs.layer_flops, costs.layer_split), computing(costs.ends_flops, costs.ends_split)
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
@@ -134,13 +131,14 @@ def step_seconds(
     in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
     one_send = cluster.collective_seconds("send", sent, 2, in_host)
     stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
-    backward = costs.num_layers * layer.backward + ends.backward
-    forward = costs.num_layers * layer.forward + ends.forward
+    forward, backward = (
+        costs.num_layers * of_layer + of_ends for of_layer, of_ends in zip(layer[:2], ends[:2], strict=True)
+    )
     data = _data_seconds(wide, costs, cluster, num_microbatches, forward, backward)
-    state = np.zeros(len(table.data)) if state_bytes is None else state_bytes
-    update = np.broadcast_to(2 * state[:, None] / cluster.memory_bytes_per_second, compute.shape)
-    waiting = bubble + waits_for_tensor + waits_for_context
-    return StepSeconds(compute, waiting, tensor, context, stage, data, update)
+    update = np.zeros_like(compute)
+    if state_bytes is not None:
+        update += 2 * state_bytes[:, None] / cluster.memory_bytes_per_second
+    return StepSeconds(compute, bubble + waits_for_tensor + waits_for_context, tensor, context, stage, data, update)
 
 
 def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
@@ -155,12 +153,7 @@ def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) 
 
 
 def _of_schedule(
-    wide: LayoutTable,
-    num_microbatches: Any,
-    ticks: Int64[np.ndarray, "C K 8"],
-    layers_of_part: Any,
-    layer: PerPass,
-    ends: PerPass,
+    wide: LayoutTable, num_microbatches: Any, ticks: np.ndarray, layers_of_part: Any, layer: PerPass, ends: PerPass
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
     # A stage keeps only its input, from which all its layers run; a layer alone need not give its output again.
@@ -168,14 +161,10 @@ def _of_schedule(
     splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
     half = layer.backward / 2
     # From kept inputs, weight gradients run the layers and their backward pass again.
-    of_layer = (
-        layer.forward,
-        again + np.where(splits, half, layer.backward),
-        np.where(splits, np.where(wide.recomputes, again + layer.backward, half), 0.0),
-    )
-    zero = np.zeros(ticks.shape[:-1])
-    of_part = [layers_of_part * seconds + zero for seconds in of_layer]
-    makespan = zero
+    weights = np.where(wide.recomputes, again + layer.backward, half)
+    of_layer = layer.forward, again + np.where(splits, half, layer.backward), np.where(splits, weights, 0.0)
+    makespan = np.zeros(ticks.shape[:-1])
+    of_part = [layers_of_part * seconds + makespan for seconds in of_layer]
     for present in range(1, 8):
         slowest = functools.reduce(np.maximum, [of_part[i] for i in range(3) if present >> i & 1])
         makespan = makespan + ticks[..., present] * slowest
@@ -225,36 +214,26 @@ def _data_seconds(
     of_layer, of_ends = ((whole + split / wide.tensor) for whole, split in (costs.layer_params, costs.ends_params))
     on_stage = costs.num_layers / wide.stage * of_layer
     grad_bytes = max(costs.param_bytes, 4.0)
-    size = wide.num_shards
-    stride_of_data = wide.tensor * wide.context * wide.stage
-    in_host = cluster.members_in_host(wide.context, wide.tensor) * cluster.members_in_host(wide.data, stride_of_data)
-    in_host = np.minimum(in_host, size)
+    size, in_stage = wide.num_shards, wide.tensor * wide.context
+    in_host = cluster.members_in_host(wide.context, wide.tensor)
+    in_host = np.minimum(size, in_host * cluster.members_in_host(wide.data, in_stage * wide.stage))
 
     def seconds(kind: Any, num_bytes: Any) -> np.ndarray:
         return cluster.collective_seconds(kind, num_bytes, size, in_host)
 
-    params = on_stage + of_ends
-    reduced = seconds("reduce_scatter", params * grad_bytes)
-    gathered = seconds("all_gather", params * costs.param_bytes)
-    has_stages = wide.stage > 1
-    once_a_step = has_stages | (wide.zero < 2)
-    times_reduced = np.where(once_a_step, 1, num_microbatches)
-    of_layers = seconds("all_gather", on_stage * costs.param_bytes)
+    params, has_stages = on_stage + of_ends, wide.stage > 1
+    times_reduced = np.where(has_stages | (wide.zero < 2), 1, num_microbatches)
+    reduced = times_reduced * seconds("reduce_scatter", params * grad_bytes)
+    of_layers = 2 * num_microbatches * seconds("all_gather", on_stage * costs.param_bytes)
     gathers = np.where(
         (wide.zero == 3) & ~has_stages,
-        2 * num_microbatches * of_layers + seconds("all_gather", of_ends * costs.param_bytes),
-        gathered,
+        of_layers + seconds("all_gather", of_ends * costs.param_bytes),
+        seconds("all_gather", params * costs.param_bytes),
     )
-    whole = np.where(wide.zero == 0, seconds("all_reduce", params * grad_bytes), times_reduced * reduced + gathers)
-    ends = cluster.collective_seconds(
-        "all_reduce",
-        of_ends * grad_bytes,
-        wide.stage,
-        cluster.members_in_host(wide.stage, wide.tensor * wide.context),
-    )
+    whole = np.where(wide.zero == 0, seconds("all_reduce", params * grad_bytes), reduced + gathers)
+    in_host_of_stages = cluster.members_in_host(wide.stage, in_stage)
+    ends = cluster.collective_seconds("all_reduce", of_ends * grad_bytes, wide.stage, in_host_of_stages)
     after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
     last = np.where(wide.zero == 2, num_microbatches, 1) * backward
     hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)
-    hides = np.where(has_stages, 0.0, hides)
-    hidden = np.minimum(cluster.overlap * (whole - after), hides)
-    return whole - hidden + ends
+    return whole - np.minimum(cluster.overlap * (whole - after), np.where(has_stages, 0.0, hides)) + ends
