@@ -129,8 +129,7 @@ def count_costs(
     split_size = next((size for size in tensor_sizes if size > 1), 1)
     # Positions that all these divide. What is communicated is as long as the rows.
     bucket = Bucket(buckets[0].rows, -(-buckets[0].length // (4 * split_size)) * 4 * split_size)
-    on_axes = traced.on_axes(bucket, split_size)
-    x_bytes = traced.x_bytes(bucket)
+    on_axes, x_bytes = traced.on_axes(bucket, split_size), traced.x_bytes(bucket)
     layer_traffic, ends_traffic = (
         {axis: PerPass(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
         for i in (0, 1)
@@ -187,19 +186,18 @@ def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerP
 class _Traced:
     """A model whose passes are traced for one layer and for two, which tells what one costs."""
 
-    def __init__(
-        self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any], extra: Any = None
-    ):
+    def __init__(self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any], extra: Any):
         self._model, self.params = stacked_shapes(model, params)
         self._batch_spec, self._extra = batch_spec, extra
-        self.num_layers = num_layers_of(self.params) if isinstance(model, LayeredModel) else 0
+        self._layered = self._model if isinstance(self._model, LayeredModel) else None
+        self.num_layers = num_layers_of(self.params) if self._layered else 0
         self.passes = functools.cache(self._passes)
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""
         if size == 1:
             return True
-        if not isinstance(self._model, LayeredModel) or self._model.specs is None:
+        if self._layered is None or self._layered.specs is None:
             return False
         try:
             self._count(Layout(data=1, tensor=size), Bucket(1, 8), 1, with_grads=False)
@@ -209,36 +207,29 @@ class _Traced:
 
     def _passes(self, bucket: Bucket, text: str) -> tuple[PerPass, PerPass]:
         """Counts of one layer and of the ends, on a layout."""
-        layout = Layout.parse(text)
-        if not self.num_layers:
-            forward, both = (self._count(layout, bucket, None, with_grads=with_grads) for with_grads in (False, True))
-            nothing: OperationCounts = OperationCounts()
-            return PerPass(nothing, nothing, nothing), PerPass(forward, _minus(both, forward), nothing)
-        again = dataclasses.replace(layout, remat="full")
-        found: dict[str, tuple[OperationCounts, OperationCounts]] = {}
-        for name, on, with_grads in (("forward", layout, False), ("both", layout, True), ("again", again, True)):
+        layout, again = Layout.parse(text), dataclasses.replace(Layout.parse(text), remat="full")
+
+        def both(on: Layout, *, with_grads: bool) -> tuple[OperationCounts, OperationCounts]:
+            if not self.num_layers:
+                return OperationCounts(), self._count(layout, bucket, None, with_grads=with_grads)
             one, two = (self._count(on, bucket, num_layers, with_grads=with_grads) for num_layers in (1, 2))
             of_layer = _minus(two, one)
-            found[name] = of_layer, _minus(one, of_layer)
+            return of_layer, _minus(one, of_layer)
+
+        runs = both(layout, with_grads=False), both(layout, with_grads=True), both(again, with_grads=True)
         layer, ends = (
-            PerPass(
-                found["forward"][part],
-                _minus(found["both"][part], found["forward"][part]),
-                _minus(found["again"][part], found["both"][part]),
-            )
-            for part in (0, 1)
+            PerPass(forward, _minus(with_grads, forward), _minus(with_again, with_grads))
+            for forward, with_grads, with_again in zip(*runs, strict=True)
         )
         return layer, ends
 
     def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[PerPass, PerPass]]:
         """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "context"."""
+        split = f"data1.tensor{split_size}"
         texts: dict[Axis, str] = {}
         if split_size > 1:
-            texts = {
-                "tensor": f"data1.tensor{split_size}",
-                "sequence_parallel": f"data1.tensor{split_size}.sequence_parallel",
-            }
-        if isinstance(self._model, LayeredModel) and self._model.by_positions:
+            texts |= {"tensor": split, "sequence_parallel": f"{split}.sequence_parallel"}
+        if self._layered is not None and self._layered.by_positions:
             texts["context"] = "data1.context2"
         found: dict[Axis, tuple[PerPass, PerPass]] = {}
         for axis, text in texts.items():
@@ -252,19 +243,19 @@ class _Traced:
 
     def num_params(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of one layer and of the ends, each without and with those that "tensor" splits."""
-        if not self.num_layers:
+        if self._layered is None:
             return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(self.params)), 0)
         specs = jax.tree.map(lambda _: PartitionSpec(), self.params)
-        if isinstance(self._model, LayeredModel) and self._model.specs is not None:
-            specs = partition_specs(self._model.specs)
+        if self._layered.specs is not None:
+            specs = partition_specs(self._layered.specs)
 
-        def counted(params: Any, specs: Any) -> tuple[int, int]:
-            split = jax.tree.map(lambda leaf, spec: leaf.size if TENSOR_AXIS in axes_in(spec) else 0, params, specs)
-            whole = sum(leaf.size for leaf in jax.tree.leaves(params))
-            return whole - sum(jax.tree.leaves(split)), sum(jax.tree.leaves(split))
+        def counted(params: Any, specs: Any, num_layers: int = 1) -> tuple[int, int]:
+            sizes = jax.tree.map(lambda leaf, spec: (leaf.size, TENSOR_AXIS in axes_in(spec)), params, specs)
+            pairs = jax.tree.leaves(sizes, is_leaf=lambda each: isinstance(each, tuple))
+            whole, split = (sum(size for size, is_split in pairs if is_split == which) for which in (False, True))
+            return whole // num_layers, split // num_layers
 
-        whole, split = counted(self.params.layers, specs.layers)
-        return (whole // self.num_layers, split // self.num_layers), counted(self.params.ends, specs.ends)
+        return counted(self.params.layers, specs.layers, self.num_layers), counted(self.params.ends, specs.ends)
 
     def _one(self, layout: Layout, bucket: Bucket, num_layers: int | None = None) -> OneMicrobatch:
         params = shapes_on(layout, self.params, self._model)
