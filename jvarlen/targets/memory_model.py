@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.distributed.layout import Layout, ScheduleName
+from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.parallel.memory import (
     BufferSlots,
@@ -41,7 +40,6 @@ _FEW_LAYERS = 12
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
 # Layers hold inputs and run again; they do not; stages; stages where weight gradients are actions of their own.
 _WHAT = ("runs_again", "plain", "staged", "splits")
-_POWERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # of rows and layers, at index i + 2 j
 
 
 class _Kind(NamedTuple):
@@ -64,14 +62,10 @@ class _Arrays(NamedTuple):
     scale: np.ndarray  # float64[N], bytes where all sizes are 1
     powers: np.ndarray  # bool[N, 2], whether they grow with rows, and with layers
 
-    def at(self, rows: npt.ArrayLike, layers: npt.ArrayLike) -> np.ndarray:
-        """float64[6, …], the fields of `ArrayBytes`; rows and layers broadcast."""
-        rows, layers = np.broadcast_arrays(np.asarray(rows, np.float64), np.asarray(layers, np.float64))
-        values = np.stack([rows**i * layers**j for i, j in _POWERS]).reshape(len(_POWERS), -1)
-        is_power = np.equal.outer(self.powers @ np.array([1, 2]), np.arange(len(_POWERS)))
-        of_powers = self.scale[:, None] * is_power
-        found = [(np.unique(which @ of_powers, axis=0) @ values).max(axis=0) for which in self.which]
-        return np.stack(found).reshape(6, *rows.shape)
+    def at(self, rows: Float64[np.ndarray, " K"], layers: int) -> Float64[np.ndarray, "6 K"]:
+        """The fields of `ArrayBytes`."""
+        growth = np.where(self.powers[:, :1], rows, 1.0) * np.where(self.powers[:, 1:], layers, 1)
+        return np.stack([(which @ (self.scale[:, None] * growth)).max(axis=0) for which in self.which])
 
 
 class MemoryModel:
@@ -138,19 +132,6 @@ class MemoryModel:
         batch = one + (of_shard - 1) * (two - one)
         return np.asarray((held.params + held.opt_state)[:, None] + batch + np.ceil(temporary))
 
-    def _layers_of(self, table: LayoutTable) -> np.ndarray:
-        """Layers of a chunk."""
-        return np.maximum(1, self._num_layers // (table.stage * table.virtual))
-
-    def _slots_of(self, table: LayoutTable, of_shard: np.ndarray) -> BufferSlots:
-        slots = BufferSlots(*np.ones((4, *of_shard.shape)))
-        for index in np.unique(table.schedule[table.stage > 1]).tolist():
-            rows = np.flatnonzero((table.schedule == index) & (table.stage > 1))
-            found = buffer_slots(SCHEDULES[index], table.stage[rows, None], of_shard[rows], table.virtual[rows, None])
-            for part, own in zip(slots, found, strict=True):
-                part[rows] = own
-        return slots
-
     def state_bytes(self, table: LayoutTable) -> Float64[np.ndarray, " C"]:
         """Parameters and optimizer state on a device of each layout.
 
@@ -174,41 +155,48 @@ class MemoryModel:
         Returns:
           Bytes.
         """
-        estimate = estimate_memory(
-            layout,
-            self._params,
-            self._optimizer,
-            bucket,
-            model=self._model,
-            extra=self._extra,
-            batch_spec=self._batch_spec,
-            microbatches_per_step=microbatches_per_step,
-        )
-        return estimate.total
+        options = {"model": self._model, "extra": self._extra, "batch_spec": self._batch_spec}
+        return estimate_memory(
+            layout, self._params, self._optimizer, bucket, **options, microbatches_per_step=microbatches_per_step
+        ).total
+
+    def _layers_of(self, table: LayoutTable) -> np.ndarray:
+        """Layers of a chunk."""
+        return np.maximum(1, self._num_layers // (table.stage * table.virtual))
+
+    def _slots_of(self, table: LayoutTable, of_shard: np.ndarray) -> BufferSlots:
+        slots = np.ones((4, *of_shard.shape))
+        for index in np.unique(table.schedule[table.stage > 1]).tolist():
+            rows = np.flatnonzero((table.schedule == index) & (table.stage > 1))
+            stage, virtual = table.stage[rows, None], table.virtual[rows, None]
+            for part, own in zip(slots, buffer_slots(SCHEDULES[index], stage, of_shard[rows], virtual), strict=True):
+                part[rows] = own
+        return BufferSlots(*slots)
 
     def _state_of(self, table: LayoutTable) -> StateBytes:
         """Of each layout."""
         keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage > 1], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
-        # Of stages with one layer, more for each further one, and for each that changes place.
-        parts = np.array([[[*each] for each in self._state_parts(*key)] for key in different.tolist()], np.float64)
+        parts = np.stack([self._state_parts(*key) for key in different.tolist()])
         one, more, moved = np.moveaxis(parts[place.ravel()], (1, 2), (0, 1))
         per_stage = np.maximum(1, self._num_layers // table.stage)
         return StateBytes(*(one + (per_stage - 1) * more + np.where(table.virtual > 1, per_stage, 0) * moved))
 
-    def _make_state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> list[StateBytes]:
-        nothing = StateBytes(*[0] * len(StateBytes._fields))
+    def _make_state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> np.ndarray:
+        """float64[3, fields of `StateBytes`]: of stages with one layer, more for each further one, and moved ones."""
         sizes: dict[str, Any] = {"data": num_shards, "tensor": tensor, "zero": zero}
-        if not has_stages:
-            return [self._state_bytes(Layout(**sizes)), nothing, nothing]
-        staged = Layout(**sizes, stage=2)
-        moving = Layout(**sizes, stage=2, virtual=2, schedule="interleaved")
-        one, two, moved = (self._state_bytes(layout, num) for layout, num in ((staged, 2), (staged, 4), (moving, 4)))
-        more = StateBytes(*(b - a for a, b in zip(one, two, strict=True)))
-        return [one, more, nothing._replace(whole=(moved.whole - two.whole) / 2)]
 
-    def _state_bytes(self, layout: Layout, num_layers: int | None = None) -> StateBytes:
-        return state_bytes(layout, self._state_shapes(layout.tensor, num_layers), self._model)
+        def held(num_layers: int | None = None, **options: Any) -> np.ndarray:
+            state = self._state_shapes(tensor, num_layers)
+            return np.array(state_bytes(Layout(**sizes, **options), state, self._model), np.float64)
+
+        if not has_stages:
+            return np.stack([held(), *np.zeros((2, len(StateBytes._fields)))])
+        one, two = held(2, stage=2), held(4, stage=2)
+        moved = np.zeros(len(StateBytes._fields))
+        whole = StateBytes._fields.index("whole")
+        moved[whole] = (held(4, stage=2, virtual=2, schedule="interleaved") - two)[whole] / 2
+        return np.stack([one, two - one, moved])
 
     def _make_state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
         params = self._params if num_layers is None else with_layers(self._params, num_layers)
@@ -219,11 +207,8 @@ class MemoryModel:
         """float64[C, K] each."""
         has_stages = table.stage > 1
         splits = table.schedule == SCHEDULES.index("zero_bubble")
-        what = np.where(
-            has_stages,
-            np.where(splits, 3, 2),
-            np.where(table.recomputes & isinstance(self._model, LayeredModel), 0, 1),
-        )
+        runs_again = table.recomputes & isinstance(self._model, LayeredModel)
+        what = np.where(has_stages, np.where(splits, 3, 2), np.where(runs_again, 0, 1))
         keys = np.stack([what, table.tensor, table.sequence_parallel, table.context, self._layers_of(table)], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
         is_spread = table.is_spread(self._buckets)
@@ -281,9 +266,10 @@ class MemoryModel:
         return np.maximum(found, np.where(lengths >= known[0], np.minimum(low, high), 0))
 
     def _make_arrays(self, kind: _Kind) -> _Arrays:
-        rows, layers = self._primes(kind)
-        if kind.has_one_layer:
-            layers = 1
+        # Numbers of rows and of layers that divide no other size: what they divide tells what depends on them.
+        sizes_of_params = {size for leaf in jax.tree.leaves(self._params) for size in leaf.shape} | {kind.length}
+        primes = (each for each in _PRIMES if all(size % each for size in sizes_of_params))
+        rows, layers = next(primes), 1 if kind.has_one_layer else next(primes)
         first = self._trace(kind, rows, layers)
         last = [(first.x,), (first.floats,), first.kept, first.handed]
         sizes = np.array([*first.lifetimes.num_bytes, *itertools.chain(*last)], np.int64)
@@ -299,27 +285,12 @@ class MemoryModel:
         sums = [(part == i).astype(np.float64)[None] for i in range(1, 5)]
         return _Arrays((*peaks, *sums), scale, powers)
 
-    def _primes(self, kind: _Kind) -> tuple[int, int]:
-        """Numbers of rows and of layers that divide no other size: what they divide tells what depends on them."""
-        sizes = {size for leaf in jax.tree.leaves(self._params) for size in leaf.shape} | {kind.length}
-        rows, layers = itertools.islice((each for each in _PRIMES if all(size % each for size in sizes)), 2)
-        return rows, layers
-
     def _trace(self, kind: _Kind, rows: int, layers: int) -> DeviceArrays:
         axes: dict[str, Any] = {"data": 1, "tensor": kind.tensor, "context": kind.context}
         axes["sequence_parallel"] = kind.sequence_parallel
         if kind.what in ("staged", "splits"):
-            schedule: ScheduleName = "zero_bubble" if kind.what == "splits" else "1f1b"
-            layout = Layout(**axes, stage=2, schedule=schedule)
-        else:
-            layout = Layout(**axes, remat="full" if kind.what == "runs_again" else None)
-        one = OneMicrobatch(
-            self._model,
-            layout,
-            shapes_on(layout, self._params, self._model),
-            self._extra,
-            Bucket(rows, kind.length),
-            self._batch_spec,
-            layers if self._num_layers else None,
-        )
-        return one.arrays()
+            axes |= {"stage": 2, "schedule": "zero_bubble" if kind.what == "splits" else "1f1b"}
+        layout = Layout(**axes, remat="full" if kind.what == "runs_again" else None)
+        params, bucket = shapes_on(layout, self._params, self._model), Bucket(rows, kind.length)
+        num_layers = layers if self._num_layers else None
+        return OneMicrobatch(self._model, layout, params, self._extra, bucket, self._batch_spec, num_layers).arrays()
