@@ -39,7 +39,7 @@ FORMS = {
         q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), causal=causal
     ),
 }
-ROWS = np.array([5, 0, 1, 3])  # as long as can be, a dummy, a single token, some of each
+ROWS = np.array([5, 0, 1, 3])  # as long as can be, a padding row, a single token, some of each
 
 
 @pytest.fixture

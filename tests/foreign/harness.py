@@ -63,7 +63,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 def unequal_weights(*shape: int) -> np.ndarray:
     """Weights of M×B rows, or of what is in them; the last row of every other microbatch and the last but one
-    microbatch are dummies."""
+    microbatch are padding rows."""
     weights = np.random.default_rng(1).integers(1, 6, (M, B, *shape)).astype(float)
     weights[::2, -1] = 0
     weights[M - 2] = 0
@@ -71,7 +71,7 @@ def unequal_weights(*shape: int) -> np.ndarray:
 
 
 def random_rows(*shape: int, seed: int = 0) -> np.ndarray:
-    """M×B rows of normal numbers; dummies are zeros."""
+    """M×B rows of normal numbers; padding rows are zeros."""
     return random(M, B, *shape, seed=seed) * (unequal_weights() > 0).reshape(M, B, *(1 for _ in shape))
 
 
@@ -128,7 +128,7 @@ def _mean(grads: list[Any], weights: list[float]) -> Any:
 
 
 def _next_extra(extra: Any, news: list[Any], weights: list[float]) -> Any:
-    """Floats change by the weighted mean of the changes, integers by their sum; dummies change nothing."""
+    """Floats change by the weighted mean of the changes, integers by their sum; padding rows change nothing."""
 
     def changed(old: Any, *new: Any) -> Any:
         if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):

@@ -9,7 +9,9 @@ import pytest
 
 from jvarlen import attend
 
-LENGTHS = np.array([300, 0, 1, 257])  # as long as can be, a dummy, a single token, a chunk of queries and one more
+LENGTHS = np.array(
+    [300, 0, 1, 257]
+)  # as long as can be, a padding row, a single token, a chunk of queries and one more
 IS_TOKEN = np.arange(LENGTHS.max()) < LENGTHS[:, None]
 
 

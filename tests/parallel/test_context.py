@@ -105,7 +105,7 @@ def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_devi
 
 
 def arrays_of(seq_length, packed, dtype=np.float64):
-    """Queries, keys, values and gradients of outputs, segments, and lengths: a full row, a padded and a dummy one."""
+    """Queries, keys, values and gradients of outputs, segments, and lengths: a full row, a padded and a padding row."""
     rng = np.random.default_rng(seq_length)
     arrays = [rng.normal(size=(3, seq_length, num_heads, 4)).astype(dtype) for num_heads in (4, 2, 2, 4)]
     lengths = np.array([seq_length, seq_length // 2 + 1, 0])

@@ -359,7 +359,7 @@ def reference_gradients(samples):
     num_replicas=st.integers(1, 2),
 )
 def test_any_split_of_a_step_gives_the_same_gradient(lengths, num_microbatches, extra_rows, num_replicas):
-    """Rows, microbatches, padding rows and all-dummy microbatches make no difference in float64."""
+    """Rows, microbatches, padding rows and microbatches of padding rows make no difference in float64."""
     total = num_microbatches * num_replicas
     samples = dataset_of(lengths)
     plan = torch_ref.make_plan(

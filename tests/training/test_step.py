@@ -40,10 +40,10 @@ def loss_fn(params, microbatch):
     return jnp.sum(losses * microbatch.weights), jnp.sum(microbatch.weights)
 
 
-def make_rows(num_rows=24, num_dummies=3, seed=0):
+def make_rows(num_rows=24, num_padding_rows=3, seed=0):
     rng = np.random.default_rng(seed)
     weights = rng.integers(1, 5, num_rows).astype(float)
-    weights[num_rows - num_dummies :] = 0
+    weights[num_rows - num_padding_rows :] = 0
     return rng.normal(size=(num_rows, 4)), weights
 
 
@@ -73,10 +73,10 @@ def take_step(batch, mesh=None):
     return jitted_step(mesh)(new_state(params(), OPTIMIZER), batch)
 
 
-def test_every_split_and_any_dummies_give_the_same_loss_and_gradient():
+def test_every_split_and_any_padding_rows_give_the_same_loss_and_gradient():
     splits = assert_partition_invariant(loss_fn, params(), split_into(*make_rows(), 8))
-    without_dummies = {(split.num_microbatches, split.num_shards) for split in splits if not split.num_padding_rows}
-    assert without_dummies >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
+    without_padding = {(split.num_microbatches, split.num_shards) for split in splits if not split.num_padding_rows}
+    assert without_padding >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
     assert any(split.num_padding_rows for split in splits)
 
 
@@ -95,7 +95,7 @@ def test_every_split_of_a_step_gives_the_same_step(num_microbatches, num_devices
 
 
 def test_the_step_is_one_division_and_not_a_mean_of_means():
-    x, weights = make_rows(num_dummies=0)
+    x, weights = make_rows(num_padding_rows=0)
     with jax.enable_x64(True):
         _, metrics = take_step(split_into(x, weights, 4))
         losses = np.sum(np.sin(x * np.asarray(params()["w"])) ** 2, axis=-1) + 0.1
@@ -105,7 +105,7 @@ def test_the_step_is_one_division_and_not_a_mean_of_means():
 
 
 def test_padding_rows_and_microbatches_contribute_nothing():
-    x, weights = make_rows(num_dummies=0)
+    x, weights = make_rows(num_padding_rows=0)
     more_x, more_weights = np.concatenate([x, np.full((24, 4), 1e3)]), np.concatenate([weights, np.zeros(24)])
     with jax.enable_x64(True):
         state, metrics = take_step(split_into(x, weights, 2))
@@ -116,7 +116,7 @@ def test_padding_rows_and_microbatches_contribute_nothing():
             np.testing.assert_allclose(padded, leaf, rtol=1e-12)
 
 
-def test_a_step_of_dummies_gives_zero_and_no_nan():
+def test_a_step_of_padding_rows_gives_zero_and_no_nan():
     x, weights = make_rows()
     state, metrics = take_step(split_into(x, np.zeros_like(weights), 2))
     assert float(metrics.loss) == 0
@@ -330,10 +330,10 @@ def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change)
     mesh, optimizer = None if num_devices is None else data_mesh(num_devices), optax.sgd(0.1)
     state = new_state(params(), optimizer, extra={"count": jnp.array(7, dtype)})
     state, _ = jax.jit(make_train_step(counting, optimizer, layout=mesh))(
-        state, split_into(*make_rows(num_dummies=6), 8)
+        state, split_into(*make_rows(num_padding_rows=6), 8)
     )
     expected = np.array(7, dtype)
-    for _ in range(6):  # two of eight microbatches are dummies
+    for _ in range(6):  # two of eight microbatches are padding rows
         expected = expected + np.array(change).astype(dtype)
     assert state.extra["count"] == expected
 
@@ -422,7 +422,7 @@ def test_a_loss_may_change_what_it_is_given_in_place():
         microbatch.pop("num_tokens")
         return params["b"] * microbatch["weights"].sum(), microbatch["weights"].sum(), extra
 
-    x, _ = make_rows(num_dummies=0)
+    x, _ = make_rows(num_padding_rows=0)
     batch = {"x": x.reshape(4, 6, 4), "weights": np.ones((4, 6)), "num_tokens": np.arange(4)}
     optimizer = optax.sgd(0.1)
     state = new_state(params(), optimizer, extra={"count": jnp.zeros((), int), "mean": jnp.zeros(())})
