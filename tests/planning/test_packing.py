@@ -7,31 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jvarlen import (
     compile_buckets,
     load,
     make_buckets,
-    make_eval_step,
     make_plan,
     make_train_step,
     no_recompiles,
     pack_samples,
 )
-from jvarlen.batches import Batch, BatchShapes, packed_batch_spec
+from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.plan import Plan
 from jvarlen.testing import assert_exactly_once
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
-from tests.meshes import data_mesh
 
 DATASET = random_dataset(90, 40)
 LENGTHS = np.diff(DATASET.offsets)
@@ -92,31 +87,10 @@ def test_row_lengths_follow_the_cost():
     assert seconds(by_cost) < 0.6 * seconds(by_tokens)
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 5))
-def test_another_epoch_fills_the_same_rows_with_other_samples(lengths, epoch):
-    first = pack_samples(lengths, [10, 30], order="shuffle")
-    later = pack_samples(lengths, [10, 30], order="shuffle", epoch=epoch)
-    assert (first.num_tokens == later.num_tokens).all()
-    assert (first.row_offsets == later.row_offsets).all()
-    assert (np.array(lengths)[later.sample_ids] == later.sample_lengths).all()
-
-
 def packed_plan(**options):
     packing = pack_samples(LENGTHS, 64)
     buckets = make_buckets(packing.num_tokens, 256, max_shapes=2, microbatches_per_step=2)
     return make_plan(packing, buckets, microbatches_per_step=2, order="shuffle", **options)
-
-
-def test_a_packed_plan_comes_back_from_disk(tmp_path):
-    plan = packed_plan()
-    plan.save(tmp_path / "plan.npz")
-    loaded = Plan.load(tmp_path / "plan.npz")
-    assert loaded.digest == plan.digest
-    assert loaded.is_packed
-    assert loaded.num_rows == plan.num_rows
-    assert (loaded.rows(0) == plan.rows(0)).all()
-    assert "samples a row" in loaded.report()
 
 
 def test_pieces_of_every_sample_come_exactly_once():
@@ -222,31 +196,3 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
             state, metrics = step(state, batch)
             weights.append(float(metrics.weight_sum))
     assert weights == plan.num_tokens.tolist()
-
-
-def test_packed_steps_give_the_same_loss_on_any_number_of_devices():
-    packing = pack_samples(LENGTHS, 64)
-    buckets = make_buckets(packing.num_tokens, 128, max_shapes=1, microbatches_per_step=4)
-    plan = make_plan(packing, buckets, order="length", microbatches_per_step=4)
-    loss_fn = make_loss_fn(TransformerConfig(num_layers=1, width=8, num_heads=1))
-    params = jax.tree.map(np.asarray, init_params(TransformerConfig(num_layers=1, width=8, num_heads=1), seed=0))
-    samples = [np.asarray(DATASET[i]) for i in plan.sample_ids[: plan.step_offsets[1]]]
-    padded = np.zeros((len(samples), 40), np.int32)
-    for row, sample in zip(padded, samples, strict=True):
-        row[: len(sample)] = sample
-    lengths = np.array([len(sample) for sample in samples], np.int32)
-    weights = (np.arange(40) < lengths[:, None]).astype(np.float32)
-    alone = jax.tree.map(jnp.asarray, Batch(padded, lengths, weights, np.float32(len(samples))))
-    expected, weight = jax.jit(loss_fn)(params, alone)
-    for num_shards in (1, 2, 4):
-        mesh = data_mesh(num_shards)
-        step = compile_buckets(
-            make_eval_step(loss_fn, layout=mesh),
-            params,
-            BatchShapes(plan.buckets, microbatches_per_step=4, layout=mesh, batch_spec=packed_batch_spec),
-            progress=False,
-        )
-        batch = next(load(plan, DATASET, layout=mesh))
-        _, metrics = step(jax.tree.map(jnp.asarray, params), batch)
-        assert float(metrics.weight_sum) == float(weight)
-        np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)

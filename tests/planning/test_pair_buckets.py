@@ -39,16 +39,6 @@ def test_boundaries_on_both_sides_beat_the_same_number_on_one(lengths):
     assert (np.sort(plan.sample_ids) == np.arange(len(lengths))).all()
 
 
-@pytest.mark.parametrize("budget", ["sum", "larger"])
-def test_no_bucket_exceeds_the_budget(budget):
-    buckets = make_pair_buckets(
-        translation_lengths(3_000), 1024, budget=budget, microbatches_per_step=2, row_multiple=2
-    )
-    for rows, source, target in buckets:
-        assert rows * (source + target if budget == "sum" else max(source, target)) <= 1024
-        assert rows % 2 == 0
-
-
 class Pairs:
     """Tokens that tell the pair and the side."""
 
@@ -99,18 +89,6 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
             num_tokens.append(int(total))
     assert num_tokens == plan.num_tokens.tolist()
     assert float(state) == len(lengths)
-
-
-def test_pairs_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"id 1: \(30, 80\) \(limit 100\)"):
-        make_pair_buckets([[3, 4], [30, 80]], 100)
-    with pytest.raises(ValueError, match=r"id 1: \(3, 9\)"):
-        make_plan([[3, 4], [3, 9]], [(2, 4, 4)], order="length")
-    assert make_plan([[3, 4], [3, 9]], [(2, 4, 4)], order="length", overlong="drop").num_dropped == 1
-    with pytest.raises(ValueError, match="truncate"):
-        make_plan([[3, 4]], [(2, 4, 4)], order="length", overlong="truncate")
-    with pytest.raises(ValueError, match=r"id 0: \(0, 4\)"):
-        make_pair_buckets([[0, 4]], 100)
 
 
 def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():
