@@ -58,12 +58,10 @@ class Schedule:
         """When each action starts and ends. Transfers take no time.
 
         Args:
-          costs: seconds, or any unit, of each kind of `kinds`: a number, or an array [S] for each stage. An action
-            works on one chunk.
+          costs: seconds, or any unit, of an action of each kind of `kinds`, on one chunk: a number, or an array [S].
           mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
-            program moves all stages in ticks. Transfers are at the end of a tick, which lasts as long as its slowest
-            action. `"phases"`: as lockstep, but with a transfer after each kind. A tick lasts as long as its slowest F,
-            its slowest B and its slowest W together.
+            program moves all stages in ticks, each as long as its slowest action. `"phases"`: as lockstep, but a tick
+            lasts as long as its slowest F, its slowest B and its slowest W together.
 
         Returns:
           The timeline.
@@ -93,10 +91,7 @@ class Schedule:
             starts = (np.cumsum(lasts) - lasts)[self.ticks] + before[self.ticks, kind]
             makespan = float(lasts.sum())
         capacity = self.num_stages * makespan
-        peaks = [  # of forward passes, each of which is held until its action of the last kind has ended
-            (np.cumsum(kind == FORWARD, axis=1) - np.cumsum(kind == last, axis=1)).max(axis=1)
-            for last in (len(self.kinds) - 1, BACKWARD)
-        ]
+        num_held = np.cumsum(kind == FORWARD, axis=1) - np.cumsum(kind == len(self.kinds) - 1, axis=1)
         return Timeline(
             schedule=self,
             mode=mode,
@@ -104,8 +99,7 @@ class Schedule:
             ends=starts + durations,
             makespan=makespan,
             bubble=float((capacity - durations.sum()) / capacity) if capacity else 0.0,
-            peak_activations=peaks[0],
-            peak_before_backward=peaks[1],
+            peak_activations=num_held.max(axis=1),
         )
 
     def _durations(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "S A"]:
@@ -127,10 +121,10 @@ class Schedule:
         return np.stack([np.broadcast_to(cost, shape) for cost in checked])
 
     def tables(self) -> Tables:
-        """The tables that a program reads when it moves all stages in ticks.
+        """Actions, transfers and buffer slots of every tick and stage, for a program that moves all stages in ticks.
 
         Returns:
-          Actions, transfers and buffer slots of every tick and stage.
+          `Tables`.
 
         Example:
           >>> tables = make_schedule("gpipe", 2, 2).tables()
@@ -149,10 +143,8 @@ class Schedule:
             return values.ravel()[place[wanted, stage, microbatch, chunk]]
 
         def table(values: np.ndarray, where: Any = True, at: np.ndarray = ticks) -> Int32[np.ndarray, "T S"]:
-            filled, is_there = (
-                np.full((int(ticks.max()) + 1, len(ticks)), -1, np.int32),
-                np.broadcast_to(where, at.shape),
-            )
+            filled = np.full((int(ticks.max()) + 1, len(ticks)), -1, np.int32)
+            is_there = np.broadcast_to(where, at.shape)
             filled[at[is_there], stage[is_there]] = values[is_there]
             return filled
 
@@ -188,9 +180,7 @@ class Timeline:
       makespan: the time of the whole step.
       bubble: the share of S · makespan in which stages are idle.
       peak_activations: int64[S], the most forward results that each stage holds, of one chunk of a microbatch each. A
-        result is held until the last action that needs it has ended: W in a schedule that has it, otherwise B. It
-        depends on the order alone, not on costs.
-      peak_before_backward: int64[S], likewise, but held until B has ended.
+        result is held until the last action that needs it has ended: W in a schedule that has it, otherwise B.
     """
 
     schedule: Schedule
@@ -200,7 +190,6 @@ class Timeline:
     makespan: float
     bubble: float
     peak_activations: Int64[np.ndarray, " S"]
-    peak_before_backward: Int64[np.ndarray, " S"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,33 +200,20 @@ class Tables:
     backward pass to the stage before; the first and the last stage are neighbours too. What arrives is stored after the
     action, so a slot is read before that.
 
-    Every stage has three buffers. `inputs` holds a stage's input from its arrival to the forward pass. `activations`
-    holds what a forward pass keeps, up to the last action that needs it: W, or B in schedules without W. `gradients`
-    holds an output gradient from its arrival up to that action. The first part of the model takes its input from the
-    microbatch, and the last part its gradient from the loss, so neither has a slot for it.
-
-    Attributes:
-      kind: int32[T, S]: 0 forward pass, 1 backward pass, 2 weight gradients.
-      microbatch: int32[T, S].
-      chunk: int32[T, S].
-      activation_slot: int32[T, S]: written by a forward pass, read by the other kinds.
-      input_slot: int32[T, S]: read by a forward pass.
-      gradient_slot: int32[T, S]: read by the other kinds.
-      arriving_input_slot: int32[T, S]: where the stage stores what arrives from the one before.
-      arriving_gradient_slot: int32[T, S]: where it stores what arrives from the next one.
-      num_inputs: slots of `inputs`; as many as the stage with the most needs.
-      num_activations: slots of `activations`.
-      num_gradients: slots of `gradients`.
+    Every stage has three buffers, with as many slots as the stage with the most needs. `inputs` holds a stage's input
+    from its arrival to the forward pass. `activations` holds what a forward pass keeps, up to the last action that
+    needs it: W, or B in schedules without W. `gradients` holds an output gradient from its arrival up to that action.
+    The first part of the model takes its input from the microbatch, and the last part its gradient from the loss.
     """
 
-    kind: Int32[np.ndarray, "T S"]
+    kind: Int32[np.ndarray, "T S"]  # 0 forward pass, 1 backward pass, 2 weight gradients
     microbatch: Int32[np.ndarray, "T S"]
     chunk: Int32[np.ndarray, "T S"]
-    activation_slot: Int32[np.ndarray, "T S"]
-    input_slot: Int32[np.ndarray, "T S"]
-    gradient_slot: Int32[np.ndarray, "T S"]
-    arriving_input_slot: Int32[np.ndarray, "T S"]
-    arriving_gradient_slot: Int32[np.ndarray, "T S"]
+    activation_slot: Int32[np.ndarray, "T S"]  # written by a forward pass, read by the other kinds
+    input_slot: Int32[np.ndarray, "T S"]  # read by a forward pass
+    gradient_slot: Int32[np.ndarray, "T S"]  # read by the other kinds
+    arriving_input_slot: Int32[np.ndarray, "T S"]  # where the stage stores what arrives from the one before
+    arriving_gradient_slot: Int32[np.ndarray, "T S"]  # and from the next one
     num_inputs: int
     num_activations: int
     num_gradients: int
@@ -249,15 +225,13 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     - `"gpipe"`: all forward passes, then all backward passes. A stage holds M activations. Its bubble is
       (S − 1) / (M + S − 1), in lockstep too.
     - `"1f1b"`: forward and backward passes in turn, as early as the pipeline allows. Stage s holds min(M, S − s)
-      activations. The bubble is that of GPipe in mode `"mpmd"`. In lockstep it is slower: while one stage is in a
-      forward pass, its neighbour is in a backward pass, so almost every tick lasts as long as a backward pass.
+      activations. The bubble is that of GPipe in mode `"mpmd"`. In lockstep almost every tick lasts as long as a
+      backward pass: while one stage is in a forward pass, its neighbour is in a backward pass.
     - `"eager_1f1b"`: 1F1B for one program. All stages are in forward passes in one tick, and in backward passes in the
-      next: forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not
-      counting ticks in which no stage acts. Stage s holds min(M, 2 (S − s) − 1) activations. In lockstep it takes
-      (M + S − 1)(F + B).
+      next. Stage s holds min(M, 2 (S − s) − 1) activations. In lockstep it takes (M + S − 1)(F + B).
     - `"interleaved"`: 1F1B with V chunks of the model on each stage, in the order of Megatron-LM and PyTorch. Stage s
       holds min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. Its bubble is (S − 1) / (V M + S − 1) in
-      mode `"mpmd"`; in lockstep it is slower, as 1F1B is.
+      mode `"mpmd"`, and larger in lockstep.
     - `"zero_bubble"`: ZB-H1, backward passes split in two, with weight gradients (W) where 1F1B is idle: stage s
       computes them s backward passes late. It holds min(M, S) activations until W, and min(M, S − s) until B. With
       F = B = W and M ≥ S, its bubble is (S − 1) / (3 M + S − 1), in lockstep too.
@@ -307,6 +281,8 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     schedule = schedule_of(name, num_stages, num_microbatches, order, num_chunks)
     if name != "eager_1f1b":
         return schedule
+    # Forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not counting
+    # ticks in which no stage acts.
     (kind, microbatch, _), s = np.moveaxis(schedule.actions, -1, 0), np.arange(num_stages)[:, None]
     ticks = 2 * microbatch + np.where(kind == FORWARD, 2 * s, 4 * (num_stages - 1) - 2 * s + 1)
     return dataclasses.replace(schedule, ticks=_frozen(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
