@@ -43,19 +43,14 @@ class MemoryEstimate(NamedTuple):
 
     Attributes:
       params: parameters.
-      grads: gradients, in the type of their parameters, as the papers count them.
-      accumulation: what sums of gradients in float32 take beyond `grads`; 0 for parameters in float32.
+      grads: gradients, in the type of their parameters.
+      accumulation: what sums of gradients in float32 take beyond `grads`.
       opt_state: the state of the optimizer, and `extra`.
-      gathered: temporary parameters and gradients. At ZeRO-3 those of the ends or of one layer, or with stages all
-        parameters of the stage; below ZeRO-3 the gradients of a microbatch, with stages those of the ends and one
-        chunk, before they are added to `grads`. With several chunks also layers that change places.
-      activations: what the forward pass of one microbatch leaves to the backward pass, as the model is written; with
-        stages that of one chunk of layers, and the buffers of the schedule. None if no model was given.
-      workspace: the rest at the peak of the step: results that are used at once, and the batch. None if no model was
-        given.
-
-    Not all temporary arrays are alive at the peak: `gathered` and then `activations` are counted first, and `workspace`
-    is the rest.
+      gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all of
+        the stage; below, the gradients of a microbatch. With several chunks also layers that change places.
+      activations: what the forward pass of one microbatch leaves to the backward pass; with stages that of one chunk of
+        layers, and the buffers of the schedule. None if no model was given.
+      workspace: the rest at the peak of the step, and the batch. None if no model was given.
     """
 
     params: int
@@ -93,11 +88,10 @@ def estimate_memory(
     accumulate: Accumulate | None = None,
     microbatches_per_step: int | None = None,
 ) -> MemoryEstimate:
-    """The memory of a step without token slices on a device, for a layout that need not fit this machine.
+    """The memory of a step on a device, for a layout that need not fit this machine.
 
-    Nothing is computed or compiled: shapes are enough. The state is counted exactly. Temporary memory is the peak of a
-    traced microbatch, fused as a compiler would, plus 12 % to 30 %, because compilers do not always find the order that
-    holds least.
+    Nothing is compiled. The state is counted exactly. Temporary memory is the peak of a traced microbatch, fused as a
+    compiler would, plus 12 % to 30 %, because compilers do not always find the order that holds least.
 
     Args:
       layout: what is sharded, over any number of devices.

@@ -62,20 +62,17 @@ class DeviceArrays(NamedTuple):
 
 
 class OneMicrobatch:
-    """A microbatch of a bucket on one device of a layout, to be traced.
-
-    Parameters are shapes of whole ones, split for "tensor"; `num_layers` of them are run (None: all).
-    """
+    """A microbatch of a bucket on one device of a layout, to be traced."""
 
     def __init__(
         self,
         model: LayeredModel | LossFn,
         layout: Layout,
-        params: Any,
+        params: Any,  # shapes of whole ones, split for "tensor"
         extra: Any,
         bucket: tuple[int, ...],
         batch_spec: Any,
-        num_layers: int | None = None,
+        num_layers: int | None = None,  # of these parameters; None: all
     ):
         batch = batch_spec(check_buckets([bucket])[0], 1)
         self._microbatch = jax.tree.map(
@@ -95,13 +92,14 @@ class OneMicrobatch:
             self._params = jax.tree.map(on_device, params, other_specs)
         if num_layers is not None:
             self._params = with_layers(self._params, num_layers)
-        self._extra = extra
+        self._key = jax.eval_shape(lambda: jax.random.key(0))  # which layers may draw masks from
+        self._given = self._microbatch, self._key, extra  # what a loss takes beside parameters
 
     def arrays(self) -> DeviceArrays:
         """What it computes."""
         if self._layout.stage > 1:
             return self._staged_arrays()
-        return DeviceArrays(_lifetimes(self.jaxpr(with_grads=True)))
+        return DeviceArrays(lifetimes_of(ClosedJaxpr(self.jaxpr(with_grads=True), ())))
 
     def jaxpr(self, *, with_grads: bool) -> Jaxpr:
         """The loss, or its gradient, as a device computes it without stages."""
@@ -111,11 +109,11 @@ class OneMicrobatch:
             loss_sum, pull, sums = jax.vjp(lambda params: loss(params, *others), params, has_aux=True)
             return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
 
-        return self._on_device(grads if with_grads else loss, self._params, *self._given())[0]
+        return self._on_device(grads if with_grads else loss, self._params, *self._given)[0]
 
     def x_bytes(self) -> int:
         """Bytes of what goes from layer to layer."""
-        model, key = self._model, self._key()
+        model, key = self._model, self._key
         assert isinstance(model, LayeredModel)
 
         def embed(ends: Any, microbatch: Any, key: Any) -> Any:
@@ -162,8 +160,8 @@ class OneMicrobatch:
             _, pull = jax.vjp(lambda ends: floats_of(embed(ends)), params.ends)
             return jax.tree.map(jax.numpy.add, of_ends, pull(of_x)[0]), rest
 
-        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key())
-        return DeviceArrays(_lifetimes(jaxpr), **sizes)
+        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key)
+        return DeviceArrays(lifetimes_of(ClosedJaxpr(jaxpr, ())), **sizes)
 
     def residual_bytes(self) -> int:
         """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
@@ -172,7 +170,7 @@ class OneMicrobatch:
         def residuals(params: Any, *others: Any) -> Any:
             return jax.vjp(lambda params: loss(params, *others), params, has_aux=True)[1]
 
-        jaxpr, shapes = self._on_device(residuals, self._params, *self._given())
+        jaxpr, shapes = self._on_device(residuals, self._params, *self._given)
         given = {*jaxpr.invars, *jaxpr.constvars}
         saved = zip(jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
         return bytes_of(
@@ -188,13 +186,6 @@ class OneMicrobatch:
 
         return loss
 
-    def _given(self) -> tuple[Any, Any, Any]:
-        """What a loss takes beside parameters; with a key, which layers may draw masks from."""
-        return self._microbatch, self._key(), self._extra
-
-    def _key(self) -> Any:
-        return jax.eval_shape(lambda: jax.random.key(0))
-
     def _on_device(self, call: Any, *args: Any) -> tuple[Jaxpr, Any]:
         """What a device computes, and the shapes of its results."""
         mesh = AbstractMesh(tuple(self._layout.axis_sizes.values()), tuple(self._layout.axis_sizes))
@@ -203,10 +194,6 @@ class OneMicrobatch:
         closed, shapes = jax.make_jaxpr(on_device, return_shape=True)(*args)
         (equation,) = closed.jaxpr.eqns
         return equation.params["jaxpr"], shapes
-
-
-def _lifetimes(jaxpr: Jaxpr) -> Lifetimes:
-    return lifetimes_of(ClosedJaxpr(jaxpr, ()))
 
 
 def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> Any:

@@ -1,9 +1,8 @@
-"""A function and its derivative, cut into passes that run at different times: forward, backward, weight gradients.
+"""A function and its derivative, cut into passes that run at different times: forward, backward, weight gradients."""
 
-The whole is traced once. Each equation belongs to the first pass that needs it. What later passes need of it is passed
-on as residuals. Only cheap or small equations run twice: views, and those that depend only on arguments that every pass
-has, such as casts of parameters, masks of the microbatch and random numbers of its key.
-"""
+# The whole is traced once. Each equation belongs to the first pass that needs it. What later passes need of it is
+# passed on as residuals. Only cheap or small equations run twice: views, and those that depend only on arguments that
+# every pass has, such as casts of parameters, masks of the microbatch and random numbers of its key.
 
 from __future__ import annotations
 
@@ -24,31 +23,19 @@ _VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 class Passes(NamedTuple):
     """The passes of a function `y = function(params, x, *others)`."""
 
+    # forward(params, x, *others) -> (y, residuals), a list of arrays.
     forward: Callable[..., tuple[Any, list[Any]]]
-    """`forward(params, x, *others) -> (y, residuals)`, a list of arrays."""
+    # backward(params, residuals, of_y, *others) -> (of_x, of_params): gradients of the floats of x and of all
+    # parameters, from those of the floats of y; or (of_x, handed), a list of arrays for weight gradients of their own.
     backward: Callable[..., tuple[list[Any], Any]]
-    """`backward(params, residuals, of_y, *others) -> (of_x, of_params)`: gradients of the floats of x and of all
-    parameters, from those of the floats of y. If weight gradients are a pass of their own, it returns a list of arrays
-    for that pass in place of `of_params`."""
+    # weights(params, residuals, handed, *others) -> of_params, without any product of the backward pass.
     weights: Callable[..., Any] | None
-    """`weights(params, residuals, handed, *others) -> of_params`, with that list; None if the backward pass does it."""
 
 
 def split_passes(
     function: Callable[..., Any], params: Any, x: Any, *others: Any, weights_apart: bool = False
 ) -> Passes:
-    """The passes of a function, which is traced here, for arguments of these shapes, and not called again.
-
-    It is differentiated by its parameters and by the floats of x. `others` are given to every pass. `weights_apart`
-    makes weight gradients a pass of their own, without any product of the backward pass.
-
-    Example:
-      >>> passes = split_passes(lambda w, x: jnp.tanh(w * x), jnp.float32(2), jnp.float32(0))
-      >>> y, residuals = passes.forward(jnp.float32(2), jnp.float32(0))
-      >>> of_x, of_w = passes.backward(jnp.float32(2), residuals, [jnp.float32(1)])
-      >>> float(y), float(of_x[0]), float(of_w), len(residuals)
-      (0.0, 2.0, 0.0, 2)
-    """
+    """The passes of a function, which is traced here for arguments of these shapes; `others` go to every pass."""
 
     def whole(always: tuple[Any, Any], x: Any, of_y: list[Any]) -> tuple[Any, list[Any], Any]:
         params, others = always
@@ -101,11 +88,9 @@ def with_floats(x: Any, floats: Sequence[Any]) -> Any:
 
 
 def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> list[Callable[..., list[Any]]]:
-    """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on.
-
-    It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in the
-    first, and only in the second; `wanted` how many results each pass has; both in this order.
-    """
+    """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on."""
+    # It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in
+    # the first, and only in the second; `wanted` how many results each pass has.
     jaxpr = closed.jaxpr
     num_always, num_first = given[0], given[0] + given[1]
     arguments = [jaxpr.invars[num_always:num_first], jaxpr.invars[num_first:], []]

@@ -67,21 +67,13 @@ def sum_scheduled(
     axis_name: str | tuple[str, ...] = DATA_AXIS,
     rows_along: str | None = None,
 ) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model.
-
-    Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
-    hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are still
-    stored as consecutive layers: once per step they move to their chunks' stages, and their gradients move back.
-
-    A stage keeps the inputs of forward passes, and recomputes its layers in the backward pass. With `zero_bubble`,
-    weight gradients recompute them too. The forward pass of the last part is left to its backward pass. Or a stage
-    keeps residuals: what the backward pass of each layer takes from the forward pass. Then layers run once, and the
-    backward pass recomputes only what does not depend on their inputs, such as masks of the microbatch and of dropout.
-
-    Without gradients, there are M + S − 1 ticks of forward passes, whatever the schedule. `param_specs` and
-    `grad_specs` say how each lies along other axes than `"stage"` (None: not at all, and as parameters). What lies
-    along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
-    """
+    """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
+    # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
+    # hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are
+    # still stored as consecutive layers: once a step they move to their chunks' stages, and their gradients move back.
+    # With `remat="full"` a stage keeps the inputs of forward passes, and backward passes, and weight gradients of their
+    # own, recompute its layers. Otherwise it keeps what the backward pass of each layer takes from the forward pass.
+    # What lies along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
     mesh = auto_axes(mesh)
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
@@ -135,12 +127,10 @@ def sum_over_stages(
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
 ) -> StepSums:
-    """The sums of a step, from those that each device computes of its stage and its microbatches.
-
-    `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
-    that, and microbatches with their keys; its gradients are of the same, in float32 at least, and its sums of the loss
-    are 0 on all but the last stage.
-    """
+    """The sums of a step, from those that each device computes of its stage and its microbatches."""
+    # `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
+    # that, and microbatches with their keys; its gradients are of the same, in float32 at least, and its sums of the
+    # loss are 0 on all but the last stage.
 
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
         whole = params
@@ -321,7 +311,7 @@ class _Device:
         return _Buffers(x, kept, handed, y, floats_of(x)), sums
 
     def idle(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
-        """No action. Computing on whatever is there and dropping it could turn an infinite derivative into NaN."""
+        """No action: computing on whatever is there and dropping it could turn an infinite derivative into NaN."""
         return self.nothing[0], sums
 
     def forward(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
@@ -343,11 +333,7 @@ class _Device:
     def backward(
         self, action: Mapping[str, Any], received: _Buffers, sums: StepSums, *, is_weights: bool = False
     ) -> _Done:
-        """The gradient of a part's input, and the sums of the loss and the ends.
-
-        Also the gradients of its layers, unless weight gradients are actions of their own. With `is_weights`, those
-        alone; from inputs, they take all the rest as well.
-        """
+        """The gradients of a part's input, and of its layers unless these are actions of their own: `is_weights`."""
         part, given, done = action["part"], self.given(action["microbatch"]), self.nothing[0]
         layers, recomputes = _chunk_at(self.chunks, action["chunk"]), self.plan.remat == "full"
         kept, y, rest = received.kept, received.outputs, received.handed
@@ -385,17 +371,6 @@ class _Device:
             done = done._replace(handed=rest)
         return done, others._replace(grads=LayeredParams(of_ends, totals))
 
-    @property
-    def branches(self) -> list[Callable[..., _Done]]:
-        """By kind of action, from −1 on: idle, forward pass, backward pass, weight gradients."""
-        all_kinds: list[Callable[..., _Done]] = [
-            self.idle,
-            self.forward,
-            self.backward,
-            functools.partial(self.backward, is_weights=True),
-        ]
-        return all_kinds[: 2 + self.plan.with_grads + self.plan.splits_backward]
-
 
 def _run_ticks(device: _Device, num_stages: int) -> StepSums:
     """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
@@ -404,6 +379,11 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
     to_next = [(s, (s + 1) % num_stages) for s in range(num_stages if plan.num_chunks > 1 else num_stages - 1)]
     to_previous = [(target, source) for source, target in to_next]
     recomputes = plan.with_grads and plan.remat == "full"
+    branches: list[Callable[..., _Done]] = [device.idle, device.forward]  # by kind of action, from −1 on
+    if plan.with_grads:
+        branches.append(device.backward)
+    if plan.splits_backward:
+        branches.append(functools.partial(device.backward, is_weights=True))
 
     def tick(carry: tuple[_Buffers, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[_Buffers, StepSums], None]:
         held, sums = carry
@@ -414,7 +394,7 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
             held = held._replace(kept=write_slot(held.kept, action["keeps_slot"], x))
         reads = ("activation_slot", "activation_slot", "output_slot", "gradient_slot")
         received = _Buffers(x, *(read_slot(held[1 + i], action[name]) for i, name in enumerate(reads)))
-        done, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
+        done, sums = jax.lax.switch(action["kind"] + 1, branches, action, received, sums)
         held = held._replace(
             kept=held.kept if recomputes else write_slot(held.kept, action["keeps_slot"], done.kept),
             handed=write_slot(held.handed, action["hands_slot"], done.handed),
@@ -437,10 +417,8 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
 
 
 def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
-    """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, [V, L / (S · V), …].
-
-    In round r every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p mod S.
-    """
+    """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, [V, L / (S · V), …]."""
+    # In each turn every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p % S.
     layers = jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
     if num_chunks == 1 or num_stages == 1:
         return layers
