@@ -1,15 +1,12 @@
 """Context parallelism: causal attention over rows whose positions are spread over a mesh axis.
 
-A row is cut into 2N chunks, and device d of N holds chunks d and 2N − 1 − d: "zigzag". Early positions see few keys and
-late ones many, so that each device has the same work: 2N + 1 of the pairs of chunks that causal attention looks at.
-
-The functions of a model call `attend_over_axis` inside `shard_map(check_vma=False)`; everything else in a causal model
-is local to a position. Losses are sums over the positions of this device, so that the sum of all devices' losses is the
-loss, and the sum of their gradients its gradient.
-
-Letters: N devices of the axis, T positions of a row, S = T / N those of this device, C = T / 2N of a chunk, B rows,
-H heads of queries, J of keys and values, K head size.
+Letters: N devices of the axis, T positions of a row, S = T / N those of this device, B rows, H heads of queries, J of
+keys and values, K head size.
 """
+
+# A row is cut into 2N chunks, and device d of N holds chunks d and 2N − 1 − d: "zigzag". Early positions see few keys
+# and late ones many, so that each device has the same work: 2N + 1 of the pairs of chunks that causal attention looks
+# at. Losses are sums over the positions of a device, so that the sum of all devices' losses is the loss.
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ __all__ = [
     "shard_positions", "spread_rows", "unspread_rows",
 ]  # fmt: skip
 
-CONTEXT_AXIS = "context"
-"""The mesh axis that positions are spread over."""
+CONTEXT_AXIS = "context"  # the mesh axis that positions are spread over
 
 OverAxisImplementation = Literal["gather", "ring"]
 
@@ -121,8 +117,7 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
 def spread_rows(arrays: Any, num_shards: int) -> Any:
     """Reorders positions, so that N equal parts of the last axis are the shards of `context_positions`.
 
-    A `NamedSharding` of the last axis then gives each device its positions. Anything that depends on neighbours, such
-    as the target of a position, must be computed before, from whole rows.
+    Anything that depends on neighbours, such as the target of a position, must be computed before.
 
     Args:
       arrays: array [..., T] or a pytree of them, of NumPy or JAX, T a multiple of 2N.
@@ -171,7 +166,7 @@ def attend_over_axis(
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
     Equal to `attend` and `attend_within_segments` on whole rows. It skips pairs of chunks that are fully masked, and
-    holds no logits of more than 256 queries and one chunk of keys. Its gradient recomputes them.
+    holds logits of at most 256 queries and one chunk of keys, which its gradient recomputes.
 
     Args:
       query: float[B, S, H, K], at the positions of `shard_positions`.
@@ -179,10 +174,9 @@ def attend_over_axis(
       value: float[B, S, J, K].
       axes: `axes.context` is the mesh axis; None: rows are whole, S = T.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
-        None: a row is one sample. Its length is not needed: no token attends to what follows its end.
+        None: a row is one sample.
       implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes them from device to
-        device, so that a device holds those of three at a time; it does not work with stages. Both send the same number
-        of bytes.
+        device, so that a device holds those of three at a time; it does not work with stages. Both send as many bytes.
 
     Returns:
       float[B, S, H, K]; values at positions without a token are meaningless but finite.

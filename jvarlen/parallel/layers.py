@@ -66,10 +66,10 @@ class LayeredModel(NamedTuple):
         what lies along the axis `"tensor"`; None if nothing does.
       stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only stack arrays. None:
         they are `LayeredParams`.
-      by_positions: whether the functions work on some positions of a row at a time, those of `axes.positions`: they get
-        whole rows in the microbatch and take their positions, x is `[B, S, …]` for S positions, and a position depends
-        on earlier ones only through `attend_over_axis`. The loss sums over these positions, and reduces nothing. Then
-        rows can be spread over `"context"`, or go through stages in slices.
+      by_positions: whether the functions work on some positions of a row, those of `axes.positions`, so that rows can
+        be spread over `"context"`: they get whole rows in the microbatch and take their positions, x is `[B, S, …]` for
+        S positions, and a position depends on earlier ones only through `attend_over_axis`. The loss sums over these
+        positions, and reduces nothing.
     """
 
     embed: Callable[..., Any]
@@ -122,10 +122,7 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
         x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers)))
         return model.loss(params.ends, x, microbatch, axes_at(key, num_layers + 1))
 
-    def loss_without_key(params: Any, microbatch: Any) -> tuple[Any, ...]:
-        return loss_fn(params, microbatch)
-
-    return loss_fn if takes_key else loss_without_key
+    return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
 
 
 def axes_at(key: Any, index: Any, **others: Any) -> Axes:
@@ -143,11 +140,7 @@ def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> Layer
 
 
 def rematerialized(model: LayeredModel) -> LayeredModel:
-    """The same model, whose layers keep only their inputs, and are recomputed in the backward pass.
-
-    References:
-      Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
-    """
+    """The same model, whose layers keep only their inputs, and run again in the backward pass (Chen et al. 2016)."""
 
     def layer(layer_params: Any, x: Any, microbatch: Any, axes: Axes) -> Any:
         def run(layer_params: Any, x: Any, microbatch: Any) -> Any:

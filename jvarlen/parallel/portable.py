@@ -1,9 +1,8 @@
-"""The form of a state that all layouts share and checkpoints hold: that of one device.
+"""The form of a state that all layouts share and checkpoints hold: that of one device."""
 
-On a layout, the arrays of the layers may be stacked, features lie in the order of N devices, and vocabularies and
-shards be padded. Each array of one device is then one of the layout, or one layer of it, in another order. Arrays of
-the optimizer follow their parameters. Letters: N devices of the axis `"tensor"`, L layers.
-"""
+# On a layout, the arrays of the layers may be stacked, features lie in the order of the devices along "tensor", and
+# vocabularies and shards be padded. Each array of one device is then one of the layout, or one layer of it, in another
+# order. Arrays of the optimizer follow their parameters.
 
 from __future__ import annotations
 
@@ -32,11 +31,7 @@ __all__ = ["PortableForm", "check_portable", "portable_form", "portable_params",
 
 
 def stack_for(layout: Layout, model: LayeredModel | LossFn | None, params: Any) -> tuple[Any, Any]:
-    """A model and its parameters as `make_train_step` and `TrainStep.init` take them.
-
-    Layouts with stages or `tensorN` take parameters that are stacked already: the result is then the model without
-    `stack`, and the stacked parameters. `params` are arrays or shapes, which `stack` takes.
-    """
+    """A model and its parameters, arrays or shapes, as layouts take them: with stages or `tensorN` stacked already."""
     stack = _stack_for(layout, model)
     if stack is None or not isinstance(model, LayeredModel):
         return model, params
@@ -51,11 +46,8 @@ def check_portable(
     layout: Layout,
     model: LayeredModel | LossFn | None = None,
 ) -> None:
-    """Raises ValueError if the states of a layout are no rearrangement of those of one device.
-
-    That is so where parameters are stacked, and an optimizer has one number for each array, or has arrays only for
-    parameters with some number of dimensions.
-    """
+    """Raises ValueError if the states of a layout are no rearrangement of those of one device."""
+    # Such as of an optimizer with one number for each array, where parameters are stacked.
     _sources_of_state(params, optimizer, layout, model)
 
 
@@ -106,10 +98,7 @@ def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredMo
 
 
 class PortableForm:
-    """How the state of a layout becomes that of one device, and back. Made by `portable_form`.
-
-    What differs is rearranged on the devices, in arrays that are spread over all of them as far as these divide
-    dimensions that stay as they are. Zeros that only pad shards of the optimizer stay in what is saved.
+    """How the state of a layout becomes that of one device, and back, on the devices. Made by `portable_form`.
 
     Attributes:
       shapes: `TrainState` of `jax.ShapeDtypeStruct`: the state of one device, without padding.
@@ -123,8 +112,7 @@ class PortableForm:
         self._routes = {leaf: _route(first[leaf], leaves[leaf]) for leaf in sorted(first)}
         others = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state[2:])
         self.shapes = self._state([jax.ShapeDtypeStruct(s.shape, leaves[s.leaf].dtype) for s in sources], others)
-        # Ahead, for a training saves where nothing may be compiled any more.
-        self._take = self._compile_take([leaves[leaf] for leaf in self._routes]) if self._changed else None
+        self._take = self._compiled_take([leaves[leaf] for leaf in self._routes]) if self._changed else None
 
     def save(self, state: TrainState) -> TrainState:
         """The state of one device.
@@ -150,10 +138,12 @@ class PortableForm:
         """
         leaves = jax.tree.leaves(state[:2])
 
-        def made(source: _Source) -> jax.ShapeDtypeStruct:
+        def like(source: _Source) -> Any:
+            if not source.is_changed:
+                return leaves[source.leaf]
             return jax.ShapeDtypeStruct(source.shape, leaves[source.leaf].dtype, sharding=self._sharding_of(source))
 
-        return self._state([made(s) if s.is_changed else leaves[s.leaf] for s in self._sources], state[2:])
+        return self._state(map(like, self._sources), state[2:])
 
     def restore(self, saved: TrainState, state: TrainState) -> TrainState:
         """The inverse of `save`.
@@ -182,16 +172,14 @@ class PortableForm:
             made = jax.jit(join, out_shardings=shardings)([parts[source] for source in self._changed])
             for leaf, array in zip(self._routes, made, strict=True):
                 leaves[leaf] = array
-        params, opt_state = jax.tree.unflatten(structure, leaves)
-        return TrainState(params, opt_state, *saved[2:])
+        return TrainState(*jax.tree.unflatten(structure, leaves), *saved[2:])
 
     @property
     def _num_parts(self) -> int:
         return self._mesh.shape.get(TENSOR_AXIS, 1)
 
-    def _state(self, leaves: Sequence[Any], others: Sequence[Any]) -> TrainState:
-        params, opt_state = jax.tree.unflatten(self._structure, leaves)
-        return TrainState(params, opt_state, *others)
+    def _state(self, leaves: Iterable[Any], others: Sequence[Any]) -> TrainState:
+        return TrainState(*jax.tree.unflatten(self._structure, leaves), *others)
 
     def _sharding_of(self, source: _Source) -> NamedSharding:
         axes = list(self._routes[source.leaf][-1])
@@ -204,7 +192,9 @@ class PortableForm:
             array = jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
         return array
 
-    def _compile_take(self, given: list[jax.Array]) -> Any:
+    def _compiled_take(self, given: list[jax.Array]) -> Any:
+        """Compiled ahead, for a run saves where nothing may be compiled any more."""
+
         def take(leaves: list[jax.Array]) -> list[jax.Array]:
             arrived = {
                 leaf: self._sent(array, route)
@@ -260,10 +250,8 @@ def _sources_of_state(
 def _sources(
     params: Any, on_layout: Any, whole: Any, there: Any, layout: Layout, model: LayeredModel | LossFn | None
 ) -> list[_Source]:
-    """Where the leaves of the tree `whole` lie in the tree `there`, both without padding.
-
-    Their paths end in those of parameters, `params` in the one and `on_layout` in the other.
-    """
+    """Where the leaves of the tree `whole` lie in the tree `there`, both without padding."""
+    # Their paths end in those of parameters, `params` in the one and `on_layout` in the other.
     origins = _origins(params, on_layout, layout, model)
     splits = _splits(on_layout, layout, model)
     of_params = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
@@ -389,11 +377,9 @@ def _joined(parts: Sequence[Any], sources: Sequence[_Source], num_parts: int) ->
 
 
 def _route(source: _Source, leaf: jax.Array) -> list[PartitionSpec]:
-    """The way of an array of a layout to where it can be rearranged without communication, spread over all devices.
-
-    Axes of the mesh leave, one at a time, dimensions that are stacked, reordered or padded, for others that they
-    divide: an all-to-all each. Those along which the array is whole follow. The last spec has an entry a dimension.
-    """
+    """The way of an array of a layout to where it can be rearranged without communication, spread over all devices."""
+    # Axes of the mesh leave, one at a time, dimensions that are stacked, reordered or padded, for others that they
+    # divide: an all-to-all each. Those along which the array is whole follow. The last spec has an entry a dimension.
     assert isinstance(leaf.sharding, NamedSharding)
     mesh, ndim = leaf.sharding.mesh, leaf.ndim
     spec = [*leaf.sharding.spec, *(None,) * (ndim - len(leaf.sharding.spec))]

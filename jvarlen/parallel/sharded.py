@@ -112,10 +112,8 @@ def make_sharded_step(
 def sums_on_layout(
     model: LayeredModel | LossFn, placement: Placement, sum_of: Callable[..., StepSums], *, with_grads: bool
 ) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards.
-
-    They are those of `sum_of(model, state, batch, **options)`, for the model on this layout's axes.
-    """
+    """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
+    # They are those of `sum_of(model, state, batch, **options)`, for the model on this layout's axes.
     layout, mesh = placement.layout, placement.program_mesh
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
@@ -178,11 +176,8 @@ def sum_on_layout(
 def model_on_axes(
     model: LayeredModel | LossFn, layout: Layout, params: Any, batch: Any
 ) -> tuple[LayeredModel | LossFn, str | None]:
-    """A model whose functions run inside `shard_map` over a layout's axes, and the axis over which rows are spread.
-
-    The layout binds `"tensor"`, and `"context"` for rows that are long enough; otherwise that axis is None. Parameters
-    and the batch of a step are arrays or shapes of the whole.
-    """
+    """A model whose functions run inside `shard_map` over a layout's axes, and the axis along which rows are spread."""
+    # Rows that are too short are not spread: None. Parameters and the batch are arrays or shapes of the whole.
     rows_along = None
     if layout.context > 1 and isinstance(model, LayeredModel):
         from jvarlen.parallel.context import CONTEXT_AXIS, context_model, row_length
@@ -219,11 +214,9 @@ def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Lay
 
 
 def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
-    """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded.
-
-    From level 1 on, or with `other_specs`, an array of the optimizer lies as the parameter whose path is the end of its
-    own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
-    """
+    """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
+    # An array of the optimizer lies as the parameter whose path is the end of its own, such as `['embed']` of
+    # `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
     whole = jax.tree.map(lambda _: _WHOLE, state)
     params = whole.params if other_specs is None else other_specs
     if layout.zero == 3:

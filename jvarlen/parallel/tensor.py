@@ -1,19 +1,15 @@
 """Tensor parallelism: matrix products split over a mesh axis, and sequence parallelism between them.
 
-The functions of a model by layers call these inside `shard_map(check_vma=False)`. With `axes.tensor` None they are
-plain products and look-ups, so that one model serves both.
-
-What a device holds is *whole*, equal on all devices of the axis, or a *part*: some features, some rows of a vocabulary,
-or under sequence parallelism some positions. Gradients are taken inside `shard_map`, of a loss that every device has
-whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the others have
-already. JAX's own transpose of a sum over devices would count the loss once a device. `enter_tensor_parallel` and
-`leave_tensor_parallel` therefore have gradients of their own: they are f and g of Megatron-LM.
-
-Under sequence parallelism nothing between the products is whole. Every whole parameter then meets only some positions
-or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
-
-Letters: N devices of the axis, T positions, D inputs, F outputs, V values of a token.
+The functions of a model by layers call these inside `shard_map(check_vma=False)`; with `axes.tensor` None they are
+plain products and look-ups. Letters: N devices of the axis, T positions, D inputs, F outputs, V values of a token.
 """
+
+# What a device holds is *whole*, equal on all devices of the axis, or a *part*: some features, some rows of a
+# vocabulary, or under sequence parallelism some positions. Gradients are taken inside `shard_map`, of a loss that every
+# device has whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the
+# others have already. JAX's own transpose of a sum over devices would count the loss once a device: `_copy` and `_sum`
+# have gradients of their own. Under sequence parallelism every whole parameter meets only some positions or features,
+# and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
 
 from __future__ import annotations
 
@@ -68,14 +64,12 @@ def column_linear(
     *,
     axes: Axes,
 ) -> Float[Array, "*out F"]:
-    """A product whose outputs are split: with the columns of this device.
-
-    For several products of one input, call `enter_tensor_parallel` once and multiply by hand.
+    """A product whose outputs are split. For several products of one input, call `enter_tensor_parallel` once.
 
     Args:
       x: float[…, D], whole; under sequence parallelism float[…, T / N, D], this device's positions.
       kernel: float[D, F / N], a part along `P(None, "tensor")`.
-      bias: float[F / N], a part along `P("tensor")`; None if there is none.
+      bias: float[F / N], a part along `P("tensor")`.
       axes: what is bound.
 
     Returns:
@@ -92,12 +86,12 @@ def row_linear(
     *,
     axes: Axes,
 ) -> Float[Array, "*out F"]:
-    """A product whose inputs are split: with the rows of this device, summed over the devices.
+    """A product whose inputs are split, summed over the devices.
 
     Args:
       x: float[…, D / N], this device's features of all positions.
       kernel: float[D / N, F], a part along `P("tensor")`.
-      bias: float[F], whole, added once; None if there is none.
+      bias: float[F], whole, added once.
       axes: what is bound.
 
     Returns:
@@ -111,11 +105,11 @@ def row_linear(
 
 
 def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
-    """What split products take: the same array on every device, whose gradient is summed over them.
+    """What split products take: Megatron's f, which does nothing forward and is an all-reduce backward.
 
-    It is Megatron's f: it does nothing forward and is an all-reduce backward. Under sequence parallelism it is an
-    all-gather forward and a reduce-scatter backward. A whole parameter that each device uses for its own features,
-    such as the scale of a norm of each head, enters as well, unless `axes.sequence_parallel`.
+    Under sequence parallelism it is an all-gather forward and a reduce-scatter backward. A whole parameter that each
+    device uses for its own features, such as the scale of a norm of each head, enters as well, unless
+    `axes.sequence_parallel`.
 
     Args:
       x: float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
@@ -132,10 +126,9 @@ def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
 
 
 def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
-    """The sum of what the devices computed of a split product.
+    """The sum of a split product: Megatron's g, which is an all-reduce forward and does nothing backward.
 
-    It is Megatron's g: it is an all-reduce forward and does nothing backward. Under sequence parallelism it is a
-    reduce-scatter forward and an all-gather backward.
+    Under sequence parallelism it is a reduce-scatter forward and an all-gather backward.
 
     Args:
       x: float[…], this device's term of the sum; under sequence parallelism float[…, T, D].
@@ -185,15 +178,14 @@ def vocabulary_cross_entropy(
     """The cross-entropy of logits whose vocabulary is split. Neither whole logits nor whole probabilities are made.
 
     Args:
-      logits: float[…, ⌈V / N⌉], of all positions; the result of `column_linear` with a part of a kernel along
-        `TensorSpec(P(None, "tensor"), num_values=V)`. Those past V get no probability and no gradient.
+      logits: float[…, ⌈V / N⌉], of all positions, by a kernel along `TensorSpec(P(None, "tensor"), num_values=V)`.
+        Those past V get no probability and no gradient.
       targets: int[…], below V, whole.
       vocab_size: V.
       axes: what is bound.
 
     Returns:
-      float[…] in nats, whole also under sequence parallelism, float32 at least. It takes one all-reduce for maxima and
-      one for sums.
+      float[…] in nats, whole also under sequence parallelism, float32 at least. It takes two all-reduces.
 
     Raises:
       ValueError: the logits are not those of V tokens.
@@ -305,8 +297,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
       axes: has `tensor`, and whether the model is sequence-parallel.
 
     Returns:
-      A model for `layered_loss_fn`. Its loss is whole; gradients lie as the parameters, and those of whole parameters
-      are whole. They are to be taken inside the `shard_map`, with `check_vma=False`.
+      A model for `layered_loss_fn`. Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
 
     Raises:
       ValueError: the model has no `specs`.
@@ -347,8 +338,7 @@ def partition_specs(specs: LayeredParams) -> LayeredParams:
 def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
     """Parameters in the order in which N equal parts along `partition_specs` are those of the devices.
 
-    Vocabularies are extended by zeros, and the parts of arrays that lie side by side come together. Other parameters
-    stay as they are.
+    Vocabularies are extended by zeros, and the parts of arrays that lie side by side come together.
 
     Args:
       params: whole arrays.
@@ -379,7 +369,7 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 
 
 def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
-    """The inverse of `split_params`, for parameters, gradients and what else lies like them.
+    """The inverse of `split_params`, also for gradients.
 
     Args:
       params: whole arrays, in the order of `split_params`.
