@@ -35,11 +35,7 @@ def attend_zigzag(
     axis_name: str,
     implementation: str,
 ) -> Float[Array, "B S H K"]:
-    """Causal attention of this device's queries to the keys and values of all devices of an axis.
-
-    Device d has chunks d and 2N − 1 − d of the positions. `segments` are those of both chunks of all devices; without,
-    a row is one sample. `implementation` is `"gather"` or `"ring"`, as in `jvarlen.parallel.attend_over_axis`.
-    """
+    """`attend_over_axis` without its checks; `segments` are those of both chunks of all devices."""
     return _attend_forward(query, key, value, segments, axis_name, implementation)[0]
 
 
@@ -172,11 +168,9 @@ def _own_pairs() -> _Pairs:
 
 
 def _pairs_with(source: Array, own: Array) -> _Pairs:
-    """Pairs of own queries and another device's keys; no other pair has a query that sees a key.
-
-    Late queries see the early keys of everybody. Besides, from a device before this one, the early queries see the
-    early keys, and from one after it, the late queries the late keys.
-    """
+    """Pairs of own queries and another device's keys; no other pair has a query that sees a key."""
+    # Late queries see the early keys of everybody. Besides, from a device before this one, the early queries see the
+    # early keys, and from one after it, the late queries the late keys.
     late = (source > own).astype(jnp.int32)
     return _Pairs(jnp.stack([1, late]), jnp.stack([0, late]), jnp.array([False, False]))
 

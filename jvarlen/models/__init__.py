@@ -1,6 +1,6 @@
 """Small Flax NNX models for examples and benchmarks.
 
-- `config`, `transformer`, `mixed_precision`: the demo transformer. `layers`: the same by layers.
+- `config`, `transformer`: the demo transformer. `layers`: the same by layers.
 - `generation`: samples from it. `export`: its parameters as a safetensors file.
 """
 

@@ -25,7 +25,7 @@ class TransformerConfig:
     """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
     attention: AttentionImplementation | None = None
     """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
-    None chooses by the length of the rows. Rows that are spread or cut into slices have an attention of their own.
+    None chooses by the length of the rows. Rows that are spread have an attention of their own.
     """
     packed_attention: SegmentAttentionImplementation | None = None
     """Attention in packed rows. None chooses by the length of the rows."""

@@ -105,12 +105,8 @@ def generate(
     num_shards = 1 if placement is None else placement.layout.data
     limits = Budget(max_tokens=max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
     plan = make_plan(lengths, limits, order="length")
-    spec, structure = jax.tree.flatten(
-        jax.tree.map(
-            lambda leaf: with_sharding(None if placement is None else leaf.sharding, leaf),
-            state,
-        )
-    )
+    shapes = jax.tree.map(lambda leaf: with_sharding(None if placement is None else leaf.sharding, leaf), state)
+    spec, structure = jax.tree.flatten(shapes)
     step = _make_step(config, max_new_tokens, end_token, temperature == 0)
     compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, placement, progress)
     continued: dict[int, Int32[np.ndarray, " n"]] = {}

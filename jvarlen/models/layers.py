@@ -55,16 +55,7 @@ def layered(config: TransformerConfig) -> LayeredModel:
     def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
         graphdef, rows = graphs_on(axes)[1], rows_of(microbatch, axes)
         num_positions = None if axes.positions is None else microbatch.tokens.shape[1]
-        return run_block(
-            graphdef,
-            block,
-            x_BxTxD,
-            rows,
-            axis_name=axes.tensor,
-            sequence_parallel=axes.sequence_parallel,
-            context_axis=axes.context,
-            num_positions=num_positions,
-        )
+        return run_block(graphdef, block, x_BxTxD, rows, axes._replace(positions=None, key=None), num_positions)
 
     def loss(
         ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes

@@ -1,8 +1,7 @@
 """The demo transformer: a small byte-level decoder in Flax NNX.
 
-Letters: B rows, T positions (of rows that are spread over a mesh axis or cut into slices, those of this device or
-slice), S those of this device (all but under sequence parallelism), D width, H heads, K head size, V values of a token,
-256 for bytes.
+Letters: B rows, T positions (of rows that are spread over a mesh axis, those of this device), S those of this device
+under sequence parallelism, D width, F outputs of a layer, H heads, K head size, V values of a token.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.config import TransformerConfig
-from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
@@ -34,6 +32,7 @@ from jvarlen.training.losses import LossFn
 __all__ = [
     "Rows",
     "Transformer",
+    "dot_general_in_bfloat16",
     "flat_params",
     "init_params",
     "make_loss_fn",
@@ -58,7 +57,7 @@ class Rows(NamedTuple):
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
       positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
 
-    Where rows are spread over a mesh axis or cut into slices, segments and positions are those of `axes.positions`.
+    Where rows are spread over a mesh axis, segments and positions are those of `axes.positions`.
     """
 
     lengths: Any = None
@@ -83,11 +82,9 @@ class _Linear(nnx.Linear):
 
 
 class _Block(nnx.Module):
-    """Attention and a two-layer perceptron, each on a normalised residual stream.
+    """Attention and a two-layer perceptron, each on a normalised residual stream."""
 
-    With `num_parts`, the part of one device under tensor parallelism: some heads, and some of the hidden features.
-    """
-
+    # With `num_parts`, the part of one device under tensor parallelism: some heads, and some of the hidden features.
     def __init__(self, config: TransformerConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
         width, part = config.width, config.width // num_parts
         self.num_heads = config.num_heads // num_parts
@@ -143,26 +140,16 @@ class _Block(nnx.Module):
         return (x_BxTxD + down_BxTxD).astype(x_BxTxD.dtype)
 
 
-# All blocks are alike: one of them is traced.
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel", "context_axis", "num_positions")
-)
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))  # all blocks are alike: one of them is traced
 def run_block(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     x_BxTxD: jax.Array,
     rows: Rows,
-    *,
-    axis_name: str | None = None,
-    sequence_parallel: bool = False,
-    context_axis: str | None = None,
-    num_positions: int | None = None,
+    axes: Axes = _UNSPLIT,  # without arrays
+    num_positions: int | None = None,  # of whole rows, if these are some of their positions
 ) -> jax.Array:
-    """The residual stream after a block with these parameters; `axis_name` and the others as `tensor` of `Axes`.
-
-    `num_positions` is the length of whole rows, if these are some of their positions.
-    """
-    axes = Axes(tensor=axis_name, context=context_axis, sequence_parallel=sequence_parallel)
+    """The residual stream after a block with these parameters."""
     return nnx.merge(graphdef, params)(x_BxTxD, rows, axes, num_positions)
 
 
@@ -189,16 +176,7 @@ class Transformer(nnx.Module):
         return self.logits(x_BxTxD)
 
     def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
-        """The input of the first block: embeddings of the token before each position, in the compute type.
-
-        Args:
-          tokens_BxT: int[B, T], whole rows.
-          rows: where samples begin and end in them.
-          axes: what is bound.
-
-        Returns:
-          float[B, S, D].
-        """
+        """The input of the first block: embeddings of the token before each position of whole rows."""
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
@@ -207,39 +185,20 @@ class Transformer(nnx.Module):
         return self.embed_inputs(inputs_BxT, axes)
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
-        """Embeddings of tokens, or of `begin_of_sample`, in the compute type.
-
-        Args:
-          inputs_BxT: int[B, T], the input of each position: the token before it.
-          axes: what is bound.
-
-        Returns:
-          float[B, S, D].
-        """
+        """Embeddings of tokens, or of `begin_of_sample`, in the compute type."""
         # Calling `embed` would round parameters to the type it began with.
         x_BxTxD = vocabulary_embedding(self.embed.embedding[...], inputs_BxT, axes=axes)
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B S D"], axes: Axes = _UNSPLIT) -> Float[Array, "B T V"]:
-        """Logits of every token from the output of the last block.
-
-        Args:
-          x_BxTxD: float[B, S, D].
-          axes: what is bound.
-
-        Returns:
-          float[B, T, V].
-        """
+        """Logits of every token from the output of the last block."""
         return self.head(enter_tensor_parallel(self.norm(x_BxTxD), axes=axes))
 
 
 def _rotate_positions(
     x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None, num_positions: int | None = None
 ) -> Float[Array, "B T H K"]:
-    """Rotary position embedding, first half of the head against the second (Su et al. 2021, arXiv:2104.09864).
-
-    Positions are below `num_positions`; None: below T.
-    """
+    """Rotary position embedding (Su et al. 2021), first half of the head against the second."""
     _, seq_length, _, head_size = x_BxTxHxK.shape
     half = head_size // 2
     # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
@@ -356,3 +315,42 @@ def params_from_flat(config: TransformerConfig, arrays: Mapping[str, Any]) -> nn
         raise UserError(f"these are not the parameters of the built-in model: {'; '.join(problems)}")
     leaves = [(path, leaf.replace(jnp.asarray(arrays[name]))) for name, (path, leaf) in expected.items()]
     return nnx.from_flat_state(leaves)
+
+
+def dot_general_in_bfloat16(
+    inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"], dimension_numbers: Any, **options: Any
+) -> Float[Array, "*batch F"]:
+    """A `dot_general` for `nnx.Linear` that multiplies in bfloat16, also backward, and sums in float32 at least."""
+    # Also the kernel's gradient is summed in float32 over all positions, so that it depends on the split of rows into
+    # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
+    # Inside shard_map `_multiply` needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
+    x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
+    product = _multiply(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
+    return product.astype(jnp.result_type(inputs, kernel))
+
+
+@jax.custom_vjp
+def _multiply(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
+    return _multiply_forward(inputs, kernel)[0]
+
+
+def _multiply_forward(
+    inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]
+) -> tuple[Float32[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
+    rounded = inputs.astype(jnp.bfloat16)
+    return _einsum("...D,DF->...F", rounded, kernel), (rounded, kernel)
+
+
+def _multiply_backward(
+    saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]], grad: Float32[Array, "*batch F"]
+) -> tuple[Float32[Array, "*batch D"], Float32[Array, "D F"]]:
+    inputs, kernel = saved
+    return _einsum("...F,DF->...D", grad, kernel), _einsum("...D,...F->DF", inputs, grad)
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _einsum(subscripts: str, *factors: Array) -> Array:
+    rounded = (factor.astype(jnp.bfloat16) for factor in factors)
+    return jnp.einsum(subscripts, *rounded, preferred_element_type=jnp.float32)

@@ -172,14 +172,14 @@ class PortableForm:
             made = jax.jit(join, out_shardings=shardings)([parts[source] for source in self._changed])
             for leaf, array in zip(self._routes, made, strict=True):
                 leaves[leaf] = array
-        return TrainState(*jax.tree.unflatten(structure, leaves), *saved[2:])
+        return TrainState._make((*jax.tree.unflatten(structure, leaves), *saved[2:]))
 
     @property
     def _num_parts(self) -> int:
         return self._mesh.shape.get(TENSOR_AXIS, 1)
 
     def _state(self, leaves: Iterable[Any], others: Sequence[Any]) -> TrainState:
-        return TrainState(*jax.tree.unflatten(self._structure, leaves), *others)
+        return TrainState._make((*jax.tree.unflatten(self._structure, leaves), *others))
 
     def _sharding_of(self, source: _Source) -> NamedSharding:
         axes = list(self._routes[source.leaf][-1])
