@@ -9,22 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import math
-import time
+import timeit
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import dacite
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import load_dataclass, save_dataclass
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.report import CompileReport
@@ -186,45 +184,37 @@ def load_costs(cache_dir: Path, device: str, model: str) -> RunCosts | None:
     """The costs that `save_costs` wrote; None if there are none, or, with a warning, if the file is damaged."""
     path = _path_of(cache_dir, device, model)
     try:
-        return dacite.from_dict(RunCosts, json.loads(path.read_text()), dacite.Config(cast=[tuple], strict=True))
-    except FileNotFoundError:
-        return None
-    except (dacite.DaciteError, OSError, ValueError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} holds no costs of a model, and is not used: {error}", stacklevel=2)
+        return load_dataclass(RunCosts, path, "costs of a model") if path.exists() else None
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{error}; it is not used", stacklevel=2)
         return None
 
 
 def save_costs(costs: RunCosts, cache_dir: Path) -> None:
-    """Writes costs, atomically; where that is impossible, a warning says so."""
+    """Writes costs beside the compiled programs; where that is impossible, a warning says so."""
     path = _path_of(cache_dir, costs.device, costs.model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as file:
-            file.write(json.dumps(dataclasses.asdict(costs), indent=2).encode() + b"\n")
+        save_dataclass(costs, path)
     except OSError as error:
         warnings.warn(f"what the model costs could not be kept in {path}: {error}", stacklevel=2)
 
 
 def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_devices: int = 1) -> RunCosts:
     """Costs from lowering a step on one device for two shapes of different lengths; nothing of it is compiled."""
-    positions, lengths, operations, lower_s = [], [], [], []
-    for bucket in buckets:
-        lowered = recipe.lower(bucket)
-        counted = (lowered.program.cost_analysis() or {}).get("flops", math.nan)
-        if counted > 0:
-            positions.append(bucket.padded_tokens)
-            lengths.append(bucket.length)
-            operations.append(counted)
-        lower_s.append(lowered.seconds)
-    if not positions:
+    lowered = [recipe.lower(bucket) for bucket in buckets]
+    operations = [(each.program.cost_analysis() or {}).get("flops", math.nan) for each in lowered]
+    counted = [(bucket, count) for bucket, count in zip(buckets, operations, strict=True) if count > 0]
+    if not counted:
         raise UserError('max_shapes "auto" needs a cost model here: XLA does not count the operations of this step')
-    linear, quadratic = _line(lengths, np.array(operations) / positions)
+    of_token = np.array([count / bucket.padded_tokens for bucket, count in counted])
+    linear, quadratic = _line([bucket.length for bucket, _ in counted], of_token)
     seconds = 1.0 / (_SHARE_OF_PEAK * _operations_per_second(recipe.device) * num_devices)
     return RunCosts(
         recipe.device_text,
         model,
         CostModel(0.0, linear * seconds, quadratic * seconds, device=recipe.device_text, model="estimated"),
-        (1 + _COMPILING_OVER_LOWERING) * min(lower_s),
+        (1 + _COMPILING_OVER_LOWERING) * min(each.seconds for each in lowered),
         is_estimate=True,
     )
 
@@ -233,12 +223,11 @@ def costs_from_report(report: CompileReport, microbatches_per_step: int, before:
     """The costs that a run measured; where it measured too little, those known before."""
     timed = [row for row in report if row.times_used > 1 and row.step_s > 0]
     cold = [row.lower_s + row.compile_s for row in report if not row.cache_hit]
-    seconds, is_estimate = before.seconds, before.is_estimate
+    seconds = before.seconds
     if timed:
-        positions = np.array([row.bucket.padded_tokens for row in timed])
-        measured = np.array([row.step_s for row in timed]) / microbatches_per_step / positions
-        linear, quadratic = _line([row.bucket.lengths[0] for row in timed], measured)
-        seconds, is_estimate = CostModel(0.0, linear, quadratic, device=before.device, model="measured in a run"), False
+        of_token = np.array([row.step_s / microbatches_per_step / row.bucket.padded_tokens for row in timed])
+        linear, quadratic = _line([row.bucket.lengths[0] for row in timed], of_token)
+        seconds = CostModel(0.0, linear, quadratic, device=before.device, model="measured in a run")
     compiled = {name: shapes for name, shapes in before.compiled.items() if name != program}
     here = ((row.bucket.rows, row.bucket.lengths[0]) for row in report)
     compiled[program] = tuple(dict.fromkeys((*before.compiled.get(program, ()), *here)))
@@ -247,27 +236,23 @@ def costs_from_report(report: CompileReport, microbatches_per_step: int, before:
         seconds=seconds,
         compile_seconds=float(np.median(cold)) if cold else before.compile_seconds,
         compiled=dict(list(compiled.items())[-_MOST_PROGRAMS:]),
-        is_estimate=is_estimate,
+        is_estimate=before.is_estimate and not timed,
     )
 
 
-def _line(lengths: Sequence[int], of_position: Float64[np.ndarray, " K"]) -> tuple[float, float]:
+def _line(lengths: Sequence[int], of_token: Float64[np.ndarray, " K"]) -> tuple[float, float]:
     """What a token costs, and what it costs more for each token of its row; neither is below 0."""
     if len(set(lengths)) > 1:
-        quadratic, linear = np.polyfit(lengths, of_position, 1).tolist()
+        quadratic, linear = np.polyfit(lengths, of_token, 1).tolist()
         if linear >= 0 and quadratic >= 0:
             return linear, quadratic
-    return float(of_position.mean()), 0.0
+    return float(of_token.mean()), 0.0
 
 
 def _operations_per_second(device: jax.Device) -> float:
     """Floating-point operations a second of a product of matrices in float32."""
     matrix = jax.device_put(jnp.ones((_MATRIX_SIZE, _MATRIX_SIZE), jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
-    multiply(matrix, matrix).block_until_ready()
-    fastest = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        multiply(matrix, matrix).block_until_ready()
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * _MATRIX_SIZE**3 / fastest
+    # The first also compiles.
+    seconds = timeit.repeat(lambda: multiply(matrix, matrix).block_until_ready(), number=1, repeat=4)
+    return 2 * _MATRIX_SIZE**3 / min(seconds)

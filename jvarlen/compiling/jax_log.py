@@ -22,7 +22,7 @@ _TRACING_LOG = "jax._src.interpreters.partial_eval"
 _CACHE_LOGS = ("jax._src.compiler", "jax._src.compilation_cache")
 _EXPLAIN = "jax_explain_cache_misses"
 _TRACING_MESSAGE = "TRACING CACHE MISS"
-# What the loggers of the persistent cache say as a warning where cache misses are explained, and else for debugging.
+# What the loggers of the persistent cache say where cache misses are explained.
 _CACHE_MESSAGES = ("PERSISTENT COMPILATION CACHE MISS", "Not writing persistent cache", "Writing %s to persistent")
 _MAX_LISTED = 6  # differing leaves that are named before the others are only counted
 _MAX_CHARS = 200  # of one leaf: the static part of a pytree can be a whole model
@@ -91,12 +91,7 @@ def _switch_on(explanations: contextlib.ExitStack) -> None:
         if record.name == _LOWERING_LOG:
             parent = lowering_log.parent
             return record.levelno >= (level_before or (parent.getEffectiveLevel() if parent else logging.WARNING))
-        if explained_before or not isinstance(record.msg, str):
-            return True
-        if record.msg.startswith(_CACHE_MESSAGES):
-            record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
-            return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-        return not record.msg.startswith(_TRACING_MESSAGE)
+        return explained_before or not str(record.msg).startswith((_TRACING_MESSAGE, *_CACHE_MESSAGES))
 
     for logger in (lowering_log, *map(logging.getLogger, (_TRACING_LOG, *_CACHE_LOGS))):
         logger.addFilter(hear)

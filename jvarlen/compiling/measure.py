@@ -5,6 +5,7 @@ Letters: K buckets.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -166,31 +167,27 @@ def suggest_rows(
         if memory_limit is None:
             raise UserError(f"{recipe.device_text} does not report its memory: pass memory_limit")
     check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
-    needed: dict[int, int] = {}
 
+    @functools.cache
     def bytes_of(rows: int) -> int:
         raise_if_interrupted()
-        row = recipe.compile(recipe.lower(checked._replace(rows=rows))).row
-        if not row.total_bytes:
+        num_bytes = recipe.compile(recipe.lower(checked._replace(rows=rows))).row.total_bytes
+        if not num_bytes:
             raise UserError(f"{recipe.device_text} does not report the memory of a program")
-        needed[rows] = row.total_bytes
-        return row.total_bytes
+        return num_bytes
 
     rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)
     if rows == 0:
         raise UserError(
-            f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {needed[row_multiple]:,} "
+            f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {bytes_of(row_multiple):,} "
             f"bytes, more than the {memory_limit:,} of the limit"
         )
     return rows
 
 
 def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, multiple: int = 1, max_rows: int) -> int:
-    """The most rows, a multiple of `multiple`, whose bytes are within the limit; 0 where there are none.
-
-    Bytes grow nearly in proportion to rows, so a line through the last two tries gives the next one. A few tries are
-    enough; one of them is the result and one the next larger number. Bytes must not fall with more rows.
-    """
+    """The most rows, a multiple of `multiple`, whose bytes are within the limit; 0 where there are none."""
+    # Bytes grow nearly in proportion to rows, so a line through the last two tries gives the next one.
     most = max_rows // multiple  # from here on in units of `multiple` rows
     fits, too_many = 0, most + 1
     guess = min(max(start // multiple, 1), most)
@@ -202,7 +199,6 @@ def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, mul
         else:
             too_many = guess
         tried.append((guess, needed))
-        # With one try, what a row needs is all that was needed over all rows; too much, so that the guess is low.
         (x0, y0), (x1, y1) = ((0, 0), *tried)[-2:]
         slope = (y1 - y0) / (x1 - x0)
         is_line = slope > 0 and len(tried) < _TRIES_BY_LINE  # else it rises in steps, or not at all

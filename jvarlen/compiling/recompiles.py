@@ -44,10 +44,9 @@ class Recompilation(NamedTuple):
 
     Attributes:
       function: the name of the function or of the eager operation, such as "cumsum".
-      arguments: types of the arguments that the program reads, each once with its number: "float32[3,9], 2 × int32[]".
-        Empty if JAX did not report them in the same thread.
-      difference: what differs from the nearest earlier call: "x: now f32[2,5], before f32[2,4]". Empty if JAX explains
-        nothing, as for eager operations.
+      arguments: types of what the program reads, such as "float32[3,9], 2 × int32[]"; empty if JAX did not tell.
+      difference: from the nearest earlier call, such as "x: now f32[2,5], before f32[2,4]"; empty if JAX did not tell,
+        as for eager operations.
       bucket: the bucket that was dispatched last in the process; None before the first.
       cache_hit: whether the executable came from the persistent cache.
       thread: the name of the thread that compiled.

@@ -376,14 +376,6 @@ def test_what_was_to_be_printed_still_is(persistent_cache, caplog, setting, said
     assert all(any(message.startswith(start) for message in messages) for start in said)
 
 
-def test_what_is_logged_for_debugging_still_is(persistent_cache, caplog):
-    caplog.set_level(logging.DEBUG, "jax._src.compiler")
-    with no_recompiles("count"):
-        compile_something()
-    levels = [record.levelname for record in caplog.records if record.getMessage().startswith("PERSISTENT")]
-    assert set(levels) == {"DEBUG"}
-
-
 def test_warm_functions_are_neither_traced_nor_compiled_again():
     traced = []
 
