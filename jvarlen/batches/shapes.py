@@ -29,9 +29,7 @@ _SPECS: dict[tuple[int, bool], BatchSpec] = {
 
 @dataclasses.dataclass(frozen=True)
 class BatchShapes:
-    """The shapes of the batches of every bucket.
-
-    `compile_buckets` takes them from a plan or a `Loader`; this says them where there is neither.
+    """The shapes of the batches of every bucket, for `compile_buckets` without a plan or a `Loader`.
 
     Raises:
       ValueError: buckets or numbers that are not as described.
@@ -61,10 +59,9 @@ class BatchShapes:
             tuple(bucket): bucket for bucket in check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:]))
         }
         object.__setattr__(self, "buckets", tuple(by_shape[tuple(shape)] for shape in self.buckets))
-        if self.start_step and self.plan is None:
-            raise UserError(f"start_step ({self.start_step}) is a step of a plan, and there is none")
-        if self.plan is not None and not 0 <= self.start_step <= self.plan.num_steps:
-            raise UserError(f"start_step ({self.start_step}) must be in 0 … {self.plan.num_steps}")
+        num_steps = 0 if self.plan is None else self.plan.num_steps
+        if not 0 <= self.start_step <= num_steps:
+            raise UserError(f"start_step ({self.start_step}) must be in 0 … {num_steps}, the steps of the plan")
 
     @classmethod
     def of_plan(
@@ -73,7 +70,7 @@ class BatchShapes:
         """Those of a plan's batches.
 
         Args:
-          plan: which samples are in a row, one or several, and of what, tells the arrays of a batch.
+          plan: whether its rows are packed, and of pairs, tells the arrays of a batch.
           layout: as the field.
           batch_spec: of arrays of one's own; None: those that `load` makes of samples of tokens.
           start_step: as the field.

@@ -1,8 +1,4 @@
-"""Ahead-of-time compilation of a step for every bucket.
-
-Everything is compiled before the first step, or before the first step that needs it. Batches that were not planned are
-rejected, and `no_recompiles` proves that nothing else is compiled.
-"""
+"""Ahead-of-time compilation of a step for every bucket, before the first step or before the first that needs it."""
 
 from __future__ import annotations
 
@@ -59,21 +55,20 @@ def compile_buckets(
     MiB; all buckets share them. Arrays closed over by a function with its own `jax.jit` stay constants.
 
     With `CompileOptions(when="background")` it returns as soon as the first program is being compiled. The others
-    follow in the order in which the plan first uses them (or of the list), the largest second, while steps run: each is
-    lowered by a call of the step, under the settings that JAX has in that thread then, and compiled in the background.
-    A step waits only for its own program, and a program that cannot be compiled stops the next step.
+    follow while steps run, in the order in which the plan first uses them (or of the list), the largest second. Each is
+    lowered by a call of the step, under the settings that JAX has in that thread then. A step waits only for its own
+    program, and a program that cannot be compiled stops the next step.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
-      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Where batches are spread over devices, what is not placed
-        on a mesh is replicated.
-      batches: the result of `load`. Or a plan, for what `load` makes of its samples of tokens, on the devices that the
-        step was made for. Or `BatchShapes`. With several processes, all of them compile, and devices are of all.
+      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Over several devices, what is not placed is replicated.
+      batches: the result of `load`; or a plan, for what `load` makes of its samples of tokens, on the devices that the
+        step was made for; or `BatchShapes`. Of several processes, all compile, and devices are of all.
       options: of the compiler, the cache, memory and warm-up. By default programs are kept in the user's cache
         directory, which is a setting of JAX for the whole process.
       progress: whether to show a progress bar that names the bucket.
-      donate: whether a step may overwrite its input state with the next state; the input cannot be used again then. A
-        step that returns its input state unchanged, such as that of `make_eval_step`, never does.
+      donate: whether a step may overwrite its input state, which cannot be used again then. A step that returns its
+        input state unchanged, as that of `make_eval_step`, never does.
       start_step: with a plan, the step of the epoch that is taken first, as after a resume; it decides the order.
 
     Returns:
@@ -109,9 +104,9 @@ def compile_buckets(
         if options.in_background:
             pending.advance()
         else:
-            # What was read from the cache could not wait on the host.
-            waits = options.max_live is not None and not recipe.can_serialize_what_was_read
-            with without_compilation_cache() if waits else contextlib.nullcontext(), contextlib.closing(pending):
+            # On CPUs, what was read from the cache could not be stored on the host.
+            is_stored = options.max_live is not None and recipe.device.platform == "cpu"
+            with without_compilation_cache() if is_stored else contextlib.nullcontext(), contextlib.closing(pending):
                 pending.wait()
     return _ready(recipe, programs, ordered, pending if options.in_background else None, state, options, progress)
 
@@ -162,8 +157,7 @@ def load_compiled(
     The step is lowered for the smallest and the largest bucket, to check that it is the one that was compiled.
 
     Args:
-      path: the file. Its programs are run, so it must belong to this user, be writable by nobody else, and be signed
-        with this user's key. Each of several processes has a file of its own.
+      path: the file, signed with this user's key. Each of several processes has a file of its own.
       step: as for `compile_buckets`.
       state: as for `compile_buckets`.
       batches: as for `compile_buckets`; all of their buckets were compiled.
@@ -176,7 +170,6 @@ def load_compiled(
 
     Raises:
       FileNotFoundError: there is no such file.
-      PermissionError: it belongs to another user, or others may write to it.
       ValueError: it is damaged, not signed with this user's key, or made by other software, for other devices or
         options, or from another step, state or batch; the differences are listed.
     """

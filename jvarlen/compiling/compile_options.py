@@ -116,13 +116,12 @@ class CompileOptions:
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.
 
-        CUDA graphs pay off if launching kernels takes longer than running them, as in small steps on one device; the
-        graph of each executable takes device memory. On several devices, steps wait for collectives instead. There the
-        latency-hiding scheduler, which XLA leaves off by default, moves computation between the start and the end of
-        each collective, and graphs are off so that their launch order does not interfere.
+        CUDA graphs pay off where launching kernels takes longer than running them, as in small steps on one device. On
+        several, steps wait for collectives instead: the latency-hiding scheduler, off by default in XLA, moves
+        computation beside them, and graphs are off so that their launch order does not interfere.
 
         A field that is None yields to the same flag in the environment variable `XLA_FLAGS`; a field that is set
-        overrides the flag. One exception: which operations go into command buffers stays XLA's choice, or the flag's.
+        overrides the flag, but which operations go into command buffers stays XLA's choice, or the flag's.
 
         Args:
           platform: "gpu", "cuda" or "rocm"; on others, the GPU fields have no effect.

@@ -21,24 +21,12 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen._common.pytree import zeros_of
-from jvarlen.compiling import recompiles
-from jvarlen.compiling.arguments import (
-    UnplannedShapeError,
-    canonical,
-    check_deleted,
-    explain_unplanned,
-    explain_unplanned_state,
-    identity,
-    nearest_larger,
-    pad_to_spec,
-    signature,
-    wait_for,
-    without_aliases,
-)
+from jvarlen.compiling import arguments, recompiles
+from jvarlen.compiling.arguments import UnplannedShapeError, canonical, signature
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import Programs, Recipe, largest_first
 from jvarlen.compiling.pending import PendingPrograms
-from jvarlen.compiling.program_store import serialized, without_compilation_cache, write_compiled
+from jvarlen.compiling.program_store import write_compiled
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import AnyBucket
 
@@ -93,7 +81,8 @@ class CompiledBuckets:
             self._clock = StepClock()
         # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
         # with a collective wait for their turn.
-        self._in_flight: collections.deque[Any] | None = collections.deque(maxlen=2) if recipe.splits_a_cpu else None
+        splits_cpu = recipe.device.platform == "cpu" and len(recipe.own_devices) > 1
+        self._in_flight: collections.deque[Any] | None = collections.deque(maxlen=2) if splits_cpu else None
 
     @property
     def microbatches_per_step(self) -> int:
@@ -112,10 +101,7 @@ class CompiledBuckets:
 
     @property
     def report(self) -> CompileReport:
-        """What each bucket has cost and how often it was used, in the order of compilation; waits for what is pending.
-
-        After `close`, it has the buckets that were compiled.
-        """
+        """What each compiled bucket has cost and how often it was used, in order; waits for what is pending."""
         self.wait()
         seconds: Mapping[AnyBucket, float] = {} if self._clock is None else self._clock.median_seconds()
         report = CompileReport(
@@ -133,10 +119,9 @@ class CompiledBuckets:
         return report if plan is None else report.with_plan(plan)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none.
+        """Runs the step of the batch's bucket, once that is compiled; raises `UnplannedShapeError` if there is none.
 
-        If it is not compiled yet, this waits for it. What fails in the background is raised by the next call, before
-        that runs: the state that this one returns is not lost.
+        What fails in the background is raised by the next call, before that runs, so that no state is lost.
         """
         self._raise_failure()
         try:
@@ -148,11 +133,11 @@ class CompiledBuckets:
         if not self._programs.has(bucket):
             bucket, batch = self._fall_back(batch)
         if self._identity(state) != self._checked:
-            check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
+            arguments.check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
             if self._recipe.donate and bucket not in self._programs.keeping_state:
-                state = without_aliases(state, self._programs.constants.values())
+                state = arguments.without_aliases(state, self._programs.constants.values())
         if self._in_flight is not None and len(self._in_flight) == 2:
-            wait_for(self._in_flight[0])
+            arguments.wait_for(self._in_flight[0])
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
@@ -196,7 +181,7 @@ class CompiledBuckets:
 
     def _identity(self, state: Any) -> tuple[int, ...]:
         """Tells a state, and that programs hold the same constants as before, of which it may hold one."""
-        return *identity(state), len(self._programs.constants)
+        return *arguments.identity(state), len(self._programs.constants)
 
     @property
     def pending(self) -> tuple[AnyBucket, ...]:
@@ -256,12 +241,10 @@ class CompiledBuckets:
     def release_after(self, num_steps: Mapping[Any, int]) -> None:
         """Releases the executable of each bucket once it has run the given number of further steps.
 
-        Buckets that a curriculum has passed for good then take no memory. For the rest of a plan:
-        `compiled.release_after(plan.steps_of_buckets(start_step))`.
+        For the rest of a plan: `compiled.release_after(plan.steps_of_buckets(start_step))`.
 
         Args:
-          num_steps: remaining steps of each bucket; buckets with none are released now. Buckets that are not in it
-            stay.
+          num_steps: remaining steps of each bucket: those with 0 are released now, and those that are missing stay.
 
         Raises:
           ValueError: buckets that were not compiled, or numbers below 0; they are listed.
@@ -277,8 +260,8 @@ class CompiledBuckets:
     def suggest_rows(self, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1) -> int:
         """The most rows of this length whose step fits, found by compiling, not by running.
 
-        It counts what the program itself holds on one device: state, batch, results and temporaries. The limit should
-        leave room for everything else there, such as batches that were loaded ahead.
+        It counts what the program itself holds: state, batch, results and temporaries. The limit should leave room for
+        everything else, such as batches that were loaded ahead.
 
         Args:
           bucket: (rows, length), or (rows, source length, target length); its rows are tried first.
@@ -331,8 +314,8 @@ class CompiledBuckets:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
 
-        On CPUs, executables that came from the persistent cache are compiled again first. Each of several processes
-        writes a file of its own. The file is signed with a key of this user, which is created on first use.
+        On CPUs, executables from the persistent cache are compiled again first. Each of several processes writes a file
+        of its own. The file is signed with a key of this user, which is created on first use.
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
@@ -346,7 +329,7 @@ class CompiledBuckets:
         released = [bucket for bucket in buckets if not self._programs.has(bucket)]
         if released:
             raise UserError(f"executables were released; save before releasing: {', '.join(map(str, released))}")
-        programs = [self._serialized(bucket) for bucket in buckets]
+        programs = [self._programs.serialized(bucket, self._recipe) for bucket in buckets]
         if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
             raise UserError("buckets return metrics of different structures: one file holds one structure")
         header = {
@@ -384,39 +367,34 @@ class CompiledBuckets:
                 batch = jax.tree.map(zeros_of, self.specs[bucket])
                 state, _ = jax.block_until_ready(self._programs.run(bucket, state, batch))
 
-    def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
-        was_read = self._programs.rows[bucket].cache_hit and not self._programs.is_stored(bucket)
-        if was_read and not self._recipe.can_serialize_what_was_read:
-            with without_compilation_cache():
-                return serialized(self._recipe.compile(self._recipe.lower(bucket)).executable)
-        return self._programs.serialized(bucket)
-
     def _fall_back(self, batch: Any) -> tuple[AnyBucket, Any]:
         """The bucket that a batch which was not planned is padded to, and the padded batch."""
         usable = {*self.pending, *filter(self._programs.has, self.specs)} if self._pads else set()
-        bucket = nearest_larger(batch, {bucket: spec for bucket, spec in self.specs.items() if bucket in usable})
+        bucket = arguments.nearest_larger(
+            batch, {bucket: spec for bucket, spec in self.specs.items() if bucket in usable}
+        )
         if bucket is None:
-            difference = explain_unplanned(batch, self.specs, self._recipe.device)
+            difference = arguments.explain_unplanned(batch, self.specs, self._recipe.device)
             if difference is None:
                 released = self._bucket_of[signature(batch)]
                 difference = f"the executable of {released} was released, as no step was to use it"
             raise UnplannedShapeError(difference)
         if not self.num_padded:
-            difference = explain_unplanned(batch, self.specs) or "the executable of this batch was released"
+            difference = arguments.explain_unplanned(batch, self.specs) or "the executable of this batch was released"
             warnings.warn(f"{difference}. It is padded to {bucket}, like all such batches", stacklevel=3)
         self.num_padded += 1
         if bucket in self._last_use:
             self._last_use[bucket] += 1  # it is none of the steps that were to come
-        return bucket, pad_to_spec(batch, self.specs[bucket])
+        return bucket, arguments.pad_to_spec(batch, self.specs[bucket])
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
-        check_deleted(state, batch, error)
+        arguments.check_deleted(state, batch, error)
         device, spec = self._recipe.device, self._recipe.state_spec
         difference = (
-            explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
-            or explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
-            or explain_unplanned_state(state, spec, device)
+            arguments.explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
+            or arguments.explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
+            or arguments.explain_unplanned_state(state, spec, device)
         )
         if difference:
             raise UnplannedShapeError(difference) from error

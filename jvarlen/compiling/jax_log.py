@@ -32,21 +32,14 @@ class _Notes(threading.local):
     """What a thread has told of a program before the event that it is compiled."""
 
     def __init__(self) -> None:
-        self.differences: dict[str, str] = {}  # by function, why it was traced; in the order of tracing
+        self.differences: dict[str, str] = {}  # by function, why it was traced
         # By function, types and difference of the program that was lowered and not yet compiled; None where there are
         # several, since it is not told which one is compiled.
         self.lowerings: dict[str, tuple[str, str] | None] = {}
 
-    def traced(self, function: str, difference: str) -> None:
-        self.differences.pop(function, None)
-        self.differences[function] = difference
-
     def lowered(self, function: str, arguments: str) -> None:
         difference = self.differences.get(function, "")
-        if difference:
-            traced = list(self.differences)
-            for part in traced[traced.index(function) :]:  # what came after it was traced as a part of it
-                del self.differences[part]
+        self.differences.clear()  # the others were traced as its parts
         self.lowerings[function] = None if function in self.lowerings else (arguments, difference)
 
 
@@ -130,13 +123,13 @@ def _note_explanation(lines: list[str]) -> None:
     if lines[0].strip().startswith("never seen function"):
         function = lines[1].split(" id=")[0].strip()
         again = any("another function defined on the same line" in line for line in lines)
-        _notes.traced(function, "the function is new" + ", though another of that line was seen before" * again)
+        _notes.differences[function] = "the function is new" + ", though another of that line was seen before" * again
     elif match := re.fullmatch(r"\s*for (.+?)(?: defined at .*)?", lines[0]):
         rest = [line.strip() for line in lines[2:]]
         leaves = [line.removeprefix("* ") for line in rest if line.startswith("* ")]
         differences = [_short_difference(line) for line in leaves or rest]
         more = [f"and {len(differences) - _MAX_LISTED} more"] if len(differences) > _MAX_LISTED else []
-        _notes.traced(match[1], "; ".join(differences[:_MAX_LISTED] + more))
+        _notes.differences[match[1]] = "; ".join(differences[:_MAX_LISTED] + more)
 
 
 def _short_difference(line: str) -> str:

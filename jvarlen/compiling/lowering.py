@@ -21,7 +21,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.program_store import deserialized, serialized
+from jvarlen.compiling.program_store import deserialized, serialized, without_compilation_cache
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.grad_buckets import with_grad_buckets
@@ -82,15 +82,14 @@ class Recipe:
         return getattr(self.step_fn, "__name__", "step")
 
     @property
-    def device(self) -> jax.Device:
-        """The first of this process."""
-        return next(device for device in self.devices if device.process_index == jax.process_index())
+    def own_devices(self) -> list[jax.Device]:
+        """Those of this process."""
+        return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @property
-    def splits_a_cpu(self) -> bool:
-        """Whether the step runs on several devices that are parts of this process's CPU."""
-        own = [device for device in self.devices if device.process_index == jax.process_index()]
-        return len(own) > 1 and self.device.platform == "cpu"
+    def device(self) -> jax.Device:
+        """The first of this process."""
+        return self.own_devices[0]
 
     @property
     def bytes_limit(self) -> int | None:
@@ -102,12 +101,6 @@ class Recipe:
         """Number and kind of the devices."""
         kinds = sorted({device.device_kind for device in self.devices})
         return f"{len(self.devices)} × {', '.join(kinds)}"
-
-    @property
-    def can_serialize_what_was_read(self) -> bool:
-        """Whether a program that was not compiled here can be turned into bytes again."""
-        # XLA's CPU backend leaves the code out, and only running it shows that.
-        return self.device.platform != "cpu"
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -337,17 +330,19 @@ class Programs:
         outputs = self.get(bucket)(state, batch, *([constants] if constants else []))
         return (state, outputs) if bucket in self.keeping_state else outputs
 
-    def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
+    def serialized(self, bucket: AnyBucket, recipe: Recipe) -> tuple[bytes, Any, Any]:
         """A program that was not released, as `serialized` gives it."""
-        return self._stored[bucket] if bucket in self._stored else serialized(self._live[bucket])
+        if bucket in self._stored:
+            return self._stored[bucket]
+        if recipe.device.platform == "cpu" and self.rows[bucket].cache_hit:
+            # XLA's CPU backend leaves the code of what it read out, and only running it shows that.
+            with without_compilation_cache():
+                return serialized(recipe.compile(recipe.lower(bucket)).executable)
+        return serialized(self._live[bucket])
 
     def has(self, bucket: AnyBucket) -> bool:
         """Whether a program is compiled and was not released."""
         return bucket in self._live or bucket in self._stored
-
-    def is_stored(self, bucket: AnyBucket) -> bool:
-        """Whether a program waits on the host as well."""
-        return bucket in self._stored
 
     def is_live(self, bucket: AnyBucket) -> bool:
         """Whether a program is on the devices."""

@@ -54,17 +54,13 @@ _own_setting: str | None = None  # the directory that was set from here, which i
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
     """Keeps all compiled programs in JAX's persistent compilation cache, also those that compile fast.
 
-    This sets JAX for the whole process, for everything compiled from now on. A user's own settings stay: a cache that
-    is switched off (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; then `directory` is
-    not used, with a warning if it was given), and limits (`jax_persistent_cache_min_compile_time_secs`,
-    `jax_persistent_cache_min_entry_size_bytes`) that differ from JAX's defaults.
-
-    Programs from the directory are run: whoever can write to it is trusted. A directory that cannot be created is not
-    used; a warning says so.
+    This sets JAX for the whole process, from now on. A user's own settings stay: a cache that is switched off
+    (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; a warning says so), and limits
+    (`jax_persistent_cache_min_compile_time_secs`, `jax_persistent_cache_min_entry_size_bytes`).
 
     Args:
-      directory: created if missing, for this user alone. None: the directory of an earlier call, or else one among the
-        user's caches.
+      directory: created if missing, for this user alone; without it, if that fails, with a warning. Its programs are
+        run: whoever can write to it is trusted. None: that of an earlier call, or else one among the user's caches.
     """
     global _own_setting
     settings: Any = jax.config  # whose attributes are made while JAX is imported
@@ -92,10 +88,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """A block in which every program is compiled and none is cached, in other threads too.
-
-    On a CPU, a program that was read from the cache loses its code when it is turned into bytes.
-    """
+    """A block in which every program is compiled and none is cached, in other threads too."""
     settings: Any = jax.config
     with _switching:
         before = settings.jax_enable_compilation_cache

@@ -182,7 +182,7 @@ def test_buckets_come_as_the_plan_first_uses_them_and_the_largest_second(gates):
     gates.began.clear()
     compile_count([LAST, SECOND, FIRST, LARGEST]).wait()
     assert gates.began == [LAST, LARGEST, SECOND, FIRST]
-    with pytest.raises(ValueError, match=r"start_step \(3\) is a step of a plan"):
+    with pytest.raises(ValueError, match=r"start_step \(3\) must be in 0 … 0, the steps of the plan"):
         compile_count(start_step=3)
     for wrong in (-1, plan.num_steps + 1):
         with pytest.raises(ValueError, match=rf"start_step \({wrong}\) must be in 0 … {plan.num_steps}"):
