@@ -6,7 +6,6 @@ See `docs/security.md` for what is trusted.
 import ast
 import dataclasses
 import io
-import json
 import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -183,39 +182,7 @@ def test_arrays_that_changed_places_are_refused_or_the_same(folder, names):
     assert loaded is None or loaded.digest == str(fields["digest"])
 
 
-# Lines
-
-json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20)),
-    lambda children: st.one_of(
-        st.lists(children, max_size=4), st.dictionaries(st.text(max_size=5) | st.just("text"), children, max_size=4)
-    ),
-    max_leaves=8,
-)
-lines = st.one_of(
-    st.binary(max_size=40),
-    json_values.map(lambda value: json.dumps(value).encode()),
-    st.text(max_size=10).map(lambda text: json.dumps({"text": text}).encode()),
-    st.sampled_from([b"[", b'{"text":', b'{"a":[']).flatmap(lambda part: st.sampled_from([10, 3000]).map(part.__mul__)),
-    st.sampled_from(
-        [
-            b'{"text": NaN}', b'{"text": "a", "text": 5}', b'{"text": "\\ud800"}', b'\xef\xbb\xbf{"text": "a"}',
-            b'{"text": "a"}\x00', b'{"n": ' + b"9" * 5000 + b', "text": "a"}', b'{"text": "\xe2\x80\xa8"}',
-        ]
-    ),
-)  # fmt: skip
-
-
-@few
-@given(contents=st.lists(lines, max_size=6), end=st.sampled_from([b"\n", b"\r\n"]))
-def test_any_lines_are_samples_or_refused_by_name(folder, contents, end):
-    path = folder / "lines.jsonl"
-    path.write_bytes(end.join(contents))
-    dataset = read_or_refused(lambda path: open_data(path, progress=False), path)
-    if dataset is not None:
-        samples = [dataset[i] for i in range(len(dataset))]
-        assert dataset.lengths.tolist() == list(map(len, samples))
-        assert all(sample.tobytes().decode() for sample in samples)  # whole UTF-8, none empty
+# Data
 
 
 @few
@@ -259,7 +226,6 @@ def read_shards_or_refused(path):
 
 
 FILES = {
-    "compiled.bin": (lambda path: write_compiled(path, {"buckets": [[2, 4]]}, [b"one", b"two" * 9]), read_compiled),
     "shards/manifest.json": (save_shards, read_shards_or_refused),
     "shards/0.npy": (save_shards, read_shards_or_refused),
 }
@@ -332,18 +298,6 @@ def test_programs_that_someone_else_signed_are_refused(tmp_path, monkeypatch, co
         read_compiled(compiled)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
     assert read_compiled(compiled)[1] == [b"one", b"two"]
-
-
-def test_other_programs_under_a_signature_are_refused(compiled):
-    compiled.write_bytes(compiled.read_bytes().replace(b"two", b"bad"))
-    with pytest.raises(ValueError, match="not signed"):
-        read_compiled(compiled)
-
-
-def test_programs_without_a_signature_are_refused(compiled):
-    compiled.write_bytes(compiled.read_bytes()[:-32])
-    with pytest.raises(ValueError, match="not signed"):
-        read_compiled(compiled)
 
 
 def test_the_key_is_its_owners_and_stays(tmp_path, compiled):

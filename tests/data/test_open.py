@@ -134,6 +134,10 @@ any_line = (
     st.binary(max_size=30)
     | json_values.map(lambda value: json.dumps(value).encode())
     | st.text().map(lambda text: json.dumps({"text": text}).encode())
+    | st.sampled_from(
+        [b"[" * 3000, b'{"text":' * 3000, b'{"text": NaN}', b'{"text": "a", "text": 5}', b'{"text": "a"}\x00']
+    )
+    | st.sampled_from([rb'{"text": "\ud800"}', b'\xef\xbb\xbf{"text": "a"}', b'{"text": "\xe2\x80\xa8"}'])
 )
 
 
