@@ -35,7 +35,6 @@ from jvarlen.experimental.mixed import (
     mixed_batch_spec,
 )
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
-from jvarlen.loading.plan_source import PlanSource
 from jvarlen.training.train_state import new_state
 from tests import processes
 from tests.conftest import random_dataset
@@ -118,14 +117,8 @@ def on_one_device():
     return loss_sum / weight_sum, jax.tree.map(lambda grad: grad / weight_sum, grads)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "num_ranks"),
-    [
-        ((0, 1, 2, 0, 1, 0, 0, 2, 1, 0, 2), 3),  # 5, 3 and 3 microbatches
-        ((3, 1, 3, 0, 1, 0, 0, 3, 1, 0, 3), 4),  # rank 2 has none
-    ],
-)
-def test_ranks_with_different_numbers_of_microbatches_give_the_result_of_one_device(ranks, num_ranks):
+def test_ranks_with_different_numbers_of_microbatches_give_the_result_of_one_device():
+    ranks, num_ranks = (3, 1, 3, 0, 1, 0, 0, 3, 1, 0, 3), 4  # rank 2 has none
     with jax.enable_x64(True):
         microbatches, batch, spec, mesh = mixed_by_hand(ranks, num_ranks)
         assert batch.num_microbatches.tolist() == np.bincount(ranks, minlength=num_ranks).tolist()
@@ -205,34 +198,11 @@ def test_a_plan_is_loaded_and_trained_and_nothing_is_compiled_after_the_first_st
     with jax.enable_x64(True):
         step = jax.jit(make_mixed_train_step(rnn_loss, optimizer, BUCKETS, layout=mesh))
         state = replicate(new_state(make_params(), optimizer), mesh)
-        losses = []
         for t, batch in enumerate(batches):
             with no_recompiles("count") as count:
                 state, metrics = step(state, batch)
             assert not count.recompilations or t == 0
-            losses.append(float(metrics.loss))
             assert float(metrics.num_tokens) == MIXED.num_tokens[t]
-        expected, params = trained_on_one_device(MIXED, optimizer)
-        np.testing.assert_allclose(losses, expected, rtol=1e-12)
-        close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
-        jax.tree.map(close, state.params, params)
-
-
-def trained_on_one_device(plan, optimizer):
-    """The losses of the steps, and the parameters after them: microbatches one by one."""
-    sums_of = jax.jit(jax.value_and_grad(rnn_loss, has_aux=True))
-    update = jax.jit(optimizer.update)
-    source, params, losses = PlanSource(plan.plan, DATASET), make_params(), []
-    opt_state = optimizer.init(params)
-    for step, bounds in enumerate(itertools.pairwise(plan.step_offsets.tolist())):
-        microbatches = [jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, source[i]) for i in range(*bounds)]
-        sums = [jax.device_get(sums_of(params, microbatch)) for microbatch in microbatches]
-        (loss_sum, weight_sum), grads = jax.tree.map(lambda *leaves: sum(leaves), *sums)
-        losses.append(loss_sum / weight_sum)
-        grads = jax.tree.map(lambda grad, weight=weight_sum: grad / weight, grads)
-        updates, opt_state = update(grads, opt_state, params, batch_size=np.float64(plan.num_sequences[step]))
-        params = jax.tree.map(np.add, params, jax.device_get(updates))
-    return losses, params
 
 
 def test_loading_resumes_at_any_step_and_in_the_shapes_of_several_epochs():
