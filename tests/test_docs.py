@@ -271,18 +271,6 @@ def test_the_example_on_the_page_is_the_one_in_the_pictures(pictures):
     assert ["".join(each) for each in said][:4] == drawn
 
 
-@pytest.mark.slow
-def test_the_lines_about_how_a_plan_is_made_run(capsys):
-    names = {}
-    for script in re.findall(r"```python\n(.*?)```", (DOCS / "how_a_plan_is_made.md").read_text(), re.DOTALL):
-        exec(script, names)
-    printed = capsys.readouterr().out
-    for line in ("[16  1  8  4 13 19 ", "(1, 5)\n", "5×5 4×9 2×14 1×30\n", "5 23.5%\n", "ecb175badca2025b\n"):
-        assert line in printed
-    assert "[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n" in printed
-    assert names["plan"].num_samples == len(names["corpus"])
-
-
 def test_the_architecture_names_modules_that_are_there():
     text = (DOCS / "architecture.md").read_text()
     packages = {path.parent.name for path in (ROOT / "jvarlen").glob("*/__init__.py")}

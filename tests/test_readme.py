@@ -74,6 +74,15 @@ GUIDES = {
         ("predicted", "1 of 16 buckets to compile", "of the rows"),
         shows=False,
     ),
+    "how_a_plan_is_made.md": Guide(
+        lambda left: left.plan.num_samples == len(left.corpus),
+        (
+            *("[16  1  8  4 13 19 ", "(1, 5)\n", "5×5 4×9 2×14 1×30\n", "5 23.5%\n", "ecb175badca2025b\n"),
+            "[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n",
+        ),
+        shows=False,
+        slow=True,
+    ),
     "curriculum.md": Guide(lambda left: left.plan.num_samples == 1000),
     "balance.md": Guide(
         lambda left: len({each.digest for each in (left.plan, left.within_steps, left.over_epoch)}) == 3

@@ -17,14 +17,11 @@ M = 16  # microbatches of a step
 TEXTS = [
     "data1",
     "data8.zero1",
-    "data3.zero2",
     "data4.zero3.remat_full",
     "data2.tensor4.zero2",
     "data4.context2.context_from48.zero1",
-    "data1.stage2",
     "data2.stage2.gpipe.remat_none",
     "data1.stage2.virtual2.interleaved",
-    "data2.stage4.zero3",
     "data1.stage2.context2.zero_bubble.remat_none",
 ]
 
