@@ -11,14 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen import (
-    Bucket,
-    CompileOptions,
-    compile_buckets,
-    initialize_processes,
-    load_compiled,
-    no_recompiles,
-)
+from jvarlen import Bucket, CompileOptions, compile_buckets, initialize_processes, load_compiled, no_recompiles
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import placement_of

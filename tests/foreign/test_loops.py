@@ -44,9 +44,7 @@ def while_loop_of_a_threshold():
 
     def loss_fn(params, batch):
         scale = jax.lax.while_loop(
-            lambda scale: jnp.sum(batch["x"] ** 2) / scale > 4.0,
-            lambda scale: 2.0 * scale,
-            jnp.ones(()),
+            lambda scale: jnp.sum(batch["x"] ** 2) / scale > 4.0, lambda scale: 2.0 * scale, jnp.ones(())
         )
         return squared(batch["x"][:, 0] @ params["w"] / scale, batch)
 

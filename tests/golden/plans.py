@@ -317,8 +317,7 @@ def _(package: str) -> Any:
 @case("packed: pairs")
 def _(package: str) -> Any:
     return of_rows(
-        package,
-        {"lengths": PAIRS, "row_lengths": (256, 256), "plan": {"buckets": [(8, 256, 256)], "order": "shuffle"}},
+        package, {"lengths": PAIRS, "row_lengths": (256, 256), "plan": {"buckets": [(8, 256, 256)], "order": "shuffle"}}
     )
 
 
@@ -396,10 +395,7 @@ def _(package: str) -> Any:
     stream = calls.stream_batches(package, iter(LENGTHS.tolist()), BUCKETS, **options)
     first = [next(stream) for _ in range(5)]
     rest = list(calls.stream_batches(package, iter(LENGTHS.tolist()), state=as_json(stream.state())))
-    return {
-        "steps": [len(first), len(rest)],
-        "ids": exact(np.concatenate([step.ids.ravel() for step in first + rest])),
-    }
+    return {"steps": [len(first), len(rest)], "ids": exact(np.concatenate([step.ids.ravel() for step in first + rest]))}
 
 
 def of_batches(package: str, options: dict[str, Any]) -> Any:

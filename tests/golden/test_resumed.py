@@ -15,11 +15,7 @@ READS = 130 * 4  # all samples once for their lengths, then three epochs of them
 
 
 def run(*args):
-    env = os.environ | {
-        "XLA_FLAGS": processes.COMPILE_FAST,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(processes.ROOT),
-    }
+    env = os.environ | {"XLA_FLAGS": processes.COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(processes.ROOT)}
     return forks.run(Path(__file__).parent / "run_training.py", *map(str, args), env=env)
 
 
