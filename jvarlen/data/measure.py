@@ -25,7 +25,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is
 from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.sample_workers import IsFloat, Words, Work, measure_ranges
+from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths
 
 __all__ = ["ShardFiles", "ShardsError", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
@@ -176,7 +176,7 @@ def measure_integers(
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Int64[np.ndarray, " N"]:
     """Measures any integer of every sample, zero and negative ones too; `read_values` as for `Work`."""
-    quantity = _Quantity(name, "integers that fit int64", is_integer, lambda words, is_float: words)
+    quantity = _Quantity(name, "integers that fit int64", is_integer, _unchecked)
     return _measure(dataset, function, quantity, _Running(num_workers, progress, shards, shard_size), read_values)
 
 
@@ -256,6 +256,14 @@ def _len_of_tokens(sample: Any) -> int | _Record:
     return len(sample)
 
 
+def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:  # workers pickle it
+    return words
+
+
+def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    return check_lengths(words)
+
+
 def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
     if not is_float.any():
         return words
@@ -272,7 +280,7 @@ def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Value
     return values
 
 
-_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, lambda words, is_float: check_lengths(words))
+_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_lengths)
 _DIFFICULTIES = _Quantity("difficulty", "floats, or integers that fit int64", is_number, _check_difficulties)
 
 

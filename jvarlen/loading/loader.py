@@ -17,7 +17,6 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.workers import WorkerPool
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, pad_to_bucket
@@ -312,6 +311,8 @@ def _read_epoch(
 
     steps = range(start_step, plan.num_steps)
     if num_workers:
+        from jvarlen._common.workers import WorkerPool
+
         workers = WorkerPool(source, min(num_workers, max(len(steps), 1)))
         return ReadAhead(read_in_workers(workers, steps), deliver, workers)
     return ReadAhead((source.read(step) for step in steps), deliver)

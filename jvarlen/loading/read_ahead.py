@@ -10,11 +10,13 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jvarlen._common.interrupts import without_interrupts
-from jvarlen._common.workers import WorkerPool
 from jvarlen.loading.plan_source import PlanSource, ReadStep
+
+if TYPE_CHECKING:
+    from jvarlen._common.workers import WorkerPool
 
 __all__ = ["ReadAhead", "read_in_workers"]
 

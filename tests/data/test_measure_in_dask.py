@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jvarlen.data.measure import measure_lengths
-from jvarlen.data.sample_workers import MeasuredRange
+from jvarlen.data.sample_ranges import MeasuredRange
 from tests.logged_samples import LoggedSamples, measured_by, times_measured
 from tests.processes import ROOT
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.data import sample_workers
-from jvarlen.data.sample_workers import MeasuredRange, Work, _Ranges, measure_ranges
+from jvarlen.data import sample_ranges, sample_workers
+from jvarlen.data.sample_ranges import MeasuredRange, Ranges, Work, measure_ranges
 
 
 def to_words(values, samples):
@@ -37,7 +37,7 @@ def measure(dataset, num_workers, function=identity):
 @settings(deadline=None)
 def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, seconds):
     missing = [range(5_000 * index, 5_000 * index + size) for index, size in enumerate(sizes)]
-    cut, ranges = [], _Ranges(missing)
+    cut, ranges = [], Ranges(missing)
     for took, samples in zip(seconds, ranges, strict=False):
         cut.append(samples)
         ranges.adapt(MeasuredRange(samples, np.zeros(len(samples), int), False, took), samples)
@@ -47,7 +47,7 @@ def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, second
 
 
 def test_ranges_of_slow_samples_are_short():
-    ranges = _Ranges([range(10**9)])
+    ranges = Ranges([range(10**9)])
     lengths = []
     for samples in ranges:
         lengths.append(len(samples))
@@ -125,7 +125,7 @@ def test_errors_in_workers_are_those_of_this_process():
     with pytest.raises(RuntimeError, match=r"sample 2 could not be measured: TypeError\(") as told:
         measure(["a", "b", 3], 1, len)
     assert isinstance(told.value.__cause__, TypeError)
-    assert "_measure_range" in told.value.__cause__.__notes__[0]
+    assert "measure_range" in told.value.__cause__.__notes__[0]
     with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: AwkwardError\('7: awkward'\)") as told:
         measure([7], 1, fail_awkwardly)
     assert "AwkwardError" in str(told.value.__cause__)
@@ -162,7 +162,7 @@ class SlowAfter(list):
 
 
 def test_a_range_that_takes_long_is_measured_in_part_and_its_rest_later(monkeypatch):
-    monkeypatch.setattr(sample_workers, "_MOST_SECONDS", 0.3)
+    monkeypatch.setattr(sample_ranges, "_MOST_SECONDS", 0.3)
     parts = measure(SlowAfter(range(5_300)), 0)
     assert in_order(parts) == list(range(5_300))
     assert max(part.seconds for part in parts) < 1
@@ -181,7 +181,7 @@ class PicklesNoted(list):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_of_an_executor_are_handed_the_dataset_a_few_times(monkeypatch):
-    monkeypatch.setattr(sample_workers, "_LARGEST_RANGE", 100)
+    monkeypatch.setattr(sample_ranges, "_LARGEST_RANGE", 100)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
         for _ in range(3):  # one after the other in the same processes
             work = Work(PicklesNoted(range(10_000)), identity, to_words)
