@@ -49,10 +49,10 @@ def attend(
       value: float[B, T, N, K].
       lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
       causal: whether a position sees only itself and what comes before it.
-      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. With
-        `"xla"` the mask is made on the fly, but the logits of all pairs of positions take memory. `"cudnn"` holds
-        nothing of size T²; it needs a GPU and 16-bit floats. `"mask"` passes the B×T×T mask. `"chunked"` is that of
-        `attend_within_segments`. None: chunked on a CPU and for rows of 1,024 positions or more, else `"xla"`.
+      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. `"xla"`
+        holds the logits of all pairs of positions, `"cudnn"` nothing of size T²; it needs a GPU and 16-bit floats.
+        `"mask"` passes the B×T×T mask. `"chunked"` is that of `attend_within_segments`. None: chunked on a CPU and for
+        rows of 1,024 positions or more, else `"xla"`.
 
     Returns:
       float[B, T, H, K]; values past a row's length are meaningless but finite.
@@ -95,9 +95,8 @@ def attend_within_segments(
       segment_ids: int[B, T] of any integer type, the sample of each position; 0 where there is no token.
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
-        computes some queries at a time, on any device, and causal ones with the keys up to them alone: memory grows
-        with T instead of T², also in the backward pass, which recomputes the attention. None: chunked on a CPU and for
-        rows of 1,024 positions or more, else `"xla"`.
+        computes some queries at a time, on any device: memory grows with T instead of T², also in the backward pass,
+        which recomputes the attention. None: chunked on a CPU and for rows of 1,024 positions or more, else `"xla"`.
 
     Returns:
       float[B, T, H, K]; values at positions without a token are meaningless.

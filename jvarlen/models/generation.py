@@ -1,8 +1,5 @@
 """Samples from the demo transformer: prompts in buckets, a compiled program a bucket, keys and values in a cache.
 
-A row holds a prompt and room for its new tokens. Its program runs the prompts of all rows at once (prefill), and then
-one new token of each row at a time (decode).
-
 Letters: M microbatches, B rows, T positions of a row, N new tokens, P = T − N positions for prompts, D width, H heads,
 K head size, V values of a token.
 """
@@ -65,7 +62,7 @@ def generate(
       prompts: 1-D integers each, below `config.vocab_size`; an empty one is a sample from its beginning.
       max_new_tokens: N, the most tokens that a prompt is continued by.
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
-      seed: the random number of a token depends on it, on the index of the prompt, and on the token's position.
+      seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
       end_token: a prompt's continuation ends with it; None: all have N tokens.
       max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included, whose keys and values
         are held.
@@ -218,8 +215,13 @@ def _make_step(
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
 
         def appended(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
-            positions_B = rows.lengths + decoding.num_new
-            new_B = _choose(state, logits_BxV, rows.ids, positions_B, is_greedy=is_greedy)
+            if is_greedy:
+                new_B = jnp.argmax(logits_BxV, axis=-1)
+            else:  # by a key of its prompt and position
+                keys_B = jax.vmap(jax.random.fold_in, (None, 0))(state.key, jnp.maximum(rows.ids, 0))
+                keys_B = jax.vmap(jax.random.fold_in)(keys_B, rows.lengths + decoding.num_new)
+                new_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxV / state.temperature)
+            new_B = new_B.astype(jnp.int32)
             ends_B = False if end_token is None else new_B == end_token
             return decoding._replace(
                 num_new=decoding.num_new + 1,
@@ -245,25 +247,6 @@ def _make_step(
         return state, (decoding.tokens.reshape(*shape_MxB, -1), decoding.counts.reshape(shape_MxB))
 
     return generate_step
-
-
-def _choose(
-    state: _State,
-    logits_BxV: Float[Array, "B V"],
-    ids_B: Int32[Array, " B"],
-    positions_B: Int32[Array, " B"],
-    *,
-    is_greedy: bool,
-) -> Int32[Array, " B"]:
-    """The next token of each row, drawn by a key of its prompt and position, or the likeliest."""
-    if is_greedy:
-        return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-
-    def draw(logits_V: Array, prompt: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(state.key, prompt), position)
-        return jax.random.categorical(key, logits_V / state.temperature)
-
-    return jax.vmap(draw)(logits_BxV, jnp.maximum(ids_B, 0), positions_B).astype(jnp.int32)
 
 
 def _prefill(model: Transformer, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:

@@ -103,11 +103,11 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
         positions = seq_length // axis_size(CONTEXT_AXIS)
         if axes.sequence_parallel and axes.tensor is not None:
             positions //= axis_size(axes.tensor)
-        wrong = [name or "x" for name, leaf in leaves_by_name(x).items() if np.shape(leaf)[1:2] != (positions,)]
+        wrong = [leaf for leaf in jax.tree.leaves(x) if np.shape(leaf)[1:2] != (positions,)]
         if wrong:
             raise UserError(
-                f"embed returned {describe(leaves_by_name(x)[wrong[0].removeprefix('x')])} for {positions} of "
-                f"{seq_length} positions: arrays of a model by positions are [B, S, …] for the S of axes.positions"
+                f"embed returned {describe(wrong[0])} for {positions} of {seq_length} positions: arrays of a model by "
+                "positions are [B, S, …] for the S of axes.positions"
             )
         return x
 
@@ -214,11 +214,10 @@ def _length_of(arrays: Any) -> int:
 
 
 def _check_arrays(query: Array, key: Array, value: Array, segment_ids: Array | None) -> None:
-    shapes = {"query": query, "key": key, "value": value}
-    if segment_ids is not None:
-        shapes["segment_ids"] = segment_ids
-    listed = ", ".join(f"{name} {describe(array)}" for name, array in shapes.items())
-    if len({array.shape[:2] for array in shapes.values()}) > 1 or key.shape != value.shape:
+    given = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
+    arrays = {name: array for name, array in given.items() if array is not None}
+    if len({array.shape[:2] for array in arrays.values()}) > 1 or key.shape != value.shape:
+        listed = ", ".join(f"{name} {describe(array)}" for name, array in arrays.items())
         raise UserError(f"queries, keys, values and segments must be of the same rows and positions: {listed}")
     if query.shape[2] % key.shape[2]:
         raise UserError(

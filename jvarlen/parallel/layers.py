@@ -93,7 +93,7 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
       microbatch's key as `axes.key`, `embed` the one of L, and `loss` the one of L + 1.
 
     Raises:
-      ValueError: when it is called: parameters that are not `LayeredParams` with one leading axis, or a layer whose
+      ValueError: when it is called, for parameters that are not `LayeredParams` with one leading axis, or a layer whose
         output differs from its input in shape or dtype.
 
     Example:

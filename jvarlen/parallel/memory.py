@@ -13,13 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
-from jvarlen.parallel.layout_checks import check_layout
+from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
 from jvarlen.parallel.sharded import other_specs_of, state_specs
 from jvarlen.parallel.train import Accumulate, accumulates_shards
@@ -144,7 +143,10 @@ def estimate_memory(
     has_stages = layout.stage > 1
     num_layers = num_layers_of(params) // (layout.stage * layout.virtual) if has_stages else None
     one = OneMicrobatch(model, layout, params, extra, bucket, batch_spec, num_layers)
-    of_shard = _microbatches_of_shard(layout, microbatches_per_step, is_spread=one.rows_along is not None)
+    of_shard = max(2, layout.stage)
+    if microbatches_per_step is not None:
+        check_bucket(layout, bucket, microbatches_per_step)
+        of_shard = microbatches_per_step // (layout.num_shards if one.rows_along is None else layout.data)
     arrays = one.arrays().num_bytes()
     slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.virtual)
     of_chunk = {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
@@ -156,17 +158,6 @@ def estimate_memory(
     activations = min(one.residual_bytes() + of_buffers, others - gathered)
     workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
     return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
-
-
-def _microbatches_of_shard(layout: Layout, microbatches_per_step: int | None, *, is_spread: bool) -> int:
-    if microbatches_per_step is None:
-        return max(2, layout.stage)
-    num_shards = layout.data if is_spread else layout.num_shards
-    if microbatches_per_step % num_shards:
-        raise UserError(
-            f"{microbatches_per_step} microbatches a step do not spread over {num_shards} shards of {layout}"
-        )
-    return microbatches_per_step // num_shards
 
 
 class StateBytes(NamedTuple):
@@ -264,21 +255,15 @@ def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | Non
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
-    def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec, num_layers: int = 1) -> int:
+    def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
         if DATA_AXIS not in axes_in(spec):
             return 0
-        of_params = bytes_of(leaf, there, layout)
-        if layout.stage > 1:
-            return of_params
-        return (of_params + bytes_of(_accumulated(leaf), there, layout)) // num_layers
+        gradients = bytes_of(_accumulated(leaf), there, layout) if layout.stage == 1 else 0
+        return bytes_of(leaf, there, layout) + gradients
 
-    ends = sum(jax.tree.leaves(jax.tree.map(gathered, params.ends, specs.ends, beside.ends)))
-
-    def of_layer(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
-        return gathered(leaf, spec, there, leaf.shape[0] if layout.stage == 1 else 1)
-
-    of_layers = sum(jax.tree.leaves(jax.tree.map(of_layer, params.layers, specs.layers, beside.layers)))
-    return moved + (ends + of_layers if layout.stage > 1 else max(ends, of_layers))
+    found = jax.tree.map(gathered, params, specs, beside)
+    ends, layers = sum(jax.tree.leaves(found.ends)), sum(jax.tree.leaves(found.layers))
+    return moved + (ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params)))
 
 
 class BufferSlots(NamedTuple):

@@ -263,11 +263,7 @@ class _Device:
 
     def run_layers(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> Any:
         """The output of a part of the model."""
-
-        def run(x: Any, i: Any, own: Any) -> tuple[Any, None]:
-            return self.run_layer(own, x, *given, i), None
-
-        return self.over_layers(run, x, part, layers)[0]
+        return self.over_layers(lambda x, i, own: (self.run_layer(own, x, *given, i), None), x, part, layers)[0]
 
     def run_forward(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
         """The output of a part, and the residuals of its layers."""
