@@ -1,7 +1,4 @@
-"""Parameters of the demo transformer as a safetensors file that says what it holds.
-
-Needs the package safetensors, in the extra `export`.
-"""
+"""Parameters of the demo transformer as a safetensors file that says what it holds."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ def save_params(
 ) -> None:
     """Writes parameters to a safetensors file, atomically.
 
-    Tensors have the names and shapes of `flat_params`. The file's metadata hold `format`, "flax", since kernels are
-    [inputs, outputs], and `config`: JSON of the sizes of the model and of all other settings that are not the defaults.
+    Tensors have the names and shapes of `flat_params`. The metadata hold `format`, "flax", since kernels are [inputs,
+    outputs], and `config`: JSON of the model's sizes and of all other settings that are not the defaults.
 
     Args:
       path: the file; its directory must exist, and an existing file is replaced.

@@ -64,8 +64,7 @@ def generate(
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
       seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
       end_token: a prompt's continuation ends with it; None: all have N tokens.
-      max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included, whose keys and values
-        are held.
+      max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included.
       max_shapes: the most buckets, that is, compiled programs.
       layout: where to run, as for `make_train_step`: rows are spread over data shards.
       progress: whether to show progress bars.

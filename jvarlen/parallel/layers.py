@@ -125,9 +125,9 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
     return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
 
 
-def axes_at(key: Any, index: Any, **others: Any) -> Axes:
+def axes_at(key: Any, index: Any) -> Axes:
     """The axes of a layer: its key is that of the microbatch, if there is one, with the layer's index folded in."""
-    return Axes(key=None if key is None else jax.random.fold_in(key, index), **others)
+    return Axes(key=None if key is None else jax.random.fold_in(key, index))
 
 
 def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> LayeredModel:

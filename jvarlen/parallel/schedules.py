@@ -197,8 +197,7 @@ class Tables:
     """What every stage does in every tick. Where there is nothing to do or no slot, a table has −1.
 
     At the end of a tick, a stage sends the output of a forward pass to the next stage, or the input gradient of a
-    backward pass to the stage before; the first and the last stage are neighbours too. What arrives is stored after the
-    action, so a slot is read before that.
+    backward pass to the stage before; the first and the last stage are neighbours too.
 
     Every stage has three buffers, with as many slots as the stage with the most needs. `inputs` holds a stage's input
     from its arrival to the forward pass. `activations` holds what a forward pass keeps, up to the last action that
@@ -222,19 +221,18 @@ class Tables:
 def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule of a word of a layout.
 
-    - `"gpipe"`: all forward passes, then all backward passes. A stage holds M activations. Its bubble is
+    - `"gpipe"`: all forward passes, then all backward passes. A stage holds M activations. The bubble is
       (S − 1) / (M + S − 1), in lockstep too.
-    - `"1f1b"`: forward and backward passes in turn, as early as the pipeline allows. Stage s holds min(M, S − s)
-      activations. The bubble is that of GPipe in mode `"mpmd"`. In lockstep almost every tick lasts as long as a
-      backward pass: while one stage is in a forward pass, its neighbour is in a backward pass.
-    - `"eager_1f1b"`: 1F1B for one program. All stages are in forward passes in one tick, and in backward passes in the
+    - `"1f1b"`: forward and backward passes in turn. Stage s holds min(M, S − s) activations. The bubble is that of
+      GPipe in mode `"mpmd"`. In lockstep almost every tick has a backward pass, and lasts as long.
+    - `"eager_1f1b"`: 1F1B for one program: all stages are in forward passes in one tick, and in backward passes in the
       next. Stage s holds min(M, 2 (S − s) − 1) activations. In lockstep it takes (M + S − 1)(F + B).
-    - `"interleaved"`: 1F1B with V chunks of the model on each stage, in the order of Megatron-LM and PyTorch. Stage s
-      holds min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. Its bubble is (S − 1) / (V M + S − 1) in
-      mode `"mpmd"`, and larger in lockstep.
-    - `"zero_bubble"`: ZB-H1, backward passes split in two, with weight gradients (W) where 1F1B is idle: stage s
-      computes them s backward passes late. It holds min(M, S) activations until W, and min(M, S − s) until B. With
-      F = B = W and M ≥ S, its bubble is (S − 1) / (3 M + S − 1), in lockstep too.
+    - `"interleaved"`: 1F1B with V chunks on each stage, in the order of Megatron-LM and PyTorch. Stage s holds
+      min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. The bubble is (S − 1) / (V M + S − 1) in mode
+      `"mpmd"`, and larger in lockstep.
+    - `"zero_bubble"`: ZB-H1, with weight gradients (W) where 1F1B is idle: stage s computes them s backward passes
+      late. It holds min(M, S) activations. With F = B = W and M ≥ S, the bubble is (S − 1) / (3 M + S − 1), in lockstep
+      too.
 
     Args:
       name: the word.

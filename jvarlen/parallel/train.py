@@ -212,10 +212,10 @@ def make_train_step(
         stages, where they are the default.
 
     Returns:
-      `TrainStep`: `step(state, batch) -> (state, Metrics)`, to be compiled by `compile_buckets`, whose `init` makes the
-      first state. The batch is any pytree whose leaves, except scalars, have leading axis M. A scalar field
-      `num_sequences` (attribute or key of a dict) counts the step's real samples. A field `num_tokens`, a scalar of the
-      step or a count for each microbatch, counts its tokens; the batch types of `jvarlen` do not need it.
+      `TrainStep`, whose `init` makes the first state. The batch is any pytree whose leaves, except scalars, have
+      leading axis M. A scalar field `num_sequences` (attribute or key of a dict) counts the step's real samples. A
+      field `num_tokens`, a scalar or a count for each microbatch, counts its tokens; the batch types of `jvarlen` do
+      not need it.
 
     Raises:
       ValueError: a layout that the devices do not make, or that is not for such a model or accumulation. When it is

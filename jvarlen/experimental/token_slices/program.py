@@ -234,7 +234,7 @@ class _Device:
 
     def axes_at(self, k: int, key: Any, index: Any, earlier: Callable[[Any], Any] | None = None) -> SlicedAxes:
         positions = np.arange(*self.plan.edges[k : k + 2], dtype=np.int32)
-        return SlicedAxes.of(axes_at(key, index, positions=positions), earlier or _refuse)
+        return SlicedAxes.of(axes_at(key, index)._replace(positions=positions), earlier or _refuse)
 
     def embed(self, ends: Any, k: int, microbatch: Any, key: Any) -> Any:
         x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, self.axes_at(k, key, self.num_layers)))
