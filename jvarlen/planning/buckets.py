@@ -6,21 +6,20 @@ rows, T length, n samples of a bucket, s its steps.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Bool, Float64, Int64, Integer, Shaped
 
 from jvarlen._common.checks import (
     UserError,
+    check_choices,
     is_integer,
     list_first,
     list_offenders,
-    offenders_where,
 )
 from jvarlen.planning.budget import (
     Budget,
@@ -33,11 +32,11 @@ from jvarlen.planning.budget import (
     steps_and_rows,
 )
 from jvarlen.planning.lengths import (
+    LengthHistogram,
     Overlong,
     check_counts,
     check_lengths,
     ends_to_offsets,
-    fit_lengths,
     histogram_of,
     ids_where,
     overlong_counts,
@@ -216,19 +215,22 @@ class CountedSamples:
         length_multiple: int,
         counts: npt.ArrayLike | None = None,
     ):
-        self._mapped = lengths if counts is None and isinstance(lengths, np.memmap) else None
-        if self._mapped is not None:
-            counted = histogram_of(self._mapped)
-            overlong_counts(self._mapped, counted, max_length, overlong)  # here, as it lists samples
-            lengths, counts = counted
-        self._lengths = check_lengths(lengths)
-        self._max_length = max_length
-        self._drops = overlong == "drop"
-        self._length_multiple = length_multiple
-        fitted = fit_lengths(self._lengths, max_length, overlong)
-        num_of_each = None if counts is None else check_counts(counts, len(self._lengths))[fitted.kept]
-        self.histogram = Histogram(fitted.lengths, length_multiple, num_of_each)
-        if max_length is not None and self.histogram.rounded[-1] > max_length:
+        check_choices(overlong=(overlong, Overlong))
+        if counts is None and isinstance(lengths, np.memmap):
+            self._lengths: Integer[np.ndarray, " N"] = lengths  # read in pieces
+        else:
+            self._lengths = check_lengths(lengths)
+        self._limit = np.iinfo(np.int64).max if max_length is None else max_length
+        self._drops, self._length_multiple = overlong == "drop", length_multiple
+        if counts is None:
+            counted = histogram_of(self._lengths)
+        else:
+            counted = LengthHistogram(self._lengths, check_counts(counts, len(self._lengths)))
+        overlong_counts(self._lengths, counted, self._limit, overlong)
+        is_counted = counted.lengths <= self._limit if self._drops else slice(None)
+        values, num_of_each = (column[is_counted] for column in counted)
+        self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, length_multiple)
+        if self.histogram.rounded[-1] > self._limit:
             raise UserError(
                 f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "
                 "length_multiple"
@@ -239,19 +241,17 @@ class CountedSamples:
         caps = budget.row_caps(bucket_lengths)
         if caps.min() >= 1:
             return caps
+
+        def is_unfit(lengths: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+            rounded = round_up(np.minimum(lengths, self._limit), self._length_multiple)
+            bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
+            return (caps < 1)[bucket] & ~(self._drops & (lengths > self._limit))
+
         longest = int(bucket_lengths[caps < 1][-1])
-        cut = self._lengths if self._max_length is None else np.minimum(self._lengths, self._max_length)
-        bucket = np.searchsorted(bucket_lengths, round_up(cut, self._length_multiple))
-        is_unfit = (caps < 1)[np.minimum(bucket, len(bucket_lengths) - 1)]
-        if self._drops:
-            is_unfit &= self._lengths <= self._max_length
-        ids, lengths = offenders_where(is_unfit, self._lengths)
-        if self._mapped is not None:
-            ids = ids_where(self._mapped, functools.partial(np.isin, test_elements=lengths))
-            lengths = self._mapped[ids]
+        ids = ids_where(self._lengths, is_unfit)
         raise UserError(
             f"{broken_by_one_row(budget, longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
-            f"{list_offenders(ids, lengths) or 'none'}"
+            f"{list_offenders(ids, self._lengths[ids]) or 'none'}"
         )
 
 
@@ -259,14 +259,14 @@ def _usable_shapes(
     compiled: Iterable[Sequence[int]], budget: Budget, max_length: int | None
 ) -> Int64[np.ndarray, " C 2"]:
     """The compiled shapes that a bucket may have."""
-    given = list(compiled)
-    if wrong := [shape for shape in given if not _is_shape(shape)]:
+    shapes = list(compiled)
+    if wrong := [shape for shape in shapes if min(shape) < 1]:
         raise UserError(
             f"compiled must hold (rows, length) shapes with integers of at least 1, not {list_first(wrong)}"
         )
     fitting = {
         (int(length), int(rows))
-        for rows, length in given
+        for rows, length in shapes
         if int(rows) * int(length) <= budget.max_tokens
         and length % budget.length_multiple == 0
         and (max_length is None or length <= max_length)
@@ -280,11 +280,8 @@ def _usable_shapes(
 def _reusing_buckets(
     histogram: Histogram, caps: Int64[np.ndarray, " D"], shapes: Int64[np.ndarray, " C 2"], budget: Budget
 ) -> tuple[Bucket, ...]:
-    """The cheapest buckets if those of compiled shapes cost no `compile_seconds`.
-
-    Their lengths are rounded lengths of samples and lengths of compiled shapes. Every bucket holds at least one sample,
-    because an empty one saves nothing, and of equal costs the fewest buckets win.
-    """
+    """The cheapest buckets if those of compiled shapes cost no `compile_seconds`."""
+    # Every bucket holds at least one sample, because an empty one saves nothing, and of equal costs the fewest win.
     lengths = np.union1d(histogram.rounded, shapes[:, 1])
     place = np.searchsorted(histogram.rounded, lengths, side="right")
     samples_up_to = histogram.samples_below[place]
@@ -329,38 +326,13 @@ class _RowChoice:
         return costs, rows
 
 
-def _is_shape(shape: Any) -> bool:
-    is_pair = isinstance(shape, Sequence | np.ndarray) and len(shape) == 2
-    return is_pair and all(is_integer(number) and number >= 1 for number in shape)
-
-
 class Histogram:
-    """Distinct lengths of int64[N] samples, and distinct lengths rounded up; `counts` samples have each, or one.
+    """Distinct lengths of samples, distinct lengths rounded up, and how many samples and tokens lie below each."""
 
-    Attributes:
-      values: int64[V], distinct lengths, ascending.
-      counts: int64[V], samples of each.
-      rounded: int64[D], distinct rounded lengths, ascending.
-      samples_below: int64[D+1], samples shorter than or equal to the rounded length before.
-      tokens_below: int64[D+1], their tokens.
-    """
-
-    def __init__(
-        self,
-        lengths: Int64[np.ndarray, " N"],
-        length_multiple: int,
-        counts: Int64[np.ndarray, " N"] | None = None,
-    ):
-        if counts is not None:
-            self.values, place = np.unique(lengths, return_inverse=True)
-            self.counts = np.zeros(len(self.values), np.int64)
-            np.add.at(self.counts, place, counts)
-        elif lengths.max() <= max(2**20, 4 * len(lengths)):
-            of_length = np.bincount(lengths)
-            self.values = np.flatnonzero(of_length)
-            self.counts = of_length[self.values]
-        else:
-            self.values, self.counts = np.unique(lengths, return_counts=True)
+    def __init__(self, lengths: Int64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], length_multiple: int):
+        self.values, place = np.unique(lengths, return_inverse=True)
+        self.counts = np.zeros(len(self.values), np.int64)
+        np.add.at(self.counts, place, counts)
         self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
         self.samples_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts, first)))
         self.tokens_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts * self.values, first)))
@@ -375,10 +347,8 @@ class Histogram:
 
 
 def least_rows_when_packed(histogram: Histogram) -> _NumHeld:
-    """How many rows the samples of a bucket need at least when they are packed.
-
-    All tokens must find room, and no two samples longer than half a row share one.
-    """
+    """How many rows the samples of a bucket need at least when they are packed."""
+    # All tokens must find room, and no two samples longer than half a row share one.
     doubled, samples_up_to = 2 * histogram.values, ends_to_offsets(np.cumsum(histogram.counts))
 
     def rows_between(j: int) -> Int64[np.ndarray, " j"]:
@@ -401,13 +371,10 @@ def trimmed_costs(
 def optimal_lengths(
     lengths: Int64[np.ndarray, " D"], costs: _BucketCosts, max_shapes: int, num_last: int = 1
 ) -> Int64[np.ndarray, " K"]:
-    """The cheapest at most `max_shapes` of the ascending lengths, one of the `num_last` last included.
-
-    Dynamic programming: cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets.
-    It follows from every cheapest[k - 1, i] with i < j and the cost of one bucket for the lengths between; the ceilings
-    in that cost break the monotonicity that faster recurrences need, so all i are tried: O(K D²) time, O(K D) memory.
-    Of equal costs the first i wins, which is the smaller length.
-    """
+    """The cheapest at most `max_shapes` of the ascending lengths, one of the `num_last` last included."""
+    # cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets. The ceilings in the
+    # cost of a bucket break the monotonicity that faster recurrences need, so every begin i < j of the last bucket is
+    # tried: O(K D²) time, O(K D) memory. Of equal costs the first i wins, which is the smaller length.
     num_lengths = len(lengths)
     max_shapes = min(max_shapes, num_lengths)
     dtype = costs(1).dtype

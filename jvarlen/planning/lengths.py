@@ -1,7 +1,4 @@
-"""Checked sample lengths, int64[N] in tokens.
-
-This module knows nothing of buckets or batches.
-"""
+"""Checked sample lengths, int64[N] in tokens, and the rule for samples that are too long."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
 
 _PIECE = 2**22  # samples read at a time
-_LARGEST_TABLE = 2**24  # lengths counted in a table; longer ones are rare
+_LARGEST_TABLE = 2**20  # lengths counted in a table; longer ones are rare
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
@@ -80,15 +77,10 @@ def check_kind(lengths: np.ndarray) -> None:
 
 
 class LengthHistogram(NamedTuple):
-    """How many samples have each length.
-
-    Attributes:
-      lengths: int64[D], ascending.
-      counts: int64[D], each at least 1.
-    """
+    """How many samples have each length."""
 
     lengths: Int64[np.ndarray, " D"]
-    counts: Int64[np.ndarray, " D"]
+    counts: Int64[np.ndarray, " D"]  # each at least 1
 
 
 def histogram_of(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
@@ -209,10 +201,10 @@ def dropped_and_truncated(num_long: int, overlong: str) -> tuple[int, int]:
 
 
 def overlong_counts(
-    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int | None, overlong: Overlong
+    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int, overlong: Overlong
 ) -> tuple[int, int]:
     """Applies `apply_overlong` to counted samples, whose lengths are only read to list them in an error."""
-    is_long = histogram.lengths > (histogram.lengths[-1] if limit is None else limit)
+    is_long = histogram.lengths > limit
     num_long, num_fitting = int(histogram.counts[is_long].sum()), int(histogram.counts[~is_long].sum())
     if num_long and (overlong == "error" or (overlong == "drop" and not num_fitting)):
         ids = ids_where(lengths, lambda piece: piece > limit)
@@ -221,17 +213,10 @@ def overlong_counts(
 
 
 class FittedLengths(NamedTuple):
-    """The samples that remain after the rule for samples that are too long.
+    """The samples that remain after the rule for samples that are too long."""
 
-    Attributes:
-      lengths: int64[n] or int64[n, D], their lengths, at most the limit.
-      kept: which of the given samples remain, as an index.
-      num_dropped: samples left out.
-      num_truncated: samples cut, of several features in one or more.
-    """
-
-    lengths: Int64[np.ndarray, " n *D"]
-    kept: Bool[np.ndarray, " N"] | slice
+    lengths: Int64[np.ndarray, " n *D"]  # at most the limit
+    kept: Bool[np.ndarray, " N"] | slice  # which of the given samples remain, as an index
     num_dropped: int
     num_truncated: int
 

@@ -469,7 +469,6 @@ def test_costs_that_are_not_finite_and_positive_are_refused(package, cost):
         ({"compiled": [(1, 8)], **PRICED, "strategy": "quantile"}, "quantile"),
         ({"compiled": [(1, 8)], **PRICED, "strategy": [8]}, r"\(8,\)"),
         ({"compiled": [(1, 8), (0, 5), (2, -3)], **PRICED}, r"\(0, 5\), \(2, -3\)"),
-        ({"compiled": [(1, 2.5), (True, 3)], **PRICED}, r"\(1, 2.5\), \(True, 3\)"),
         ({"compiled": [(0, number) for number in range(1, 10)], **PRICED}, r"\(0, 5\) and 4 more"),
         ({"lengths": []}, "length"),
     ],
