@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import fractions
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ import dacite
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
 from jvarlen.planning.buckets import Bucket, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, round_up
 from jvarlen.planning.lengths import Overlong, apply_overlong
@@ -39,7 +40,6 @@ from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
-_LARGEST_TABLE = 2**20  # entries; longer buckets are looked up by bisection
 _LENGTHS_PER_SLICE = 2**14
 _KEYS_PER_SLICE = 2**10
 
@@ -131,7 +131,7 @@ def stream_batches(
     else:
         microbatches_per_step = given_microbatches(budget)
         chosen = _check_single_buckets(cast("Sequence[tuple[int, int]]", buckets))
-    waiting_ids: list[list[int]] = [[] for _ in chosen]
+    empty: list[list[int]] = [[] for _ in chosen]
     fresh = _StreamState(
         version=_STATE_VERSION,
         buckets=[list(bucket) for bucket in chosen],
@@ -141,8 +141,13 @@ def stream_batches(
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
         seed=int(seed),
         epoch=int(epoch),
-        waiting_ids=waiting_ids,
-        waiting_lengths=waiting_ids,
+        num_read=0,
+        num_dropped=0,
+        num_truncated=0,
+        waiting_ids=empty,
+        waiting_lengths=empty,
+        buffered_ids=[],
+        buffered_lengths=[],
     )
     return StreamBatches(stream, fresh)
 
@@ -169,12 +174,10 @@ class StreamBatches:
     """
 
     def __init__(self, stream: Iterator[Any], start: _StreamState):
+        self._start = start
         self.buckets = tuple(Bucket(rows, length) for rows, length in start.buckets)
-        self.microbatches_per_step = start.microbatches_per_step
-        self.num_dropped = start.num_dropped
-        self.num_truncated = start.num_truncated
-        self._max_waiting = start.max_waiting
-        self.overlong: Overlong = start.overlong
+        self.microbatches_per_step, self.overlong = start.microbatches_per_step, start.overlong
+        self.num_dropped, self.num_truncated = start.num_dropped, start.num_truncated
         self._queues = [
             _Queue(index, self.microbatches_per_step * bucket.rows, list(ids), list(lengths))
             for index, (bucket, ids, lengths) in enumerate(
@@ -206,15 +209,8 @@ class StreamBatches:
         Returns:
           A dict of plain values that survive JSON unchanged: the options, the counts, and the waiting samples.
         """
-        state = _StreamState(
-            version=_STATE_VERSION,
-            buckets=[list(bucket) for bucket in self.buckets],
-            microbatches_per_step=self.microbatches_per_step,
-            max_waiting=self._max_waiting,
-            overlong=self.overlong,
-            shuffle_buffer=self._buffer.size,
-            seed=self._buffer.seed,
-            epoch=self._buffer.epoch,
+        state = dataclasses.replace(
+            self._start,
             num_read=self.num_read,
             num_dropped=self.num_dropped,
             num_truncated=self.num_truncated,
@@ -228,15 +224,18 @@ class StreamBatches:
     def _emit_all(self, stream: Iterator[Any]) -> Iterator[StreamStep]:
         """The loop over samples, written to do little for each, because there can be very many."""
         start, longest = self.num_read, self.buckets[-1].length
-        queue_for = _queues_by_length(self.buckets, self._queues)
-        _skip_read(stream, start, [*self._queues, self._buffer], longest)
+        queues, bucket_lengths = self._queues, [bucket.length for bucket in self.buckets]
+        _skip_read(stream, start, [*queues, self._buffer], longest)
         room = self._room()
-        for i, length in self._buffer.draw_all(enumerate(stream, start), start):
+        samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
+        if self._start.shuffle_buffer is not None:
+            samples = self._buffer.draw_all(samples, start)
+        for i, length in samples:
             if type(length) is not int or not 0 < length <= longest:
                 length = self._admitted(i, length, longest)
                 if not length:
                     continue
-            queue = queue_for[length]
+            queue = queues[bisect.bisect_left(bucket_lengths, length)]
             ids = queue.ids
             ids.append(i)
             queue.lengths.append(length)
@@ -245,15 +244,16 @@ class StreamBatches:
                 yield self._emit(queue)
                 room = self._room()
             elif room < 0:
-                yield self._emit(self._fullest())
+                # The fullest; of equal ones the first.
+                yield self._emit(max(queues, key=lambda queue: fractions.Fraction(len(queue.ids), queue.capacity)))
                 room = self._room()
-        for queue in self._queues:
+        for queue in queues:
             if queue.ids:
                 yield self._emit(queue)
 
     def _room(self) -> int:
         """How many more samples may wait."""
-        return sys.maxsize if self._max_waiting is None else self._max_waiting - self._num_waiting()
+        return sys.maxsize if self._start.max_waiting is None else self._start.max_waiting - self._num_waiting()
 
     def _admitted(self, i: int, length: Any, longest: int) -> int:
         """The length that a sample counts with, or 0 where it is dropped; raises ValueError that names it."""
@@ -264,14 +264,6 @@ class StreamBatches:
         self.num_dropped += num_dropped
         self.num_truncated += num_truncated
         return 0 if num_dropped else longest
-
-    def _fullest(self) -> _Queue:
-        """The queue with the largest share of a step; of equal ones the first."""
-        fullest = self._queues[0]
-        for queue in self._queues[1:]:
-            if len(queue.ids) * fullest.capacity > len(fullest.ids) * queue.capacity:
-                fullest = queue
-        return fullest
 
     def _emit(self, queue: _Queue) -> StreamStep:
         num_samples, bucket = len(queue.ids), self.buckets[queue.index]
@@ -286,35 +278,24 @@ class StreamBatches:
 
 
 class _ShuffleBuffer:
-    """Samples of a stream that were read and not drawn yet.
-
-    Attributes:
-      size: how many samples it is filled up to before one is drawn; None: it is not used.
-      seed: as in `stream_batches`.
-      epoch: as in `stream_batches`.
-      ids: its samples.
-      lengths: their lengths.
-    """
+    """Samples of a stream that were read and not drawn yet."""
 
     def __init__(self, start: _StreamState):
-        self.size, self.seed, self.epoch = start.shuffle_buffer, start.seed, start.epoch
+        self._start = start
         self.ids, self.lengths = list(start.buffered_ids), list(start.buffered_lengths)
 
-    def draw_all(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, Any]]:
+    def draw_all(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
         """All samples, (id, length), in the order in which they are drawn after `num_read` were read."""
-        return samples if self.size is None else self._drawn(samples, num_read - len(self.ids))
-
-    def _drawn(self, samples: Iterator[tuple[int, Any]], num_drawn: int) -> Iterator[tuple[int, int]]:
-        options = {"seed": self.seed, "epoch": self.epoch, "stream": BUFFER_STREAM}
+        options = {"seed": self._start.seed, "epoch": self._start.epoch, "stream": BUFFER_STREAM}
         slices = (
             random_keys(_KEYS_PER_SLICE, start=start, **options).tolist()
-            for start in itertools.count(num_drawn, _KEYS_PER_SLICE)
+            for start in itertools.count(num_read - len(self.ids), _KEYS_PER_SLICE)
         )
         keys = itertools.chain.from_iterable(slices)
         for i, length in samples:
             self.ids.append(i)
             self.lengths.append(_checked_length(i, length))
-            if len(self.ids) == self.size:
+            if len(self.ids) == self._start.shuffle_buffer:
                 yield self._draw(next(keys))
         while self.ids:
             yield self._draw(next(keys))
@@ -326,26 +307,6 @@ class _ShuffleBuffer:
         self.ids[place], self.lengths[place] = self.ids[-1], self.lengths[-1]
         del self.ids[-1], self.lengths[-1]
         return drawn
-
-
-class _Bisected:
-    """A lookup for lengths so large that a table of them all would not do."""
-
-    def __init__(self, bucket_lengths: list[int], queues: list[_Queue]):
-        self._bucket_lengths, self._queues = bucket_lengths, queues
-
-    def __getitem__(self, length: int) -> _Queue:
-        return self._queues[bisect.bisect_left(self._bucket_lengths, length)]
-
-
-def _queues_by_length(buckets: tuple[Bucket, ...], queues: list[_Queue]) -> list[_Queue] | _Bisected:
-    """From a length, at least 1 and at most that of the longest bucket, to the queue of its bucket."""
-    if buckets[-1].length > _LARGEST_TABLE:
-        return _Bisected([bucket.length for bucket in buckets], queues)
-    table: list[_Queue] = []
-    for bucket, queue in zip(buckets, queues, strict=True):
-        table.extend([queue] * (bucket.length + 1 - len(table)))
-    return table
 
 
 def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
@@ -382,7 +343,7 @@ def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
 def _skip_read(stream: Iterator[Any], num_read: int, queues: Sequence[_Queue | _ShuffleBuffer], longest: int) -> None:
     """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
     expected = {i: min(length, longest) for queue in queues for i, length in zip(queue.ids, queue.lengths, strict=True)}
-    differing: dict[int, str] = {}
+    differing = []
     place = 0
     for i in sorted(expected.keys() | ({num_read - 1} if num_read else set())):
         collections.deque(itertools.islice(stream, i - place), maxlen=0)
@@ -392,15 +353,12 @@ def _skip_read(stream: Iterator[Any], num_read: int, queues: Sequence[_Queue | _
         except StopIteration:
             raise UserError(f"the stream ends before id {i}, and the state has read {num_read:,} samples") from None
         if min(length, longest) != expected.get(i, min(length, longest)):
-            differing[i] = f"{length} (was {expected[i]})"
+            differing.append(f"id {i}: {length} (was {expected[i]})")
     if differing:
-        listed = list_offenders(np.array(list(differing)), np.array(list(differing.values())))
-        raise UserError(f"the stream is not the one that the state is of, lengths differ: {listed}")
+        raise UserError(f"the stream is not the one that the state is of, lengths differ: {list_first(differing)}")
 
 
-# 2: streams can have a shuffle buffer.
 _STATE_VERSION = 2
-_NEW_IN_2: dict[str, Any] = {"shuffle_buffer": None, "seed": 0, "epoch": 0, "buffered_ids": [], "buffered_lengths": []}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -417,74 +375,24 @@ class _StreamState:
     epoch: int
     waiting_ids: list[list[int]]
     waiting_lengths: list[list[int]]
-    num_read: int = 0
-    num_dropped: int = 0
-    num_truncated: int = 0
-    buffered_ids: list[int] = dataclasses.field(default_factory=list)
-    buffered_lengths: list[int] = dataclasses.field(default_factory=list)
+    num_read: int
+    num_dropped: int
+    num_truncated: int
+    buffered_ids: list[int]
+    buffered_lengths: list[int]
 
 
 def _read_state(fields: Mapping[str, Any]) -> _StreamState:
-    """Checks a state from `StreamBatches.state`; raises ValueError that says what is wrong."""
+    """The state that `StreamBatches.state` gave; raises ValueError for anything else."""
     try:
-        if fields.get("version") == 1:
-            fields = {**_NEW_IN_2, **fields, "version": _STATE_VERSION}
         if missing := [field.name for field in dataclasses.fields(_StreamState) if field.name not in fields]:
             raise UserError(f"it has no {', '.join(missing)}")
         state = dacite.from_dict(_StreamState, fields, dacite.Config(strict=True))
         if state.version != _STATE_VERSION:
             raise UserError(f"version {state.version}, and not {_STATE_VERSION}")
-        buckets = _check_single_buckets([tuple(bucket) for bucket in state.buckets])
-        check_at_least_one(
-            microbatches_per_step=state.microbatches_per_step,
-            **if_given(max_waiting=state.max_waiting, shuffle_buffer=state.shuffle_buffer),
-        )
-        check_seed(state.seed, state.epoch)
-        _check_waiting(state, buckets)
-        _check_buffered(state)
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"this is no state of a stream: {error}") from error
     return state
-
-
-def _check_waiting(state: _StreamState, buckets: tuple[Bucket, ...]) -> None:
-    """Raises ValueError if no stream can have these waiting samples or these counts."""
-    if not len(buckets) == len(state.waiting_ids) == len(state.waiting_lengths):
-        raise UserError(
-            f"{len(buckets)} buckets, and waiting samples of {len(state.waiting_ids)} and {len(state.waiting_lengths)}"
-        )
-    shorter = 0
-    for bucket, ids, lengths in zip(buckets, state.waiting_ids, state.waiting_lengths, strict=True):
-        if len(ids) != len(lengths) or len(ids) >= state.microbatches_per_step * bucket.rows:
-            raise UserError(
-                f"{len(ids)} ids and {len(lengths)} lengths wait for a step of {bucket.rows}×{bucket.length}"
-            )
-        in_order = ids if state.shuffle_buffer is None else sorted(ids)
-        if any(a >= b for a, b in itertools.pairwise([-1, *in_order, state.num_read])):
-            raise UserError(f"ids that wait must ascend from 0 to below num_read, {state.num_read}")
-        if not all(shorter < length <= bucket.length for length in lengths):
-            raise UserError(f"samples wait for {bucket.rows}×{bucket.length} that belong to another")
-        shorter = bucket.length
-    waiting = [i for ids in state.waiting_ids for i in ids]
-    known = [*waiting, *state.buffered_ids]
-    if len(set(known)) != len(known):
-        raise UserError("an id waits twice")
-    counts = state.num_read, state.num_dropped, state.num_truncated
-    if min(counts) < 0 or state.num_dropped + len(known) > state.num_read or state.num_truncated > state.num_read:
-        raise UserError(
-            f"{state.num_read} read, {state.num_dropped} dropped, {state.num_truncated} truncated, {len(known)} wait"
-        )
-    if state.max_waiting is not None and len(waiting) > state.max_waiting:
-        raise UserError(f"{len(waiting)} samples wait, and max_waiting is {state.max_waiting}")
-
-
-def _check_buffered(state: _StreamState) -> None:
-    """Raises ValueError if no shuffle buffer can hold these samples."""
-    ids, lengths = state.buffered_ids, state.buffered_lengths
-    if len(ids) != len(lengths) or len(ids) >= (state.shuffle_buffer or 1):
-        raise UserError(f"{len(ids)} ids and {len(lengths)} lengths in a shuffle buffer of {state.shuffle_buffer}")
-    if not all(0 <= i < state.num_read for i in ids) or not all(1 <= length < 2**63 for length in lengths):
-        raise UserError("the shuffle buffer holds samples that were not read, or of no length")
 
 
 def _check_single_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
