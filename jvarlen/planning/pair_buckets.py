@@ -98,43 +98,27 @@ class _Found(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """The input of the dynamic program.
+    """The input of the dynamic program."""
 
-    Attributes:
-      sources: int64[S], candidates, ascending.
-      targets: int64[T].
-      histogram: int64[S, T], samples whose smallest candidates these are.
-      caps: int64[S, T], the most rows of such a bucket, 0 where none fits.
-      budget: gives steps and rows.
-    """
-
-    sources: Int64[np.ndarray, " S"]
+    sources: Int64[np.ndarray, " S"]  # candidates, ascending
     targets: Int64[np.ndarray, " T"]
-    histogram: Int64[np.ndarray, "S T"]
-    caps: Int64[np.ndarray, "S T"]
+    histogram: Int64[np.ndarray, "S T"]  # samples whose smallest candidates these are
+    caps: Int64[np.ndarray, "S T"]  # the most rows of such a bucket, 0 where none fits
     budget: Budget
 
 
 class _Classes(NamedTuple):
-    """The best target buckets of the classes that end at one source candidate and begin after each i before it.
+    """The best target buckets of the classes that end at one source candidate and begin after each i before it."""
 
-    Attributes:
-      cost: int64[j, m], of class i in exactly m + 1 buckets.
-      previous: int16[m, j, T+1], where the last of m + 1 buckets over the first targets begins.
-      num_targets: int64[j], targets up to the longest of the class.
-    """
-
-    cost: Int64[np.ndarray, "j m"]
-    previous: np.ndarray
-    num_targets: Int64[np.ndarray, " j"]
+    cost: Int64[np.ndarray, "j m"]  # of class i in exactly m + 1 buckets
+    previous: np.ndarray  # int16[m, j, T+1], where the last of m + 1 buckets over the first targets begins
+    num_targets: Int64[np.ndarray, " j"]  # up to the longest of the class
 
 
 def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
-    """The cheapest buckets of which each is at least as long as the one before, on both sides.
-
-    A bucket holds the samples that fit it and do not fit the one before. cheapest[k, i, j] is the least cost of the
-    samples within the first i sources and j targets in exactly k buckets, the last of which ends there.
-    """
+    """The cheapest buckets of which each is at least as long as the one before, on both sides."""
+    # A bucket holds the samples that fit it and do not fit the one before. cheapest[k, i, j] is the least cost of the
+    # samples within the first i sources and j targets in exactly k buckets, the last of which ends there.
     sources, targets, budget = problem.sources, problem.targets, problem.budget
     max_shapes = min(max_shapes, len(sources) + len(targets) - 1)
     within = np.zeros((len(sources) + 1, len(targets) + 1), np.int64)
@@ -162,11 +146,9 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
 
 
 def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
-    """The cheapest nested buckets.
-
-    cheapest[k, j] is the least cost of the samples of the first j sources in exactly k buckets. Of equal costs the
-    widest last class wins, then the one with the fewest buckets.
-    """
+    """The cheapest nested buckets."""
+    # cheapest[k, j] is the least cost of the samples of the first j sources in exactly k buckets. Of equal costs the
+    # widest last class wins, then the one with the fewest buckets.
     num_sources = len(problem.sources)
     max_shapes = min(max_shapes, problem.histogram.size)
     max_targets = min(max_shapes, len(problem.targets))

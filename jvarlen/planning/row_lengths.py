@@ -136,14 +136,7 @@ def choose_packed_buckets(
 
 
 class _SetSearch:
-    """Tries sets of ascending lengths, always with the last; a set is the places of the others.
-
-    Args:
-      lengths: to choose from.
-      max_shapes: the most lengths of a set.
-      max_sets: the most sets that are tried.
-      cost_of: what the lengths of a set cost.
-    """
+    """Tries sets of ascending lengths, always with the last; a set is the places of the others."""
 
     def __init__(self, lengths: list[int], max_shapes: int, max_sets: int, cost_of: Callable[[tuple[int, ...]], float]):
         self._lengths, self._last = lengths, len(lengths) - 1

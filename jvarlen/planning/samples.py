@@ -87,12 +87,10 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
     """The tokens of a sample.
 
     Args:
-      sample: a string, which becomes its UTF-8; bytes; integers as a list, an array, or a tensor in host memory; or
-        `WeightedTokens`.
+      sample: a string, which becomes its UTF-8; bytes; 1-D integers of any library; or `WeightedTokens`.
 
     Returns:
-      integers[L], L the length of the sample: uint8 for strings and bytes, otherwise of its own dtype. Copied only if
-      needed.
+      integers[L], uint8 for strings and bytes; copied only if needed.
 
     Raises:
       ValueError: none of these.

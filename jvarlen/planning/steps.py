@@ -40,17 +40,11 @@ class StepPlan(Protocol):
 
 
 class OwnRows(NamedTuple):
-    """The rows of a step in some of its microbatches.
+    """The rows of a step in some of its microbatches."""
 
-    Attributes:
-      ids: int64[m, B] or int64[m, B, P], as `Plan.rows` has them.
-      starts: int64[m, B, P], as `Plan.pieces` has them, or None.
-      num_tokens: real tokens of these rows; None where that is not known.
-    """
-
-    ids: Int64[np.ndarray, "m B *P"]
-    starts: Int64[np.ndarray, "m B P"] | None
-    num_tokens: int | None
+    ids: Int64[np.ndarray, "m B *P"]  # as `Plan.rows` has them
+    starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.pieces` has them
+    num_tokens: int | None  # None where that is not known
 
 
 class ReadPlan(StepPlan, Protocol):
@@ -168,11 +162,7 @@ class PlannedSteps:
 
     @property
     def neighbour_correlation(self) -> float:
-        """Pearson correlation of the mean sample lengths of neighbouring steps, in [−1, 1].
-
-        It is near 1 in a curriculum by length, and near 0 if a step's length says nothing about the next one's. It is
-        NaN with fewer than 3 steps, or if all steps are alike.
-        """
+        """Pearson correlation of the mean sample lengths of neighbouring steps; NaN where there is none."""
         mean_length = self.num_tokens / self.num_sequences
         before, after = mean_length[:-1], mean_length[1:]
         if len(before) < 2 or np.ptp(before) == 0 or np.ptp(after) == 0:
@@ -208,21 +198,13 @@ def _fixed(array: np.ndarray) -> np.ndarray:
 
 
 class BucketFigures(NamedTuple):
-    """Figures of each bucket of a plan, in the order of the buckets.
-
-    Attributes:
-      num_samples: int64[K].
-      num_steps: int64[K].
-      num_tokens: int64[K], real ones.
-      padded_tokens: int64[K], of the steps.
-      seconds: float64[K], predicted by the cost for all steps of the bucket; None without one.
-    """
+    """Figures of each bucket of a plan, in the order of the buckets."""
 
     num_samples: Int64[np.ndarray, " K"]
     num_steps: Int64[np.ndarray, " K"]
     num_tokens: Int64[np.ndarray, " K"]
     padded_tokens: Int64[np.ndarray, " K"]
-    seconds: Float64[np.ndarray, " K"] | None
+    seconds: Float64[np.ndarray, " K"] | None  # predicted by the cost for all steps of the bucket; None without one
 
     @property
     def padding(self) -> Float64[np.ndarray, " K"]:

@@ -257,19 +257,7 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
 def sort_shard(
     keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, result: Result, num_out: int
 ) -> Sorted:
-    """What one shard does of a sort, inside `shard_map` or `pmap`, where the traffic of the sort can be counted.
-
-    Args:
-      keys: the rows of this shard, one dimension.
-      payload: a pytree of arrays that go with the keys, along their first axis; None for none.
-      sizes: int[p], the rows that each shard holds; what follows in `keys` is no row.
-      shards: the axis and how it exchanges.
-      result: which ranks each shard is to hold.
-      num_out: rows that this shard gets, padding included.
-
-    Returns:
-      Of all rows, those whose place in the result is on this shard: keys, indices, payload, and which keys are NaN.
-    """
+    """What one shard does of a sort, inside `shard_map` or `pmap`; `num_out` rows come out, padding included."""
     if num_out == 0:
         nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
         return nothing, jnp.zeros(0, jnp.int32), payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)

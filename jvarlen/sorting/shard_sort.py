@@ -54,33 +54,16 @@ __all__ = [
 
 
 class Shards(NamedTuple):
-    """The shards that sort together.
-
-    Attributes:
-      axis_name: the mesh axis along which they lie.
-      num_shards: p.
-      oversampling: k, samples that a shard proposes for each block in a round.
-      ragged: whether the backend has a ragged all-to-all.
-    """
+    """The shards that sort together."""
 
     axis_name: str
     num_shards: int
-    oversampling: int
-    ragged: bool
+    oversampling: int  # k, samples that a shard proposes for each block in a round
+    ragged: bool  # whether the backend has a ragged all-to-all
 
 
 def words_of_shard(keys: jax.Array, sizes: jax.Array, d: jax.Array, num_shards: int) -> Words:
-    """Sortable rows of one shard, as `sort_blocks` takes them.
-
-    Args:
-      keys: integers or floats[n].
-      sizes: integers[p], the rows of each shard, at its first places.
-      d: this shard.
-      num_shards: p.
-
-    Returns:
-      Unsigned words, [n] each; a row's index counts the rows before it, and places without a row sort after all.
-    """
+    """Sortable rows of one shard; a row's index counts the rows before it, and places without a row sort last."""
     place = jnp.arange(len(keys))
     first_index = jnp.where(jnp.arange(num_shards) < d, sizes, 0).sum()
     words = to_words(keys, first_index + place, num_shards * len(keys))
@@ -90,19 +73,8 @@ def words_of_shard(keys: jax.Array, sizes: jax.Array, d: jax.Array, num_shards: 
 def sort_blocks(
     words: Words, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards
 ) -> tuple[Words, Any]:
-    """Sorts the rows of all shards; this shard, d, gets the global ranks `starts[d]` to `starts[d+1]` − 1.
-
-    Args:
-      words: unsigned[n] each, this shard's rows. The largest value of its type, in all words, is a place without a row.
-      columns: a pytree of arrays whose leading axis is n; they follow their rows.
-      starts: integers[p+1], of a type that holds N, ascending from 0 to at most N, neighbours at most b apart; the same
-        on all shards.
-      block: b.
-      shards: the shards.
-
-    Returns:
-      unsigned[b] words and columns of leading axis b: the block's rows in order, then meaningless places.
-    """
+    """Sorts the rows of all shards; this shard, d, gets the global ranks `starts[d]` to `starts[d+1]` − 1."""
+    # What follows its rows in the b places is meaningless. Neighbours of `starts` are at most b apart.
     words, columns = _sort_rows(words, columns)
     if shards.num_shards > 1:
         words, columns = _sort_rows(*_exchange(words, columns, _cut(words, starts, shards), block, shards))
@@ -110,18 +82,7 @@ def sort_blocks(
 
 
 def send_to_ranks(ranks: jax.Array, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards) -> Any:
-    """Brings rows whose global ranks are known to their blocks, as `sort_blocks` does, in a single exchange.
-
-    Args:
-      ranks: unsigned[n], of this shard's rows; each rank is on one shard. The largest value is a place without a row.
-      columns: a pytree of arrays whose leading axis is n; they follow their rows.
-      starts: as in `sort_blocks`.
-      block: b.
-      shards: the shards; their oversampling does not matter.
-
-    Returns:
-      The columns, of leading axis b; the row of rank `starts[d]` + i lies at place i, and zeros where there is none.
-    """
+    """Brings rows whose global ranks are known to their blocks; zeros lie where there is none."""
     if shards.num_shards > 1:
         (ranks,), columns = _sort_rows((ranks,), columns)
         cuts = jnp.searchsorted(ranks, starts.astype(ranks.dtype)).astype(starts.dtype)
@@ -136,15 +97,7 @@ def send_to_ranks(ranks: jax.Array, columns: Any, starts: Int[Array, " p_plus_1"
 
 
 def deal_ranks(blocks: Any, shards: Shards) -> Any:
-    """Interleaves consecutive blocks: rank g goes to shard g mod p, slot g // p.
-
-    Args:
-      blocks: a pytree of arrays of leading axis b; shard d holds the ranks d·b to (d+1)·b − 1. p divides b.
-      shards: the shards.
-
-    Returns:
-      A pytree of the same shapes.
-    """
+    """Interleaves consecutive blocks: rank g goes to shard g mod p, slot g // p; p divides b."""
     return jax.tree.map(lambda x: _deal(x, shards).reshape(x.shape), blocks)
 
 

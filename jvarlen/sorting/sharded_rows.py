@@ -23,15 +23,10 @@ __all__ = ["ShardedRows", "own_parts", "shard_local_rows", "shard_rows", "spread
 
 
 class ShardedRows(NamedTuple):
-    """Rows on their devices.
+    """Rows on their devices."""
 
-    Attributes:
-      columns: a pytree of arrays with leading axis p·n, sharded over the axis.
-      sizes: int64[p], the rows of each shard, at its first places.
-    """
-
-    columns: Any
-    sizes: Int64[np.ndarray, " p"]
+    columns: Any  # a pytree of arrays with leading axis p·n, sharded over the axis
+    sizes: Int64[np.ndarray, " p"]  # the rows of each shard, at its first places
 
     @property
     def num_rows(self) -> int:
@@ -40,21 +35,7 @@ class ShardedRows(NamedTuple):
 
 
 def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None) -> ShardedRows:
-    """Places rows on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short.
-
-    Args:
-      columns: a pytree of NumPy or JAX arrays with the same leading axis, N; with `shard_sizes`, p·n.
-      mesh: has the axis.
-      axis_name: the axis to spread over.
-      shard_sizes: integers[p], 0 to n: how many of the n places of each shard are rows. None: all.
-
-    Returns:
-      `ShardedRows`.
-
-    Raises:
-      ValueError: leading axes or sizes that are not as described; with `jax_enable_x64` off, 64-bit values that do not
-        fit 32 bits, listed by row.
-    """
+    """Places the rows of a pytree of columns on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short."""
     num_shards = num_shards_of(mesh, axis_name)
     num_places = _leading_axis(columns)
     sizes = _checked_sizes(shard_sizes, num_places, num_shards)
@@ -64,20 +45,7 @@ def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayL
 
 
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
-    """The rows of each shard when every process spreads its own rows evenly over its devices.
-
-    Args:
-      num_rows: of this process.
-      mesh: has devices of all processes.
-      axis_name: the axis to spread over.
-
-    Returns:
-      int64[p], the rows of each shard.
-
-    Raises:
-      ValueError: no such axis, or a process without a device of the mesh.
-      RuntimeError: another process raised such an error.
-    """
+    """The rows of each shard when every process spreads its own rows evenly over its devices."""
     with together("spread the rows"):
         own = own_shards(mesh, axis_name)
         if not len(own):

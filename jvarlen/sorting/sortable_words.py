@@ -28,15 +28,7 @@ def index_dtype(num_rows: int) -> np.dtype:
 
 
 def word_dtypes(key_dtype: np.dtype, num_rows: int) -> tuple[np.dtype, ...]:
-    """The types of the words of a row: one uint64 if it holds a key and an index, otherwise two words.
-
-    Args:
-      key_dtype: integers or floats.
-      num_rows: of all shards together, the limit of the index.
-
-    Returns:
-      One dtype a word, the most significant first.
-    """
+    """The types of the words of a row: one uint64 if it holds a key and an index, otherwise two words."""
     key_bits = np.dtype(_unsigned(_widened(key_dtype))).itemsize * 8
     index_bits = index_dtype(num_rows).itemsize * 8
     if key_bits == index_bits == 32:
@@ -45,16 +37,7 @@ def word_dtypes(key_dtype: np.dtype, num_rows: int) -> tuple[np.dtype, ...]:
 
 
 def to_words(keys: Shaped[Array, " n"], index: Int[Array, " n"], num_rows: int) -> Words:
-    """Words of rows that sort by key, then by index.
-
-    Args:
-      keys: integers or floats[n].
-      index: integers[n], 0 to `num_rows` − 1.
-      num_rows: of all shards together.
-
-    Returns:
-      Arrays of `word_dtypes`. The last word ends in the index and, in its lowest bit, whether the key is −0.0.
-    """
+    """Words of rows that sort by key, then by index; the lowest bit of all says whether the key is −0.0."""
     dtypes = word_dtypes(keys.dtype, num_rows)
     bits, is_negative_zero = _sortable_bits(keys)
     last = (index.astype(dtypes[-1]) << 1) | is_negative_zero.astype(dtypes[-1])
@@ -64,15 +47,7 @@ def to_words(keys: Shaped[Array, " n"], index: Int[Array, " n"], num_rows: int) 
 
 
 def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], Int[Array, " n"]]:
-    """Keys and indices of words. The largest words stand for no row, and their keys and indices are meaningless.
-
-    Args:
-      words: as `to_words` gives them.
-      key_dtype: of the keys.
-
-    Returns:
-      key_dtype[n], and int32[n] or, where it had to be longer, int64[n].
-    """
+    """Keys and indices of words; those of the largest words, which stand for no row, are meaningless."""
     if len(words) == 1:
         bits, last = (words[0] >> 32).astype(jnp.uint32), words[0].astype(jnp.uint32)
     else:
