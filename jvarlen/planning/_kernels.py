@@ -14,20 +14,18 @@ import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
 
 __all__ = [
-    "Kernel",
     "close_by_budget",
     "close_by_capacity",
     "fill_joint_rows",
     "halved_order",
     "in_parts",
     "paced_arrival",
-    "scaled_key",
     "take_segments",
 ]
 
@@ -183,9 +181,13 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
 _DEEPEST = 64  # levels
 _FACTOR_BITS = 40
 _NOTHING = 2**62  # above all lengths
+_Vectors: TypeAlias = Int64[np.ndarray, "V D"]
+_OfVectors: TypeAlias = Int64[np.ndarray, " V"]
+_Boxes: TypeAlias = Int64[np.ndarray, "nodes D"]
+_Lengths: TypeAlias = Int64[np.ndarray, " D"]
 
 
-def halved_order(vectors: Int64[np.ndarray, "V D"]) -> Int64[np.ndarray, " V"]:
+def halved_order(vectors: _Vectors) -> _OfVectors:
     """The order of a power of two of vectors in a tree that halves them along the side in which they differ most."""
     # NumPy, as numba takes seconds to compile a sort.
     order, size = np.arange(len(vectors)), len(vectors)
@@ -198,7 +200,7 @@ def halved_order(vectors: Int64[np.ndarray, "V D"]) -> Int64[np.ndarray, " V"]:
 
 
 @Kernel
-def _update_box(node: int, least: Int64[np.ndarray, "nodes D"], greatest: Int64[np.ndarray, "nodes D"]) -> None:
+def _update_box(node: int, least: _Boxes, greatest: _Boxes) -> None:
     """Sets the least and greatest lengths of a node from those of its children."""
     for d in range(least.shape[1]):
         least[node, d] = min(least[2 * node, d], least[2 * node + 1, d])
@@ -206,13 +208,7 @@ def _update_box(node: int, least: Int64[np.ndarray, "nodes D"], greatest: Int64[
 
 
 @Kernel
-def _take(
-    place: int,
-    number: int,
-    left: Int64[np.ndarray, " V"],
-    least: Int64[np.ndarray, "nodes D"],
-    greatest: Int64[np.ndarray, "nodes D"],
-) -> None:
+def _take(place: int, number: int, left: _OfVectors, least: _Boxes, greatest: _Boxes) -> None:
     """Takes samples of one vector; where none is left, it leaves the tree."""
     left[place] -= number
     if left[place]:
@@ -226,12 +222,7 @@ def _take(
 
 
 @Kernel
-def _most_product(
-    low: Int64[np.ndarray, " D"],
-    high: Int64[np.ndarray, " D"],
-    room: Int64[np.ndarray, " D"],
-    factors: Int64[np.ndarray, " D"],
-) -> np.int64:
+def _most_product(low: _Lengths, high: _Lengths, room: _Lengths, factors: _Lengths) -> np.int64:
     """At least the product of the factors with any vector between two that fits; −1 if none can fit."""
     product = np.int64(0)
     for d in range(len(room)):
@@ -242,13 +233,7 @@ def _most_product(
 
 
 @Kernel
-def _best_that_fits(
-    room: Int64[np.ndarray, " D"],
-    factors: Int64[np.ndarray, " D"],
-    order: Int64[np.ndarray, " V"],
-    least: Int64[np.ndarray, "nodes D"],
-    greatest: Int64[np.ndarray, "nodes D"],
-) -> int:
+def _best_that_fits(room: _Lengths, factors: _Lengths, order: _OfVectors, least: _Boxes, greatest: _Boxes) -> int:
     """The place of the vector that is left, fits, and has the largest product with the factors; −1 if none fits."""
     # Among equals the one that is last in `order` wins. Nodes that cannot hold a better one are skipped.
     best, best_product = -1, np.int64(-1)
@@ -275,11 +260,7 @@ def _best_that_fits(
 
 @functools.partial(Kernel, few=_FEW_SEARCHED)
 def fill_joint_rows(
-    vectors: Int64[np.ndarray, "V D"],
-    counts: Int64[np.ndarray, " V"],
-    row_lengths: Int64[np.ndarray, " D"],
-    max_samples: int,
-    order: Int64[np.ndarray, " V"],
+    vectors: _Vectors, counts: _OfVectors, row_lengths: _Lengths, max_samples: int, order: _OfVectors
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " G_plus_1"], Int64[np.ndarray, " G"]]:
     """Fills rows of several features, one after the other, by the rule of `pack_samples`."""
     # Vectors are a power of two, some of them without samples; `order` is that of `halved_order`.

@@ -78,12 +78,7 @@ def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarra
 
 
 def balance_plan(
-    plan: Plan,
-    cost: npt.ArrayLike,
-    num_ranks: int,
-    *,
-    over: Over = "step",
-    lengths: npt.ArrayLike | None = None,
+    plan: Plan, cost: npt.ArrayLike, num_ranks: int, *, over: Over = "step", lengths: npt.ArrayLike | None = None
 ) -> Plan:
     """Deals the rows of a plan to ranks so that the ranks of a step take nearly the same time.
 
@@ -265,19 +260,17 @@ def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike | None) -> Int64[np.nd
 
 def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"], tokens: Int64[np.ndarray, " n"] | None) -> Plan:
     """The plan with its rows in another order; with the tokens of its samples, if rows change steps."""
-    if plan.row_offsets is None:
-        num_tokens = plan.num_tokens if tokens is None else np.add.reduceat(tokens[rows], plan.step_offsets[:-1])
-        return dataclasses.replace(plan, sample_ids=plan.sample_ids[rows], num_tokens=num_tokens)
-    offsets, row_offsets = plan.row_offsets, ends_to_offsets(np.cumsum(np.diff(plan.row_offsets)[rows]))
-    step_offsets = row_offsets[_first_rows(plan)]
+    row_offsets = np.arange(plan.num_rows + 1) if plan.row_offsets is None else plan.row_offsets
+    moved_offsets = ends_to_offsets(np.cumsum(np.diff(row_offsets)[rows]))
+    step_offsets = moved_offsets[_first_rows(plan)]
 
     def moved(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        return take_segments(values, offsets, rows, row_offsets)
+        return take_segments(values, row_offsets, rows, moved_offsets)
 
     return dataclasses.replace(
         plan,
         sample_ids=moved(plan.sample_ids),
-        row_offsets=row_offsets,
+        row_offsets=None if plan.row_offsets is None else moved_offsets,
         step_offsets=step_offsets,
         piece_starts=None if plan.piece_starts is None else moved(plan.piece_starts),
         num_tokens=plan.num_tokens if tokens is None else np.add.reduceat(moved(tokens), step_offsets[:-1]),

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int32, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer
 from jvarlen.planning._kernels import close_by_budget, close_by_capacity
-from jvarlen.planning.lengths import check_lengths, ends_to_offsets
+from jvarlen.planning.lengths import check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import sample_order
 
-__all__ = ["BatchBudget", "Batches", "batch_by_tokens"]
+__all__ = ["Batches", "batch_by_tokens"]
 
 BatchBudget = Literal["padded", "sum"]
 
@@ -104,7 +104,7 @@ def batch_by_tokens(
     ordered = lengths if isinstance(order, str) and order == "dataset" else lengths[ids]
     if shapes is not None:
         return _batch_by_shapes(ids, ordered, _check_shapes(shapes))
-    _check_limit(ids, ordered, max_tokens, "max_tokens")
+    fit_lengths(ordered, max_tokens, "error", ids, problem="samples longer than max_tokens")
     # The compiled loop multiplies in int64; Python's integers know no bounds.
     fits_int64 = int(ordered.max()) * len(ordered) < 2**63
     close = close_by_budget if fits_int64 else getattr(close_by_budget, "py_func", close_by_budget)
@@ -122,7 +122,7 @@ def _batch_by_shapes(
     ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], shapes: Int64[np.ndarray, "S 2"]
 ) -> Batches:
     rows, length = shapes.T
-    _check_limit(ids, ordered, int(length.max()), "the longest shape")
+    fit_lengths(ordered, int(length.max()), "error", ids, problem="samples longer than the longest shape")
     by_length = np.argsort(length, kind="stable")
     # The most rows of any shape that is at least so long.
     most_rows = np.maximum.accumulate(rows[by_length][::-1])[::-1]
@@ -144,11 +144,3 @@ def _check_shapes(shapes: Sequence[tuple[int, int]]) -> Int64[np.ndarray, "S 2"]
     if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
         raise UserError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
     return np.array(pairs, np.int64)
-
-
-def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], limit: int, name: str) -> None:
-    if ordered.max() > limit:
-        too_long = ordered > limit
-        by_id = np.argsort(ids[too_long])
-        offenders = list_offenders(ids[too_long][by_id], ordered[too_long][by_id], limit)
-        raise UserError(f"samples longer than {name}: {offenders}")

@@ -14,13 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Float64, Int64, Integer, Shaped
 
-from jvarlen._common.checks import (
-    UserError,
-    check_choices,
-    is_integer,
-    list_first,
-    list_offenders,
-)
+from jvarlen._common.checks import UserError, check_choices, is_integer, list_first, list_offenders
 from jvarlen.planning.budget import (
     Budget,
     as_budget,
@@ -242,8 +236,8 @@ class CountedSamples:
         if caps.min() >= 1:
             return caps
 
-        def is_unfit(lengths: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-            rounded = round_up(np.minimum(lengths, self._limit), self._length_multiple)
+        def is_unfit(lengths: Integer[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+            rounded = round_up(np.minimum(lengths.astype(np.int64), self._limit), self._length_multiple)
             bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
             return (caps < 1)[bucket] & ~(self._drops & (lengths > self._limit))
 
@@ -282,48 +276,39 @@ def _reusing_buckets(
 ) -> tuple[Bucket, ...]:
     """The cheapest buckets if those of compiled shapes cost no `compile_seconds`."""
     # Every bucket holds at least one sample, because an empty one saves nothing, and of equal costs the fewest win.
+    assert budget.cost is not None
     lengths = np.union1d(histogram.rounded, shapes[:, 1])
     place = np.searchsorted(histogram.rounded, lengths, side="right")
     samples_up_to = histogram.samples_below[place]
     caps_of_lengths = np.where(np.isin(lengths, histogram.rounded), caps[place - 1], 0)
-    choice, samples_below = _RowChoice(shapes, budget), ends_to_offsets(samples_up_to)
+    samples_below = ends_to_offsets(samples_up_to)
+    shape_rows, shape_lengths = shapes.T
+    shape_costs = checked_cost(budget.cost, shape_rows, shape_lengths)
+
+    def costs_and_rows(
+        j: int, num_held: Int64[np.ndarray, " n"]
+    ) -> tuple[Float64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The cheapest rows of buckets of a length: their trimmed ones, or those of a compiled shape."""
+        length, cap = np.full(len(num_held), lengths[j]), np.full(len(num_held), caps_of_lengths[j])
+        costs, rows = np.full(len(num_held), np.inf), np.zeros(len(num_held), np.int64)
+        if caps_of_lengths[j]:
+            costs, (_, rows) = bucket_costs(budget, num_held, cap, length), steps_and_rows(budget, num_held, cap)
+        # Of equal costs the last wins, which has the fewest rows.
+        for i in np.flatnonzero(shape_lengths == lengths[j])[::-1]:
+            microbatches = num_steps(budget, num_held, shape_rows[i]) * budget.microbatches_per_step
+            reusing = microbatches.astype(np.float64) * shape_costs[i]
+            rows = np.where(reusing <= costs, shape_rows[i], rows)
+            costs = np.minimum(reusing, costs)
+        return costs, rows
 
     def costs(j: int) -> Float64[np.ndarray, " j"]:
-        return choice.costs_and_rows(samples_below[j] - samples_below[:j], caps_of_lengths[j - 1], lengths[j - 1])[0]
+        return costs_and_rows(j - 1, samples_below[j] - samples_below[:j])[0]
 
     num_last = int((lengths >= histogram.rounded[-1]).sum())
     chosen = np.searchsorted(lengths, optimal_lengths(lengths, costs, budget.max_shapes, num_last))
     num_held = np.diff(samples_up_to[chosen], prepend=0)
-    rows = [choice.costs_and_rows(num_held[k : k + 1], caps_of_lengths[j], lengths[j])[1] for k, j in enumerate(chosen)]
+    rows = [costs_and_rows(j, num_held[k : k + 1])[1] for k, j in enumerate(chosen)]
     return tuple(Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
-
-
-class _RowChoice:
-    """The cheapest rows of a bucket: its trimmed ones, or those of a compiled shape of its length."""
-
-    def __init__(self, shapes: Int64[np.ndarray, " C 2"], budget: Budget):
-        assert budget.cost is not None
-        self._budget = budget
-        self._rows, self._lengths = shapes.T
-        self._costs = checked_cost(budget.cost, self._rows, self._lengths)
-
-    def costs_and_rows(
-        self, num_held: Int64[np.ndarray, " n"], cap: int, length: int
-    ) -> tuple[Float64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """What buckets of a length cost, and their rows."""
-        costs, rows = np.full(len(num_held), np.inf), np.zeros(len(num_held), np.int64)
-        if cap:
-            cap_of_each = np.full(len(num_held), cap)
-            costs = bucket_costs(self._budget, num_held, cap_of_each, np.full(len(num_held), length))
-            _, rows = steps_and_rows(self._budget, num_held, cap_of_each)
-        # Of equal costs the last wins, which has the fewest rows.
-        first, end = np.searchsorted(self._lengths, [length, length + 1])
-        for i in range(end - 1, first - 1, -1):
-            microbatches = num_steps(self._budget, num_held, self._rows[i]) * self._budget.microbatches_per_step
-            reusing = microbatches.astype(np.float64) * self._costs[i]
-            rows = np.where(reusing <= costs, self._rows[i], rows)
-            costs = np.minimum(reusing, costs)
-        return costs, rows
 
 
 class Histogram:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketTable",
     "CanonicalSteps",
-    "GroupedSamples",
     "Ordering",
     "canonical_steps",
     "emitted_steps",

@@ -58,12 +58,20 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
     """
     array = np.asarray(lengths)
     check_kind(array)
-    if array.min() < 1:
-        raise UserError(f"lengths must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
-    if array.max() > np.iinfo(np.int64).max:
-        limit = np.iinfo(np.int64).max
-        raise UserError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
+    _check_values(array)
     return array.astype(np.int64, copy=False)
+
+
+def _check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0) -> None:
+    """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
+    most = np.iinfo(np.int64).max // (1 if lengths.ndim == 1 else lengths.shape[1])
+    least, longest = lengths.min(), lengths.max()
+    if least >= 1 and longest <= most:
+        return
+    problem, limit = ("at least", 1) if least < 1 else ("at most", most)
+    is_wrong = lengths < 1 if least < 1 else lengths > most
+    ids = np.flatnonzero(is_wrong.reshape(len(lengths), -1).any(axis=1))
+    raise UserError(f"lengths must be {problem} {limit}: {list_offenders(ids + first_id, lengths[ids], limit)}")
 
 
 def check_kind(lengths: np.ndarray) -> None:
@@ -90,12 +98,7 @@ def histogram_of(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
     long: list[tuple[np.ndarray, np.ndarray]] = []
     for start in range(0, len(lengths), _PIECE):
         piece = read_slice(lengths, start, min(start + _PIECE, len(lengths)))
-        if piece.min() < 1 or piece.max() > np.iinfo(np.int64).max:
-            is_wrong = piece < 1 if piece.min() < 1 else piece > np.iinfo(np.int64).max
-            places = np.flatnonzero(is_wrong)
-            raise UserError(
-                f"lengths must be at least 1 and fit int64: {list_offenders(places + start, piece[places])}"
-            )
+        _check_values(piece, start)
         if piece.max() >= _LARGEST_TABLE:
             is_long = piece >= _LARGEST_TABLE
             long.append(np.unique(piece[is_long].astype(np.int64), return_counts=True))
@@ -158,13 +161,7 @@ def check_feature_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N D"]:
         raise UserError(f"lengths of several features must have shape (N, D), D at least 2, not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"lengths must be integers, not {array.dtype}")
-    if array.min() < 1:
-        offenders = list_offenders(*offenders_where(array.min(axis=1) < 1, array), 1)
-        raise UserError(f"lengths must be at least 1: {offenders}")
-    most = np.iinfo(np.int64).max // array.shape[1]  # so that the sum of all fits
-    if array.max() > most:
-        offenders = list_offenders(*offenders_where(array.max(axis=1) > most, array), most)
-        raise UserError(f"lengths of {array.shape[1]} features must be at most {most}: {offenders}")
+    _check_values(array)
     return array.astype(np.int64, copy=False)
 
 

@@ -6,6 +6,7 @@ two sides, K buckets, M microbatches a step.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from jvarlen.planning.buckets import PairBucket, make_buckets
 from jvarlen.planning.budget import Budget, as_budget, round_up, rounded_caps, steps_and_rows
 from jvarlen.planning.lengths import check_pair_lengths
 
-__all__ = ["PairBudget", "make_pair_buckets"]
+__all__ = ["make_pair_buckets"]
 
 PairBudget = Literal["sum", "larger"]
 
@@ -169,7 +170,10 @@ def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
     buckets: list[PairBucket] = []
     while j and cost < _UNREACHABLE:
         begin, num_buckets = last_class[k, j].tolist()
-        spans = _target_spans(classes[j - 1], begin, num_buckets)
+        ends = [int(classes[j - 1].num_targets[begin])]  # of the target buckets, among the candidates, from the last
+        for m in range(num_buckets - 1, -1, -1):
+            ends.append(int(classes[j - 1].previous[m, begin, ends[-1]]))
+        spans = list(itertools.pairwise(ends[::-1]))
         counts = problem.histogram[begin:j].sum(axis=0)
         num_samples = np.array([counts[low:high].sum() for low, high in spans])
         last_targets = np.array([high - 1 for _, high in spans])
@@ -204,14 +208,3 @@ def _best_targets(problem: _Problem, j: int, max_buckets: int) -> _Classes:
         cost[1:, :, t] = np.minimum(np.take_along_axis(totals, first[..., None], 2)[..., 0], _UNREACHABLE)
     last = num_targets - (per_class[:, ::-1] > 0).argmax(axis=1)
     return _Classes(cost[:, np.arange(j), last].T, previous, last)
-
-
-def _target_spans(classes: _Classes, begin: int, num_buckets: int) -> list[tuple[int, int]]:
-    """Where the target buckets of a class begin and end, among the candidates."""
-    spans = []
-    t = int(classes.num_targets[begin])
-    for m in range(num_buckets - 1, -1, -1):
-        low = int(classes.previous[m, begin, t])
-        spans.append((low, t))
-        t = low
-    return spans[::-1]

@@ -21,13 +21,7 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
-from jvarlen.planning.grouping import (
-    Ordering,
-    canonical_steps,
-    emitted_steps,
-    group_by_bucket,
-    sum_segments,
-)
+from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
 from jvarlen.planning.order import (
     Difficulty,
@@ -82,14 +76,14 @@ class Plan(PlannedSteps):
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
-        from jvarlen.planning.plan_file import plan_digest
+        from jvarlen.planning.plan_file import chunk_digests, plan_digest
 
         return plan_digest(
             self.microbatches_per_step,
             self.buckets,
             self.step_bucket,
             self.step_offsets,
-            self.sample_ids,
+            chunk_digests(self.sample_ids),
             self.row_offsets,
             self.piece_starts,
         )

@@ -6,7 +6,7 @@ Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n sample
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jvarlen._common.files import write_atomically
 __all__ = [
     "DIGEST_CHUNK",
     "chunk_digest",
-    "digest_of_chunks",
+    "chunk_digests",
     "plan_checksum",
     "plan_digest",
     "read_plan_file",
@@ -56,36 +56,26 @@ _PACKED_FIELDS: dict[str, tuple[type, int]] = {"row_offsets": (np.int64, 1)}  # 
 _SPLIT_FIELDS = _PACKED_FIELDS | {"piece_starts": (np.int64, 1)}  # of those that split samples
 
 
-def plan_digest(
-    microbatches_per_step: int,
-    buckets: Sequence[tuple[int, ...]],
-    step_bucket: Int32[np.ndarray, " S"],
-    step_offsets: Int64[np.ndarray, " S_plus_1"],
-    sample_ids: Int64[np.ndarray, " n"],
-    row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
-    piece_starts: Int64[np.ndarray, " n"] | None = None,
-) -> str:
-    """SHA-256 in hex of everything that decides the batches, as 64 hex digits."""
-    chunks = (chunk_digest(sample_ids[i : i + DIGEST_CHUNK]) for i in range(0, len(sample_ids), DIGEST_CHUNK))
-    rest = row_offsets, piece_starts
-    return digest_of_chunks(microbatches_per_step, buckets, step_bucket, step_offsets, chunks, *rest)
-
-
 def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
     """SHA-256, 32 bytes, of `DIGEST_CHUNK` sample ids in the order of the plan, or of its last ones."""
     return hashlib.sha256(sample_ids.astype("<i8", copy=False).tobytes()).digest()
 
 
-def digest_of_chunks(
+def chunk_digests(sample_ids: Int64[np.ndarray, " n"]) -> Iterator[bytes]:
+    """The digests of all chunks."""
+    return (chunk_digest(sample_ids[i : i + DIGEST_CHUNK]) for i in range(0, len(sample_ids), DIGEST_CHUNK))
+
+
+def plan_digest(
     microbatches_per_step: int,
     buckets: Sequence[tuple[int, ...]],
     step_bucket: Int32[np.ndarray, " S"],
     step_offsets: Int64[np.ndarray, " S_plus_1"],
-    chunk_digests: Iterable[bytes],
+    digests: Iterable[bytes],
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
     piece_starts: Int64[np.ndarray, " n"] | None = None,
 ) -> str:
-    """The digest of a plan from the digests of its chunks of sample ids, which others may have made."""
+    """SHA-256 in hex of everything that decides the batches; of the sample ids it takes the digests of chunks."""
     packed_name = _PACKED_DIGEST_NAME if piece_starts is None else _SPLIT_DIGEST_NAME
     sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else packed_name)
     num_samples = int(step_offsets[-1])
@@ -98,7 +88,7 @@ def digest_of_chunks(
         sha.update(row_offsets.astype("<i8", copy=False).tobytes())
     if piece_starts is not None:
         sha.update(piece_starts.astype("<i8", copy=False).tobytes())
-    for digest in chunk_digests:
+    for digest in digests:
         sha.update(digest)
     return sha.hexdigest()
 
@@ -125,9 +115,15 @@ def read_plan_file(path: Path) -> Fields:
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
-        names = ("step_bucket", "step_offsets", "sample_ids", "row_offsets", "piece_starts")
-        arrays: list[Any] = [fields.get(name) for name in names]
-        digest = plan_digest(int(fields["microbatches_per_step"]), fields["buckets"].tolist(), *arrays)
+        digest = plan_digest(
+            int(fields["microbatches_per_step"]),
+            fields["buckets"].tolist(),
+            fields["step_bucket"],
+            fields["step_offsets"],
+            chunk_digests(fields["sample_ids"]),
+            fields.get("row_offsets"),
+            fields.get("piece_starts"),
+        )
         if digest != str(fields["digest"]) or _checksum(fields) != str(fields["checksum"]):
             raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.lengths import PackedOverlong
 
-__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures", "plan_table"]
+__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures"]
 
 
 @runtime_checkable
@@ -188,7 +188,47 @@ class PlannedSteps:
         Returns:
           Lines of text.
         """
-        return plan_table(self, learning_rates, cost, compile_seconds)
+        figures = bucket_figures(self, cost)
+        seconds = figures.seconds
+        rows = [["rows × length", "samples", "steps", "padding"]]
+        for k, bucket in enumerate(self.buckets):
+            padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
+            length = "+".join(f"{length:,}" for length in bucket.lengths)
+            counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
+            rows.append([f"{bucket.rows:>6,} × {length:>6}", *counts, padding])
+        rows.append(["total", f"{self.num_samples:,}", f"{self.num_steps:,}", f"{self.padding:.2%}"])
+        if self.new_shape_every:
+            used, first = np.unique(self.step_bucket, return_index=True)
+            first_steps = dict(zip(used.tolist(), first.tolist(), strict=True))
+            cells = [f"{first_steps[k]:,}" if k in first_steps else "–" for k in range(len(self.buckets))]
+            rows = [[*row, cell] for row, cell in zip(rows, ["first step", *cells, ""], strict=True)]
+        if seconds is not None:
+            predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
+            rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
+        lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
+        lines.append(
+            f"{int(self.num_tokens.sum()):,} tokens, {int(self.padded_tokens_per_step.sum()):,} with padding; "
+            f"microbatches a step: {self.microbatches_per_step}"
+        )
+        if self.is_packed:
+            lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
+        longest = "+".join(f"{length:,}" for length in self.buckets[-1].lengths)
+        lines.append(
+            f"longest bucket {longest} tokens; overlong={self.overlong!r}: "
+            f"{self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
+        )
+        correlation = self.neighbour_correlation
+        if not math.isnan(correlation):
+            lines.append(f"correlation of mean length between neighbouring steps: {correlation:+.3f}")
+        if seconds is not None and compile_seconds is not None:
+            compiling = compile_seconds * len(self.buckets)
+            lines.append(
+                f"predicted: {seconds.sum():,.1f} s of steps, {compiling:,.1f} s of compiling "
+                f"{len(self.buckets)} buckets"
+            )
+        if learning_rates is not None:
+            lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
+        return "\n".join(lines)
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
@@ -230,52 +270,3 @@ def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigu
         seconds = microbatches * checked_cost(cost, rows, *lengths)
     padded_tokens = microbatches * np.array([bucket.padded_tokens for bucket in plan.buckets])
     return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)
-
-
-def plan_table(
-    plan: PlannedSteps,
-    learning_rates: Float[np.ndarray, " S"] | None = None,
-    cost: CostFn | None = None,
-    compile_seconds: float | None = None,
-) -> str:
-    """Lines of text: see `Plan.report`."""
-    figures = bucket_figures(plan, cost)
-    seconds = figures.seconds
-    rows = [["rows × length", "samples", "steps", "padding"]]
-    for k, bucket in enumerate(plan.buckets):
-        padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
-        length = "+".join(f"{length:,}" for length in bucket.lengths)
-        counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
-        rows.append([f"{bucket.rows:>6,} × {length:>6}", *counts, padding])
-    rows.append(["total", f"{plan.num_samples:,}", f"{plan.num_steps:,}", f"{plan.padding:.2%}"])
-    if plan.new_shape_every:
-        used, first = np.unique(plan.step_bucket, return_index=True)
-        first_steps = dict(zip(used.tolist(), first.tolist(), strict=True))
-        cells = [f"{first_steps[k]:,}" if k in first_steps else "–" for k in range(len(plan.buckets))]
-        rows = [[*row, cell] for row, cell in zip(rows, ["first step", *cells, ""], strict=True)]
-    if seconds is not None:
-        predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
-        rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
-    lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
-    lines.append(
-        f"{int(plan.num_tokens.sum()):,} tokens, {int(plan.padded_tokens_per_step.sum()):,} with padding; "
-        f"microbatches a step: {plan.microbatches_per_step}"
-    )
-    if plan.is_packed:
-        lines.append(f"packed: {plan.num_rows:,} rows, {plan.num_samples / plan.num_rows:.2f} samples a row")
-    longest = "+".join(f"{length:,}" for length in plan.buckets[-1].lengths)
-    lines.append(
-        f"longest bucket {longest} tokens; overlong={plan.overlong!r}: "
-        f"{plan.num_truncated:,} samples cut, {plan.num_dropped:,} dropped"
-    )
-    correlation = plan.neighbour_correlation
-    if not math.isnan(correlation):
-        lines.append(f"correlation of mean length between neighbouring steps: {correlation:+.3f}")
-    if seconds is not None and compile_seconds is not None:
-        compiling = compile_seconds * len(plan.buckets)
-        lines.append(
-            f"predicted: {seconds.sum():,.1f} s of steps, {compiling:,.1f} s of compiling {len(plan.buckets)} buckets"
-        )
-    if learning_rates is not None:
-        lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
-    return "\n".join(lines)

@@ -130,8 +130,10 @@ def stream_batches(
         microbatches_per_step, chosen = limits.microbatches_per_step, _estimated_buckets(first, limits)
     else:
         microbatches_per_step = given_microbatches(budget)
-        chosen = _check_single_buckets(cast("Sequence[tuple[int, int]]", buckets))
-    empty: list[list[int]] = [[] for _ in chosen]
+        given = check_buckets(cast("Sequence[tuple[int, int]]", buckets))
+        chosen = tuple(bucket for bucket in given if isinstance(bucket, Bucket))
+        if not chosen:
+            raise UserError(f"buckets of a stream must be (rows, length) pairs, not {given}")
     fresh = _StreamState(
         version=_STATE_VERSION,
         buckets=[list(bucket) for bucket in chosen],
@@ -144,8 +146,8 @@ def stream_batches(
         num_read=0,
         num_dropped=0,
         num_truncated=0,
-        waiting_ids=empty,
-        waiting_lengths=empty,
+        waiting_ids=[[] for _ in chosen],
+        waiting_lengths=[[] for _ in chosen],
         buffered_ids=[],
         buffered_lengths=[],
     )
@@ -393,12 +395,3 @@ def _read_state(fields: Mapping[str, Any]) -> _StreamState:
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"this is no state of a stream: {error}") from error
     return state
-
-
-def _check_single_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
-    """Checks buckets as `check_buckets` does; raises ValueError for those of pairs as well."""
-    checked = check_buckets(buckets)
-    single = tuple(bucket for bucket in checked if isinstance(bucket, Bucket))
-    if len(single) < len(checked):
-        raise UserError(f"buckets of a stream must be (rows, length) pairs, not {checked}")
-    return single

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from jvarlen.sorting.sample_sort import local_sort
     from jvarlen.sorting.sharded_rows import shard_local_rows
 
-__all__ = [
-    "local_sort",
-    "shard_local_rows",
-]
+__all__ = ["local_sort", "shard_local_rows"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -43,12 +43,13 @@ from jvarlen.sorting.sortable_words import Words, to_words
 __all__ = [
     "Shards",
     "deal_ranks",
+    "exchange",
     "gap",
     "has_ragged",
     "num_rounds",
     "send_capacity",
-    "send_to_ranks",
     "sort_blocks",
+    "sort_rows",
     "words_of_shard",
 ]
 
@@ -75,25 +76,10 @@ def sort_blocks(
 ) -> tuple[Words, Any]:
     """Sorts the rows of all shards; this shard, d, gets the global ranks `starts[d]` to `starts[d+1]` − 1."""
     # What follows its rows in the b places is meaningless. Neighbours of `starts` are at most b apart.
-    words, columns = _sort_rows(words, columns)
+    words, columns = sort_rows(words, columns)
     if shards.num_shards > 1:
-        words, columns = _sort_rows(*_exchange(words, columns, _cut(words, starts, shards), block, shards))
+        words, columns = sort_rows(*exchange(words, columns, _cut(words, starts, shards), block, shards))
     return jax.tree.map(functools.partial(_resized, size=block), (words, columns))
-
-
-def send_to_ranks(ranks: jax.Array, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards) -> Any:
-    """Brings rows whose global ranks are known to their blocks; zeros lie where there is none."""
-    if shards.num_shards > 1:
-        (ranks,), columns = _sort_rows((ranks,), columns)
-        cuts = jnp.searchsorted(ranks, starts.astype(ranks.dtype)).astype(starts.dtype)
-        (ranks,), columns = _exchange((ranks,), columns, cuts, block, shards)
-    place = ranks.astype(starts.dtype) - starts[lax.axis_index(shards.axis_name)]
-    place = jnp.where(ranks == gap(ranks), block, place)
-
-    def put(column: jax.Array) -> jax.Array:
-        return jnp.zeros((block, *column.shape[1:]), column.dtype).at[place].set(column, mode="drop")
-
-    return jax.tree.map(put, columns)
 
 
 def deal_ranks(blocks: Any, shards: Shards) -> Any:
@@ -115,7 +101,8 @@ def send_capacity(block: int, num_shards: int) -> int:
     return block // num_shards + num_shards - 1
 
 
-def _sort_rows(words: Words, columns: Any) -> tuple[Words, Any]:
+def sort_rows(words: Words, columns: Any) -> tuple[Words, Any]:
+    """Sorts the rows of this shard by their words; columns follow."""
     if not jax.tree.leaves(columns):
         return tuple(lax.sort(words, num_keys=len(words), is_stable=False)), columns
     place = lax.iota(jnp.int32, len(words[0]))
@@ -176,13 +163,13 @@ def _is_less(rows: Words, others: Words) -> Bool[Array, "*shape"]:
     return is_less
 
 
-def _exchange(
+def exchange(
     words: Words, columns: Any, cuts: Int[Array, " p_plus_1"], block: int, shards: Shards
 ) -> tuple[Words, Any]:
     """Sends the rows of a sorted run to their blocks; block d begins at row `cuts[d]` of this shard's run."""
     cuts_pxp1 = lax.all_gather(cuts, shards.axis_name)
-    exchange = _exchange_ragged if shards.ragged else _exchange_dense
-    return exchange(words, columns, cuts_pxp1, block, shards)
+    send = _exchange_ragged if shards.ragged else _exchange_dense
+    return send(words, columns, cuts_pxp1, block, shards)
 
 
 def _exchange_dense(

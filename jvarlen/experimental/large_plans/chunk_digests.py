@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Int64
+from jaxtyping import Array, Int, Int64
 
 from jvarlen._common.checks import check_at_least_one
 from jvarlen.distributed.layout import Layout
@@ -21,7 +22,7 @@ from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.processes import gather_arrays
 from jvarlen.experimental.large_plans.columns import run_ahead
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest
-from jvarlen.sorting.shard_sort import Shards, gap, has_ragged, send_capacity, send_to_ranks
+from jvarlen.sorting.shard_sort import Shards, exchange, gap, has_ragged, send_capacity, sort_rows
 from jvarlen.sorting.sharded_rows import own_parts, shard_local_rows
 from jvarlen.sorting.sortable_words import index_dtype
 
@@ -126,4 +127,19 @@ def _own_ids(
     ranks: jax.Array, ids: jax.Array, sizes: jax.Array, starts: jax.Array, *, shards: Shards, block: int
 ) -> jax.Array:
     is_row = jnp.arange(len(ranks)) < sizes[lax.axis_index(shards.axis_name)]
-    return send_to_ranks(jnp.where(is_row, ranks, gap(ranks)), ids, starts, block, shards)
+    return _send_to_ranks(jnp.where(is_row, ranks, gap(ranks)), ids, starts, block, shards)
+
+
+def _send_to_ranks(ranks: jax.Array, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards) -> Any:
+    """Brings rows whose global ranks are known to their blocks; zeros lie where there is none."""
+    if shards.num_shards > 1:
+        (ranks,), columns = sort_rows((ranks,), columns)
+        cuts = jnp.searchsorted(ranks, starts.astype(ranks.dtype)).astype(starts.dtype)
+        (ranks,), columns = exchange((ranks,), columns, cuts, block, shards)
+    place = ranks.astype(starts.dtype) - starts[lax.axis_index(shards.axis_name)]
+    place = jnp.where(ranks == gap(ranks), block, place)
+
+    def put(column: jax.Array) -> jax.Array:
+        return jnp.zeros((block, *column.shape[1:]), column.dtype).at[place].set(column, mode="drop")
+
+    return jax.tree.map(put, columns)

@@ -35,7 +35,7 @@ from jvarlen.planning.lengths import (
     histogram_of,
 )
 from jvarlen.planning.order import Order, as_order, check_seed, random_keys
-from jvarlen.planning.plan_file import digest_of_chunks
+from jvarlen.planning.plan_file import plan_digest
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 from jvarlen.sorting.sharded_rows import spread_local_rows
 
@@ -247,7 +247,7 @@ def plan_distributed(
         num_dropped=num_dropped,
         num_truncated=num_truncated,
         new_shape_every=int(order.new_shape_every),
-        digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunks),
+        digest=plan_digest(num_microbatches, checked, step_bucket, step_offsets, chunks),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],
         own_num_tokens=own_num_tokens[emitted],

@@ -27,7 +27,7 @@ from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.plan import Plan
-from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks, plan_checksum
+from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, plan_checksum, plan_digest
 
 __all__ = ["MappedPlan", "PlanFileWriter", "open_plan"]
 
@@ -252,7 +252,7 @@ def _chunk_digests(path: Path, ids: dict[str, Any], first_chunk: int) -> Iterato
 def _digest(microbatches_per_step: int, arrays: Arrays) -> str:
     buckets = [tuple(bucket) for bucket in arrays["buckets"].tolist()]
     chunks = (digest.tobytes() for digest in arrays["chunk_digests"])
-    return digest_of_chunks(microbatches_per_step, buckets, arrays["step_bucket"], arrays["step_offsets"], chunks)
+    return plan_digest(microbatches_per_step, buckets, arrays["step_bucket"], arrays["step_offsets"], chunks)
 
 
 def _checksum(digest: str, arrays: Arrays, values: dict[str, Any]) -> str:

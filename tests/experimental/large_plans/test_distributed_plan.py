@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jvarlen import Order, lr_sequence, make_buckets, make_plan
 from jvarlen.experimental.large_plans import chunk_digests as module
 from jvarlen.experimental.large_plans import count_lengths, plan_distributed
-from jvarlen.planning.plan_file import plan_digest
+from jvarlen.planning.plan_file import chunk_digests, plan_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 from tests.meshes import data_mesh
 
@@ -77,7 +77,7 @@ def test_chunks_combine_to_one_digest(monkeypatch, num_samples, chunk, num_shard
     monkeypatch.setattr(module, "DIGEST_CHUNK", chunk)
     monkeypatch.setattr("jvarlen.planning.plan_file.DIGEST_CHUNK", chunk)
     plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
-    parts = (whole.buckets, whole.step_bucket, whole.step_offsets, whole.sample_ids)
+    parts = (whole.buckets, whole.step_bucket, whole.step_offsets, chunk_digests(whole.sample_ids))
     assert plan.digest == plan_digest(12, *parts)
     assert (plan.digest == in_one_chunk) == (num_samples <= chunk)
 
