@@ -68,7 +68,7 @@ def update_state(
         "value": metrics.loss,
         "grad": grads,
         "value_fn": value_fn,
-        "grad_fn": None if value_fn is None else lambda params, _turn=None: jax.grad(value_fn)(params),
+        "grad_fn": None if value_fn is None else lambda params, _iteration=None: jax.grad(value_fn)(params),
     }
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
