@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.plan import Plan
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings
 from jvarlen.runs.plan_config import ChosenShapes
@@ -66,7 +67,13 @@ class Prepared(NamedTuple):
             packed=self.config.plan.pack,
         )
 
-    def load(self, plan: Any, dataset: DataSource, lengths: Int64[np.ndarray, " N"], **where: Any) -> Loader:
+    def load(
+        self,
+        plan: Plan | Callable[[int], Plan],
+        dataset: DataSource,
+        lengths: Int64[np.ndarray, " N"],
+        **where: Any,
+    ) -> Loader:
         """The batches of a plan, or of a function from the epoch to its plan, on the devices of the run."""
         return load(
             plan,

@@ -15,7 +15,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.mixtures import Mixture
-from jvarlen.data.open import open_data
+from jvarlen.data.open import StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.layout import Layout
@@ -192,13 +192,14 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     return TrainingData(
         train=split.train,
         evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
-        vocab_size=max([config.decoder.vocab_size, *(dataset.num_values for dataset in opened.values())]),
+        vocab_size=max([config.decoder.vocab_size, *(dataset.num_values or 0 for dataset in opened.values())]),
         is_bytes=given is None and all(dataset.is_bytes for dataset in opened.values()),
         content_keys={str(path): dataset.content_key for path, dataset in opened.items()},
     )
 
 
-def _open(path: Path | str, config: FitConfig) -> Any:
+def _open(path: Path | str, config: FitConfig) -> StoredDataset:
+    """Opens a file or directory by the settings."""
     dataset = open_data(
         path,
         field=config.data.field,
