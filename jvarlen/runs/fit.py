@@ -92,17 +92,16 @@ def fit(
     """Trains the built-in language model or your own loss, with every shape compiled before its first step.
 
     Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C or SIGTERM), it ends after the step in
-    flight with everything saved; `config.directory.resume` then continues with exactly the remaining steps. After a
-    kill or a crash it continues from the last checkpoint. No second run can use the run directory meanwhile.
+    flight with everything saved. To resume, call it again with the same arguments and `config.directory.run_dir` or
+    `config.directory.resume`: it continues with exactly the remaining steps, after a kill or a crash from the last
+    checkpoint. No second run can use the run directory meanwhile.
 
-    The microbatches of a step are spread over the devices; each device accumulates over its own. Losses and rates are
-    the same, up to rounding, on any number of devices and processes, and a run may be resumed on another number.
-    Several processes all call this; process 0 prints and writes, and all must reach its directory for the checkpoints.
+    The microbatches of a step are spread over the devices. Losses and rates are the same, up to rounding, on any number
+    of devices and processes, and a run may be resumed on another number. Several processes all call this; process 0
+    prints and writes, and all must reach its directory for the checkpoints.
 
     A model of your own needs `loss_fn` and `params`; `config.decoder` is then not used. A loss that takes a key gets
-    keys from `config.seed`. Scalars among the sums that it returns are logged over Σ weight, at every step and
-    evaluation.
-    To resume, call `fit` again with the same arguments and `config.directory.run_dir` or `config.directory.resume`.
+    keys from `config.seed`. Scalars among the sums that it returns are logged over Σ weight.
 
     Args:
       config: the settings.
@@ -268,12 +267,12 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     compiling = functools.partial(
         compile_buckets, progress=config.progress and not options.in_background, options=options
     )
-    buckets = training.buckets_left(place) or training.buckets
+    steps_left = training.steps_left(place)
+    buckets = list(steps_left) or training.buckets
     if options.in_background:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
     compiled = held.enter_context(contextlib.closing(compiling(train_step, state, shapes_of(buckets))))
-    steps_left = training.steps_left(place)
-    compiled.release_after({bucket: steps_left[bucket] for bucket in buckets})
+    compiled.release_after(steps_left or dict.fromkeys(buckets, 0))
     eval_step = held.enter_context(
         contextlib.closing(compiling(task.eval_step(placement), state, shapes_of(training.eval_buckets)))
     )

@@ -159,29 +159,26 @@ class TrainingPlan:
         plan = self.plan_of_epoch(place.epoch)
         return plan.buckets[plan.step_bucket[place.step]]
 
-    def buckets_left(self, place: Place) -> list[AnyBucket]:
-        """Buckets that have steps from `place` on, in the order in which these first come."""
-        num_left = sum(num_steps > 0 for num_steps in self.steps_left(place).values())
-        order: dict[AnyBucket, None] = {}
-        for epoch in range(place.epoch, self.num_epochs):
-            if len(order) == num_left:
-                break
-            plan = self.plan_of_epoch(epoch)
-            first = place.step if epoch == place.epoch else 0
-            steps = plan.step_bucket[first : self.num_steps - epoch * self.steps_per_epoch]
-            used, first_use = np.unique(steps, return_index=True)
-            order |= dict.fromkeys(plan.buckets[k] for k in used[np.argsort(first_use)])
-        return list(order)
-
     def steps_left(self, place: Place) -> dict[AnyBucket, int]:
-        """How many steps each bucket has from `place` to the end of training."""
+        """How many steps each bucket has from `place` on, if any, in the order in which buckets first come."""
         last_epoch, steps_of_last = divmod(self.num_steps, self.steps_per_epoch)
         current = self.plan_of_epoch(place.epoch)
         every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
         # Of an epoch that training ends in the midst of, the order tells which steps are taken.
         last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
         num_whole = last_epoch - place.epoch
-        return {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
+        left = {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
+        num_buckets = sum(num_steps > 0 for num_steps in left.values())
+        ordered: dict[AnyBucket, int] = {}
+        for epoch in range(place.epoch, self.num_epochs):
+            if len(ordered) == num_buckets:
+                break
+            plan = self.plan_of_epoch(epoch)
+            first = place.step if epoch == place.epoch else 0
+            steps = plan.step_bucket[first : self.num_steps - epoch * self.steps_per_epoch]
+            used, first_use = np.unique(steps, return_index=True)
+            ordered |= {plan.buckets[k]: left[plan.buckets[k]] for k in used[np.argsort(first_use)]}
+        return ordered
 
     def record(self, place: Place) -> dict[str, Any]:
         """The plan's figures of the step at `place`, for the log."""
