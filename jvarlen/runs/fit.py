@@ -244,8 +244,8 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     if not checkpoints.is_empty:
         restore = checkpoints.restore_best if config.directory.resume_from == "best" else checkpoints.restore_latest
         state, place = restore(state)
-        checkpoints.discard_after(place.num_steps_done)
         place = training.resumed_place(place)
+        checkpoints.discard_after(place.num_steps_done)
     is_main = is_main_process()
     log = held.enter_context(
         open_trackers(
