@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import numpy as np
@@ -28,6 +29,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
     header, *rows = candidate_cells(choice, _SHOWN)
     note = f"The first {len(rows):,} of {candidates.num_fitting:,} that fit."
     limit = choice.memory_bytes / _GB
+    attributes = [[field.name, str(getattr(cluster, field.name))] for field in dataclasses.fields(cluster)]
     padded_tokens = float(plan.padded_tokens_per_step.sum())
     memory = choice.num_bytes / choice.memory_bytes
     num_rejected = len(candidates.reasons) - candidates.num_fitting
@@ -58,7 +60,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
         tables=[
             Table("candidates", "Layouts that fit", header, rows, note=note, best=0, is_wide=True),
             _rejections_table(choice),
-            _cluster_table(cluster),
+            Table("cluster", cluster.name, ["Attribute", "Value"], attributes, is_wide=True, is_closed=True),
         ],
         digest=plan.digest,
     )
@@ -72,21 +74,3 @@ def _rejections_table(choice: LayoutChoice) -> Table:
         fastest = int(candidates.is_too_large.argmax())
         note = f"The fastest that is too large: {candidates.table.layout(fastest)} {candidates.reasons[fastest]}."
     return Table("rejected", "Layouts that were rejected", ["Why", "Layouts"], rows, note=note, is_wide=True)
-
-
-def _cluster_table(cluster: Cluster) -> Table:
-    links = {"Link in a host": cluster.link, "Link of hosts": cluster.host_link}
-    rows = [
-        ["Devices", f"{cluster.num_hosts:,} × {cluster.devices_per_host:,}"],
-        ["FLOP/s of a device", f"{cluster.flops_per_second:.4g}, of which steps reach {cluster.efficiency:.0%}"],
-        ["Memory of a device", f"{_gb(cluster.memory_bytes)} at {_gb(cluster.memory_bytes_per_second)}/s"],
-        *([name, f"{_gb(link.bytes_per_second)}/s, {1e6 * link.latency_s:,.3g} µs"] for name, link in links.items()),
-        ["Hidden communication", f"{cluster.overlap:.0%}"],
-    ]
-    return Table(
-        "cluster", cluster.name, ["What", "How much"], rows, note=cluster.sources, is_wide=True, is_closed=True
-    )
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / _GB:,.4g} GB"

@@ -1,7 +1,6 @@
 """The style of all figures: Matplotlib, as SVG for pages or as PNG files.
 
-A line's place in a list decides its colour and dashes. Neighbouring steps of a long run are drawn together, so the size
-of a figure does not depend on their number. Letters: S steps, K buckets.
+A line's place in a list decides its colour and dashes. Letters: K buckets, n points.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from jaxtyping import Float64, Real
 __all__ = [
     "COLOURS",
     "DARK",
-    "Detail",
     "Picture",
     "bars_picture",
     "colour_of",
     "draw_series",
-    "draw_steps",
     "drawing_settings",
     "format_ticks",
     "look_of",
@@ -65,31 +62,6 @@ class Picture(NamedTuple):
     title: str
     caption: str
     svg: str  # as from `to_svg`
-
-
-class Detail(NamedTuple):
-    """How finely steps are drawn: the same for all lines of an axis, which are to be compared."""
-
-    num_steps: int  # of the longest line
-    num_lines: int = 1
-
-    @property
-    def is_long(self) -> bool:
-        """Whether neighbouring steps are drawn together."""
-        return self.num_steps > max(_MOST_POINTS // self.num_lines, _FEW_RANGES)
-
-    @property
-    def num_ranges(self) -> int:
-        """Ranges of neighbouring steps, if they are drawn together."""
-        return _MOST_RANGES if self.num_lines == 1 and self.is_long else _FEW_RANGES
-
-    @property
-    def caption(self) -> str:
-        """What `draw_steps` draws, in words."""
-        if not self.is_long:
-            return "A point a step."
-        mean = f"Line: the mean of up to {math.ceil(self.num_steps / self.num_ranges):,} neighbouring steps"
-        return f"{mean}; band: their least to most." if self.num_lines == 1 else f"{mean}."
 
 
 @contextlib.contextmanager
@@ -160,40 +132,6 @@ def colour_of(place: int) -> str:
     return COLOURS[look_of(place)[0]]
 
 
-def draw_steps(
-    axis: Any,
-    x: Real[np.ndarray, " S"],
-    y: Real[np.ndarray, " S"],
-    detail: Detail,
-    place: int = 0,
-    weights: Float64[np.ndarray, " S"] | None = None,
-    *,
-    as_curve: bool = False,
-) -> None:
-    """Draws a point a step; of many steps, or a curve, the weighted mean, least and most of ranges of steps."""
-    known = np.stack([x, y, np.ones(len(y)) if weights is None else weights]).astype(np.float64, copy=False)
-    x, y, weights = known[:, np.isfinite(known).all(axis=0)]
-    if not len(y):
-        return
-    colour = colour_of(place)
-    if not detail.is_long and not as_curve:
-        # Lines with round ends and hardly any length take a tenth of the text of markers; PNG shows none of length 0.
-        length = 1e-10 * (np.ptp(x) or np.abs(x).max() or 1.0)
-        points = np.stack([x, x + length, np.full(len(x), np.nan)], axis=1).ravel()
-        look: dict[str, Any] = {"alpha": 0.75, "linewidth": 3.0, "solid_capstyle": "round", "snap": False}
-        axis.plot(points, np.repeat(y, 3), color=colour, **look)
-        return
-    starts = np.linspace(0, len(y), min(len(y), detail.num_ranges), endpoint=False).astype(np.int64)
-    centres, means = (np.add.reduceat(each * weights, starts) / np.add.reduceat(weights, starts) for each in (x, y))
-    if not detail.is_long:
-        axis.plot(x, y, color=colour, alpha=0.35, linewidth=0.8)
-    elif detail.num_lines == 1:
-        low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-        axis.fill_between(centres, low, high, color=colour, alpha=0.25, linewidth=0)
-    style: dict[str, Any] = {"linestyle": (0, look_of(place)[1] or None), "marker": "." if len(y) < _FEW_RANGES else ""}
-    axis.plot(centres, means, color=colour, linewidth=1.6, markersize=5, **style)
-
-
 def draw_series(
     axis: Any,
     label: str,
@@ -201,17 +139,50 @@ def draw_series(
     *,
     weights: Sequence[np.ndarray] | None = None,
     as_curve: bool = False,
-) -> Detail:
-    """Draws lines of x and y with `draw_steps`, and names the axis; unless they are curves, it begins at 0."""
-    detail = Detail(max(len(x) for x, _ in lines), len(lines))
+) -> str:
+    """Draws a line of x and y for each run, all equally finely, and names the axis; returns what is drawn, in words.
+
+    Where steps are few, each is a point; of curves, and of many steps, the weighted mean, least and most of ranges.
+    """
+    num_steps = max(len(x) for x, _ in lines)
+    is_long = num_steps > max(_MOST_POINTS // len(lines), _FEW_RANGES)
+    num_ranges = _MOST_RANGES if len(lines) == 1 and is_long else _FEW_RANGES
     for place, (x, y) in enumerate(lines):
-        draw_steps(axis, x, y, detail, place, None if weights is None else weights[place], as_curve=as_curve)
+        known = np.stack([x, y, np.ones(len(y)) if weights is None else weights[place]]).astype(np.float64)
+        x, y, weight = known[:, np.isfinite(known).all(axis=0)]
+        if not len(y):
+            continue
+        colour = colour_of(place)
+        if not is_long and not as_curve:
+            _draw_points(axis, x, y, colour)
+            continue
+        starts = np.linspace(0, len(y), min(len(y), num_ranges), endpoint=False).astype(np.int64)
+        means = [np.add.reduceat(each * weight, starts) / np.add.reduceat(weight, starts) for each in (x, y)]
+        if not is_long:
+            axis.plot(x, y, color=colour, alpha=0.35, linewidth=0.8)
+        elif len(lines) == 1:
+            low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+            axis.fill_between(means[0], low, high, color=colour, alpha=0.25, linewidth=0)
+        style: Any = (0, look_of(place)[1] or None)
+        marker = "." if len(y) < _FEW_RANGES else ""
+        axis.plot(*means, color=colour, linewidth=1.6, linestyle=style, marker=marker, markersize=5)
     axis.set_ylabel(label)
     if not as_curve:
         axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
         axis.xaxis.get_major_locator().set_params(integer=True)
     format_ticks(axis.xaxis, axis.yaxis)
-    return detail
+    if not is_long:
+        return "Strong line: the mean of neighbours; faint line: each of them." if as_curve else "A point a step."
+    mean = f"Line: the mean of up to {math.ceil(num_steps / num_ranges):,} neighbouring steps"
+    return f"{mean}; band: their least to most." if len(lines) == 1 else f"{mean}."
+
+
+def _draw_points(axis: Any, x: Float64[np.ndarray, " n"], y: Float64[np.ndarray, " n"], colour: str) -> None:
+    """Lines with round ends and hardly any length, which take a tenth of the text of markers in SVG."""
+    length = 1e-10 * (np.ptp(x) or np.abs(x).max() or 1.0)  # PNG shows no lines of length 0
+    points = np.stack([x, x + length, np.full(len(x), np.nan)], axis=1).ravel()
+    look: dict[str, Any] = {"linewidth": 3.0, "solid_capstyle": "round", "snap": False}
+    axis.plot(points, np.repeat(y, 3), color=colour, alpha=0.75, **look)
 
 
 def series_picture(
@@ -225,12 +196,9 @@ def series_picture(
 ) -> Picture:
     """A picture of one axis for each label, with lines of x and y; `options` are those of `draw_series`."""
     figure, axes = new_figure(len(lines), sharex=True)
-    details = [draw_series(axis, *each, **options) for axis, each in zip(axes, lines.items(), strict=True)]
+    captions = [draw_series(axis, *each, **options) for axis, each in zip(axes, lines.items(), strict=True)]
     axes[-1].set_xlabel(xlabel)
-    caption = details[0].caption
-    if options.get("as_curve") and not details[0].is_long:
-        caption = "Strong line: the mean of neighbours; faint line: each of them."
-    return Picture(name, title, f"{caption} {more}".strip(), to_svg(figure))
+    return Picture(name, title, f"{captions[0]} {more}".strip(), to_svg(figure))
 
 
 def bars_picture(

@@ -20,30 +20,17 @@ __all__ = ["Table", "printable", "write_page"]
 
 
 class Table(NamedTuple):
-    """A table in a box of its own, which scrolls where the window is narrow. All text is plain.
+    """A table in a box of its own, which scrolls where the window is narrow. All text is plain."""
 
-    Attributes:
-      name: of letters, digits and hyphens, unlike that of any other.
-      title: what it shows.
-      header: of each column.
-      rows: cells, the first of which names the row. In a row with fewer than the header, the last cell is as wide as
-        all that are missing.
-      foot: the last row, set apart.
-      note: a line below.
-      best: the place of a row that is set apart.
-      is_wide: cells hold text that may be long, and is wrapped.
-      is_closed: only the title shows until it is clicked.
-    """
-
-    name: str
+    name: str  # of letters, digits and hyphens, unlike that of any other
     title: str
     header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    foot: Sequence[str] = ()
-    note: str = ""
-    best: int | None = None
-    is_wide: bool = False
-    is_closed: bool = False
+    rows: Sequence[Sequence[str]]  # of cells, the first of which names the row; the last one fills a row that is short
+    foot: Sequence[str] = ()  # the last row, set apart
+    note: str = ""  # a line below
+    best: int | None = None  # the place of a row that is set apart
+    is_wide: bool = False  # cells hold text that may be long, and is wrapped
+    is_closed: bool = False  # only the title shows until it is clicked
 
 
 def write_page(
@@ -58,22 +45,7 @@ def write_page(
     names: Sequence[str] = (),
     digest: str = "",
 ) -> None:
-    """Writes a page, atomically. All text is plain.
-
-    Args:
-      path: the file; its directory must exist, and an existing file is replaced.
-      title: of the page.
-      summary: a line under the title.
-      pictures: side by side, as many as fit the window.
-      tables: below the pictures.
-      key_figures: a name, a value and a note of each, above the pictures.
-      first_table: above the pictures.
-      names: of the runs in the pictures; a legend has them where there are several.
-      digest: of a plan, at the end.
-
-    Raises:
-      OSError: the file cannot be written; an existing file stays.
-    """
+    """Writes a page, atomically; key figures are a name, a value and a note, and `names` those of runs for a legend."""
     import jinja2  # here: what prints no page does without
 
     environment = jinja2.Environment(
@@ -82,7 +54,7 @@ def write_page(
         trim_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,  # a Markup is another type
     )
-    environment.filters |= {"look": look_of, "base64": _base64}
+    environment.filters |= {"look": look_of, "base64": lambda plain: base64.b64encode(str(plain).encode()).decode()}
     template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
     content: dict[str, Any] = {"title": title, "summary": summary, "pictures": pictures, "tables": tables}
     content |= {"key_figures": key_figures, "first_table": first_table, "names": names, "digest": digest}
@@ -95,7 +67,3 @@ def write_page(
 def printable(plain: str) -> str:
     """Text without characters that act on terminals or browsers: controls, direction marks, lone surrogates."""
     return "".join(character if character.isprintable() else "\ufffd" for character in plain)
-
-
-def _base64(plain: str) -> str:
-    return base64.b64encode(plain.encode()).decode()

@@ -23,10 +23,8 @@ from jvarlen.planning.steps import BucketFigures, bucket_figures
 from jvarlen.reports.compare import StrategyFigures, comparison_cells
 from jvarlen.reports.figures import (
     COLOURS,
-    Detail,
     Picture,
     bars_picture,
-    draw_steps,
     drawing_settings,
     format_ticks,
     new_figure,
@@ -39,7 +37,6 @@ __all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
 _MOST_BINS = 48
 _MOST_LINES = 16  # of buckets, drawn strongly
-_MOST_NEIGHBOURS = 500  # pairs of steps that are drawn
 _WIDE = 6  # longest over median, from which on lengths are drawn by ratio
 
 
@@ -171,7 +168,6 @@ def draw_plan(
             *([_row_fill(plan, lengths)] if plan.is_packed else []),
             *_of_buckets(plan, bucket_figures(plan, cost)),
             *_over_steps(plan, learning_rates),
-            *([_neighbours(plan)] if plan.num_steps > 1 else []),
         ]
 
 
@@ -245,17 +241,6 @@ def _over_steps(plan: Plan, learning_rates: Float[np.ndarray, " S"] | None) -> l
         lines = {"learning rate": [(step, learning_rates)]}
         pictures.append(series_picture("learning-rate", "Learning rate of each step", lines, more=rates))
     return pictures
-
-
-def _neighbours(plan: Plan) -> Picture:
-    mean_length = plan.num_tokens / plan.num_sequences
-    shown = np.linspace(0, plan.num_steps - 2, min(plan.num_steps - 1, _MOST_NEIGHBOURS)).astype(int)
-    figure, (axis,) = new_figure()
-    draw_steps(axis, mean_length[shown], mean_length[shown + 1], Detail(len(shown)))
-    axis.set(xlabel="mean tokens a sample in a step", ylabel="in the next step")
-    format_ticks(axis.xaxis, axis.yaxis)
-    caption = "Their correlation is near 1 in a curriculum, near 0 where steps come at random."
-    return Picture("neighbours", "Neighbouring steps", caption, to_svg(figure))
 
 
 def integer_bins(shortest: int, longest: int, by_ratio: bool) -> Int64[np.ndarray, " bins_plus_1"]:

@@ -18,7 +18,6 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.reports.figures import (
     COLOURS,
-    Detail,
     Picture,
     bars_picture,
     draw_series,
@@ -244,19 +243,19 @@ def _losses(runs: Sequence[Run]) -> list[Picture]:
 
 def _learning_rates(runs: Sequence[Run]) -> Picture:
     figure, (axis,) = new_figure()
-    caption = f"Dark line: the base rate. In colour: the rate in force. {_draw_rates(axis, runs).caption}"
+    caption = f"Dark line: the base rate. In colour: the rate in force. {_draw_rates(axis, runs)}"
     axis.set_xlabel("step")
     return Picture("learning-rate", "Learning rate", caption, to_svg(figure))
 
 
-def _draw_rates(axis: Any, runs: Sequence[Run]) -> Detail:
+def _draw_rates(axis: Any, runs: Sequence[Run]) -> str:
     """Draws base rates as dark lines, and rates in force in the colours of their runs."""
-    detail = draw_series(axis, "learning rate", [(run.steps["step"], run.steps["learning_rate"]) for run in runs])
+    drawn = draw_series(axis, "learning rate", [(run.steps["step"], run.steps["learning_rate"]) for run in runs])
     for run in runs:
         shown = np.linspace(0, run.num_steps - 1, min(run.num_steps, _MOST_BASE_RATES)).astype(int)
         base = run.steps["base_learning_rate"][shown]
         axis.plot(run.steps["step"][shown], base, color=COLOURS["ink"], linewidth=1)
-    return detail
+    return drawn
 
 
 def _over_steps(runs: Sequence[Run]) -> list[Picture]:

@@ -40,7 +40,6 @@ _STEP_FIELDS = (
     "host_memory_bytes",
     "device_memory_bytes",
 )
-_MOST_CHARACTERS = 60  # of a setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,12 +91,11 @@ class BucketUse(NamedTuple):
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
     """Reads the directory of a run, which may still be running."""
     path = Path(run_dir)
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no directory {path} of a run")
-    missing = [name for name in ("config.json", "metrics.jsonl") if not (path / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
-    metrics, summary, report = (path / name for name in ("metrics.jsonl", "summary.json", "compile_report.json"))
+    names = ("config.json", "metrics.jsonl", "summary.json", "compile_report.json")
+    config, metrics, summary, report = (path / name for name in names)
+    for file in (config, metrics):
+        if not file.is_file():
+            raise FileNotFoundError(f"{path} is not the directory of a run: there is no {file}")
     try:
         recorded = run_of_records(_iterate_metrics(metrics))
     except TypeError as error:
@@ -107,7 +105,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         path=path.resolve(),
         summary=_read_object(summary) if summary.exists() else None,
         report=CompileReport.load(report) if report.exists() else None,
-        settings=_read_settings(path / "config.json"),
+        settings=_read_settings(config),
     )
 
 
@@ -197,7 +195,7 @@ def bucket_uses(run: Run) -> list[BucketUse]:
 
 
 def _read_settings(path: Path) -> dict[str, str]:
-    """Settings as JSON, cut where it is long, by name; those of a group by `group.name`."""
+    """Settings as JSON, by name; those of a group by `group.name`."""
     settings = _read_object(path)
     try:
         check_run_format(settings)
@@ -206,10 +204,7 @@ def _read_settings(path: Path) -> dict[str, str]:
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    texts = {name: json.dumps(value, ensure_ascii=False) for name, value in flat.items()}
-    return {
-        name: text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…" for name, text in texts.items()
-    }
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in flat.items()}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

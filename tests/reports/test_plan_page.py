@@ -21,7 +21,7 @@ from tests.html_pages import Page
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
-FIGURES = {"lengths", "padding", "tokens", "shapes", "sequences", "neighbours"}
+FIGURES = {"lengths", "padding", "tokens", "shapes", "sequences"}
 
 
 def page_of(path, *args, **options):
@@ -161,8 +161,7 @@ def test_any_plan_has_a_page(path, lengths, max_tokens):
     lengths = np.array(lengths)
     plan = make_plan(lengths, make_buckets(lengths, max_tokens), order="length")
     page = page_of(path, plan, lengths, learning_rates=np.zeros(plan.num_steps))
-    missing = set() if plan.num_steps > 1 else {"neighbours"}
-    assert figure_ids(page) == (FIGURES | {"learning-rate"}) - missing
+    assert figure_ids(page) == FIGURES | {"learning-rate"}
 
 
 def test_the_same_plan_has_the_same_page(path, tmp_path):
