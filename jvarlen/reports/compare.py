@@ -213,25 +213,25 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     Raises:
       ValueError: none is a plan that can be made.
     """
-    header, cells, best = comparison_cells(figures)
+    header, cells, best, note = comparison_cells(figures)
     header = [name[0].lower() + name[1:] for name in header]
     rows = [[*row, "← best"] if place == best else row for place, row in enumerate(cells)]
-    named = figures[best]
-    what = "tokens with padding" if named.seconds is None else "seconds"
-    return (
-        f"{text_table([header, *rows])}\n"
-        f"{named.num_samples:,} samples; {named.num_truncated:,} cut, {named.num_dropped:,} dropped\n"
-        f"× best: {what} over those of the best plan; uneven: {what} of the largest step over the mean step"
-    )
+    counted = figures[best]
+    samples = f"{counted.num_samples:,} samples; {counted.num_truncated:,} cut, {counted.num_dropped:,} dropped"
+    return f"{text_table([header, *rows])}\n{samples}\n{note}"
 
 
-def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], list[list[str]], int]:
-    """A header, cells of each strategy, and the place of the best plan; ValueError if no plan can be made."""
+def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], list[list[str]], int, str]:
+    """A header, cells of each strategy, the place of the best plan, and a note; ValueError if no plan can be made."""
     possible = [place for place, each in enumerate(figures) if each.is_plan and not each.problem]
     if not possible:
         raise UserError("none of the figures is of a plan that can be made")
     best = min(possible, key=lambda place: _spent(figures[place]))
-    predicted = ["Predicted s"] if figures[best].seconds is not None else []
+    has_seconds = figures[best].seconds is not None
+    what = "seconds" if has_seconds else "tokens with padding"
+    note = f"× best: {what} over those of the best plan; uneven: {what} of the largest step over the mean step"
+    header = ["Strategy", "Shapes", "Steps", "Padding", "With padding", "× best", "Uneven"]
+    header[5:5] = ["Predicted s"] if has_seconds else []
     rows = [
         [each.name, f"not possible: {each.problem}"]
         if each.problem
@@ -247,7 +247,7 @@ def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], lis
         ]
         for each in figures
     ]
-    return ["Strategy", "Shapes", "Steps", "Padding", "With padding", *predicted, "× best", "Uneven"], rows, best
+    return header, rows, best, note
 
 
 def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:

@@ -58,8 +58,6 @@ def draw_timelines(*timelines: Timeline) -> str:
 
 def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
     from matplotlib.colors import to_rgba
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
 
     schedule = timeline.schedule
     name = f"{schedule.name}, {timeline.mode}"
@@ -74,11 +72,8 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
         for chunk in range(schedule.num_chunks):
             opacity = 0.2 + 0.45 * chunk / max(schedule.num_chunks - 1, 1)
             stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == chunk))
-            left, right = timeline.starts[stage, a], timeline.ends[stage, a]
-            x, y = np.stack([left, right, right, left]), stage + np.array([[-0.4], [-0.4], [0.4], [0.4]])
-            bars = Path.make_compound_path_from_polys(np.stack([x, y], axis=-1).swapaxes(0, 1))
             look: dict[str, Any] = {"facecolor": to_rgba(colour, opacity), "edgecolor": colour, "linewidth": 0.7}
-            axis.add_patch(PathPatch(bars, **look))
+            axis.barh(stage, lasts[stage, a], left=timeline.starts[stage, a], height=0.8, **look)
     for (s, a), last in np.ndenumerate(lasts):
         label = f"{schedule.actions[s, a, 1]}"
         if len(label) * _CHARACTER <= last * inches_per_unit:

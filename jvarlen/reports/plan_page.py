@@ -82,6 +82,10 @@ def write_html_report(
     if rates is not None and (rates.shape != (plan.num_steps,) or not np.isfinite(rates).all()):
         raise UserError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
     figures, what = bucket_figures(plan, cost), "pair" if is_pairs else "sample"
+    tables = [_bucket_table(plan, figures)]
+    if comparison is not None:
+        header, rows, best, note = comparison_cells(comparison)
+        tables.append(Table("comparison", "Strategies compared", header, rows, note=note, best=best))
     write_page(
         path,
         title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets), 'shape')}",
@@ -89,7 +93,7 @@ def write_html_report(
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, figures),
         pictures=draw_plan(plan, checked, rates, cost),
-        tables=[_bucket_table(plan, figures), *([] if comparison is None else [_comparison_table(comparison)])],
+        tables=tables,
         digest=plan.digest,
     )
 
@@ -143,16 +147,6 @@ def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
         rows = [[*row, f"{value:,.1f}"] for row, value in zip(rows, seconds, strict=True)]
         total.append(f"{seconds.sum():,.1f}")
     return Table("buckets", "Buckets", header, rows, foot=total, note="Tokens are real ones, cut samples as cut.")
-
-
-def _comparison_table(comparison: Sequence[StrategyFigures]) -> Table:
-    header, rows, best = comparison_cells(comparison)
-    what = "tokens with padding" if comparison[best].seconds is None else "seconds"
-    note = (
-        f"Best plan: {comparison[best].name}. × best: {what} over those of the best plan. Uneven: {what} of the "
-        "largest step over the mean step."
-    )
-    return Table("comparison", "Strategies compared", header, rows, note=note, best=best)
 
 
 def draw_plan(
