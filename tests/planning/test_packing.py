@@ -8,15 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import (
-    compile_buckets,
-    load,
-    make_buckets,
-    make_plan,
-    make_train_step,
-    no_recompiles,
-    pack_samples,
-)
+from jvarlen import compile_buckets, load, make_buckets, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen.batches import BatchShapes, packed_batch_spec
 from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.collate import StepSamples

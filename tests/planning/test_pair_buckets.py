@@ -4,15 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import (
-    Order,
-    compile_buckets,
-    load,
-    make_buckets,
-    make_pair_buckets,
-    make_plan,
-    no_recompiles,
-)
+from jvarlen import Order, compile_buckets, load, make_buckets, make_pair_buckets, make_plan, no_recompiles
 from jvarlen.batches import BatchShapes, pair_batch_spec
 from jvarlen.planning.plan import Plan
 

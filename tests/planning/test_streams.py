@@ -1,6 +1,5 @@
 """Streams: every sample once, in static shapes, the same in every process and after every interruption."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -18,11 +17,6 @@ from jvarlen.planning.streams import stream_batches
 BUCKETS = [(3, 4), (2, 9), (1, 20)]
 LONGEST = 20
 
-lengths_lists = st.lists(st.integers(1, LONGEST), max_size=60)
-options = st.fixed_dictionaries(
-    {"microbatches_per_step": st.integers(1, 3), "max_waiting": st.none() | st.integers(1, 12)}
-)
-
 
 def plain(step):
     return step.bucket_index, tuple(step.bucket), step.ids.tolist(), step.lengths.tolist()
@@ -35,27 +29,6 @@ def test_without_a_limit_on_waiting_a_stream_is_the_plan_in_dataset_order(length
     steps = list(stream_batches(lengths, BUCKETS, microbatches_per_step=microbatches_per_step))
     assert [step.bucket_index for step in steps] == plan.step_bucket.tolist()
     assert [step.ids.tolist() for step in steps] == [plan.rows(t).tolist() for t in range(plan.num_steps)]
-
-
-@given(lengths_lists, options)
-def test_no_more_samples_wait_than_max_waiting(lengths, options):
-    def watched():
-        for length in lengths:
-            check()
-            yield length
-        check()
-
-    def check():
-        num_waiting = sum(map(len, batches.state()["waiting_ids"]))
-        assert options["max_waiting"] is None or num_waiting <= options["max_waiting"]
-        most.append(num_waiting)
-
-    most = []
-    batches = stream_batches(watched(), BUCKETS, **options)
-    assert batches.num_read == 0
-    num_samples = sum(int((step.ids >= 0).sum()) for step in batches)
-    assert num_samples == batches.num_read == len(lengths)
-    assert len(most) == len(lengths) + 1
 
 
 def test_a_state_does_not_change_with_its_stream():
@@ -95,69 +68,6 @@ def test_arrays_lists_and_numpy_integers_are_the_same_stream(monkeypatch):
         assert [plain(step) for step in steps] == expected
 
 
-class Counting:
-    """An endless stream that knows how much of it was read."""
-
-    def __init__(self):
-        self.num_taken = 0
-
-    def __iter__(self):
-        for length in itertools.cycle([3, 7, 1, 15]):
-            self.num_taken += 1
-            yield length
-
-
-def test_no_more_is_read_ahead_than_the_estimate():
-    endless = Counting()
-    batches = stream_batches(endless, max_tokens=16, num_estimate=10)
-    assert endless.num_taken == 10
-    assert batches.num_read == 0
-    while batches.num_read < 30:
-        next(batches)
-        assert endless.num_taken == max(10, batches.num_read)
-
-
-def test_a_longer_sample_is_an_error_that_names_it():
-    batches = stream_batches([4, 4, 2, 5], [(2, 4)])
-    assert next(batches).ids.tolist() == [[0, 1]]
-    with pytest.raises(ValueError, match=r'overlong="drop" or "truncate" allows them\): id 3: 5 \(limit 4\)'):
-        next(batches)
-    assert batches.num_read == 3
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, np.float64(3), True, None, "4", 2**63, np.array([1, 2])])
-@pytest.mark.parametrize("chosen", [{"buckets": [(2, 4)]}, {"max_tokens": 8}, {"max_tokens": 8, "num_estimate": 1}])
-@pytest.mark.parametrize("overlong", ["error", "truncate"])
-def test_lengths_that_are_none_are_errors_that_name_the_sample(wrong, chosen, overlong):
-    with pytest.raises(ValueError, match=r"integers of at least 1 and below 2\*\*63: id 1: "):
-        list(stream_batches([3, wrong, 4], overlong=overlong, **chosen))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({}, "buckets are needed, or max_tokens|buckets are given"),
-        ({"buckets": [(2, 4)], "max_tokens": 8}, "buckets are needed, or max_tokens|buckets are given"),
-        ({"buckets": [(2, 4), (2, 3)]}, "ascend"),
-        ({"buckets": [(2, 4, 4)]}, "pair"),
-        ({"buckets": [(2, 4)], "microbatches_per_step": 0}, r"microbatches_per_step \(0\)"),
-        ({"buckets": [(2, 4)], "max_waiting": 0}, r"max_waiting \(0\)"),
-        ({"buckets": [(2, 4)], "overlong": "skip"}, "'skip'"),
-        ({"max_tokens": 0}, r"max_tokens \(0\)"),
-        ({"max_tokens": 8, "num_estimate": 0}, r"num_estimate \(0\)"),
-        ({"max_tokens": 8, "max_length": 0}, r"max_length \(0\)"),
-        ({"max_tokens": 8, "length_multiple": 0, "max_length": 4}, r"length_multiple \(0\)"),
-        ({"max_tokens": 8, "row_multiple": 0}, r"row_multiple \(0\)"),
-        ({"max_tokens": 8, "max_shapes": 0}, r"max_shapes \(0\)"),
-        ({"max_tokens": 4}, r"max_tokens 4 .* id 1: 5"),
-        ({"max_tokens": 8, "max_length": 9}, "max_tokens 8 leaves no row for a bucket of max_length, 9 tokens"),
-    ],
-)
-def test_impossible_options_are_refused(wrong, said):
-    with pytest.raises(ValueError, match=said):
-        stream_batches([3, 5, 4], **wrong)
-
-
 LENGTHS = [1, 2, 20, 8, 30, 3, 4]
 
 
@@ -167,27 +77,6 @@ def state_in_the_middle():
     next(batches)
     next(batches)
     return batches.state()
-
-
-@pytest.mark.parametrize("key", sorted(state_in_the_middle()))
-def test_a_state_without_a_key_is_refused(key):
-    state = state_in_the_middle()
-    del state[key]
-    with pytest.raises(ValueError, match=f"no state of a stream: it has no {key}"):
-        stream_batches(LENGTHS, state=state)
-
-
-@pytest.mark.parametrize("wrong", ["x", 1.5, {}, [["x"]], [[1.5]]], ids=str)
-@pytest.mark.parametrize("key", sorted(state_in_the_middle()))
-def test_a_state_with_a_wrong_type_is_refused(key, wrong):
-    with pytest.raises(ValueError, match="no state of a stream: "):
-        stream_batches(LENGTHS, state=state_in_the_middle() | {key: wrong})
-
-
-@pytest.mark.parametrize("state", [{}, [], "state", 7, {"surplus": 1}], ids=str)
-def test_what_is_no_state_at_all_is_refused(state):
-    with pytest.raises(ValueError, match="no state of a stream: "):
-        stream_batches(LENGTHS, state=state)
 
 
 def test_a_state_of_another_version_or_with_more_is_refused():

@@ -50,8 +50,7 @@ OPTIMIZERS = {
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=1.0),
     "lbfgs": lambda: optax.lbfgs(memory_size=3),
     "descent_with_line_search": lambda: optax.chain(
-        optax.sgd(1.0),
-        optax.scale_by_backtracking_linesearch(max_backtracking_steps=15, store_grad=True),
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=15, store_grad=True)
     ),
     "sam": lambda: optax.contrib.sam(
         optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2

@@ -49,9 +49,7 @@ def make_rows(num_rows=24, num_padding_rows=3, seed=0):
 
 def split_into(x, weights, num_microbatches):
     return Rows(
-        x.reshape(num_microbatches, -1, 4),
-        weights.reshape(num_microbatches, -1),
-        np.float64(np.count_nonzero(weights)),
+        x.reshape(num_microbatches, -1, 4), weights.reshape(num_microbatches, -1), np.float64(np.count_nonzero(weights))
     )
 
 
