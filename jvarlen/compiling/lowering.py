@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -24,7 +25,6 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.program_store import deserialized, serialized, without_compilation_cache
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
-from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
@@ -120,6 +120,14 @@ class Recipe:
             "compiler options": dict(self.compiler_options),
         }
 
+    def _buckets_in_force(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which steps are traced with these gradient buckets."""
+        if self.grad_buckets is None:
+            return contextlib.nullcontext()
+        from jvarlen.distributed.grad_buckets import with_grad_buckets
+
+        return with_grad_buckets(self.grad_buckets)
+
     def lower(self, bucket: AnyBucket) -> LoweredBucket:
         """Traces and lowers the step for a bucket, in the user's thread, whose settings of JAX count."""
         keeps_state = False
@@ -134,7 +142,7 @@ class Recipe:
             return outputs
 
         start = time.perf_counter()
-        with with_grad_buckets(self.grad_buckets):
+        with self._buckets_in_force():
             traced = self._jitted(step).trace(self.state_spec, self.shapes.spec(bucket))
         hoisted = self._hoisted(traced.jaxpr)
         constants = tuple(hoisted.values())

@@ -35,14 +35,11 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, check_schedule, make_schedule
+from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
 from jvarlen.training.step_sums import (
     StepSums,
-    bucket_each,
     check_differentiable,
-    count_once,
     microbatches_of,
-    reduce_sums,
-    sharded_dims,
     split_step,
     sum_microbatch,
 )
@@ -157,7 +154,7 @@ def sum_over_stages(
         in_specs=(params_lie, PartitionSpec(tuple(name for name in axes_in(axis_name) if name != rows_along))),
         out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
         axis_names=set(mesh.axis_names),
-        # Unchecked, as in `sum_step`; besides, devices take different branches.
+        # Unchecked, as in `sum_over_shards`; besides, devices take different branches.
         check_vma=False,
     )
     return on_devices(state.params, split_step(state, batch, takes_key=True))

@@ -24,8 +24,9 @@ from jvarlen.distributed.mesh import Placement, axes_in, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized, staged_specs
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.training.losses import LossFn
+from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step import StepFn, step_of_sums
-from jvarlen.training.step_sums import StepSums, sum_step
+from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
 __all__ = [
@@ -160,7 +161,7 @@ def sum_on_layout(
     if layout.zero < 3:
         if isinstance(model, LayeredModel):
             model = layered_loss_fn(rematerialized(model) if recomputes and with_grads else model)
-        return sum_step(model, accumulates_shards=accumulates_shards, **options)(state, batch)
+        return sum_over_shards(model, accumulates_shards=accumulates_shards, **options)(state, batch)
     from jvarlen.parallel.zero import Perturbed, gathering_model, perturbed_loss_fn, shard_specs
 
     assert isinstance(model, LayeredModel)
@@ -169,8 +170,8 @@ def sum_on_layout(
         specs = shard_specs(jax.eval_shape(model.stack, state.params), layout, padded=False)
     gathering = gathering_model(model, specs, recomputes=recomputes)
     if accumulates_shards or not with_grads:
-        return sum_step(layered_loss_fn(gathering), **options)(state, batch)
-    return sum_step(perturbed_loss_fn(gathering), perturb=Perturbed, **options)(state, batch)
+        return sum_over_shards(layered_loss_fn(gathering), **options)(state, batch)
+    return sum_over_shards(perturbed_loss_fn(gathering), perturb=Perturbed, **options)(state, batch)
 
 
 def model_on_axes(

@@ -302,7 +302,9 @@ def _sum_step(
     loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
     if placement is None:
         return sum_step(loss_fn, with_grads=with_grads)
-    return sum_step(loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, with_grads=with_grads)
+    from jvarlen.training.reduction import sum_over_shards
+
+    return sum_over_shards(loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, with_grads=with_grads)
 
 
 def _sharding_on(leaf: Any) -> NamedSharding | None:

@@ -16,6 +16,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
@@ -150,7 +151,7 @@ def assert_partition_invariant(
 
 def _make_step(loss_fn: LossFn, placement: Placement | None) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
     """A function from state and batch to what a step must not let depend on its split, by name."""
-    sums_of = sum_step(loss_fn, mesh=None if placement is None else placement.mesh)
+    sums_of = sum_step(loss_fn) if placement is None else sum_over_shards(loss_fn, mesh=placement.mesh)
 
     def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
         sums = sums_of(state, batch)

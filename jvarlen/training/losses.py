@@ -8,18 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument", "which_are_reduced"]
+__all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument"]
 
 LossFn = Callable[..., tuple[Any, ...]]
-
-_REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
 class LossOutputs(NamedTuple):
@@ -77,45 +73,3 @@ def _checked_extra(name: str, returned: Any, given: Any) -> Any:
         listed = list_first(differing, "; ") or "its containers differ"
         raise UserError(f"{name} must return extra, last, as it takes it: {listed}")
     return returned
-
-
-def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
-    """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself."""
-    same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them
-
-    def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:
-        kind_of = dict(zip(jaxpr.invars, kinds, strict=True))
-
-        def kind(atom: Any) -> int:
-            return same if hasattr(atom, "val") else kind_of.get(atom, same)
-
-        for eqn in jaxpr.eqns:
-            kind_of.update(zip(eqn.outvars, made_by(eqn, [kind(atom) for atom in eqn.invars]), strict=True))
-        return [kind(atom) for atom in jaxpr.outvars]
-
-    def made_by(eqn: JaxprEqn, given: list[int]) -> list[int]:
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
-            return [reduced] * len(eqn.outvars)
-        if eqn.primitive.name == "axis_index":
-            return [differs]
-        if eqn.primitive.name == "scan":
-            num_fixed, num_carry = scan_parts(eqn)
-            fixed, carry, xs = given[:num_fixed], given[num_fixed:][:num_carry], given[num_fixed + num_carry :]
-            while True:
-                made = walk(eqn.params["jaxpr"].jaxpr, fixed + carry + xs)
-                if all(old >= new for old, new in zip(carry, made[:num_carry], strict=True)):
-                    return carry + made[num_carry:]
-                carry = list(map(max, carry, made[:num_carry]))
-        if eqn.primitive.name == "cond":
-            branches = [walk(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
-            return [max(given[0], *kinds) for kinds in zip(*branches, strict=True)]
-        called = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr | Jaxpr)]
-        if called and eqn.primitive.name != "while":
-            inner: Any = getattr(called[0], "jaxpr", called[0])
-            if (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars)):
-                return walk(inner, given)
-        return [max(given, default=same)] * len(eqn.outvars)
-
-    # Arguments differ between shards, and what the function closes over does not.
-    return [kind == reduced for kind in walk(closed.jaxpr, [differs] * len(closed.jaxpr.invars))]

@@ -85,7 +85,7 @@ def _sum_mixed(
             sums = _accumulate(loss_fn, state, batch, zeros, with_grads=with_grads)
             return jax.lax.psum(sums, DATA_AXIS)
 
-        # Unchecked, as in `sum_step`: loops of the loss may start from constants.
+        # Unchecked, as in `sum_over_shards`: loops of the loss may start from constants.
         over_ranks = jax.shard_map(
             on_rank,
             mesh=mesh,

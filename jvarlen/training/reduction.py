@@ -1,0 +1,229 @@
+"""The sums of a step over shards: what each shard accumulates is reduced once.
+
+Letters: M microbatches of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import Mesh, PartitionSpec
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.jaxprs import scan_parts
+from jvarlen.distributed.grad_buckets import (
+    assign_grad_buckets,
+    bucket_bytes_here,
+    order_of_grads,
+    reduce_in_buckets,
+)
+from jvarlen.distributed.layout import BucketBytes
+from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide, num_shards_of
+from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatches_of, split_step, sums_of_one
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["bucket_each", "count_once", "reduce_sums", "sharded_dims", "sum_over_shards"]
+
+_REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+
+
+def sum_over_shards(
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...] = "data",  # or several axes, over all of which sums are reduced
+    rows_along: str | None = None,  # of these, the axis along which the loss computes on parts of rows
+    with_grads: bool = True,
+    param_specs: Any = None,  # what of each parameter lies along the axis: the loss gets its shard, and gathers it
+    perturb: Callable[[Any, Any], Any] | None = None,  # perturb(shards, zeros): parameters with whole gradients
+    grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
+    accumulates_shards: bool = False,  # so that no more than one microbatch has whole gradients
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards."""
+    # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
+    # `with_grad_buckets`, buckets are reduced during the backward pass of the last microbatch, or of each one then.
+    mesh = auto_axes(mesh)
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
+        over = tuple(name for name in axes_in(axis_name) if name != rows_along)
+        check_shards_divide(microbatches_of(batch), mesh, over)
+        bucket_bytes = bucket_bytes_here() if with_grads else None
+
+        def on_shard(state: TrainState, microbatches: Any) -> StepSums:
+            loss, at = loss_fn, state
+            param_dims = sharded_dims(param_specs, state.params, axis_name)
+            if perturb is not None and with_grads:  # then it is a function of zeros of the whole parameters
+
+                @functools.wraps(loss_fn)
+                def loss(zeros: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+                    return loss_fn(perturb(state.params, zeros), *args, **kwargs)
+
+                at = state._replace(params=_whole_zeros(state.params, param_dims, num_shards_of(mesh, axis_name)))
+            sums_of_microbatch = sums_of_one(loss, at, with_grads)
+
+            def one(microbatch: Any) -> StepSums:
+                return count_once(sums_of_microbatch(microbatch), rows_along)
+
+            traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
+            for name in axes_in(axis_name):
+                are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, name))
+                _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), name)
+            dims = sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
+            buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
+
+            def one_in_shards(microbatch: Any) -> StepSums:
+                sums = one(microbatch)
+                return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+
+            is_gathered = perturb is None and any(dim is not None for dim in param_dims)
+            if accumulates_shards or is_gathered:  # the backward pass of gathering reduces what is sharded
+                sums = accumulate(one_in_shards if accumulates_shards else one, microbatches)
+                return reduce_sums(sums, axis_name, dims, (), unbucketed)
+            sums = accumulate(one, microbatches, last_apart=bucket_bytes is not None)
+            return reduce_sums(sums, axis_name, dims, buckets, unbucketed)
+
+        # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
+        # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
+        split, replicated = PartitionSpec(over), PartitionSpec()
+        state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
+        sums_specs: Any = StepSums._make([replicated] * 6)
+        if grad_specs is not None and with_grads:
+            sums_specs = sums_specs._replace(grads=grad_specs)
+        axes_of_params = (axis for spec in jax.tree.leaves(param_specs) for axis in axes_in(spec))
+        shards = jax.shard_map(
+            on_shard,
+            mesh=mesh,
+            in_specs=(state_specs, split),
+            out_specs=sums_specs,
+            axis_names={*axes_in(axis_name), *axes_of_params},
+            check_vma=False,
+        )
+        return shards(state._replace(opt_state=None), (microbatches, keys))
+
+    return sums_of
+
+
+def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
+    """The sums, with tokens that all devices along an axis see counted by the first of them."""
+    if rows_along is None or sums.num_tokens is None:
+        return sums
+    is_first = jax.lax.axis_index(rows_along) == 0
+    return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
+
+
+def sharded_dims(specs: Any, tree: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
+    """Of each array, the dimension that lies along the axis; None: it is whole."""
+    if specs is None:
+        return (None,) * len(jax.tree.leaves(tree))
+    return tuple(spec.index(axis_name) if axis_name in spec else None for spec in jax.tree.leaves(specs))
+
+
+def _whole_zeros(params: Any, dims: Sequence[int | None], num_shards: int) -> Any:
+    """Zeros in the whole shapes of parameters that are in shards along these dimensions."""
+
+    def zeros(shard: jax.Array, dim: int | None) -> jax.Array:
+        return jnp.zeros([size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape)], shard.dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, map(zeros, leaves, dims))
+
+
+def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+    """`buckets` and `unbucketed` of `reduce_sums`, where each gradient that becomes a shard is a bucket."""
+    sharded, whole = ([i for i, dim in enumerate(dims) if (dim is None) == is_whole] for is_whole in (False, True))
+    return [(i,) for i in sharded], whole
+
+
+def _buckets_of(
+    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], bucket_bytes: BucketBytes | None
+) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+    """`buckets` and `unbucketed` of `reduce_sums`; in neither are whole gradients that are always 0."""
+    if bucket_bytes is None:
+        return bucket_each(dims)
+    num_leaves = len(jax.tree.leaves(shapes))
+    used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves))
+    sharded = [i for i, dim in enumerate(dims) if dim is not None]
+    if not sharded:
+        return assign_grad_buckets(shapes.grads, *bucket_bytes, order=used), ()
+    order = [i for i in used if dims[i] is not None] + [i for i in sharded if i not in used]
+    return assign_grad_buckets(shapes.grads, *bucket_bytes, order=order), [i for i in used if dims[i] is None]
+
+
+def reduce_sums(
+    sums: StepSums,
+    axis_name: str | tuple[str, ...],
+    dims: Sequence[int | None],  # of `sharded_dims`
+    buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
+    unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
+) -> StepSums:
+    """The sums over the shards: the reduction of every step."""
+    leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+    reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
+    # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
+    packed = assign_grad_buckets(reduced) if bucket_bytes_here() is not None else None
+    reduced = jax.lax.psum(reduced, axis_name) if packed is None else reduce_in_buckets(reduced, packed, axis_name)
+    for i, leaf in zip(unbucketed, reduced.grads, strict=True):
+        leaves[i] = leaf
+    return reduced._replace(grads=jax.tree.unflatten(structure, leaves))
+
+
+def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
+    """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
+    by_name: dict[str, Any] = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
+    if all(by_name.values()) and not reduced.sums:
+        return  # both count every shard as often, and only their ratio matters
+    by_name |= {f"sums[{key!r}]": all(jax.tree.leaves(value)) for key, value in reduced.sums.items()}
+    if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
+        raise UserError(
+            f"{name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum them "
+            "over the shards again: return the sums of the shard's own rows, without psum or pmean"
+        )
+
+
+def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
+    """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself."""
+    same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them
+
+    def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:
+        kind_of = dict(zip(jaxpr.invars, kinds, strict=True))
+
+        def kind(atom: Any) -> int:
+            return same if hasattr(atom, "val") else kind_of.get(atom, same)
+
+        for eqn in jaxpr.eqns:
+            kind_of.update(zip(eqn.outvars, made_by(eqn, [kind(atom) for atom in eqn.invars]), strict=True))
+        return [kind(atom) for atom in jaxpr.outvars]
+
+    def made_by(eqn: JaxprEqn, given: list[int]) -> list[int]:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
+            return [reduced] * len(eqn.outvars)
+        if eqn.primitive.name == "axis_index":
+            return [differs]
+        if eqn.primitive.name == "scan":
+            num_fixed, num_carry = scan_parts(eqn)
+            fixed, carry, xs = given[:num_fixed], given[num_fixed:][:num_carry], given[num_fixed + num_carry :]
+            while True:
+                made = walk(eqn.params["jaxpr"].jaxpr, fixed + carry + xs)
+                if all(old >= new for old, new in zip(carry, made[:num_carry], strict=True)):
+                    return carry + made[num_carry:]
+                carry = list(map(max, carry, made[:num_carry]))
+        if eqn.primitive.name == "cond":
+            branches = [walk(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+            return [max(given[0], *kinds) for kinds in zip(*branches, strict=True)]
+        called = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr | Jaxpr)]
+        if called and eqn.primitive.name != "while":
+            inner: Any = getattr(called[0], "jaxpr", called[0])
+            if (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars)):
+                return walk(inner, given)
+        return [max(given, default=same)] * len(eqn.outvars)
+
+    # Arguments differ between shards, and what the function closes over does not.
+    return [kind == reduced for kind in walk(closed.jaxpr, [differs] * len(closed.jaxpr.invars))]
