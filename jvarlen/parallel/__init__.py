@@ -2,8 +2,8 @@
 
 - `layers`: a model by layers, which most of the others split.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
-- `train`: the train step and the eval step. `sharded`: those of layouts that shard state or rows. `zero`: the shards of
-  ZeRO.
+- `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
+  `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `communication`: what a compiled step communicates.

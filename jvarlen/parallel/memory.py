@@ -57,7 +57,7 @@ class MemoryEstimate(NamedTuple):
     accumulation: int
     opt_state: int
     gathered: int
-    activations: int | None
+    activations: int | None = None
     workspace: int | None = None
 
     @property
@@ -135,8 +135,6 @@ def estimate_memory(
         accumulation=held.accumulated - held.grads,
         opt_state=held.opt_state,
         gathered=held.whole + held.once,
-        activations=None,
-        workspace=None,
     )
     if model is None or bucket is None:
         return estimate

@@ -28,7 +28,7 @@ from jvarlen.training.rates import (
 
 __all__ = [
     "Float32MasterState",
-    "OptimizerOfMaster",
+    "MasterWeightsOptimizer",
     "planned_schedule",
     "scale_by_batch_size",
     "table_schedule",
@@ -180,7 +180,7 @@ class Float32MasterState(NamedTuple):
     inner_state: Any
 
 
-class OptimizerOfMaster(optax.GradientTransformationExtraArgs):
+class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):
     """What `with_float32_master` returns. Train steps give it gradients that were not rounded to the parameters'."""
 
 
@@ -235,7 +235,7 @@ def with_float32_master(optimizer: optax.GradientTransformation) -> optax.Gradie
         master = jax.tree.map(lambda leaf, new: new if _is_narrow(leaf) else optax.MaskedNode(), params, after)
         return changes, Float32MasterState(master, inner_state)
 
-    return OptimizerOfMaster(init, update)
+    return MasterWeightsOptimizer(init, update)
 
 
 def _is_narrow(leaf: Any) -> bool:

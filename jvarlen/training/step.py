@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
-from jvarlen.training.optimizers import OptimizerOfMaster
+from jvarlen.training.optimizers import MasterWeightsOptimizer
 from jvarlen.training.step_sums import StepSums, field_of, next_extra
 from jvarlen.training.train_state import Metrics, TrainState, divide_once
 
@@ -58,7 +58,7 @@ def update_state(
 ) -> tuple[TrainState, Metrics]:
     """The state and the metrics after a step, from its sums; the optimizer is told the counts of the batch."""
     metrics = metrics_of(sums, batch)
-    if isinstance(optimizer, OptimizerOfMaster):
+    if isinstance(optimizer, MasterWeightsOptimizer):
         grads = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
     else:
         grads = _mean_grads(sums, state.params)
