@@ -115,13 +115,27 @@ class PortableForm:
         self._take = self._compiled_take([leaves[leaf] for leaf in self._routes]) if self._changed else None
 
     def save(self, state: TrainState) -> TrainState:
-        """The state of one device, from that of the layout; arrays that are the same are shared."""
+        """The state of one device.
+
+        Args:
+          state: of the layout.
+
+        Returns:
+          `TrainState`; arrays that are the same are shared.
+        """
         leaves = jax.tree.leaves(state[:2])
         made = iter(() if self._take is None else self._take([leaves[leaf] for leaf in self._routes]))
         return self._state([next(made) if s.is_changed else leaves[s.leaf] for s in self._sources], state[2:])
 
     def like(self, state: TrainState) -> TrainState:
-        """The result of `save`, with `jax.ShapeDtypeStruct` in place of arrays that it makes."""
+        """The result of `save`, without computing it.
+
+        Args:
+          state: of the layout.
+
+        Returns:
+          `TrainState`, with `jax.ShapeDtypeStruct` in place of arrays that `save` makes.
+        """
         leaves = jax.tree.leaves(state[:2])
 
         def like(source: _Source) -> Any:
@@ -132,7 +146,15 @@ class PortableForm:
         return self._state(map(like, self._sources), state[2:])
 
     def restore(self, saved: TrainState, state: TrainState) -> TrainState:
-        """The inverse of `save`, from arrays that lie as `like(state)`, in the shapes and shardings of `state`."""
+        """The inverse of `save`.
+
+        Args:
+          saved: with the shapes and shardings of `like(state)`.
+          state: of the layout.
+
+        Returns:
+          `TrainState` with the shapes and shardings of `state`.
+        """
         leaves, structure = jax.tree.flatten(state[:2])
         shapes = {leaf: leaves[leaf].shape for leaf in self._routes}
         shardings = [leaves[leaf].sharding for leaf in self._routes]

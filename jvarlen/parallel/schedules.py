@@ -203,16 +203,29 @@ class Tables:
     from its arrival to the forward pass. `activations` holds what a forward pass keeps, up to the last action that
     needs it: W, or B in schedules without W. `gradients` holds an output gradient from its arrival up to that action.
     The first part of the model takes its input from the microbatch, and the last part its gradient from the loss.
+
+    Attributes:
+      kind: int32[T, S]: 0 forward pass, 1 backward pass, 2 weight gradients.
+      microbatch: int32[T, S].
+      chunk: int32[T, S].
+      activation_slot: int32[T, S]: written by a forward pass, read by the other kinds.
+      input_slot: int32[T, S]: read by a forward pass.
+      gradient_slot: int32[T, S]: read by the other kinds.
+      arriving_input_slot: int32[T, S]: where the stage stores what arrives from the one before.
+      arriving_gradient_slot: int32[T, S]: where it stores what arrives from the next one.
+      num_inputs: slots of `inputs`.
+      num_activations: slots of `activations`.
+      num_gradients: slots of `gradients`.
     """
 
-    kind: Int32[np.ndarray, "T S"]  # 0 forward pass, 1 backward pass, 2 weight gradients
+    kind: Int32[np.ndarray, "T S"]
     microbatch: Int32[np.ndarray, "T S"]
     chunk: Int32[np.ndarray, "T S"]
-    activation_slot: Int32[np.ndarray, "T S"]  # written by a forward pass, read by the other kinds
-    input_slot: Int32[np.ndarray, "T S"]  # read by a forward pass
-    gradient_slot: Int32[np.ndarray, "T S"]  # read by the other kinds
-    arriving_input_slot: Int32[np.ndarray, "T S"]  # where the stage stores what arrives from the one before
-    arriving_gradient_slot: Int32[np.ndarray, "T S"]  # and from the next one
+    activation_slot: Int32[np.ndarray, "T S"]
+    input_slot: Int32[np.ndarray, "T S"]
+    gradient_slot: Int32[np.ndarray, "T S"]
+    arriving_input_slot: Int32[np.ndarray, "T S"]
+    arriving_gradient_slot: Int32[np.ndarray, "T S"]
     num_inputs: int
     num_activations: int
     num_gradients: int
