@@ -84,13 +84,13 @@ def test_speech_ctc_resumes_and_has_the_numbers_of_one_device(run, tmp_path):
         return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
     example, run_dir = EXAMPLES / "speech_ctc.py", tmp_path / "runs" / "speech_ctc"
-    run(example, "10", "4")
-    assert "24 steps on 4 devices" in run(example, "24", "4")
+    run(example, "12", "4")
+    assert "32 steps on 4 devices" in run(example, "32", "4")
     spread = records(run_dir)
     run_dir.rename(tmp_path / "spread")
-    run(example, "24", "1")
+    run(example, "32", "1")
     alone = records(run_dir)
-    assert [row["step"] for row in spread if "loss" in row] == list(range(24))
+    assert [row["step"] for row in spread if "loss" in row] == list(range(32))
     losses, accuracies = (
         [[row[name] for row in rows if "loss" in row] for rows in (spread, alone)] for name in ("loss", "accuracy")
     )
