@@ -88,13 +88,7 @@ class Loader(Iterator[Any]):
         return self.shapes.specs
 
     def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-          ValueError: a sample was rejected, or the iterator is closed.
-          RuntimeError: a worker process died, or samples other than planned were read.
-          Exception: what the dataset raised for a sample; its id and the step are notes.
-        """
+        """The next batch; raises what the dataset raised for a sample, with its id and the step as notes."""
         if self._ended is not None:
             raise self._ended
         try:
@@ -194,10 +188,10 @@ def load(
     placement = placement_of(layout)
     if not (callable(plan) or isinstance(plan, PlannedSteps)):
         given = {
-            "epoch": epoch != 0,
+            "epoch": epoch,
             "end_epoch": end_epoch is not None,
-            "start_step": start_step != 0,
-            "num_workers": num_workers != 0,
+            "start_step": start_step,
+            "num_workers": num_workers,
             "lengths": lengths is not None,
             "on_mismatch": on_mismatch != "error",
             "verify": verify,
@@ -215,11 +209,9 @@ def load(
     if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
         placement.batch_shardings(np.empty(first.microbatches_per_step))
     own_collate = collate_for(len(first.buckets[0].lengths), first.is_packed)
-    batch_spec = (
-        None
-        if collate in (None, own_collate)
-        else spec_of_steps({cast(ReadPlan, first): cast(DataSource, dataset)}, collate)
-    )
+    batch_spec = None
+    if collate not in (None, own_collate):
+        batch_spec = spec_of_steps({cast(ReadPlan, first): cast(DataSource, dataset)}, collate)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch,
@@ -234,32 +226,27 @@ def load(
     reading = read(cast(ReadPlan, first), start_step=start_step)
     if not callable(plan):
         return Loader(shapes, reading)
-    planned = _PlanAhead(plan, epoch + 1, end_epoch)
-    return Loader(shapes, reading, (read(plan, start_step=0) for plan in planned), planned.close)
+    planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+    later = itertools.count(epoch + 1) if end_epoch is None else iter(range(epoch + 1, end_epoch))
+    planned = _plan_ahead(plan, later, planner)
+    close = functools.partial(planner.shutdown, wait=False, cancel_futures=True)
+    return Loader(shapes, reading, (read(plan, start_step=0) for plan in planned), close)
 
 
-class _PlanAhead(Iterator[ReadPlan]):
-    """The plans of the epochs from `first_epoch` on, each made in a thread while the epoch before it is used."""
+def _plan_ahead(
+    plan_of_epoch: Callable[[int], ReadPlan], epochs: Iterator[int], planner: ThreadPoolExecutor
+) -> Iterator[ReadPlan]:
+    """The plans of epochs, each made while the epoch before it is used, the first from now on."""
+    submitted = (planner.submit(plan_of_epoch, epoch) for epoch in epochs)
+    planned = next(submitted, None)
 
-    def __init__(self, plan_of_epoch: Callable[[int], ReadPlan], first_epoch: int, end_epoch: int | None):
-        self._plan_of_epoch = plan_of_epoch
-        self._epochs = itertools.count(first_epoch) if end_epoch is None else iter(range(first_epoch, end_epoch))
-        self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-        self._submit()
+    def plans() -> Iterator[ReadPlan]:
+        nonlocal planned
+        while planned is not None:
+            plan, planned = planned.result(), next(submitted, None)
+            yield plan
 
-    def __next__(self) -> ReadPlan:
-        if self._planned is None:
-            raise StopIteration
-        plan = self._planned.result()
-        self._submit()
-        return plan
-
-    def close(self) -> None:
-        self._planner.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self) -> None:
-        epoch = next(self._epochs, None)
-        self._planned = None if epoch is None else self._planner.submit(self._plan_of_epoch, epoch)
+    return plans()
 
 
 def _load_stream(

@@ -7,6 +7,7 @@ microbatches of a process, S steps.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -28,21 +29,13 @@ OnMismatch = Literal["error", "adjust"]
 
 
 class ReadStep(NamedTuple):
-    """A step that was read.
-
-    Attributes:
-      step: its number in the plan.
-      batch: what the collate function made of it.
-      num_samples: samples that this process read for it.
-      num_adjusted: how many of them were cut or are shorter than planned.
-      ids: int64[n], the samples in the order in which they were read.
-    """
+    """A step that was read."""
 
     step: int
     batch: Any
     num_samples: int
-    num_adjusted: int
-    ids: Int64[np.ndarray, " n"]
+    num_adjusted: int  # samples that were cut or are shorter than planned
+    ids: Int64[np.ndarray, " n"]  # in the order in which they were read
 
 
 class PlanSource:
@@ -127,22 +120,20 @@ class PlanSource:
         kept = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
         differs = kept != planned if planned.ndim == 1 else (kept != planned).any(axis=1)
         if differs.any() and not self._adjusts:
+            others = zip(ids[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True)
             listed = (
                 f"id {i}: {_format_length(length)}, planned {_format_length(expected)}"
-                for i, length, expected in zip(
-                    ids[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True
-                )
+                for i, length, expected in others
             )
             raise UserError(
                 f"samples have other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
                 'is not the one whose lengths were planned. Plan again, or load with on_mismatch="adjust"'
             )
-        place = 0
+        compared = zip(differs.tolist(), planned.tolist(), strict=True)
         for microbatch in samples:
-            for i in range(len(microbatch)):
-                if differs[place]:
-                    microbatch[i] = _cut(microbatch[i], planned[place].tolist())
-                place += 1
+            for i, (is_other, length) in enumerate(itertools.islice(compared, len(microbatch))):
+                if is_other:
+                    microbatch[i] = _cut(microbatch[i], length)
         return int(differs.sum())
 
     def __repr__(self) -> str:
@@ -226,10 +217,9 @@ def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool
             return np.array([(len(pair[0]), len(pair[1])) for pair in samples], np.int64).reshape(-1, 2)
         return np.fromiter(map(len, samples), np.int64, len(samples))
     except TypeError as error:
-        without = [f"id {i}" for i, sample in zip(ids.tolist(), samples, strict=True) if not hasattr(sample, "__len__")]
         raise UserError(
-            "lengths are compared with `len()` of a sample, which these do not have; load without lengths: "
-            f"{list_first(without)}"
+            "lengths are compared with `len()` of a sample, which these do not have; load without lengths: id "
+            f"{list_first(ids.tolist())}"
         ) from error
 
 
