@@ -48,10 +48,7 @@ def default_cache_dir() -> Path:
 
 @contextlib.contextmanager
 def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
-    """A binary file that takes the name `path` when the block ends without an error; otherwise an existing one stays.
-
-    `mode` are the permissions of the file from its creation on, minus the umask.
-    """
+    """A binary file with these permissions that takes the name `path` when the block ends without an error."""
     check_place(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:

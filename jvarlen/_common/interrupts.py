@@ -105,10 +105,7 @@ def exit_code_of_interrupt() -> int:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Threads and processes started inside never see Ctrl-C or SIGTERM: they inherit the signal mask of this block.
-
-    Schedulers send SIGTERM to all processes of a job. The owner ends what is started here, by SIGKILL at worst.
-    """
+    """Threads and processes started inside never see Ctrl-C or SIGTERM; their owner ends them, by SIGKILL at worst."""
     resource_tracker.ensure_running()  # started within the block, as by workers, it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

@@ -34,11 +34,7 @@ def primitives_in(jaxpr: Jaxpr) -> set[str]:
 
 
 def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1) -> OperationCounts:
-    """Products of matrices, convolutions, and collectives over some mesh axes, of a function that runs some times.
-
-    A scan counts its turns, a loop whose number of turns depends on values counts once, and of branches the one with
-    the most operations counts. Bytes are those of the whole array, on one device.
-    """
+    """Products, convolutions, collectives over some mesh axes; of scans all turns count, of branches the largest."""
     counts: Any = OperationCounts()
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -64,11 +60,8 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:
-    """How many arrays a scan keeps fixed, and how many it carries; its other arguments are sliced.
-
-    They are told by shapes, as versions of JAX name them differently. What is sliced or stacked has one axis more
-    outside of the loop than inside.
-    """
+    """How many arrays a scan keeps fixed, and how many it carries; its other arguments are sliced."""
+    # Told by shapes, as versions of JAX name them differently: what is sliced or stacked has one axis more outside.
     body = equation.params["jaxpr"].jaxpr
     num_sliced, num_stacked = (
         sum(whole.aval.shape != part.aval.shape for whole, part in zip(outside, inside, strict=True))

@@ -13,10 +13,7 @@ __all__ = ["progress_bar", "show_line"]
 
 
 def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **settings: Any) -> tqdm:
-    """A tqdm bar on a terminal; otherwise one line at the end, since a log cannot show a bar that redraws itself.
-
-    Without an iterable, `update` counts. False shows nothing. `settings` are tqdm's, such as `desc` and `unit`.
-    """
+    """A tqdm bar with tqdm's settings on a terminal; otherwise one line at the end, as a log shows no redrawn bar."""
     if progress and not sys.stderr.isatty():
         return _FinalLine(iterable, delay=math.inf, **settings)
     return tqdm(iterable, disable=not progress, **settings)

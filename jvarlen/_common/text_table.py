@@ -10,18 +10,9 @@ __all__ = ["text_table"]
 def text_table(
     rows: Sequence[Sequence[str]], *, align: str = "<>", least_widths: Sequence[int] = (), gap: str = "  "
 ) -> str:
-    """A table as text, its columns as wide as their widest cells.
-
-    The header comes first, and has a cell for every column. In a line with fewer cells the last one stretches over the
-    columns that are missing; cells beyond the header's follow unaligned. The last of `align`, "<" for left and ">" for
-    right, is that of all further columns.
-
-    Example:
-      >>> print(text_table([["", "steps", "padding"], ["short", "1,200", "0.5%"], ["long", "not possible"]]))
-             steps  padding
-      short  1,200     0.5%
-      long   not possible
-    """
+    """A table as text, its columns as wide as their widest cells; the header comes first."""
+    # In a line with fewer cells than the header, the last one stretches over the columns that are missing. The last of
+    # `align` is that of all further columns.
     num_columns = len(rows[0])
     aligned = [row[:num_columns] if len(row) >= num_columns else row[:-1] for row in rows]
     widths = [*least_widths, *[0] * (num_columns - len(least_widths))]

@@ -56,36 +56,31 @@ def measure_lengths(
       dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
         `lengths_of(samples: range)` if it has one, such as `LineDataset`.
       length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is
-        rejected for samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the
-        like.
+        rejected for samples whose fields it would count: mappings, and lists or tuples that hold arrays or the like.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
-        must pickle; each worker takes some seconds to start and a copy of `dataset`. With `executor`: the number of
-        ranges of samples submitted at a time, best the number of its workers; 0 submits one per CPU of this machine.
-      executor: used instead of worker processes: any `concurrent.futures.Executor`, such as those of Dask and mpi4py.
-        Each task is a range of samples that takes about a quarter of a second. Every process of the executor is handed
-        `dataset` and `length_fn` once; it keeps those of the last two measurements. The executor is not shut down.
-      executor_timeout_s: seconds without any finished task after which `executor` counts as dead. A task ends after
-        about a second, or with its first samples if they take longer. None waits for ever.
+        must pickle; each takes some seconds to start and a copy of `dataset`. With `executor`: the ranges of samples
+        submitted at a time, best the number of its workers; 0 submits one per CPU of this machine.
+      executor: used instead of worker processes: any `concurrent.futures.Executor`, such as those of Dask and mpi4py,
+        which stays open. Each task is a range of samples that takes about a quarter of a second. Each of its processes
+        is handed `dataset` and `length_fn` once, and keeps those of the last two measurements.
+      executor_timeout_s: seconds without any finished task after which `executor` counts as dead; None waits for ever.
       progress: whether to show a progress bar, in samples.
-      shards: a directory for the measured lengths, created if missing. To resume an interrupted call, repeat it:
-        complete shards are read, and their samples are not touched. None keeps nothing.
+      shards: a directory for the measured lengths, created if missing. A repeated call resumes from its complete
+        shards. It knows a measurement by the number of samples, `shard_size` and the name of `length_fn`: if the
+        samples or the body of the function change, use a new directory. None keeps nothing.
       shard_size: samples in a shard file. An interrupt loses at most the shards in progress, about one a worker.
 
     Returns:
-      int64[N], checked by `check_lengths`. The same comes from the files of a finished directory:
+      int64[N], checked by `check_lengths`. The files of a finished directory hold the same:
       `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
 
     Raises:
       ValueError: an empty dataset; a length that is not an integer, or samples whose fields `len` counts (checked in
-        the first 4,096 samples and every 1,024th after them), both of which stop the measurement; lengths below 1,
-        listed when all samples are measured (their shards are not kept); `shards` that are damaged or of another
-        measurement; arguments out of range; with workers, a dataset or function that does not pickle.
+        the first 4,096 samples and every 1,024th after them); lengths below 1, listed when all samples are measured;
+        `shards` that are damaged or of another measurement; arguments out of range; with workers, a dataset or function
+        that does not pickle.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
-        a worker process or the executor died, or the executor could not hand `dataset` over; the samples that it had
-        are given.
-
-    The directory identifies a measurement by the number of samples, `shard_size` and the name of `length_fn`. If the
-    samples or the body of the function change, use a new directory.
+        a worker process or the executor failed; the samples that it had are given.
 
     Example:
       >>> measure_lengths(["a", "bcd"], progress=False)
@@ -117,19 +112,19 @@ def measure_difficulty(
       dataset: has `len()` and integer indexing.
       difficulty_fn: returns the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
         Booleans are rejected.
-      num_workers: as in `measure_lengths`.
-      executor: as in `measure_lengths`.
+      num_workers: this and the other arguments as in `measure_lengths`.
+      executor: likewise.
       executor_timeout_s: likewise.
-      progress: whether to show a progress bar, in samples.
-      shards: as in `measure_lengths`; each quantity needs a directory of its own.
-      shard_size: samples in a shard file.
+      progress: likewise.
+      shards: likewise; each quantity needs a directory of its own.
+      shard_size: likewise.
 
     Returns:
-      int64[N] if every difficulty is an int, without conversion to floats; float64[N] if any is a float.
+      int64[N] if every difficulty is an int; float64[N] if any is a float.
 
     Raises:
-      ValueError: as in `measure_lengths`. A value that is not a number, or an int that does not fit int64, stops the
-        measurement. NaN, and ints beyond ±2**53 among floats, which float64 cannot represent, are listed at the end.
+      ValueError: as in `measure_lengths`; a value that is not a number, or an int that does not fit int64. NaN, and
+        ints beyond ±2**53 among floats, which float64 cannot represent, are listed at the end.
       RuntimeError: as in `measure_lengths`.
 
     Example:

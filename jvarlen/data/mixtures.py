@@ -37,21 +37,20 @@ def mixture_counts(
     """How many samples of each dataset are in an epoch of a mixture, by the largest remainder method.
 
     The share of dataset d is total · weight_d / Σ weights, computed exactly; a float counts as the decimal number that
-    it prints as, so 0.1 is one tenth. Each dataset gets the integer part of its share. The remaining samples go, one
-    each, to the datasets with the largest fractions, the first ones among equals. So every count is less than one
-    sample off its share. All epochs have the same counts, so a dataset whose share rounds to 0 never comes.
+    it prints as. Each dataset gets the integer part of its share, and the remaining samples go, one each, to the
+    datasets with the largest fractions, the first ones among equals. All epochs have the same counts, so a dataset
+    whose share rounds to 0 never comes.
 
     With `carry`, rounding is carried from epoch to epoch: after any number of epochs e, dataset d has had less than one
-    sample more or less than its quota, e times its share. The samples of an epoch are given one by one to the
-    dataset with the largest weight_d / (c_d + 1), the first among equals, where c_d is how many it has had so far, in
-    earlier epochs too. Only datasets with c_d below their quota at the end of the epoch take part.
+    sample more or less than its quota, e times its share. Samples are given one by one to the dataset with the largest
+    weight_d / (c_d + 1), the first among equals, where c_d is how many it has had, in earlier epochs too. Only datasets
+    with c_d below their quota at the end of the epoch take part.
 
     Args:
       num_samples: how many samples each of the D datasets has.
       weights: D numbers, finite, at least 0, not all 0; only their ratios matter. A dataset of weight 0 is left out.
-      total: samples of the epoch. None: the most for which no share exceeds its dataset, so that no sample comes twice,
-        as with Grain's `mix` and "first_exhausted" of Hugging Face's `interleave_datasets`. With more, small datasets
-        are repeated.
+      total: samples of the epoch. None: the most at which no sample comes twice. With more, small datasets are
+        repeated.
       carry: whether rounding is carried over epochs.
       epoch: 0 ≤ epoch < 2**63. With `carry`, the time grows with it, but never beyond the epochs after which the counts
         repeat: 3 for shares of thirds.
@@ -131,13 +130,12 @@ class Mixture(Dataset):
     """Several datasets as one data source, without copying.
 
     Without weights it holds every sample of each dataset once, one dataset after the other. With weights, each epoch
-    has exactly `counts[d]` samples of dataset d. They come from one shuffled sequence of its samples, repeated without
-    end: epoch e has the places e·c to (e+1)·c − 1. So all samples of a dataset come equally often, to within one, in
-    every epoch and over all epochs so far. Each epoch is a `Mixture` of its own, with its own plan. With `carry`, the
-    counts differ by one between epochs where shares are no integers, and places continue where the last epoch ended.
+    has exactly `counts[d]` samples of dataset d, the next ones of a shuffled sequence of its samples that repeats
+    without end. So all samples of a dataset come equally often, to within one, in every epoch and over all epochs so
+    far. Each epoch is a `Mixture` of its own, with its own plan.
 
     Samples are numbered by dataset, then by id; repeats of a sample are consecutive. The plan's order decides when each
-    is trained on. A mixture of whole passes is the same in every epoch.
+    is trained on.
 
     Args:
       datasets: random access to the samples of each.
@@ -147,7 +145,7 @@ class Mixture(Dataset):
       epoch: 0 ≤ epoch < 2**63.
       carry: as for `mixture_counts`; needs weights.
       loss_weights: D numbers, finite and at least 0, by which the loss weights of each dataset's tokens are multiplied.
-        None leaves the samples as they are; so does a 1, and samples of other datasets become `WeightedTokens`.
+        None or 1 leaves samples as they are; those of other datasets become `WeightedTokens`.
 
     Attributes:
       counts: int64[D], samples of each dataset.

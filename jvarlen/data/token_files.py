@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,18 +74,25 @@ def check_tokens(
         return
     most = limits.max if num_values is None else num_values - 1
     limit = "" if num_values is None else f" and below the vocabulary size {num_values:,} (--decoder.vocab-size)"
-    with progress_bar(total=len(tokens), desc=f"tokens of {path}", unit="token", progress=progress) as shown:
+    for start, chunk in _chunks(tokens, f"tokens of {path}", progress):
+        if chunk.min() < 0 or chunk.max() > most:
+            places = np.flatnonzero((chunk < 0) | (chunk > most))
+            ids, first = np.unique(
+                np.searchsorted(dataset.offsets, places + start, side="right") - 1, return_index=True
+            )
+            raise UserError(
+                f"{path}: tokens must be at least 0{limit}; the first samples with others: "
+                f"{list_offenders(ids + first_id, chunk[places[first]])}"
+            )
+
+
+def _chunks(tokens: Integer[np.ndarray, " total"], text: str, progress: bool) -> Iterator[tuple[int, np.ndarray]]:
+    """Parts of tokens and where they start, with a progress bar."""
+    with progress_bar(total=len(tokens), desc=text, unit="token", progress=progress) as shown:
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             raise_if_interrupted()
             chunk = tokens[start : start + _CHUNK_TOKENS]
-            if chunk.min() < 0 or chunk.max() > most:
-                places = np.flatnonzero((chunk < 0) | (chunk > most))
-                ids = np.searchsorted(dataset.offsets, places + start, side="right") - 1
-                ids, first = np.unique(ids, return_index=True)
-                raise UserError(
-                    f"{path}: tokens must be at least 0{limit}; the first samples with others: "
-                    f"{list_offenders(ids + first_id, chunk[places[first]])}"
-                )
+            yield start, chunk
             shown.update(len(chunk))
 
 
@@ -158,12 +166,8 @@ def _document_offsets(
     tokens: Integer[np.ndarray, " total"], end_token: int, path: Path, progress: bool
 ) -> Int64[np.ndarray, " N_plus_1"]:
     ends = [np.zeros(1, np.int64)]
-    with progress_bar(total=len(tokens), desc=f"documents of {path}", unit="token", progress=progress) as shown:
-        for start in range(0, len(tokens), _CHUNK_TOKENS):
-            raise_if_interrupted()
-            chunk = tokens[start : start + _CHUNK_TOKENS]
-            ends.append(np.flatnonzero(chunk == end_token) + start + 1)
-            shown.update(len(chunk))
+    for start, chunk in _chunks(tokens, f"documents of {path}", progress):
+        ends.append(np.flatnonzero(chunk == end_token) + start + 1)
     offsets = np.concatenate(ends)
     if len(offsets) == 1:
         raise UserError(f"{path} holds no end token {end_token}: choose another, or none for blocks")

@@ -139,7 +139,22 @@ class FileDataset(Dataset):
         self._opened = self._open()
 
 
-class WeightedSamples(Dataset):
+class _Converted(Dataset):
+    """The samples of a dataset, each converted when it is read, with its length."""
+
+    def __init__(self, dataset: DataSource):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Tokens of every sample; raises AttributeError if the dataset does not know them."""
+        return self._dataset.lengths  # type: ignore[attr-defined]
+
+
+class WeightedSamples(_Converted):
     """A dataset whose samples count differently in the loss, without copying: a data source of `WeightedTokens`.
 
     Args:
@@ -165,44 +180,25 @@ class WeightedSamples(Dataset):
             wrong = zip(np.flatnonzero(is_wrong).tolist(), weights[is_wrong].tolist(), strict=True)
             listed = list_first(f"id {i}: {weight}" for i, weight in wrong)
             raise UserError(f"sample weights must be finite and at least 0: {listed}")
-        self._dataset = dataset
+        super().__init__(dataset)
         self._weights = weights
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def _read(self, index: int) -> WeightedTokens:
         return reweighted(self._dataset[index], float(self._weights[index]))
 
-    @property
-    def lengths(self) -> Int64[np.ndarray, " N"]:
-        """Tokens of every sample; raises AttributeError if the dataset does not know them."""
-        return self._dataset.lengths  # type: ignore[attr-defined]
 
-
-class _Tokens(Dataset):
+class _Tokens(_Converted):
     """The samples of any dataset as arrays of tokens."""
-
-    def __init__(self, dataset: DataSource):
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         sample = self._dataset[index]
         return sample if isinstance(sample, WeightedTokens) else to_tokens(sample)
 
-    @property
-    def lengths(self) -> Int64[np.ndarray, " N"]:
-        return self._dataset.lengths  # type: ignore[attr-defined]
-
 
 def as_data_source(dataset: DataSource) -> DataSource:
     """Any random-access dataset as a data source whose samples are 1-D integer arrays, or `WeightedTokens`.
 
-    It takes a list, a Grain `RandomAccessDataSource` or a map-style `torch.utils.data.Dataset`. If their samples are
-    already arrays, lists or tensors, `load` takes the dataset directly; here, strings and bytes become arrays as well.
+    `load` takes a dataset of arrays, lists or tensors directly; here, strings and bytes become arrays as well.
 
     Args:
       dataset: has `len()` and integer indexing. If it has an attribute `lengths`, this must count the tokens of

@@ -164,11 +164,7 @@ def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]
 
 
 def _cut(step: StepSamples, side: int | None = None) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
-    """The tokens of each sample of the step, in the order of its ids, and the loss weights of all, one after the other.
-
-    They are cut at the bucket, or to their chunk, where the plan does so. Weights are None where no sample has any of
-    its own. Of pairs, those of one side.
-    """
+    """The tokens of each sample, cut as planned, and the loss weights of all; None where no sample has its own."""
     flat = [sample if side is None else sample[side] for microbatch in step.samples for sample in microbatch]
     samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
     weights = None
@@ -215,9 +211,7 @@ def _packed(
     if (in_row_MxBx1 > length).any():
         at_fault = is_sample_MxBxP & (in_row_MxBx1 > length)
         offenders = list_offenders(ids_MxBxP[at_fault], lengths_MxBxP[at_fault], length)
-        raise UserError(
-            f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
-        )
+        raise UserError(f"rows longer than their bucket, so these are not the samples that were packed: {offenders}")
     is_token_MxBxT = np.arange(length) < in_row_MxBx1
     segments = np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)
     positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -81,10 +81,7 @@ class Loader(Iterator[Any]):
 
     @functools.cached_property
     def specs(self) -> dict[AnyBucket, Any]:
-        """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`.
-
-        With a collate function of one's own, a step of each bucket is read and collated for it.
-        """
+        """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`; of your own `collate`, a step is read."""
         return self.shapes.specs
 
     def __next__(self) -> Any:

@@ -136,9 +136,6 @@ class PlanSource:
                     microbatch[i] = _cut(microbatch[i], length)
         return int(differs.sum())
 
-    def __repr__(self) -> str:
-        return f"PlanSource({self._plan.digest[:12]}, {len(self)} steps)"
-
 
 def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -> BatchSpec:
     """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
