@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first, list_offenders
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_at_least_zero,
+    is_integer,
+    is_number,
+    list_first,
+    list_offenders,
+)
 from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
@@ -287,8 +295,7 @@ def _measure(
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
     num_workers, progress, shards, shard_size, executor, timeout_s = running
-    if not is_integer(num_workers) or num_workers < 0:
-        raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
+    check_at_least_zero(num_workers=num_workers)
     if executor is not None and not isinstance(executor, Executor):
         raise UserError(
             f"executor must be a concurrent.futures.Executor, such as client.get_executor() of Dask, not {executor!r}"

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -29,16 +29,7 @@ from jvarlen.planning.steps import PlannedSteps, ReadPlan
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
 
-__all__ = ["Delivered", "Loader", "Readable", "load", "put"]
-
-
-class Delivered(NamedTuple):
-    """A step on its devices, with what is counted when it is delivered."""
-
-    batch: Any
-    num_samples: int
-    num_adjusted: int = 0
-    ids_digest: str | None = None
+__all__ = ["Loader", "Readable", "load", "put"]
 
 
 @runtime_checkable
@@ -65,7 +56,7 @@ class Loader(Iterator[Any]):
     def __init__(
         self,
         shapes: BatchShapes,
-        first: ReadAhead | Iterator[Delivered],
+        first: ReadAhead | Iterator[ReadStep],
         later: Iterator[ReadAhead] | None = None,
         close_later: Callable[[], None] = lambda: None,
     ):
@@ -103,7 +94,7 @@ class Loader(Iterator[Any]):
         if self._ended is None:
             self._end(UserError("these batches are closed"))
 
-    def _next_delivered(self) -> Delivered:
+    def _next_delivered(self) -> ReadStep:
         while True:
             try:
                 return next(self._epoch)
@@ -257,13 +248,13 @@ def _load_stream(
     def unknown(bucket: AnyBucket, microbatches_per_step: int) -> Any:
         raise UserError("a stream has no step to tell what your collate function makes: compile for BatchShapes")
 
-    def steps() -> Iterator[Delivered]:
-        for step in stream:
+    def steps() -> Iterator[ReadStep]:
+        for number, step in enumerate(stream):
             samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
             truncate = stream.overlong == "truncate"
             batch = make_batch(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences))
-            yield Delivered(put(batch, placement), num_sequences)
+            yield ReadStep(number, put(batch, placement), num_sequences, 0, step.ids[step.ids >= 0])
 
     batch_spec = None if make_batch is pad_to_bucket else unknown
     shapes = BatchShapes(
@@ -286,12 +277,12 @@ def _read_epoch(
     source = PlanSource(plan, microbatches=own, **reading)
     digest = IdsDigest() if verify else None
 
-    def deliver(step: ReadStep) -> Delivered:
+    def deliver(step: ReadStep) -> ReadStep:
         if digest is not None:
             _check_ids(plan, step, own)
             digest.add(step.step, step.ids)
         batch = put(step.batch, placement, num_microbatches if is_part else None)
-        return Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
+        return step._replace(batch=batch, ids_digest=None if digest is None else digest.hexdigest())
 
     steps = range(start_step, plan.num_steps)
     if num_workers:

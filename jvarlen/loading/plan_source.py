@@ -36,6 +36,7 @@ class ReadStep(NamedTuple):
     num_samples: int
     num_adjusted: int  # samples that were cut or are shorter than planned
     ids: Int64[np.ndarray, " n"]  # in the order in which they were read
+    ids_digest: str | None = None  # of all steps so far
 
 
 class PlanSource:

@@ -19,7 +19,7 @@ from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
 from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.loading.collate import CollateFn, pad_to_bucket
-from jvarlen.loading.loader import Delivered, Loader, put
+from jvarlen.loading.loader import Loader, put
 from jvarlen.loading.plan_source import PlanSource, ReadStep
 from jvarlen.loading.read_ahead import ReadAhead
 from jvarlen.planning.budget import CostFn
@@ -93,9 +93,8 @@ def load_mixed(
         batch_spec=lambda *_: spec,
     )
 
-    def deliver(step: ReadStep) -> Delivered:
-        batch = put(step.batch, shapes.placement, num_ranks if mesh.is_multi_process else None)
-        return Delivered(batch, step.num_samples, step.num_adjusted)
+    def deliver(step: ReadStep) -> ReadStep:
+        return step._replace(batch=put(step.batch, shapes.placement, num_ranks if mesh.is_multi_process else None))
 
     return Loader(shapes, ReadAhead((read(step) for step in range(start_step, plan.num_steps)), deliver))
 
