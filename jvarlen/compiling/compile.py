@@ -127,17 +127,13 @@ def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
 
 def _order(shapes: BatchShapes, options: CompileOptions) -> list[AnyBucket]:
     """Buckets in the order of compilation: the largest first, or, in the background, second."""
-    plan, start_step = shapes.plan, shapes.start_step
     ascending = sorted(shapes.buckets, key=lambda bucket: bucket.lengths)
     if not options.in_background:
         return largest_first(ascending)
-    if plan is None:
-        ordered = list(shapes.buckets)
-    else:
-        used, first_use = np.unique(plan.step_bucket[start_step:], return_index=True)
-        used = used[np.argsort(first_use)]
-        unused = np.setdiff1d(np.arange(len(ascending)), used)
-        ordered = [ascending[k] for k in (*used, *unused)]
+    ordered = list(shapes.buckets)
+    if shapes.plan is not None:
+        used, first_use = np.unique(shapes.plan.step_bucket[shapes.start_step :], return_index=True)
+        ordered = [ascending[k] for k in dict.fromkeys((*used[np.argsort(first_use)], *range(len(ascending))))]
     largest = largest_first(ordered)[0]
     return list(dict.fromkeys((ordered[0], largest, *ordered)))
 

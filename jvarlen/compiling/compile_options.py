@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, if_given
 from jvarlen._common.files import default_cache_dir
 from jvarlen.distributed.layout import FIRST_BUCKET_BYTES, BucketBytes
 
@@ -24,13 +24,6 @@ _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
-_LEAST = {
-    "num_threads": 1,
-    "max_live": 1,
-    "all_reduce_combine_bytes": 0,
-    "grad_bucket_bytes": 1,
-    "first_grad_bucket_bytes": 1,
-}
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _NAME_AND_VALUE = re.compile(r"([A-Za-z]\w*)=(.*)", re.DOTALL)
 
@@ -87,13 +80,9 @@ class CompileOptions:
     """More XLA compiler options, each as name=value, with true or false for switches. They override other fields."""
 
     def __post_init__(self):
-        small = [
-            f"{name} ({value!r}) must be at least {least}"
-            for name, least in _LEAST.items()
-            if (value := getattr(self, name)) is not None and value < least
-        ]
-        if small:
-            raise UserError("; ".join(small))
+        at_least_one = ("num_threads", "max_live", "grad_bucket_bytes", "first_grad_bucket_bytes")
+        check_at_least_one(**if_given(**{name: getattr(self, name) for name in at_least_one}))
+        check_at_least_zero(**if_given(all_reduce_combine_bytes=self.all_reduce_combine_bytes))
         check_choices(fallback=(self.fallback, Fallback))
         if self.when is not None:
             check_choices(when=(self.when, When))

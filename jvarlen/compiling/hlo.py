@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -84,24 +85,22 @@ def _instructions(executable: jax.stages.Compiled | str) -> Iterator[tuple[str, 
 
 def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
     """How often each computation runs in a step; None: unknown. Branches count as if all were taken."""
-    times: dict[str, int | None] = {}
-    turns: dict[tuple[str, str], int | None] = {}
+    turns: dict[tuple[str, str], float] = {}
     callers: dict[str, set[str]] = {name: set() for name in bodies}
     for name, body in bodies.items():
         for called in _called_by(body) & bodies.keys():
             callers[called].add(name)
         for loop, attributes in _LOOP.findall(body):
             found = _TRIP_COUNT.search(attributes)
-            turns[name, loop] = int(found[1]) if found else None
+            turns[name, loop] = int(found[1]) if found else math.nan
 
-    def times_of(name: str) -> int | None:
-        if name not in times:
-            each = [(times_of(caller), turns.get((caller, name), 1)) for caller in callers[name]]
-            known = [outer * inner for outer, inner in each if outer is not None and inner is not None]
-            times[name] = (sum(known) if callers[name] else 1) if len(known) == len(each) else None
-        return times[name]
+    @functools.cache
+    def times_of(name: str) -> float:
+        if not callers[name]:
+            return 1
+        return sum(times_of(caller) * turns.get((caller, name), 1) for caller in callers[name])
 
-    return {name: times_of(name) for name in bodies}
+    return {name: None if math.isnan(times_of(name)) else int(times_of(name)) for name in bodies}
 
 
 def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
@@ -124,21 +123,21 @@ def _groups_of(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
     if listed and listed[1]:
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if found := _STRIDED_GROUPS.search(attributes):
-        num_groups, size = int(found[1]), int(found[2])
-        devices = np.arange(num_groups * size).reshape(list(map(int, found[3].split(","))))
-        if found[4]:
-            devices = devices.transpose(list(map(int, found[4].split(","))))
-        return _rows(devices.reshape(num_groups, size))
+        return _rows(_numbered(found[3], found[4]).reshape(int(found[1]), int(found[2])))
     if found := _MESH_GROUPS.search(attributes):
-        axes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        devices = np.arange(math.prod(map(int, axes.values())))
-        if found[2]:  # not in the order of their numbers
-            devices = devices.reshape(list(map(int, found[2].split(","))))
-            devices = devices.transpose(list(map(int, found[3].split(",")))) if found[3] else devices
-        devices = devices.reshape(list(map(int, axes.values())))
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        sizes = list(axes.values())
+        devices = _numbered(found[2], found[3]) if found[2] else np.arange(math.prod(sizes))
         along = [list(axes).index(name) for name in re.findall(r"'([^']+)'", found[4])]
-        return groups_along(devices, along)
+        return groups_along(devices.reshape(sizes), along)
     raise UserError(f"the devices of this {kind} are told in an unknown form: {attributes[:200]}")
+
+
+def _numbered(sizes: str, transposed: str | None) -> np.ndarray:
+    """Devices by number, in such an array."""
+    shape = list(map(int, sizes.split(",")))
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    return devices.transpose(list(map(int, transposed.split(",")))) if transposed else devices
 
 
 def groups_along(devices: np.ndarray, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -53,7 +53,7 @@ def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_threads": 0, "max_live": -1}, r"num_threads \(0\) must be at least 1; max_live \(-1\)"),
+        ({"num_threads": 0, "max_live": -1}, r"at least 1 .*: num_threads \(0\), max_live \(-1\)"),
         ({"all_reduce_combine_bytes": -1}, "all_reduce_combine_bytes"),
         ({"fallback": "truncate"}, "fallback .'truncate'. must be one of 'error', 'pad'"),
         ({"xla_options": ("xla_a=1", "xla_b", "--xla_c=1", "=1")}, r"\['xla_b', '--xla_c=1', '=1'\]"),
