@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from jvarlen.compiling.program_store import (
     use_compilation_cache,
     without_compilation_cache,
 )
-from jvarlen.compiling.report import row_of
+from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -91,7 +91,7 @@ def compile_buckets(
     ordered = _order(shapes, options)
     with _on_all_processes(shapes):
         recipe = _make_recipe(step, state, shapes, options, donate)
-        programs = Programs(recipe.devices, options.max_live)
+        programs = Programs(recipe, options.max_live)
         pending = PendingPrograms(
             recipe,
             ordered,
@@ -190,10 +190,10 @@ def _load(
         raise UserError(f"{path} was compiled for something else: {listed}")
     by_size = largest_first(buckets)
     told_apart_by = [recipe.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
-    programs = Programs(recipe.devices, options.max_live)
+    programs = Programs(recipe, options.max_live)
     for lowered in told_apart_by:
         programs.lowered(lowered, with_text=True)
-    if programs.fingerprint(shapes.microbatches_per_step, buckets) != header["fingerprint"]:
+    if programs.fingerprint(buckets) != header["fingerprint"]:
         raise UserError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
     for bucket in buckets:
         if programs.constants and bucket not in programs.texts:  # its own are found by tracing it
@@ -202,21 +202,17 @@ def _load(
             programs.keeping_state.add(bucket)
     largest = told_apart_by[0].program
     structures = jax.tree.structure(largest.args_info), largest.out_tree
-    serialized = [(content, *structures) for content in contents]
 
-    def load_one(program: tuple[bytes, Any, Any]) -> tuple[jax.stages.Compiled, float]:
+    def load_one(bucket: AnyBucket, content: bytes) -> tuple[CompileRow, jax.stages.Compiled]:
         start = time.perf_counter()
-        return deserialized(*program, recipe.devices), time.perf_counter() - start
+        executable = deserialized(content, *structures, recipe.devices)
+        return row_of(bucket, executable, 0.0, time.perf_counter() - start, cache_hit=True), executable
 
-    with (
-        ThreadPoolExecutor(_num_threads(options)) as threads,
-        _bar("load", recipe, len(buckets), progress) as bar,
-    ):
-        loaded = zip(buckets, serialized, threads.map(load_one, serialized), strict=True)
-        for bucket, program, (executable, seconds) in loaded:
+    with ThreadPoolExecutor(_num_threads(options)) as threads:
+        loaded = zip(contents, threads.map(load_one, buckets, contents), strict=True)
+        for content, (row, executable) in _bar("load", recipe, len(buckets), progress, loaded):
             raise_if_interrupted()
-            programs.add(row_of(bucket, executable, 0.0, seconds, cache_hit=True), executable, program)
-            bar.update()
+            programs.add(row, executable, (content, *structures))
     return recipe, programs
 
 
@@ -243,7 +239,7 @@ def _ready(
         from jvarlen.distributed.processes import agree
 
         if pending is None:
-            agree("the compiled buckets", programs.fingerprint(recipe.shapes.microbatches_per_step, buckets))
+            agree("the compiled buckets", programs.fingerprint(buckets))
         own = ("device ids", "device kinds", "process", "CPU")
         common = {name: value for name, value in recipe.environment.items() if name not in own}
         agree("software and options of the compiler", repr(common))
@@ -280,5 +276,5 @@ def _num_threads(options: CompileOptions) -> int:
     return max(1, cores // 2) if options.in_background else cores
 
 
-def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:
-    return progress_bar(total=total, desc=f"{doing} {recipe.name}", unit="bucket", progress=progress)
+def _bar(doing: str, recipe: Recipe, total: int, progress: bool, iterable: Iterable | None = None) -> tqdm:
+    return progress_bar(iterable, total=total, desc=f"{doing} {recipe.name}", unit="bucket", progress=progress)

@@ -247,14 +247,11 @@ class CompiledBuckets:
           num_steps: remaining steps of each bucket: those with 0 are released now, and those that are missing stay.
 
         Raises:
-          ValueError: buckets that were not compiled, or numbers below 0; they are listed.
+          ValueError: buckets that were not compiled; they are listed.
         """
-        negative = {tuple(bucket): steps for bucket, steps in num_steps.items() if steps < 0}
-        if negative:
-            raise UserError(f"steps to come must be at least 0: {negative}")
         for bucket, steps in zip(self._known(num_steps), num_steps.values(), strict=True):
             self._last_use[bucket] = self._times_used[bucket] + int(steps)
-            if steps == 0:
+            if steps <= 0:
                 self.release(bucket)
 
     def suggest_rows(self, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1) -> int:
@@ -329,14 +326,14 @@ class CompiledBuckets:
         released = [bucket for bucket in buckets if not self._programs.has(bucket)]
         if released:
             raise UserError(f"executables were released; save before releasing: {', '.join(map(str, released))}")
-        programs = [self._programs.serialized(bucket, self._recipe) for bucket in buckets]
+        programs = [self._programs.serialized(bucket) for bucket in buckets]
         if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
             raise UserError("buckets return metrics of different structures: one file holds one structure")
         header = {
             "environment": self._recipe.environment,
             "microbatches_per_step": self.microbatches_per_step,
             "buckets": [list(bucket) for bucket in buckets],
-            "fingerprint": self._programs.fingerprint(self.microbatches_per_step, buckets),
+            "fingerprint": self._programs.fingerprint(buckets),
         }
         write_compiled(Path(path), header, [program for program, _, _ in programs])
 

@@ -266,10 +266,13 @@ def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
     """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it."""
 
     def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding: Any = None if mesh is None else getattr(leaf, "sharding", None)
-        if mesh is not None:
-            is_replicated = not isinstance(sharding, NamedSharding)
-            sharding = NamedSharding(mesh, PartitionSpec()) if is_replicated else with_auto_axes(sharding)
+        sharding: Any = getattr(leaf, "sharding", None)
+        if mesh is None:
+            sharding = None
+        elif isinstance(sharding, NamedSharding):
+            sharding = with_auto_axes(sharding)
+        else:
+            sharding = NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
 
     return jax.tree.map(spec, state, jax.eval_shape(lambda state: state, state))
@@ -291,12 +294,12 @@ class Programs:
     At most `max_live` are on the devices; the others wait on the host, serialized, until they are used.
     """
 
-    def __init__(self, devices: list[jax.Device], max_live: int | None = None):
+    def __init__(self, recipe: Recipe, max_live: int | None = None):
         self.rows: dict[AnyBucket, CompileRow] = {}
         self.constants: dict[AnyBucket, tuple[jax.Array, ...]] = {}
         self.texts: dict[AnyBucket, str] = {}  # of the largest and the smallest, by which saved sets are told apart
         self.keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
-        self._devices = devices
+        self._recipe = recipe
         self._max_live = max_live
         self._live: OrderedDict[AnyBucket, jax.stages.Compiled] = OrderedDict()  # least recently used first
         self._stored: dict[AnyBucket, tuple[bytes, Any, Any]] = {}
@@ -324,7 +327,7 @@ class Programs:
         if bucket in self._live:
             self._live.move_to_end(bucket)
         else:
-            self._hold(bucket, deserialized(*self._stored[bucket], self._devices))
+            self._hold(bucket, deserialized(*self._stored[bucket], self._recipe.devices))
         return self._live[bucket]
 
     def _hold(self, bucket: AnyBucket, executable: jax.stages.Compiled) -> None:
@@ -338,14 +341,14 @@ class Programs:
         outputs = self.get(bucket)(state, batch, *([constants] if constants else []))
         return (state, outputs) if bucket in self.keeping_state else outputs
 
-    def serialized(self, bucket: AnyBucket, recipe: Recipe) -> tuple[bytes, Any, Any]:
+    def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         """A program that was not released, as `serialized` gives it."""
         if bucket in self._stored:
             return self._stored[bucket]
-        if recipe.device.platform == "cpu" and self.rows[bucket].cache_hit:
+        if self._recipe.device.platform == "cpu" and self.rows[bucket].cache_hit:
             # XLA's CPU backend leaves the code of what it read out, and only running it shows that.
             with without_compilation_cache():
-                return serialized(recipe.compile(recipe.lower(bucket)).executable)
+                return serialized(self._recipe.compile(self._recipe.lower(bucket)).executable)
         return serialized(self._live[bucket])
 
     def has(self, bucket: AnyBucket) -> bool:
@@ -361,10 +364,11 @@ class Programs:
         self._live.pop(bucket, None)
         self._stored.pop(bucket, None)
 
-    def fingerprint(self, microbatches_per_step: int, buckets: Sequence[AnyBucket]) -> str:
+    def fingerprint(self, buckets: Sequence[AnyBucket]) -> str:
         """SHA-256 of the buckets, and of the lowered programs of the largest and the smallest."""
         ordered = largest_first(buckets)
-        digest = hashlib.sha256(repr((microbatches_per_step, [tuple(bucket) for bucket in ordered])).encode())
+        shapes = self._recipe.shapes.microbatches_per_step, [tuple(bucket) for bucket in ordered]
+        digest = hashlib.sha256(repr(shapes).encode())
         for bucket in dict.fromkeys((ordered[0], ordered[-1])):
             digest.update(hashlib.sha256(self.texts[bucket].encode()).digest())
         return digest.hexdigest()
