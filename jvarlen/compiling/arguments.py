@@ -55,10 +55,8 @@ def canonical(batch: Any) -> Any:
 
 
 def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
-    """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned.
-
-    Leaves without a planned sharding belong on the device; None: placement is not looked at.
-    """
+    """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned."""
+    # Leaves without a planned sharding belong on the device; None: placement is not looked at.
     given = leaves_by_name(batch)
 
     def distance(bucket: AnyBucket) -> float:
@@ -145,10 +143,8 @@ def _place(sharding: Any) -> str:
 
 
 def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
-    """The state with copies of arrays that it holds twice, or that programs hold (`held`); itself where there are none.
-
-    On several devices, donating an array and using it as well ends the process.
-    """
+    """The state with copies of arrays that it holds twice or that programs hold (`held`); itself if there are none."""
+    # On several devices, donating an array and using it as well ends the process.
     seen = {buffer for arrays in held for array in arrays for buffer in _buffers(array)}
     copies = 0
 

@@ -289,10 +289,7 @@ def _cpu_kind() -> str:
 
 
 class Programs:
-    """The compiled programs of a step.
-
-    At most `max_live` are on the devices; the others wait on the host, serialized, until they are used.
-    """
+    """The compiled programs of a step: at most `max_live` on the devices, others on the host until they are used."""
 
     def __init__(self, recipe: Recipe, max_live: int | None = None):
         self.rows: dict[AnyBucket, CompileRow] = {}

@@ -40,11 +40,7 @@ _MOST_GROWTH = 16  # from one try to the next: two small ones tell little of wha
 
 
 class StepClock(Generic[Key]):
-    """Times every step in a thread of its own, which waits for the results instead of the caller.
-
-    A step is timed from its dispatch to its end, or from the end of the step before if the device was still busy with
-    that. This includes whatever the device waited for in between, such as input.
-    """
+    """Times steps from their dispatch, or from the end of the step before if that is later; the caller never waits."""
 
     def __init__(self) -> None:
         self._seconds: dict[Key, deque[float]] = {}
@@ -56,10 +52,7 @@ class StepClock(Generic[Key]):
             self._thread.submit(int)
 
     def step(self, key: Key, started: float, outputs: Any) -> None:
-        """Takes note of a step that has just been dispatched; returns at once. A step that fails is left out.
-
-        One array of its outputs is held until it is ready, so they leave out what the next step overwrites.
-        """
+        """Takes note of a step that has just been dispatched, and of outputs that the next step does not overwrite."""
         leaf = next(leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array))
         self._thread.submit(self._wait, key, started, leaf)
 
@@ -72,10 +65,7 @@ class StepClock(Generic[Key]):
         self._seconds.setdefault(key, deque(maxlen=_NUM_KEPT)).append(self._ready - max(started, before))
 
     def median_seconds(self) -> dict[Key, float]:
-        """The median of the seconds of each key, over its last 1,001 steps, once all steps so far have ended.
-
-        A median ignores single slow steps: the first use of an executable, or a checkpoint that was written meanwhile.
-        """
+        """The median seconds of the last steps of each key, without failed ones, once all steps so far have ended."""
         self._thread.submit(int).result()
         return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
 

@@ -32,10 +32,7 @@ _CACHED_S = 0.1  # to read a program from a cache: a step that waits longer lets
 
 
 class PendingPrograms:
-    """Compiles buckets in the given order, with one thread more for a bucket that a step waits for.
-
-    The caller's thread does nothing but inside methods. `with_others`: a bucket is ready when all processes have it.
-    """
+    """Compiles buckets in the given order, with one thread more for a bucket that a step waits for."""
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class PendingPrograms:
         bar: tqdm,
         *,
         in_background: bool = False,
-        with_others: bool = False,
+        with_others: bool = False,  # a bucket is ready when all processes have it
     ):
         self._recipe = recipe
         self._programs = programs
