@@ -6,15 +6,14 @@ import os
 import pkgutil
 import time
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import jvarlen
 from tests import forks
+from tests.benchmark_modules import BENCHMARKS, imported
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Those that start many processes or compile for long: two minutes together. `make bench` runs them.
 LONG = {
     "asynchronous", "background", "bucket_compile", "choice", "code_size", "elastic", "end_to_end", "gpu", "masks",
@@ -22,34 +21,11 @@ LONG = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def peers(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("peers")
-
-
-@pytest.fixture
-def packing(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("packing")
-
-
-@pytest.fixture
-def peer_calls(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("support.peer_calls")
-
-
-@pytest.fixture
-def sort_tables(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("support.sort_tables")
-
-
-@pytest.fixture
-def sort_worker(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("support.sort_worker")
+peers = imported("peers")
+packing = imported("packing")
+peer_calls = imported("support.peer_calls")
+sort_tables = imported("support.sort_tables")
+sort_worker = imported("support.sort_worker")
 
 
 def cells(line):
@@ -201,20 +177,9 @@ def test_what_is_said_of_a_gpu_follows_from_its_seconds(sort_tables, seconds, sa
     assert sort_tables.gpu_goal(seconds)[2:] == said
 
 
-@pytest.fixture
-def plans(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("support.bucket_compile_plans")
-
-
-@pytest.fixture
-def bucket_tables(plans):
-    return importlib.import_module("support.bucket_compile_tables")
-
-
-@pytest.fixture
-def bucket_worker(plans):
-    return importlib.import_module("support.bucket_compile_worker")
+plans = imported("support.bucket_compile_plans")
+bucket_tables = imported("support.bucket_compile_tables")
+bucket_worker = imported("support.bucket_compile_worker")
 
 
 def test_costs_lie_on_lines_between_measured_lengths(plans):

@@ -1,53 +1,28 @@
 """The parts of the end-to-end benchmark: ways differ in their batches, and in nothing else."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 import types
-from pathlib import Path
 
 import numpy as np
 import optax
 import pytest
 
 from jvarlen.models import TransformerConfig, flat_params, init_params
+from tests.benchmark_modules import imported
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MODEL = {"num_layers": 1, "width": 16, "num_heads": 1}
 
 
-def support(monkeypatch, name):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module(name)
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    return support(monkeypatch, "support.end_to_end_run")
-
-
-@pytest.fixture
-def in_jax(monkeypatch):
-    return support(monkeypatch, "support.end_to_end_jax")
-
-
-@pytest.fixture
-def in_torch(monkeypatch):
-    return support(monkeypatch, "support.end_to_end_torch")
-
-
-@pytest.fixture
-def tables(monkeypatch):
-    return support(monkeypatch, "support.end_to_end_tables")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    return support(monkeypatch, "end_to_end")
+runs = imported("support.end_to_end_run")
+in_jax = imported("support.end_to_end_jax")
+in_torch = imported("support.end_to_end_torch")
+tables = imported("support.end_to_end_tables")
+benchmark = imported("end_to_end")
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.benchmark_modules import imported
+
 ROOT = Path(__file__).parents[1]
 STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm"}
 ABSENT = STOOD_IN_FOR | {
@@ -62,10 +64,7 @@ def test_without_a_gpu_nothing_is_done():
     assert run.stderr.startswith("no GPU: nothing to do")
 
 
-@pytest.fixture
-def sizes(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("support.gpu_sizes")
+sizes = imported("support.gpu_sizes")
 
 
 @pytest.fixture
@@ -76,9 +75,7 @@ def environment_for_bfloat16(monkeypatch):
     return function
 
 
-@pytest.fixture
-def tables(sizes):
-    return importlib.import_module("support.gpu_tables")
+tables = imported("support.gpu_tables")
 
 
 def test_operations_are_those_of_all_products_one_by_one(sizes):

@@ -1,20 +1,13 @@
 """What an estimate says is what goes over the loopback of a network namespace."""
 
-import importlib
 import itertools
-from pathlib import Path
 
 import pytest
 
+from tests.benchmark_modules import BENCHMARKS, imported
 from tests.processes import COMPILE_FAST
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def namespace(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("support.namespace")
+namespace = imported("support.namespace")
 
 
 @pytest.mark.slow
