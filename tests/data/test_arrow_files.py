@@ -233,10 +233,7 @@ def test_files_outside_the_directory_are_refused(tmp_path, name):
         ("{}", r"state\.json names no files of data"),
         ('{"_data_files": []}', r"state\.json names no files of data"),
         ('{"_data_files": ["data-0.arrow"]}', r"state\.json names no files of data"),
-        (
-            '{"_data_files": [{"filename": "data-9.arrow"}]}',
-            r"files of its own directory, not 'data-9\.arrow'",
-        ),
+        ('{"_data_files": [{"filename": "data-9.arrow"}]}', r"files of its own directory, not 'data-9\.arrow'"),
         ('{"_data_files": [{"filename": "\\u0000"}]}', r"files of its own directory"),
         ('{"_indices_files": [{"filename": "i.arrow"}]}', r"picks its rows by a file of indices"),
     ],

@@ -52,11 +52,7 @@ def test_whole_shards_are_kept_and_read(directory):
     assert not is_float.any()
 
 
-@given(
-    kinds=st.lists(st.booleans(), min_size=1, max_size=30),
-    shard_size=st.integers(1, 8),
-    data=st.data(),
-)
+@given(kinds=st.lists(st.booleans(), min_size=1, max_size=30), shard_size=st.integers(1, 8), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_samples_added_in_any_order_are_read_bit_by_bit(tmp_path_factory, kinds, shard_size, data):
     directory = tmp_path_factory.mktemp("shards")

@@ -40,9 +40,7 @@ def write_indexed(path, documents, dtype="<i4", *, modes=False):
 
 
 @given(
-    st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50),
-    st.integers(1, 9),
-    st.sampled_from([1, 3, 1 << 24]),
+    st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50), st.integers(1, 9), st.sampled_from([1, 3, 1 << 24])
 )
 def test_blocks_partition_the_file(tmp_path_factory, tokens, block_length, chunk):
     path = write_bin(tmp_path_factory.getbasetemp() / "blocks.bin", tokens)

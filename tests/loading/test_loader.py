@@ -224,10 +224,7 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     assert num_given == plan.num_steps - 1
     assert repr(error).startswith("RuntimeError('NoPickle(")
     assert "while reading sample 7" in error.__notes__
-    for how, said in (
-        ("exits", "ended with exit code 3"),
-        ("is killed", "was killed by signal 9"),
-    ):
+    for how, said in (("exits", "ended with exit code 3"), ("is killed", "was killed by signal 9")):
         num_given, error = found[how]
         assert isinstance(error, RuntimeError)
         assert f"a worker process {said} before step {num_given} was read" in str(error)

@@ -12,13 +12,7 @@ import pytest
 from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.batches import BatchShapes
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import (
-    Layout,
-    attend_over_axis,
-    estimate_communication,
-    layered_loss_fn,
-    make_eval_step,
-)
+from jvarlen.parallel import Layout, attend_over_axis, estimate_communication, layered_loss_fn, make_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.testing import assert_layout_invariant

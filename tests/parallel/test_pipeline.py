@@ -10,13 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import (
-    compile_buckets,
-    load,
-    make_eval_step,
-    make_plan,
-    no_recompiles,
-)
+from jvarlen import compile_buckets, load, make_eval_step, make_plan, no_recompiles
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import layered, make_loss_fn, stack_layers

@@ -67,10 +67,7 @@ def loss_and_gradients(model, params, num_devices, sequence_parallel, *arguments
     loss_fn = layered_loss_fn(tensor_parallel_model(model, axes_of(sequence_parallel)))
     specs = partition_specs(model.specs)
     step = on_devices(
-        num_devices,
-        jax.value_and_grad(loss_fn, has_aux=True),
-        (specs, *(P() for _ in arguments)),
-        ((P(), P()), specs),
+        num_devices, jax.value_and_grad(loss_fn, has_aux=True), (specs, *(P() for _ in arguments)), ((P(), P()), specs)
     )
     split = split_params(params, model.specs, num_devices)
     compiled = step.lower(split, *arguments).compile()
@@ -101,8 +98,7 @@ def of_the_whole_model(packed):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "sequence_parallel", "packed"),
-    [(2, False, True), (2, True, False), (4, True, True)],
+    ("num_devices", "sequence_parallel", "packed"), [(2, False, True), (2, True, False), (4, True, True)]
 )
 def test_the_split_transformer_is_the_whole_one(num_devices, sequence_parallel, packed):
     params, (expected, expected_grads) = of_the_whole_model(packed)
@@ -444,12 +440,7 @@ def trained_whole():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "text",
-    [
-        "data2.tensor2",
-        "data2.tensor2.zero1.sequence_parallel",
-        "data4.tensor2.zero3 whole",
-    ],
+    "text", ["data2.tensor2", "data2.tensor2.zero1.sequence_parallel", "data4.tensor2.zero3 whole"]
 )
 def test_training_composes_with_data_parallelism_and_zero(text):
     text, *whole = text.split()

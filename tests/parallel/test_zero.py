@@ -12,15 +12,7 @@ import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import (
-    CompileOptions,
-    compile_buckets,
-    load,
-    make_eval_step,
-    make_plan,
-    make_train_step,
-    no_recompiles,
-)
+from jvarlen import CompileOptions, compile_buckets, load, make_eval_step, make_plan, make_train_step, no_recompiles
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout

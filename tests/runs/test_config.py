@@ -59,10 +59,7 @@ def test_settings_survive_json(tmp_path, config):
         (lambda: PlanConfig(pack=True, chunks_in_order=True, shuffle_steps=True), "chunks_in_order excludes"),
         (lambda: PlanConfig(new_shape_every=-2), r"new_shape_every \(-2\)"),
         (lambda: PlanConfig(order="length", pacing="root", new_shape_every=5), r"new_shape_every \(5\) and pacing"),
-        (
-            lambda: PlanConfig(pack=True, chunks_in_order=True, new_shape_every=5),
-            "chunks_in_order excludes",
-        ),
+        (lambda: PlanConfig(pack=True, chunks_in_order=True, new_shape_every=5), "chunks_in_order excludes"),
         (lambda: FitConfig(data=DataConfig(files=("a.txt",), loss_weights=(1.0, 2.0))), "loss_weights"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
         (lambda: OptimizerConfig(warmup_fraction=1.0), r"warmup_fraction \(1.0\)"),

@@ -194,18 +194,11 @@ def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, s
     with pytest.raises(ValueError, match=r"with its own settings; these differ: plan\.max_tokens: 128, 96"):
         fit(other, split)
     with pytest.raises(ValueError, match="the data differ"):
-        fit(
-            changed(config, max_steps=1, resume=run_of_one_step),
-            split._replace(train=random_dataset(90, 40)),
-        )
+        fit(changed(config, max_steps=1, resume=run_of_one_step), split._replace(train=random_dataset(90, 40)))
 
 
 def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_of_one_step):
-    other = changed(
-        config,
-        resume=run_of_one_step,
-        decoder=TransformerConfig(num_layers=1, width=32, num_heads=1),
-    )
+    other = changed(config, resume=run_of_one_step, decoder=TransformerConfig(num_layers=1, width=32, num_heads=1))
     with pytest.raises(ValueError, match=r"with its own settings; these differ: decoder\.width: 16, 32$"):
         fit(other, split)
     with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):

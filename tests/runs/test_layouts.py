@@ -147,10 +147,7 @@ def own_model():
         return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
 
     model = LayeredModel(
-        embed=lambda ends, batch, axes: ends["table"][batch.tokens],
-        layer=layer,
-        loss=loss,
-        specs=specs,
+        embed=lambda ends, batch, axes: ends["table"][batch.tokens], layer=layer, loss=loss, specs=specs
     )
     return model, params
 

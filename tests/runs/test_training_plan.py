@@ -234,13 +234,7 @@ def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_plan
 
 @pytest.mark.parametrize(
     ("max_steps", "num_epochs", "expected"),
-    [
-        (None, None, 1.0),
-        (None, 3, 3.0),
-        (2.5, None, 2.5),
-        (2.5, 2, 2.0),
-        (0.5, None, 0.5),
-    ],
+    [(None, None, 1.0), (None, 3, 3.0), (2.5, None, 2.5), (2.5, 2, 2.0), (0.5, None, 0.5)],
 )
 def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected):
     steps_per_epoch = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS).steps_per_epoch

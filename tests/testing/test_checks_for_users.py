@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import (
-    Bucket,
-    CompileOptions,
-    batch_by_tokens,
-    compile_buckets,
-    load,
-    make_plan,
-    pack_samples,
-    testing,
-)
+from jvarlen import Bucket, CompileOptions, batch_by_tokens, compile_buckets, load, make_plan, pack_samples, testing
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.testing import (
@@ -152,11 +143,7 @@ def test_one_microbatch_is_split_into_its_rows():
         (padding_rows_have_loss, r"4×2, shards 1, padding rows 4: gradient\['b'\] is", "padding rows count"),
         (divides_by_the_tokens_of_a_row, r"3 of 5 .*padding rows 2: .*loss is nan, not", "divides by what is 0"),
         (root_whose_gradient_is_not_finite, r"2 of 5 .*padding rows 2: gradient\['w'\]\[0\] is nan", "in the gradient"),
-        (
-            divides_by_the_sequences,
-            r"1 of 5 .*1×4, shards 1, padding rows 4: .*loss is nan, not 0 ",
-            "divides by what",
-        ),
+        (divides_by_the_sequences, r"1 of 5 .*1×4, shards 1, padding rows 4: .*loss is nan, not 0 ", "divides by what"),
         (in_float32, r"2×2, shards 1: .*loss_sum is .* \(relative error \d\.\de-0[678]\)", "give rtol=1e-5"),
     ],
 )
