@@ -83,38 +83,36 @@ def balance_plan(
     """Deals the rows of a plan to ranks so that the ranks of a step take nearly the same time.
 
     Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
-    The buckets, the steps of each bucket and their order, the real rows of each step and of each of its ranks, and the
-    padding rows stay as they are; only which row is where changes, and with it the digest.
+    The buckets and their steps, the real rows of each step and rank, and the padding rows stay as they are; only which
+    row is where changes, and with it the digest.
 
     Rows are dealt in rounds. Each round gives the costliest rows that are left to the ranks, one each, the costliest to
     the rank with the least so far. Where the ranks of a short step have different numbers of rows, those with more
     first get the cheapest. Ranks with at most 16 rows then swap, in at most 8 sweeps: the costliest rank with the
-    cheapest, the second with the second and so on; each pair swaps the two rows, if any, that bring them closest.
-    Ties go by place in the plan, then by step and rank. A step whose slowest rank would not get faster is left alone.
+    cheapest, the second with the second and so on; each pair swaps the two rows, if any, that bring them closest. Ties
+    go by place in the plan, then by step and rank. A step whose slowest rank would not get faster is left alone.
 
     Over an epoch, the full steps of a bucket share their rows: these are dealt to the ranks of all its steps, and the
     ranks that got nearly the same become a step. Steps come in the order of the mean place that their rows had before.
-    So the order of the samples changes: a curriculum within a bucket is lost, and steps of a shuffled plan are not
-    random draws any more, but mix costly and cheap rows evenly. Buckets for which that isn't faster than dealing within
-    steps are dealt within steps, and so are short steps. Pieces of split samples can leave their order.
+    So a curriculum within a bucket is lost, steps of a shuffled plan mix costly and cheap rows evenly, and pieces of
+    split samples can leave their order. Buckets for which that isn't faster, and short steps, are dealt within steps.
 
     It saves time only if the cost of a row depends on its samples: see `packed_row_costs`.
 
     Args:
       plan: of samples or of packed rows.
-      cost: floats[N] by sample id; of packed rows floats[R] in the order of the steps, such as `packed_row_costs`.
-        Finite and at least 0, in any unit.
+      cost: floats[N] by sample id; of packed rows floats[R] in the order of the steps. Finite and at least 0, in any
+        unit.
       num_ranks: p, of data parallelism; it divides M.
       over: `"step"`: rows stay in their steps. `"epoch"`: they move between steps of the same bucket.
-      lengths: integers[N] or [N, D], tokens of the samples as the plan was made with; needed over an epoch, where the
-        tokens of steps change.
+      lengths: integers[N] or [N, D], tokens of the samples as the plan was made with; needed over an epoch.
 
     Returns:
       Another plan of the same samples.
 
     Raises:
-      ValueError: costs that are negative, NaN or infinite, or too few or many of them; a number of ranks that does not
-        divide M; lengths that are missing or are not those of the plan. Offenders are listed.
+      ValueError: costs that are negative, NaN or infinite, or too few or many; ranks that do not divide M; lengths that
+        are missing or are not those of the plan. Offenders are listed.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -148,18 +146,17 @@ def balance_plan(
 
 
 def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: float) -> Float64[np.ndarray, " R"]:
-    """What packed rows cost where attention skips the blocks of positions that share no sample: T + Σ l² / c.
+    """What packed rows cost where attention skips blocks of positions that share no sample: T + Σ l² / c, in tokens.
 
-    T is the length of the row's bucket, l are the tokens of its samples. The unit is what one token costs without
-    attention. If attention computes all pairs of positions of a row, whatever its samples, as `attend_within_segments`
-    does, all rows of a bucket cost the same.
+    T is the length of the row's bucket, l are the tokens of its samples. If attention computes all pairs of positions
+    of a row, as `attend_within_segments` does, all rows of a bucket cost the same.
 
     Args:
       plan: of packed rows of one feature.
       lengths: integers[N], tokens of the samples by id, as they were packed.
       crossover_length: c, the tokens of a sample at which attention costs as much as everything else. Counted in
-        multiplications, it is 6·d for a transformer of width d with 12·d² parameters a layer, or 12·d if causal
-        attention skips later positions.
+        multiplications, 6·d for a transformer of width d with 12·d² parameters a layer, or 12·d if causal attention
+        skips later positions.
 
     Returns:
       float64[R], in the order of the plan's steps and rows: the `cost` of `balance_plan`.
@@ -171,9 +168,8 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: fl
     Example:
       >>> from jvarlen.planning.packing import pack_samples
       >>> from jvarlen.planning.plan import make_plan
-      >>> lengths = [8, 2, 3, 3]
-      >>> plan = make_plan(pack_samples(lengths, 8), [(2, 8)], order="length")
-      >>> packed_row_costs(plan, lengths, crossover_length=4).tolist()
+      >>> plan = make_plan(pack_samples([8, 2, 3, 3], 8), [(2, 8)], order="length")
+      >>> packed_row_costs(plan, [8, 2, 3, 3], crossover_length=4).tolist()
       [24.0, 13.5]
     """
     if plan.row_offsets is None or len(plan.buckets[0].lengths) > 1:
@@ -404,34 +400,29 @@ def _ranks_of_descending(costs: tuple[int, ...], num_ranks: int) -> tuple[int, .
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + cost, rank))
         ranks.append(rank)
-    if len(costs) <= _MOST_SEARCHED:
-        return _Search(costs, num_ranks, ranks, max(loads)[0]).ranks
-    return tuple(ranks)
+    if len(costs) > _MOST_SEARCHED:
+        return tuple(ranks)
+    # Depth first over the ranks of each cost; the first assignment wins that has a lower slowest rank than all before.
+    slowest, best = max(loads)[0], tuple(ranks)
+    load_of, chosen = [0] * num_ranks, [0] * len(costs)
+    shared = sum(costs[num_ranks - 1 : num_ranks + 1]) if len(costs) > num_ranks else 0  # two costs share a rank
+    least = max(costs[0], -(-sum(costs) // num_ranks), shared)
 
-
-class _Search:
-    """Depth first over the ranks of each cost; `ranks` are the first that have a lower slowest rank than all before."""
-
-    def __init__(self, costs: tuple[int, ...], num_ranks: int, ranks: list[int], slowest: int):
-        self._costs, self._slowest = costs, slowest
-        self._loads, self._chosen = [0] * num_ranks, [0] * len(costs)
-        shared = sum(costs[num_ranks - 1 : num_ranks + 1]) if len(costs) > num_ranks else 0  # two costs share a rank
-        self._least = max(costs[0], -(-sum(costs) // num_ranks), shared)
-        self.ranks = tuple(ranks)
-        self._place(0)
-
-    def _place(self, k: int) -> None:
-        if self._slowest <= self._least or max(self._loads) >= self._slowest:
+    def place(k: int) -> None:
+        nonlocal slowest, best
+        if slowest <= least or max(load_of) >= slowest:
             return
-        if k == len(self._costs):
-            self.ranks, self._slowest = tuple(self._chosen), max(self._loads)
+        if k == len(costs):
+            slowest, best = max(load_of), tuple(chosen)
             return
         tried = set()
-        for rank, load in enumerate(self._loads):
-            if load in tried or load + self._costs[k] >= self._slowest:
+        for rank, load in enumerate(load_of):
+            if load in tried or load + costs[k] >= slowest:
                 continue  # ranks with equal loads are alike
             tried.add(load)
-            self._chosen[k] = rank
-            self._loads[rank] = load + self._costs[k]
-            self._place(k + 1)
-            self._loads[rank] = load
+            chosen[k], load_of[rank] = rank, load + costs[k]
+            place(k + 1)
+            load_of[rank] = load
+
+    place(0)
+    return best

@@ -127,12 +127,11 @@ def make_buckets(
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
         counts them as cut to it. Pass the same to `make_plan`.
-      compiled: (rows, length) shapes whose programs exist already, for example in a persistent cache or a saved set.
-        Needs `compile_seconds` and strategy `"optimal"`. A bucket of exactly such a shape costs no `compile_seconds`.
-        A bucket may have the length of a compiled shape although no sample has it, the longest bucket too, but none is
-        empty. It has the rows that its samples need, or those of a compiled shape of its length, whichever costs least
-        over all its microbatches and compilation. Among equal costs, compiled shapes win, then fewer rows. Shapes that
-        don't fit the budget, `row_multiple`, `length_multiple` or `max_length` are ignored.
+      compiled: (rows, length) shapes whose programs exist already. Needs `compile_seconds`, which a bucket of such a
+        shape does not cost, and strategy `"optimal"`. A bucket may then have the length of a compiled shape although no
+        sample has it, but none is empty, and the rows that its samples need or those of a compiled shape of its length,
+        whichever costs least. Of equal costs compiled shapes win, then fewer rows. Shapes outside the budget,
+        `row_multiple`, `length_multiple` or `max_length` are ignored.
       budget: the other fields of `Budget`, as keywords: `max_shapes`, `strategy`, `cost` and so on.
 
     Returns:
@@ -151,8 +150,8 @@ def make_buckets(
       (Bucket(rows=8, length=4), Bucket(rows=2, length=16))
 
     References:
-      Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
-      "Ckmeans.1d.dp"; here a cluster costs what its padded steps cost.
+      Dynamic programming over the sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; here a cluster costs what its
+      padded steps cost.
     """
     limits = as_budget(max_tokens, budget)
     given, max_length = limits.given_lengths, limits.max_length

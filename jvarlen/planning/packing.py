@@ -83,43 +83,39 @@ def pack_samples(  # type: ignore[misc]
 ) -> Packing | PackedHistogram:
     """Packs several samples into each row.
 
-    Without `max_samples_per_row`, by best fit. Samples are placed by descending length, ties as in `order`. Each goes
-    into the open row with the least free space that still holds it; of several such rows, into the one that has had
-    this space longest. If no open row holds it, a new one is opened with the smallest length that does.
+    Without `max_samples_per_row`, by best fit: samples by descending length, ties as in `order`, each into the open row
+    with the least free space that holds it; of several such rows, into the one that has had this space longest. If no
+    open row holds it, a new one is opened with the smallest length that does.
 
     With `max_samples_per_row`, one row after the other. A row takes the longest sample that is left, and then
     repeatedly the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the
-    samples that are left after it are too many even for full rows of the shortest length, the row takes as many as it
-    may instead: the shortest or the longest sample, whichever is farther from the mean; then repeatedly the longest up
-    to an even share of the space; and, as the last two, the pair that fills it exactly of which most are left. The same
+    samples left after it are too many even for full rows of the shortest length, the row takes as many as it may
+    instead: the shortest or the longest sample, whichever is farther from the mean; then repeatedly the longest up to
+    an even share of the space; and, as the last two, the pair that fills it exactly of which most are left. The same
     row is repeated as often as its samples last.
 
-    Samples of several features, such as the source and the target of a translation, share rows that have a length T_d
-    for each feature d. Rows are filled one after the other. A row repeatedly takes, of the samples that fit it in all
-    features, the one with the largest Σ_d l_d · ⌊2**40 · s_d / T_d²⌋, where l_d are its lengths and s_d the space that
-    is left: the one whose lengths best match the space. Of equal sums the larger l_1 wins, then the larger l_2 and so
-    on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for every d,
-    they are too many to fill rows of m. Then, after the first sample, only those of at most ⌊s_d / k⌋ tokens are
-    considered, if there are any, where k is how many samples the row may still take. The same row is repeated as often
-    as its samples last.
+    Samples of several features, such as source and target, share rows with a length T_d for each feature d. A row
+    repeatedly takes, of the samples that fit it in all features, the one with the largest Σ_d l_d · ⌊2**40 · s_d /
+    T_d²⌋, where l_d are its lengths and s_d the space that is left; of equal sums the larger l_1 wins, then the larger
+    l_2 and so on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for
+    every d, then, after the first sample, only those of at most ⌊s_d / k⌋ tokens are considered, if there are any,
+    where k is how many samples the row may still take. The same row is repeated as often as its samples last.
 
-    The sizes of the rows depend only on the lengths: with `order="shuffle"`, another epoch fills rows of the same sizes
-    with other samples, so the buckets stay the same.
+    The sizes of the rows depend only on the lengths: another epoch fills rows of the same sizes with other samples.
 
     Args:
       lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
         `choose_row_lengths`. For D features: D integers, the length of a row in each, below 2**23.
-      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order.
-        The time no longer depends on the number of samples at all.
+      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order;
+        time no longer depends on the number of samples.
       max_samples_per_row: the most samples in a row; None: any number.
-      order: as in `sample_order`, except that `"shuffle"` draws from a separate random stream, so that a plan of the
-        rows with the same seed is independent of it.
+      order: as in `sample_order`; `"shuffle"` draws from a stream that is independent of that of plans.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"`, or `"split"`:
-        they come in chunks as long as that row and a shorter last one, which are packed as samples are. Samples of
-        several features are never split, and truncated in every feature that is too long.
+      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (in every
+        feature), or `"split"`, of one feature: they come in chunks as long as that row and a shorter last one, packed
+        as samples are.
 
     Returns:
       `Packing`; with `counts`, a `PackedHistogram` of the same rows.
@@ -134,14 +130,11 @@ def pack_samples(  # type: ignore[misc]
       >>> packed = pack_samples([6, 4, 5], 10, counts=[1_000, 1_000, 500])
       >>> packed.sample_lengths.tolist(), packed.row_offsets.tolist(), packed.counts.tolist()
       ([6, 4, 5, 5], [0, 2, 4], [1000, 250])
-      >>> pairs = pack_samples([[4, 2], [1, 5], [5, 5], [3, 3], [2, 1]], (8, 8))
-      >>> pairs.sample_ids.tolist(), pairs.row_offsets.tolist(), pairs.num_tokens.tolist()
-      ([2, 3, 0, 1, 4], [0, 2, 5], [[8, 8], [7, 8]])
 
     References:
-      Packing by histogram, and its depth: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
-      Best fit by descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974. Several features:
-      the dot-product heuristic of Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
+      Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
+      descending size: Johnson et al. 1974. Several features: Panigrahy et al. 2011, "Heuristics for Vector Bin
+      Packing".
     """
     check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
     check_choices(overlong=(overlong, PackedOverlong))

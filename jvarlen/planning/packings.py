@@ -76,18 +76,15 @@ class Packing(_PackedRows):
 class PackedHistogram(_PackedRows):
     """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
 
-    If samples have several features, every length has a last axis of them.
-
     Attributes:
-      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features, in order of placing.
+      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features int64[n, D], in order
+        of placing.
       row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
       capacity: int64[G], the length of each distinct row.
       counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
         the buckets of all rows.
-      row_lengths: as in `Packing`.
-      overlong: as in `Packing`.
-      num_dropped: as in `Packing`.
-      num_truncated: as in `Packing`.
+
+    The other attributes are those of a `Packing`.
     """
 
     counts: Int64[np.ndarray, " R"]

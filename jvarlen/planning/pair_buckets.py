@@ -39,18 +39,16 @@ def make_pair_buckets(
 
     Two families are searched, each exactly by dynamic programming; the set with the fewest tokens, with padding, wins.
     In a chain, both lengths grow from bucket to bucket, which suits sides of nearly the same length. In a nested set,
-    source lengths cut the samples into classes, and every class has target lengths of its own, which suits sides whose
-    lengths are hardly correlated.
+    source lengths cut the samples into classes with target lengths of their own, which suits hardly correlated sides.
 
     Args:
       lengths: integers[N, 2], tokens of source and target.
       max_tokens: budget of one microbatch in tokens, padding included. Or a `Budget`.
       budget: what the budget counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
       max_candidates: how many lengths of each side are tried: the best ones for that side alone. Time grows with its
-        fourth power, and with the square of the number of distinct lengths of a side; if these are many, round them by
-        `length_multiple`.
+        fourth power, and with the square of the number of distinct lengths of a side, which `length_multiple` lowers.
       fields: other fields of `Budget`, as keywords: `max_shapes`, `microbatches_per_step`, `row_multiple`,
-        `length_multiple`, `max_sequences`. Tokens alone are counted, so that others are refused.
+        `length_multiple`, `max_sequences`; others are refused.
 
     Returns:
       A tuple of `PairBucket`, ascending by source, then target.
@@ -64,7 +62,7 @@ def make_pair_buckets(
       ['2×(3, 4)', '1×(3, 9)', '1×(8, 8)']
 
     References:
-      Two-dimensional buckets for translation: those of Tensor2Tensor and lhotse, whose boundaries are quantiles.
+      Two-dimensional buckets for translation: Tensor2Tensor and lhotse, whose boundaries are quantiles.
     """
     check_choices(budget=(budget, PairBudget))
     check_at_least_one(max_candidates=max_candidates)

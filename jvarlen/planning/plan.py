@@ -125,18 +125,7 @@ class Plan(PlannedSteps):
         return None if self.piece_starts is None else self._laid_out(self.piece_starts, step)
 
     def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
-        """The rows of a step in some of its microbatches, which a process of several reads.
-
-        Args:
-          step: 0 ≤ step < S.
-          microbatches: int64[m], which of the M; None for all.
-
-        Returns:
-          `OwnRows`.
-
-        Raises:
-          IndexError: no such step.
-        """
+        """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
         ids, starts = self.rows(step), self.pieces(step)
         if microbatches is None or len(microbatches) == self.microbatches_per_step:
             return OwnRows(ids, starts, int(self.num_tokens[step]))
@@ -235,35 +224,32 @@ def make_plan(
     rows; only a bucket's last step can be short, and padding rows fill it.
 
     Args:
-      lengths: integers[N], tokens a sample. Integers[N, 2], source and target of pairs. Or a `Packing`: then its rows
-        are planned as samples would be, and everything said of samples here holds for rows.
+      lengths: integers[N], tokens a sample. Integers[N, 2], source and target of pairs. Or a `Packing`: then all that
+        is said of samples here holds for its rows.
       buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length). None, or a
-        `Budget`: they are chosen for these lengths as `make_buckets` does, of pairs as `make_pair_buckets` does, of a
-        `Packing` with the lengths of its rows.
-      order: a word or an array of sample ids, as in `sample_order`, or an `Order`, which also has what decides the
-        order of the steps. The length of a pair is the sum of both lengths. Steps come, with `"length"`, by bucket,
-        ascending; with `"length_descending"`, by bucket, descending; with `"shuffle"`, at random; with `"dataset"`, an
-        array, or any order with a difficulty other than the length, a block size or pacing, when their last sample
-        arrives; short steps then come at the end.
+        `Budget`: they are chosen as `make_buckets` does, of pairs as `make_pair_buckets` does, of a `Packing` with the
+        lengths of its rows.
+      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. Of a pair the sum of both lengths
+        counts. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
+        `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
+        block size or pacing, when their last sample arrives, and short steps at the end.
       difficulty: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
-        easiest first; `linear_pacing` makes one. Or a `ValuePacing`, with the highest difficulty that it admits. As
-        long as admitted samples are left, no step holds a sample that it does not admit. Needs order `"length"` (or, by
-        share, `"length_descending"`, which begins with the longest), and nothing else that decides when steps come.
+        easiest first, as `linear_pacing` makes; or a `ValuePacing`. As long as admitted samples are left, no step holds
+        another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that decides when steps
+        come.
       packing: `"best_fit"` packs the samples into rows as `pack_samples` does; a shuffled order packs others together
         in every epoch. Rows are as long as the buckets, which, where they are not given, have one length, that of the
-        longest sample, or with a cost those of `choose_row_lengths`. An array of ids says which samples are packed.
-        Not with difficulty, pacing and block size.
+        longest sample, or with a cost those of `choose_row_lengths`. Not with difficulty, pacing and block size.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
-      budget: the fields of a `Budget` as keywords, to choose the buckets: `max_tokens` and others. With given buckets
-        only `microbatches_per_step`, M, the microbatches of one optimizer update. The plan depends on M, but not on the
-        number of devices or processes.
+      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
+        `microbatches_per_step`, M, the microbatches of one optimizer update.
 
     Returns:
-      A `Plan`.
+      A `Plan`, which depends on M, but not on the number of devices or processes.
 
     Raises:
       ValueError: arguments that are not as described, or exclude each other; offending samples are listed as id, value,
@@ -277,8 +263,8 @@ def make_plan(
       (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
 
     References:
-      Batches of near-equal lengths under a token budget, their order shuffled: Ott et al. 2019, "fairseq". Pacing:
-      Platanios et al. 2019, "Competence-based Curriculum Learning for Neural Machine Translation".
+      Batches of near-equal lengths, shuffled: Ott et al. 2019, "fairseq". Pacing: Platanios et al. 2019,
+      "Competence-based Curriculum Learning for Neural Machine Translation".
     """
     order = as_order(order)
     check_seed(seed, epoch)

@@ -50,16 +50,11 @@ def choose_row_lengths(
 ) -> tuple[int, ...]:
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs least.
 
-    For a set of row lengths, the plan is::
-
-        packing = pack_samples(lengths, row_lengths, ...)
-        buckets = make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, ...)
-        plan = make_plan(packing, buckets, ...)
-
-    with the other arguments as here. Its cost is the sum over all microbatches of rows × length, which counts dummy
-    rows and unfilled rows too; or of `cost(rows, length)`, plus `compile_seconds` for every length. A set consists of
-    rounded lengths of samples and always includes the longest. Among equal costs the fewest lengths win, then, from the
-    longest down, the smaller ones.
+    For a set of row lengths, the plan is that of `pack_samples(lengths, row_lengths, …)` in the buckets of
+    `make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, …)`. Its cost is the sum over all microbatches
+    of rows × length, padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. A set
+    consists of rounded lengths of samples and always includes the longest. Among equal costs the fewest lengths win,
+    then, from the longest down, the smaller ones.
 
     If there are at most 4,096 sets, and at most 2**20 / V for V distinct lengths (2**16 / V with
     `max_samples_per_row`), every set is tried. If there are more, that many are tried, by local search from three sets:
@@ -72,7 +67,7 @@ def choose_row_lengths(
       lengths: as in `make_buckets`.
       max_tokens: as in `make_buckets`.
       max_samples_per_row: as in `pack_samples`.
-      overlong: as in `make_buckets`, or `"split"`: samples above `max_length` count as the pieces that they come in.
+      overlong: as in `make_buckets`, or `"split"`: samples above `max_length` count as the chunks that they come in.
       budget: the other fields of `Budget`, as keywords; `max_shapes` is the most row lengths.
 
     Returns:

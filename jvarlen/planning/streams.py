@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import copy
 import dataclasses
 import fractions
 import itertools
@@ -82,29 +83,28 @@ def stream_batches(
     Args:
       lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
         them are read than a step needs.
-      buckets: (rows, length) pairs, lengths strictly ascending. None, or a `Budget`: the first `num_estimate` samples
-        are read at once, and `make_buckets` chooses the bucket lengths for them; each bucket has as many rows as the
-        budget allows.
+      buckets: (rows, length) pairs, lengths strictly ascending. None, or a `Budget`: `make_buckets` chooses the lengths
+        for the first `num_estimate` samples; each bucket has as many rows as the budget allows.
       num_estimate: how many samples the buckets are estimated from.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
         the shorter) gives a step with padding rows. None: as many as the buckets hold.
       shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
         the order of the stream.
       seed: 0 ≤ seed < 2**63, of the shuffle buffer.
-      epoch: 0 ≤ epoch < 2**63, likewise: another epoch draws differently.
+      epoch: 0 ≤ epoch < 2**63, likewise.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
-      state: a state from `StreamBatches.state`. Given the same stream from its beginning, the steps continue after that
-        state. All other options come from the state; those given here are ignored.
-      budget: the fields of a `Budget` as keywords, to choose the buckets: `max_tokens` and others; with given buckets
-        only `microbatches_per_step`. Its `max_length` is rounded up to `length_multiple`. Without, the longest of the
-        first samples counts; a longer one may still follow.
+      state: a state from `StreamBatches.state`: given the same stream from its beginning, the steps continue after it.
+        All other options come from the state; those given here are ignored.
+      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
+        `microbatches_per_step`. `max_length` is rounded up to `length_multiple`; without it the longest of the first
+        samples counts, and a longer one may follow.
 
     Returns:
       `StreamBatches`, an iterator of `StreamStep`.
 
     Raises:
-      ValueError: options that are not as described, or an invalid state; while reading, a length that is not an integer
-        of at least 1, or under `"error"` is longer than the longest bucket, listed as id, value, limit.
+      ValueError: options that are not as described, or an invalid state; while reading, lengths that are no integers of
+        at least 1, or under `"error"` are too long, listed as id, value, limit.
 
     Example:
       >>> for step in stream_batches([3, 1, 8, 4, 2], [(2, 4), (1, 8)]):
@@ -114,8 +114,7 @@ def stream_batches(
       4 [[3, 4]] [[4, 2]]
 
     References:
-      Queues by length boundaries: `tf.data.Dataset.bucket_by_sequence_length` and Lhotse's `DynamicBucketingSampler`,
-      which also estimates them from the first samples.
+      `tf.data.Dataset.bucket_by_sequence_length`; Lhotse's `DynamicBucketingSampler`, which estimates buckets as well.
     """
     stream = _plain_integers(lengths)
     if state is not None:
@@ -154,16 +153,6 @@ def stream_batches(
     return StreamBatches(stream, fresh)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Queue:
-    """The samples that wait for a step of one bucket."""
-
-    index: int
-    capacity: int
-    ids: list[int]
-    lengths: list[int]
-
-
 class StreamBatches:
     """The steps of a stream, an iterator of `StreamStep`; `stream_batches` makes it.
 
@@ -176,19 +165,12 @@ class StreamBatches:
     """
 
     def __init__(self, stream: Iterator[Any], start: _StreamState):
-        self._start = start
+        self._state = copy.deepcopy(start)
         self.buckets = tuple(Bucket(rows, length) for rows, length in start.buckets)
         self.microbatches_per_step, self.overlong = start.microbatches_per_step, start.overlong
         self.num_dropped, self.num_truncated = start.num_dropped, start.num_truncated
-        self._queues = [
-            _Queue(index, self.microbatches_per_step * bucket.rows, list(ids), list(lengths))
-            for index, (bucket, ids, lengths) in enumerate(
-                zip(self.buckets, start.waiting_ids, start.waiting_lengths, strict=True)
-            )
-        ]
-        self._buffer = _ShuffleBuffer(start)
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
-        self._num_emitted = start.num_read - start.num_dropped - len(self._buffer.ids) - self._num_waiting()
+        self._num_emitted = start.num_read - start.num_dropped - len(start.buffered_ids) - self._num_waiting()
         self._steps = self._emit_all(stream)
 
     def __iter__(self) -> Iterator[StreamStep]:
@@ -200,10 +182,10 @@ class StreamBatches:
     @property
     def num_read(self) -> int:
         """Samples taken so far, without those that were only read ahead for the estimate."""
-        return self._num_emitted + self.num_dropped + self._num_waiting() + len(self._buffer.ids)
+        return self._num_emitted + self.num_dropped + self._num_waiting() + len(self._state.buffered_ids)
 
     def _num_waiting(self) -> int:
-        return sum(len(queue.ids) for queue in self._queues)
+        return sum(map(len, self._state.waiting_ids))
 
     def state(self) -> dict[str, Any]:
         """The state from which `stream_batches(state=)` resumes, after the last step that was returned.
@@ -211,51 +193,43 @@ class StreamBatches:
         Returns:
           A dict of plain values that survive JSON unchanged: the options, the counts, and the waiting samples.
         """
-        state = dataclasses.replace(
-            self._start,
-            num_read=self.num_read,
-            num_dropped=self.num_dropped,
-            num_truncated=self.num_truncated,
-            waiting_ids=[list(queue.ids) for queue in self._queues],
-            waiting_lengths=[list(queue.lengths) for queue in self._queues],
-            buffered_ids=list(self._buffer.ids),
-            buffered_lengths=list(self._buffer.lengths),
-        )
-        return vars(state).copy()
+        counts = {"num_read": self.num_read, "num_dropped": self.num_dropped, "num_truncated": self.num_truncated}
+        return copy.deepcopy(vars(self._state) | counts)
 
     def _emit_all(self, stream: Iterator[Any]) -> Iterator[StreamStep]:
         """The loop over samples, written to do little for each, because there can be very many."""
-        start, longest = self.num_read, self.buckets[-1].length
-        queues, bucket_lengths = self._queues, [bucket.length for bucket in self.buckets]
-        _skip_read(stream, start, [*queues, self._buffer], longest)
+        state, start, longest = self._state, self.num_read, self.buckets[-1].length
+        bucket_lengths = [bucket.length for bucket in self.buckets]
+        capacities = [self.microbatches_per_step * bucket.rows for bucket in self.buckets]
+        _skip_read(stream, state, longest)
         room = self._room()
         samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
-        if self._start.shuffle_buffer is not None:
-            samples = self._buffer.draw_all(samples, start)
-        for i, length in samples:
+        for i, length in samples if state.shuffle_buffer is None else self._drawn(samples, start):
             if type(length) is not int or not 0 < length <= longest:
                 length = self._admitted(i, length, longest)
                 if not length:
                     continue
-            queue = queues[bisect.bisect_left(bucket_lengths, length)]
-            ids = queue.ids
+            k = bisect.bisect_left(bucket_lengths, length)
+            ids = state.waiting_ids[k]
             ids.append(i)
-            queue.lengths.append(length)
+            state.waiting_lengths[k].append(length)
             room -= 1
-            if len(ids) == queue.capacity:
-                yield self._emit(queue)
+            if len(ids) == capacities[k]:
+                yield self._emit(k)
                 room = self._room()
             elif room < 0:
-                # The fullest; of equal ones the first.
-                yield self._emit(max(queues, key=lambda queue: fractions.Fraction(len(queue.ids), queue.capacity)))
+                fill = [
+                    fractions.Fraction(*sizes) for sizes in zip(map(len, state.waiting_ids), capacities, strict=True)
+                ]
+                yield self._emit(fill.index(max(fill)))  # the fullest; of equal ones the first
                 room = self._room()
-        for queue in queues:
-            if queue.ids:
-                yield self._emit(queue)
+        for k, ids in enumerate(state.waiting_ids):
+            if ids:
+                yield self._emit(k)
 
     def _room(self) -> int:
         """How many more samples may wait."""
-        return sys.maxsize if self._start.max_waiting is None else self._start.max_waiting - self._num_waiting()
+        return sys.maxsize if self._state.max_waiting is None else self._state.max_waiting - self._num_waiting()
 
     def _admitted(self, i: int, length: Any, longest: int) -> int:
         """The length that a sample counts with, or 0 where it is dropped; raises ValueError that names it."""
@@ -267,48 +241,42 @@ class StreamBatches:
         self.num_truncated += num_truncated
         return 0 if num_dropped else longest
 
-    def _emit(self, queue: _Queue) -> StreamStep:
-        num_samples, bucket = len(queue.ids), self.buckets[queue.index]
+    def _emit(self, k: int) -> StreamStep:
+        """The step of all samples that wait for a bucket."""
+        ids, lengths, bucket = self._state.waiting_ids[k], self._state.waiting_lengths[k], self.buckets[k]
         ids_BxM = np.full((bucket.rows, self.microbatches_per_step), -1, np.int64)
-        ids_BxM.reshape(-1)[:num_samples] = queue.ids
+        ids_BxM.reshape(-1)[: len(ids)] = ids
         lengths_BxM = np.zeros_like(ids_BxM)
-        lengths_BxM.reshape(-1)[:num_samples] = queue.lengths
-        self._num_emitted += num_samples
-        queue.ids.clear()
-        queue.lengths.clear()
-        return StreamStep(queue.index, bucket, ids_BxM.T, lengths_BxM.T)
+        lengths_BxM.reshape(-1)[: len(ids)] = lengths
+        self._num_emitted += len(ids)
+        ids.clear()
+        lengths.clear()
+        return StreamStep(k, bucket, ids_BxM.T, lengths_BxM.T)
 
-
-class _ShuffleBuffer:
-    """Samples of a stream that were read and not drawn yet."""
-
-    def __init__(self, start: _StreamState):
-        self._start = start
-        self.ids, self.lengths = list(start.buffered_ids), list(start.buffered_lengths)
-
-    def draw_all(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
-        """All samples, (id, length), in the order in which they are drawn after `num_read` were read."""
-        options = {"seed": self._start.seed, "epoch": self._start.epoch, "stream": BUFFER_STREAM}
+    def _drawn(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
+        """All samples, (id, length), in the order in which the shuffle buffer gives them after `num_read` were read."""
+        state, ids, lengths = self._state, self._state.buffered_ids, self._state.buffered_lengths
         slices = (
-            random_keys(_KEYS_PER_SLICE, start=start, **options).tolist()
-            for start in itertools.count(num_read - len(self.ids), _KEYS_PER_SLICE)
+            random_keys(_KEYS_PER_SLICE, seed=state.seed, epoch=state.epoch, start=start, stream=BUFFER_STREAM).tolist()
+            for start in itertools.count(num_read - len(ids), _KEYS_PER_SLICE)
         )
         keys = itertools.chain.from_iterable(slices)
-        for i, length in samples:
-            self.ids.append(i)
-            self.lengths.append(_checked_length(i, length))
-            if len(self.ids) == self._start.shuffle_buffer:
-                yield self._draw(next(keys))
-        while self.ids:
-            yield self._draw(next(keys))
 
-    def _draw(self, key: int) -> tuple[int, int]:
-        """Draws one; the last takes its place."""
-        place = (key * len(self.ids)) >> 32
-        drawn = self.ids[place], self.lengths[place]
-        self.ids[place], self.lengths[place] = self.ids[-1], self.lengths[-1]
-        del self.ids[-1], self.lengths[-1]
-        return drawn
+        def draw() -> tuple[int, int]:
+            """Draws one; the last takes its place."""
+            place = (next(keys) * len(ids)) >> 32
+            drawn = ids[place], lengths[place]
+            ids[place], lengths[place] = ids[-1], lengths[-1]
+            del ids[-1], lengths[-1]
+            return drawn
+
+        for i, length in samples:
+            ids.append(i)
+            lengths.append(_checked_length(i, length))
+            if len(ids) == state.shuffle_buffer:
+                yield draw()
+        while ids:
+            yield draw()
 
 
 def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
@@ -342,11 +310,12 @@ def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
     return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), lengths.tolist(), strict=True))
 
 
-def _skip_read(stream: Iterator[Any], num_read: int, queues: Sequence[_Queue | _ShuffleBuffer], longest: int) -> None:
+def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None:
     """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
-    expected = {i: min(length, longest) for queue in queues for i, length in zip(queue.ids, queue.lengths, strict=True)}
-    differing = []
-    place = 0
+    ids = itertools.chain(*state.waiting_ids, state.buffered_ids)
+    lengths = itertools.chain(*state.waiting_lengths, state.buffered_lengths)
+    expected = {i: min(length, longest) for i, length in zip(ids, lengths, strict=True)}
+    differing, place, num_read = [], 0, state.num_read
     for i in sorted(expected.keys() | ({num_read - 1} if num_read else set())):
         collections.deque(itertools.islice(stream, i - place), maxlen=0)
         place = i + 1

@@ -55,25 +55,24 @@ def sample_sort(
     number of shards, transform, exchange and oversampling. It compiles once for all N with the same n = ⌈N/p⌉; a JAX
     array that must be filled up to p·n compiles that as well. It cannot be used inside `jit`.
 
-    If the mesh has devices of several processes, all of them call it with the same arguments; differences are an error
-    on all. NumPy `keys` must be the same on all, too; for rows that each process has, use `shard_local_rows`.
+    If the mesh has devices of several processes, all call it with the same arguments, NumPy `keys` included; for rows
+    that each process has, use `shard_local_rows`.
 
     Args:
-      keys: integers or floats[N], N ≥ 0: a NumPy array, a JAX array on any device, or one that is sharded over several
-        processes. 64-bit NumPy keys stay 64-bit if `jax_enable_x64` is on; if it is off, their values must fit 32 bits
-        exactly. With `shard_sizes`, [p·n].
+      keys: integers or floats[N], N ≥ 0: a NumPy array, or a JAX array on any devices. If `jax_enable_x64` is off,
+        64-bit NumPy keys must fit 32 bits exactly. With `shard_sizes`, [p·n].
       layout: where to sort, as for `make_train_step`: its p data shards. Along other axes the sort is repeated.
       result: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
         rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
-      oversampling: k, the samples that a shard proposes for each block in a round of the search for block boundaries. A
-        larger k means fewer rounds and larger messages; the result does not depend on it. At most 1,024.
+      oversampling: k, the samples that a shard proposes for each block in a round of the search for block boundaries,
+        at most 1,024: a larger k means fewer rounds and larger messages.
       transform: `"shard_map"` or `"pmap"`; the latter needs a mesh of one axis with the devices of a process side by
         side.
       nan: `"raise"`, which waits for the result to look for NaN keys, or `"last"`. All NaN come back as the same NaN.
       payload: a pytree of arrays whose leading axis is that of `keys`; they follow their keys.
-      shard_sizes: integers[p] between 0 and n: how many of the n places of each shard in `keys` are rows, as
-        `shard_local_rows` returns it. These come first. A row's index counts the rows before it. Every ⌈N/p⌉ then
-        compiles. None: all of `keys` are rows.
+      shard_sizes: integers[p] between 0 and n, as `shard_local_rows` returns it: how many of the n places of each shard
+        in `keys`, the first ones, are rows. A row's index counts the rows before it. Every ⌈N/p⌉ then compiles. None:
+        all.
       exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one all-to-all of exactly the rows,
         which not all backends have. `"auto"`: ragged if the backend compiles it.
 
@@ -217,11 +216,9 @@ def _program(mesh: Mesh, shards: Shards, result: Result | None, num_out: int, tr
     body = functools.partial(_sort_own_rows, shards=shards)
     if result is not None:
         body = functools.partial(sort_shard, shards=shards, result=result, num_out=num_out)
-    return (_with_pmap if transform == "pmap" else _with_shard_map)(body, mesh, shards.axis_name)
-
-
-def _with_shard_map(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Program:
-    axis, everywhere = PartitionSpec(axis_name), PartitionSpec()
+    if transform == "pmap":
+        return _with_pmap(body, mesh, shards.axis_name)
+    axis, everywhere = PartitionSpec(shards.axis_name), PartitionSpec()
     in_specs, out_specs = (axis, axis, everywhere), (axis, axis, axis, everywhere)
     # The report is the same on all shards, which an all-gather does not tell the type system.
     mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -59,14 +59,13 @@ def shard_local_rows(columns: Any, layout: LayoutLike = None) -> tuple[Any, Int6
     """Spreads the rows of each process over its devices, for `sample_sort(*, shard_sizes=)`.
 
     Args:
-      columns: a pytree of NumPy arrays with the same leading axis, the rows of this process. Their number may be 0 and
-        may differ between processes. Structure, dtypes and other axes are the same on all processes.
+      columns: a pytree of NumPy arrays with the same leading axis, the rows of this process, possibly none. Structure,
+        dtypes and other axes are the same on all processes.
       layout: where to, as for `sample_sort`; the devices of a data shard belong to one process.
 
     Returns:
-      The pytree, with arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard. n is the
-      most rows of any shard, so every device holds as much as the fullest. Rows are numbered along the axis: those of
-      process 0 come first if its devices do.
+      The pytree, with arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard; n is the
+      most of any shard. Rows are numbered along the axis.
 
     Raises:
       ValueError: leading axes that differ, a layout that is not as described or has no device of a process, rows of
