@@ -1,8 +1,6 @@
 """Loops over samples that NumPy cannot express, compiled by numba where it is installed.
 
-A greedy batch begins where the previous one ended, so each sample depends on the one before: 10 million samples take
-seconds in a Python loop and tens of milliseconds compiled. A few samples run as Python, which takes less time than
-importing numba.
+A few samples run as Python, which takes less time than importing numba.
 """
 
 from __future__ import annotations

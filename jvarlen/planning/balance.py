@@ -1,9 +1,7 @@
 """Work dealt to ranks so that none waits long for the slowest.
 
-Costs are floats of any unit. They are compared as integers: multiples of 2**-32 of the power of two above
-the largest, so that sums are exact and ties are decided the same everywhere. Letters: n microbatches, p ranks, M
-microbatches a step, S steps, R rows of a plan, n of a step. G groups of n rows are dealt at once, each to W shares of q
-rows: the ranks of a step, or those of all steps.
+Letters: n microbatches, p ranks, M microbatches a step, S steps, R rows of a plan, n of a step. G groups of n rows are
+dealt at once, each to W shares of q rows: the ranks of a step, or those of all steps.
 """
 
 from __future__ import annotations

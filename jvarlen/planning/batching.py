@@ -1,7 +1,6 @@
-"""Greedy token batches over a given order.
+"""Greedy token batches over a given order, of any number of shapes or of fixed ones.
 
-Batches have any number of shapes here, or fixed ones; `make_plan` is for few, optimal shapes. Letters: N
-samples, n of them in the order, b batches.
+Letters: N samples, n of them in the order, b batches.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def batch_by_tokens(
     ids = sample_order(lengths, order, seed=seed, epoch=epoch)
     ordered = lengths if isinstance(order, str) and order == "dataset" else lengths[ids]
     if shapes is not None:
-        return _batch_by_shapes(ids, ordered, _check_shapes(shapes))
+        return _batch_by_shapes(ids, ordered, shapes)
     fit_lengths(ordered, max_tokens, "error", ids, problem="samples longer than max_tokens")
     # The compiled loop multiplies in int64; Python's integers know no bounds.
     fits_int64 = int(ordered.max()) * len(ordered) < 2**63
@@ -119,9 +118,16 @@ def batch_by_tokens(
 
 
 def _batch_by_shapes(
-    ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], shapes: Int64[np.ndarray, "S 2"]
+    ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], shapes: Sequence[tuple[int, int]]
 ) -> Batches:
-    rows, length = shapes.T
+    """Each batch in the smallest shape that holds it."""
+    try:
+        pairs = [(rows, length) for rows, length in shapes]
+    except (TypeError, ValueError):
+        pairs = []
+    if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
+        raise UserError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
+    rows, length = np.array(pairs, np.int64).T
     fit_lengths(ordered, int(length.max()), "error", ids, problem="samples longer than the longest shape")
     by_length = np.argsort(length, kind="stable")
     # The most rows of any shape that is at least so long.
@@ -130,17 +136,7 @@ def _batch_by_shapes(
     offsets = ends_to_offsets(ends)
     count, longest = np.diff(offsets), np.maximum.reduceat(ordered, offsets[:-1])
     shape_index = np.empty(len(count), np.int32)
-    sizes = [(row * tokens, tokens, index) for index, (row, tokens) in enumerate(shapes.tolist())]
+    sizes = [(row * tokens, tokens, index) for index, (row, tokens) in enumerate(pairs)]
     for *_, index in sorted(sizes, reverse=True):  # the smallest is written last
         shape_index[(count <= rows[index]) & (longest <= length[index])] = index
     return Batches(ids, offsets, shape_index)
-
-
-def _check_shapes(shapes: Sequence[tuple[int, int]]) -> Int64[np.ndarray, "S 2"]:
-    try:
-        pairs = [(rows, length) for rows, length in shapes]
-    except (TypeError, ValueError):
-        pairs = []
-    if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
-        raise UserError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
-    return np.array(pairs, np.int64)

@@ -380,10 +380,6 @@ def optimal_lengths(
     return np.array(chosen[::-1], np.int64)
 
 
-def _pad_to_max(histogram: Histogram, max_shapes: int) -> list[int]:
-    return [int(histogram.values[-1])]
-
-
 def _powers_of_two(histogram: Histogram, max_shapes: int) -> list[int]:
     shortest, longest = int(histogram.values[0]), int(histogram.values[-1])
     powers = [2**k for k in range((shortest - 1).bit_length(), (longest - 1).bit_length() + 1)]
@@ -418,7 +414,7 @@ def _equal_tokens(histogram: Histogram, max_shapes: int) -> list[int]:
 
 # Lengths before rounding, which need neither be distinct nor ascend strictly.
 _CLOSED_FORMS: dict[str, Callable[[Histogram, int], list[int]]] = {
-    "pad_to_max": _pad_to_max,
+    "pad_to_max": lambda histogram, max_shapes: [int(histogram.values[-1])],
     "powers_of_two": _powers_of_two,
     "geometric": _geometric,
     "quantile": _quantile,

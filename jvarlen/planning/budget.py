@@ -108,12 +108,13 @@ class Budget(BudgetSettings):
         elif self.strategy not in get_args(Strategy):
             words = ", ".join(get_args(Strategy))
             raise UserError(f"strategy must be one of {words} or lengths, not {self.strategy!r}")
+        for name, function in (("cost", self.cost), ("memory", self.memory)):
+            if function is not None and not callable(function):
+                raise UserError(f"{name} must be a function of rows and length, not {function!r}")
         for limit in _limits(self):
-            if limit.function is not None and not callable(limit.function):
-                raise UserError(f"{limit.source} must be a function of rows and length, not {limit.function!r}")
-            if limit.value is not None and limit.function is None:
+            if limit.function is None:
                 raise UserError(f"{limit.name} ({limit.value!r}) needs {limit.source}, a function of rows and length")
-            if limit.value is not None and not (is_number(limit.value) and 0 < limit.value < math.inf):
+            if not is_number(limit.value) or not 0 < limit.value < math.inf:
                 raise UserError(f"{limit.name} must be finite and above 0, not {limit.value!r}")
         seconds = self.compile_seconds
         if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
@@ -143,12 +144,12 @@ class Budget(BudgetSettings):
         """
         most = self.max_tokens // length
         for limit in _limits(self):
-            most = most if limit.value is None else _most_rows_within(limit, length, most)
+            most = _most_rows_within(limit, length, most)
         return rounded_caps(self, most)
 
 
 class _Limit(NamedTuple):
-    """A limit on a function of rows and length, and the names of both. Either may be None."""
+    """A limit on a function of rows and length, and the names of both."""
 
     name: str
     value: Any
@@ -156,11 +157,11 @@ class _Limit(NamedTuple):
     function: Any
 
 
-def _limits(budget: Budget) -> tuple[_Limit, _Limit]:
-    return (
-        _Limit("max_cost", budget.max_cost, "cost", budget.cost),
-        _Limit("max_bytes", budget.max_bytes, "memory", budget.memory),
-    )
+def _limits(budget: Budget) -> list[_Limit]:
+    """Those that are set."""
+    cost = _Limit("max_cost", budget.max_cost, "cost", budget.cost)
+    memory = _Limit("max_bytes", budget.max_bytes, "memory", budget.memory)
+    return [limit for limit in (cost, memory) if limit.value is not None]
 
 
 def rounded_caps(budget: Budget, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
@@ -179,10 +180,8 @@ def num_steps(
 def steps_and_rows(
     budget: Budget, num_samples: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"]
 ) -> tuple[Int64[np.ndarray, " *n"], Int64[np.ndarray, " *n"]]:
-    """How many steps each bucket takes, with at most `cap` rows, and how many rows it then needs; all if it is empty.
-
-    Trimming the rows to what the steps need turns one nearly empty last step into steps that are all nearly full.
-    """
+    """How many steps each bucket takes with at most `cap` rows, and how many rows it needs; `cap` if it is empty."""
+    # Trimming the rows turns one nearly empty last step into steps that are all nearly full.
     steps = num_steps(budget, num_samples, cap)
     needed = round_up(num_steps(budget, num_samples, np.maximum(steps, 1)), budget.row_multiple)
     return steps, np.where(num_samples > 0, np.minimum(cap, needed), cap)
@@ -203,9 +202,8 @@ def broken_by_one_row(budget: Budget, length: int) -> str:
     """The limits that a single row exceeds, in words; an empty text if it exceeds none."""
     broken = [f"max_tokens {budget.max_tokens}"] if length > budget.max_tokens else []
     for limit in _limits(budget):
-        if limit.value is not None:
-            value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.source)[0]
-            broken += [f"{limit.name} {limit.value:g} (one row needs {value:g})"] if value > limit.value else []
+        value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.source)[0]
+        broken += [f"{limit.name} {limit.value:g} (one row needs {value:g})"] if value > limit.value else []
     return " and ".join(broken)
 
 

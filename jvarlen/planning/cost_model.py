@@ -129,7 +129,11 @@ def fit_cost_model(
     References:
       Lawson and Hanson 1974, "Solving Least Squares Problems" (non-negative least squares).
     """
-    shapes = _check_shapes(shapes)
+    given = [tuple(shape) for shape in shapes]
+    misfit = [shape for shape in given if len(shape) != 2 or not all(is_integer(n) and n >= 1 for n in shape)]
+    if misfit:
+        raise UserError(f"shapes must be (rows, length) pairs of integers of at least 1: {misfit[:5]}")
+    shapes = [(int(rows), int(length)) for rows, length in given]
     values = np.asarray(measured, np.float64)
     if values.shape != (len(shapes),):
         raise UserError(f"{len(shapes)} shapes need as many measured values, not an array of shape {values.shape}")
@@ -161,11 +165,3 @@ def fit_cost_model(
         largest_error=float(np.abs(terms @ coefficients - 1).max()),
         measured=tuple((b, t, value) for (b, t), value in zip(shapes, values.tolist(), strict=True)),
     )
-
-
-def _check_shapes(shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer]) -> list[tuple[int, int]]:
-    given = [tuple(shape) for shape in shapes]
-    wrong = [shape for shape in given if len(shape) != 2 or not all(is_integer(n) and n >= 1 for n in shape)]
-    if wrong:
-        raise UserError(f"shapes must be (rows, length) pairs of integers of at least 1: {wrong[:5]}")
-    return [(int(rows), int(length)) for rows, length in given]

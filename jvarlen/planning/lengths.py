@@ -135,10 +135,7 @@ def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, "
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     """Checks lengths of pairs: integers[N, 2], source and target tokens of a sample, each ≥ 1."""
-    array = np.asarray(lengths)
-    if array.ndim != 2 or array.shape[1] != 2 or not array.size:
-        raise UserError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
-    return check_feature_lengths(array)
+    return check_feature_lengths(lengths, num_features=2)
 
 
 def check_lengths_for(
@@ -154,11 +151,12 @@ def check_lengths_for(
     return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
 
 
-def check_feature_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N D"]:
+def check_feature_lengths(lengths: npt.ArrayLike, num_features: int | None = None) -> Int64[np.ndarray, "N D"]:
     """Checks lengths of several features: integers[N, D], tokens of each feature of a sample, each ≥ 1; D ≥ 2."""
     array = np.asarray(lengths)
-    if array.ndim != 2 or array.shape[1] < 2 or not array.size:
-        raise UserError(f"lengths of several features must have shape (N, D), D at least 2, not {array.shape}")
+    if array.ndim != 2 or array.shape[1] < 2 or not array.size or num_features not in (None, array.shape[1]):
+        wanted = "D, D at least 2" if num_features is None else num_features
+        raise UserError(f"lengths of several features must have shape (N, {wanted}), not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"lengths must be integers, not {array.dtype}")
     _check_values(array)

@@ -1,7 +1,6 @@
 """The order of samples: by length or difficulty, shuffled, or as in the dataset.
 
-Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
-device or the clock, so the order is the same everywhere.
+Every random choice is a value of a counter-based stream keyed by (seed, epoch), so it is the same everywhere.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Shaped, UInt64
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_at_least_zero,
-    if_given,
-    is_integer,
-    list_offenders,
-)
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_offenders
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
@@ -246,9 +238,7 @@ def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
 
 def check_seed(seed: int, epoch: int) -> None:
     """Raises ValueError where seed or epoch is not in [0, 2**63)."""
-    for name, value in (("seed", seed), ("epoch", epoch)):
-        if not is_integer(value) or not 0 <= value < 2**63:
-            raise UserError(f"{name} must be an integer of at least 0 and below 2**63, not {value!r}")
+    check_at_least_zero(seed=seed, epoch=epoch)
 
 
 def split_difficulty(difficulty: Difficulty) -> list[npt.ArrayLike]:
@@ -261,29 +251,21 @@ def split_difficulty(difficulty: Difficulty) -> list[npt.ArrayLike]:
 
 def check_difficulty(difficulty: Difficulty, num_samples: int) -> Shaped[np.ndarray, " N"]:
     """Checks a difficulty, and makes one of several."""
-    arrays = [_check_one_difficulty(array, num_samples) for array in split_difficulty(difficulty)]
+    arrays = [np.asarray(array) for array in split_difficulty(difficulty)]
+    for array in arrays:
+        if array.shape != (num_samples,):
+            raise UserError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")
+        if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
+            raise UserError(f"difficulty must be integers or floats, not {array.dtype}")
+        if np.isnan(array).any():
+            raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(np.isnan(array)))}")
     if len(arrays) == 1:
         return arrays[0]
-    ascending = np.lexsort(arrays[::-1])
-    is_harder = np.zeros(num_samples, np.bool_)
+    ranks = np.zeros(num_samples, np.int64)
     for array in arrays:
-        ordered = array[ascending]
-        is_harder[1:] |= ordered[1:] != ordered[:-1]
-    ranks = np.empty(num_samples, np.int64)
-    ranks[ascending] = np.cumsum(is_harder)
+        values, codes = np.unique(array, return_inverse=True)
+        _, ranks = np.unique(ranks * len(values) + codes, return_inverse=True)
     return ranks
-
-
-def _check_one_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:
-    array = np.asarray(difficulty)
-    if array.shape != (num_samples,):
-        raise UserError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")
-    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
-        raise UserError(f"difficulty must be integers or floats, not {array.dtype}")
-    is_nan = np.isnan(array)
-    if is_nan.any():
-        raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan))}")
-    return array
 
 
 def _check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarray, " n"]:

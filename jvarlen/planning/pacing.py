@@ -1,7 +1,6 @@
-"""Curriculum pacing: the share of samples, or the highest value, that each step may draw from.
+"""Curriculum pacing: the share of samples, easiest first, or the highest value, that each step may draw from.
 
-A pacing is a function of the step; samples are admitted in their order, the easiest first. Letters: n
-samples, S steps.
+Letters: n samples, S steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Packs several samples into each row, and puts the samples in place of rows in the plan of these rows.
 
-Everything happens on the histogram; `placing` has the rules. Letters: N samples, n of them (or of their chunks) packed,
-D features, R rows, G distinct rows, S steps, P places.
+Letters: N samples, n of them (or of their chunks) packed, D features, R rows, G distinct rows, S steps, P places.
 """
 
 from __future__ import annotations
@@ -370,13 +369,12 @@ def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
     if not packing.num_truncated and not is_split:
         return
     longest = tuple(np.max([bucket.lengths for bucket in buckets], axis=0).tolist())
-    if len(longest) == 1 and longest != packing.row_lengths[-1:]:
+    # Of several features, a sample that was cut fills its row in that feature, so that buckets are never shorter.
+    is_wrong = (
+        longest != packing.row_lengths[-1:] if len(longest) == 1 else any(np.greater(longest, packing.row_lengths))
+    )
+    if is_wrong:
         raise UserError(
-            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths[-1]} tokens, so the "
-            f"longest bucket must have just that length, not {longest[-1]}"
-        )
-    # A sample that was cut fills its row in that feature, so that buckets are never shorter.
-    if len(longest) > 1 and any(np.greater(longest, packing.row_lengths)):
-        raise UserError(
-            f"the packing cuts samples at {packing.row_lengths} tokens, so no bucket may be longer, which are {longest}"
+            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths} tokens, so the longest "
+            f"bucket must have the same length, not {longest}"
         )

@@ -1,7 +1,6 @@
-"""Chooses the lengths of packed rows so that their plan costs least.
+"""Chooses the lengths of packed rows so that their plan costs least, by trying many sets on the histogram.
 
-Packing by histogram takes milliseconds, so many sets of row lengths can be tried. Letters: V distinct
-lengths, D distinct rounded lengths, K lengths of rows.
+Letters: V distinct lengths, D distinct rounded lengths, K lengths of rows.
 """
 
 from __future__ import annotations
@@ -116,10 +115,8 @@ def choose_row_lengths(
 def choose_packed_buckets(
     lengths: npt.ArrayLike, budget: Budget, overlong: PackedOverlong, max_samples_per_row: int | None = None
 ) -> tuple[Bucket, ...]:
-    """The buckets of packed rows: of the given lengths, else of `choose_row_lengths`.
-
-    Without a cost they have only the longest length, since packed rows leave little padding to save.
-    """
+    """The buckets of packed rows: of the given lengths, else of `choose_row_lengths`."""
+    # Without a cost they have only the longest length, since packed rows leave little padding to save.
     if budget.given_lengths is not None:
         row_lengths = tuple(budget.given_lengths.tolist())
     else:

@@ -1,20 +1,7 @@
 """Streams: steps in a few static shapes, for lengths that are not known in advance.
 
-A stream is read once, from its beginning, and need not end. Its steps depend only on the lengths, so every process that
-reads the same lengths gets the same steps. Each process then loads only the samples of its own microbatches. With four
-microbatches a step, the second of two processes takes the last two, and reads the samples with these ids:
-
-    >>> lengths = [3, 1, 4, 2, 8, 2, 7, 6, 5, 1]
-    >>> process, num_processes, microbatches_per_step = 1, 2, 4
-    >>> share = microbatches_per_step // num_processes
-    >>> mine = slice(process * share, (process + 1) * share)
-    >>> for step in stream_batches(lengths, [(1, 4), (1, 8)], microbatches_per_step=microbatches_per_step):
-    ...     print(step.bucket.length, step.ids[mine].tolist())
-    4 [[2], [3]]
-    8 [[7], [8]]
-    4 [[-1], [-1]]
-
-Letters: K buckets, M microbatches a step, B rows, T length.
+Steps depend only on the lengths, so every process that reads the same lengths gets the same steps, and loads only the
+samples of its own microbatches. Letters: K buckets, M microbatches a step, B rows, T length.
 """
 
 from __future__ import annotations

@@ -1,29 +1,20 @@
 """The sort of one shard: takes its rows, returns its block of the sorted whole. Runs in `shard_map`.
 
-Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r runs, g ranks.
-
-All shapes are static and do not depend on the keys:
+Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r runs, g ranks. All shapes are static:
 
 1. *Local sort.* Every shard sorts its rows into a run. All rows differ, at least by index, so the order is unique.
 2. *Cuts.* Block d begins at the global rank `starts[d]`. How many rows of each run come before it is found exactly:
    every shard proposes k regular samples of its bracket, all samples are ranked by counting in all runs, and a bracket
-   shrinks to what lies between two neighbouring samples of its own, at most 1/(k+1) of it. After
-   ⌊log n / log(k+1)⌋ + 1 rounds every bracket is empty.
+   shrinks to what lies between two neighbouring samples of its own. After ⌊log n / log(k+1)⌋ + 1 rounds all are empty.
 3. *Deal.* Row j of a run goes to shard j mod p: n/p rows a pair of shards, whatever the keys.
 4. *Send.* A shard was dealt at most ⌈L_r/p⌉ of the L_r rows which run r has for a block. As Σ L_r ≤ b, that is at most
-   Σ ⌈L_r/p⌉ ≤ Σ (L_r + p − 1)/p ≤ b/p + p − 1 rows a pair: a capacity that no input exceeds.
+   b/p + p − 1 rows a pair: a capacity that no input exceeds. A ragged all-to-all, where there is one, replaces 3 and 4.
 5. *Merge.* A shard sorts the p·(b/p + p − 1) places that arrive; the first `starts[d+1]` − `starts[d]` are its block.
-
-Where the backend has a ragged all-to-all, it takes the place of 3. and 4., and b rows arrive.
-
-A shard holds O(n + k·p²) at any time, and its block is as long as was asked for, whatever the keys; sampling alone, as
-in Shi and Schaeffer, only bounds it.
 
 References:
   Regular samples: Shi and Schaeffer 1992, "Parallel sorting by regular sampling". Exact cuts: Varman, Scheufler, Iyer
-  and Ricard 1991, "Merging multiple lists on hierarchical-memory multiprocessors". Dealing out sorted columns:
-  Leighton 1985, "Tight bounds on the complexity of parallel sorting". Two balanced exchanges for an unbalanced one:
-  Valiant 1982, "A scheme for fast parallel communication".
+  and Ricard 1991, "Merging multiple lists on hierarchical-memory multiprocessors". Dealing out sorted columns: Leighton
+  1985, "Tight bounds on the complexity of parallel sorting".
 """
 
 from __future__ import annotations

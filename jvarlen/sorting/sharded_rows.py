@@ -141,19 +141,16 @@ def _place(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
         raise UserError(f"keys and payload must be numbers, not {column.dtype}")
     with jax.set_mesh(NO_MESH):
         if len(column) < size:
-            column = _fill(_without_axis_types(column), size, None if column.is_fully_addressable else sharding)
+            if isinstance(
+                column.sharding, NamedSharding
+            ):  # on an Auto mesh: an explicitly sharded axis can't be filled
+                auto = Mesh(column.sharding.mesh.devices, column.sharding.mesh.axis_names)
+                column = jax.device_put(column, NamedSharding(auto, column.sharding.spec))
+            column = _fill(column, size, None if column.is_fully_addressable else sharding)
         is_there = isinstance(column.sharding, NamedSharding) and column.sharding.mesh == sharding.mesh
         if is_there and column.sharding.is_equivalent_to(sharding, column.ndim):
             return column
         return jax.device_put(column, sharding)
-
-
-def _without_axis_types(column: jax.Array) -> jax.Array:
-    """The same array on an Auto mesh: an explicitly sharded axis cannot be filled up."""
-    if not isinstance(column.sharding, NamedSharding):
-        return column
-    mesh = column.sharding.mesh
-    return jax.device_put(column, NamedSharding(Mesh(mesh.devices, mesh.axis_names), column.sharding.spec))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -53,7 +53,14 @@ def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], 
     else:
         bits, last = words
     index = (last >> 1).astype(jnp.int32 if last.dtype == jnp.uint32 else jnp.int64)
-    return _keys_of(bits, (last & 1).astype(bool), key_dtype), index
+    wide = _widened(key_dtype)
+    sign = _sign_bit(_unsigned(wide))
+    if jnp.issubdtype(wide, jnp.signedinteger):
+        bits ^= sign
+    elif jnp.issubdtype(wide, jnp.floating):
+        bits = jnp.where(bits >= sign, bits ^ sign, ~bits)
+        bits = jnp.where((last & 1).astype(bool), sign, bits)
+    return lax.bitcast_convert_type(bits, wide).astype(key_dtype), index
 
 
 def _widened(dtype: np.dtype) -> np.dtype:
@@ -90,15 +97,3 @@ def _sortable_bits(keys: Shaped[Array, " n"]) -> tuple[Shaped[Array, " n"], Bool
         bits = jnp.where(is_negative_zero, 0, bits)
         bits = jnp.where(bits >= sign, ~bits, bits | sign)
     return bits, is_negative_zero
-
-
-def _keys_of(bits: Shaped[Array, " n"], is_negative_zero: Bool[Array, " n"], dtype: np.dtype) -> Shaped[Array, " n"]:
-    """The inverse of `_sortable_bits`."""
-    wide = _widened(dtype)
-    sign = _sign_bit(_unsigned(wide))
-    if jnp.issubdtype(wide, jnp.signedinteger):
-        bits ^= sign
-    elif jnp.issubdtype(wide, jnp.floating):
-        bits = jnp.where(bits >= sign, bits ^ sign, ~bits)
-        bits = jnp.where(is_negative_zero, sign, bits)
-    return lax.bitcast_convert_type(bits, wide).astype(dtype)
