@@ -18,12 +18,14 @@ import numpy as np
 from jaxtyping import Int64, Integer, UInt64
 
 __all__ = [
+    "Kernel",
     "close_by_budget",
     "close_by_capacity",
     "fill_joint_rows",
     "halved_order",
     "in_parts",
     "paced_arrival",
+    "scaled_key",
     "take_segments",
 ]
 

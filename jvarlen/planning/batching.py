@@ -17,7 +17,7 @@ from jvarlen.planning._kernels import close_by_budget, close_by_capacity
 from jvarlen.planning.lengths import check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import sample_order
 
-__all__ = ["Batches", "batch_by_tokens"]
+__all__ = ["BatchBudget", "Batches", "batch_by_tokens"]
 
 BatchBudget = Literal["padded", "sum"]
 

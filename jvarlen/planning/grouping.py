@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketTable",
     "CanonicalSteps",
+    "GroupedSamples",
     "Ordering",
     "canonical_steps",
     "emitted_steps",

@@ -18,7 +18,7 @@ from jvarlen.planning.buckets import PairBucket, make_buckets
 from jvarlen.planning.budget import Budget, as_budget, round_up, rounded_caps, steps_and_rows
 from jvarlen.planning.lengths import check_pair_lengths
 
-__all__ = ["make_pair_buckets"]
+__all__ = ["PairBudget", "make_pair_buckets"]
 
 PairBudget = Literal["sum", "larger"]
 

@@ -18,7 +18,7 @@ from jvarlen.planning._kernels import fill_joint_rows, halved_order, take_segmen
 from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.planning.order import stable_argsort
 
-__all__ = ["distinct_joint_rows", "place_samples", "rows_by_tokens"]
+__all__ = ["DistinctRows", "Placed", "distinct_joint_rows", "place_samples", "rows_by_tokens"]
 
 
 class Placed(NamedTuple):
