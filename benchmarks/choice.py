@@ -37,12 +37,7 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
-from jvarlen.parallel.tensor import (
-    enter_tensor_parallel,
-    leave_tensor_parallel,
-    sum_over_positions,
-    take_positions,
-)
+from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_over_positions, take_positions
 from jvarlen.targets import ModelFile, measure_cluster
 from jvarlen.targets.choice import LayoutChoice, choose_layout
 from jvarlen.targets.cluster import Cluster, Link

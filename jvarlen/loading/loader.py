@@ -115,7 +115,7 @@ def load(
     *,
     layout: LayoutLike = None,
     epoch: int = 0,
-    end_epoch: int | None = None,
+    num_epochs: int | None = None,
     start_step: int = 0,
     num_workers: int = 0,
     collate: CollateFn | None = None,
@@ -139,8 +139,8 @@ def load(
         None puts them on the default device. If its devices belong to several processes, all of them load, and each
         reads only the samples of its own devices.
       epoch: the first epoch, if `plan` is a function.
-      end_epoch: the epoch to end before, if `plan` is a function; None for no end. Each epoch is planned in a thread
-        while the previous one is loaded.
+      num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end.
+        Each epoch is planned in a thread while the previous one is loaded.
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
         plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process,
@@ -177,7 +177,7 @@ def load(
     if not (callable(plan) or isinstance(plan, PlannedSteps)):
         given = {
             "epoch": epoch,
-            "end_epoch": end_epoch is not None,
+            "num_epochs": num_epochs is not None,
             "start_step": start_step,
             "num_workers": num_workers,
             "lengths": lengths is not None,
@@ -215,7 +215,7 @@ def load(
     if not callable(plan):
         return Loader(shapes, reading)
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-    later = itertools.count(epoch + 1) if end_epoch is None else iter(range(epoch + 1, end_epoch))
+    later = itertools.count(epoch + 1) if num_epochs is None else iter(range(epoch + 1, num_epochs))
     planned = _plan_ahead(plan, later, planner)
     close = functools.partial(planner.shutdown, wait=False, cancel_futures=True)
     return Loader(shapes, reading, (read(plan, start_step=0) for plan in planned), close)

@@ -19,7 +19,8 @@ from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.config import TransformerConfig
 from jvarlen.models.transformer import Transformer, init_params, rows_of, run_block, sum_losses
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
-from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
+from jvarlen.parallel.tensor import check_tensor_divides
+from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec
 
 __all__ = ["layered", "stack_layers", "unstack_layers"]
 

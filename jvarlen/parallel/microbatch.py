@@ -20,7 +20,7 @@ from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.sharded import model_on_axes, other_specs_of, padded_shape, split_specs
-from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.tensor_params import split_params
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState

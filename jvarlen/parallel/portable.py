@@ -22,7 +22,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.sharded import crop, pad_to
-from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
+from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state

@@ -53,7 +53,7 @@ def init_sharded(
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
     other_specs = other_specs_of(params, model, layout)
     if (specs := split_specs(model, layout)) is not None:
-        from jvarlen.parallel.tensor import split_params
+        from jvarlen.parallel.tensor_params import split_params
 
         split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
         params = jax.eval_shape(split, params) if is_abstract else split(params)
@@ -188,7 +188,7 @@ def model_on_axes(
         if seq_length >= layout.context_from:
             model, rows_along = context_model(model, seq_length), CONTEXT_AXIS
     if layout.tensor > 1 and isinstance(model, LayeredModel):
-        from jvarlen.parallel.tensor import TENSOR_AXIS, tensor_parallel_model
+        from jvarlen.parallel.tensor_params import TENSOR_AXIS, tensor_parallel_model
 
         model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
     return model, rows_along
@@ -206,7 +206,7 @@ def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Lay
     """How parameters lie along "stage" and "tensor"; None if both have one device."""
     specs = split_specs(model, layout)
     if specs is not None:
-        from jvarlen.parallel.tensor import partition_specs
+        from jvarlen.parallel.tensor_params import partition_specs
 
         specs = partition_specs(specs)
     if layout.stage == 1:
@@ -271,7 +271,7 @@ def _cropped(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
     specs = split_specs(model, layout)
     if specs is None:
         return params
-    from jvarlen.parallel.tensor import crop_vocabularies
+    from jvarlen.parallel.tensor_params import crop_vocabularies
 
     return crop_vocabularies(params, specs)
 

@@ -7,54 +7,29 @@ plain products and look-ups. Letters: N devices of the axis, T positions, D inpu
 # What a device holds is *whole*, equal on all devices of the axis, or a *part*: some features, some rows of a
 # vocabulary, or under sequence parallelism some positions. Gradients are taken inside `shard_map`, of a loss that every
 # device has whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the
-# others have already. JAX's own transpose of a sum over devices would count the loss once a device: `_copy` and `_sum`
-# have gradients of their own. Under sequence parallelism every whole parameter meets only some positions or features,
-# and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
+# others have already. JAX's own transpose of a sum over devices would count the loss once a device: `sum_backward` and
+# `sum_forward` have gradients of their own. Under sequence parallelism every whole parameter meets only some positions
+# or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, bind_axes
+from jvarlen._common.checks import UserError
+from jvarlen.parallel.layers import Axes
 
 __all__ = [
-    "TENSOR_AXIS", "TensorSpec", "check_tensor_divides", "column_linear", "crop_vocabularies", "enter_tensor_parallel",
-    "leave_tensor_parallel", "map_splits", "merge_params", "partition_specs", "row_linear", "split_params",
-    "sum_over_positions", "swap_blocks", "take_features", "take_positions", "tensor_parallel_model",
-    "vocabulary_cross_entropy", "vocabulary_embedding",
+    "check_tensor_divides", "column_linear", "enter_tensor_parallel", "leave_tensor_parallel", "row_linear",
+    "sum_backward", "sum_over_positions", "take_features", "take_positions", "vocabulary_cross_entropy",
+    "vocabulary_embedding",
 ]  # fmt: skip
-
-TENSOR_AXIS = "tensor"
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """How a parameter lies along `"tensor"`, where a `PartitionSpec` does not tell all.
-
-    Attributes:
-      spec: as for an array without the layer axis, such as `P(None, "tensor")`.
-      num_blocks: arrays that lie side by side along that dimension, such as 3 for queries, keys and values in one
-        kernel. Each is split, so that a device has its part of every one.
-      num_values: of a vocabulary, the size of that dimension, which zeros extend to a multiple of N; None if N must
-        divide it.
-    """
-
-    spec: PartitionSpec
-    num_blocks: int = 1
-    num_values: int | None = None
 
 
 def column_linear(
@@ -122,7 +97,7 @@ def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
         return x
     if axes.sequence_parallel:
         return lax.all_gather(x, axes.tensor, axis=x.ndim - 2, tiled=True)  # its transpose is right: a reduce-scatter
-    return _copy(x, axes.tensor)
+    return sum_backward(x, axes.tensor)
 
 
 def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
@@ -145,7 +120,7 @@ def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
     if axes.sequence_parallel:
         _part_of(x.shape[-2], "positions", axes)
         return lax.psum_scatter(x, axes.tensor, scatter_dimension=x.ndim - 2, tiled=True)
-    return _sum(x, axes.tensor)
+    return sum_forward(x, axes.tensor)
 
 
 def vocabulary_embedding(
@@ -215,7 +190,7 @@ def vocabulary_cross_entropy(
     local = targets - first
     is_here = (local >= 0) & (local < num_here)
     of_targets = jnp.take_along_axis(shifted, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0]
-    sums = _sum(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), jnp.where(is_here, of_targets, 0)]), axes.tensor)
+    sums = sum_forward(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), jnp.where(is_here, of_targets, 0)]), axes.tensor)
     return jnp.log(sums[0]) - sums[1]
 
 
@@ -236,7 +211,7 @@ def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> S
     if axes.tensor is None:
         return x
     if not axes.sequence_parallel and jnp.issubdtype(x.dtype, jnp.inexact):
-        x = _copy(x, axes.tensor)
+        x = sum_backward(x, axes.tensor)
     return _take(x, dim, "features", axes)
 
 
@@ -267,7 +242,7 @@ def sum_over_positions(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array,
     Returns:
       float[…], whole: summed over the devices under sequence parallelism, else as it is.
     """
-    return _sum(x, axes.tensor) if axes.tensor is not None and axes.sequence_parallel else x
+    return sum_forward(x, axes.tensor) if axes.tensor is not None and axes.sequence_parallel else x
 
 
 def check_tensor_divides(axes: Axes, **sizes: int) -> int:
@@ -289,170 +264,6 @@ def check_tensor_divides(axes: Axes, **sizes: int) -> int:
     return num_devices
 
 
-def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
-    """A model whose functions take their parts of parameters, inside `shard_map` over the tensor axis.
-
-    Args:
-      model: with `specs`.
-      axes: has `tensor`, and whether the model is sequence-parallel.
-
-    Returns:
-      A model for `layered_loss_fn`. Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
-
-    Raises:
-      ValueError: the model has no `specs`.
-    """
-    if model.specs is None:
-        raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
-    specs = model.specs
-
-    def stack(params: Any) -> LayeredParams:
-        stacked = params if model.stack is None else model.stack(params)
-        if not axes.sequence_parallel:
-            return stacked
-        whole = jax.tree.map(lambda spec, leaf: leaf if _dim_of(spec) is None else None, specs, stacked)
-        summed = iter(_copy(jax.tree.leaves(whole), axes.tensor))
-        return jax.tree.map(lambda spec, leaf: next(summed) if _dim_of(spec) is None else leaf, specs, stacked)
-
-    bound = bind_axes(model, lambda: {"tensor": axes.tensor, "sequence_parallel": axes.sequence_parallel})
-    return bound._replace(stack=stack)
-
-
-def partition_specs(specs: LayeredParams) -> LayeredParams:
-    """How the result of `split_params` lies on a mesh.
-
-    Args:
-      specs: those of a model: a `PartitionSpec` or a `TensorSpec` for every leaf, without the layer axis.
-
-    Returns:
-      A `PartitionSpec` for every leaf, with the layer axis.
-    """
-
-    def of_layer(spec: Any) -> PartitionSpec:
-        return PartitionSpec(None, *_plain(spec).spec) if any(_plain(spec).spec) else PartitionSpec()
-
-    ends = jax.tree.map(lambda spec: _plain(spec).spec, specs.ends)
-    return LayeredParams(ends, jax.tree.map(of_layer, specs.layers))
-
-
-def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
-    """Parameters in the order in which N equal parts along `partition_specs` are those of the devices.
-
-    Vocabularies are extended by zeros, and the parts of arrays that lie side by side come together.
-
-    Args:
-      params: whole arrays.
-      specs: those of the model.
-      num_devices: N.
-
-    Returns:
-      `LayeredParams` of whole arrays.
-
-    Raises:
-      ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
-
-    Example:
-      >>> params = LayeredParams((), np.array([["q0", "q1", "k0", "k1", "v0", "v1"]]))  # a fused bias of one layer
-      >>> specs = LayeredParams((), TensorSpec(PartitionSpec("tensor"), num_blocks=3))
-      >>> split_params(params, specs, 2).layers.tolist()
-      [['q0', 'k0', 'v0', 'q1', 'k1', 'v1']]
-    """
-    _check_splits(params, specs, num_devices)
-
-    def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        if missing := -np.shape(leaf)[dim] % num_devices:  # values of a vocabulary
-            pad = np.pad if isinstance(leaf, np.ndarray) else jnp.pad
-            leaf = pad(leaf, [(0, missing if i == dim else 0) for i in range(np.ndim(leaf))])
-        return swap_blocks(leaf, dim, spec.num_blocks, num_devices)
-
-    return map_splits(split, specs, params)
-
-
-def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
-    """The inverse of `split_params`, also for gradients.
-
-    Args:
-      params: whole arrays, in the order of `split_params`.
-      specs: those of the model.
-      num_devices: N.
-
-    Returns:
-      `LayeredParams` of whole arrays.
-    """
-
-    def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        return swap_blocks(leaf, dim, num_devices, spec.num_blocks)
-
-    return crop_vocabularies(map_splits(merge, specs, params), specs)
-
-
-def crop_vocabularies(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
-    """The result of `split_params`, arrays or shapes, without zeros, otherwise in its order."""
-
-    def crop(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        if spec.num_values is None or spec.num_values == leaf.shape[dim]:
-            return leaf
-        return leaf[(slice(None),) * dim + (slice(spec.num_values),)]
-
-    return map_splits(crop, specs, params)
-
-
-def swap_blocks(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:
-    """Of a dimension of outer · inner runs, those of one inner place together."""
-    if num_outer == 1 or num_inner == 1:
-        return leaf
-    shape = leaf.shape
-    runs = leaf.reshape(*shape[:dim], num_outer, num_inner, -1, *shape[dim + 1 :])
-    return runs.swapaxes(dim, dim + 1).reshape(shape)
-
-
-def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int) -> None:
-    structures: list[object] = [jax.tree.structure(specs), jax.tree.structure(params)]
-    if structures[0] != structures[1]:
-        found, wanted = leaves_by_name(params), jax.tree.leaves_with_path(specs)
-        differing = {*found} ^ {jax.tree_util.keystr(path) for path, _ in wanted}
-        raise UserError(f"the specs of a model are not those of these parameters: {list_first(sorted(differing))}")
-    offenders = []
-
-    def check(spec: TensorSpec, leaf: Any, dim: int, name: str) -> None:
-        size, num_parts = np.shape(leaf)[dim], spec.num_blocks * num_devices
-        if size % num_parts if spec.num_values is None else size != spec.num_values:
-            blocks = f" in {spec.num_blocks} blocks" if spec.num_blocks > 1 else ""
-            values = "" if spec.num_values is None else f", not {spec.num_values}"
-            offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{blocks}{values})")
-
-    names = [jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params]
-    map_splits(check, specs, params, LayeredParams(*names))
-    if offenders:
-        raise UserError(f"the {num_devices} devices of the axis {TENSOR_AXIS!r} do not divide {list_first(offenders)}")
-
-
-def map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
-    """`change(spec, leaf, dim, …)` of what lies along dimension dim, with `TensorSpec`; others as they are."""
-
-    def changed(num_leading: int) -> Callable[..., Any]:
-        def of_leaf(spec: Any, leaf: Any, *others: Any) -> Any:
-            dim = _dim_of(spec)
-            return leaf if dim is None else change(_plain(spec), leaf, num_leading + dim, *others)
-
-        return of_leaf
-
-    return LayeredParams(
-        jax.tree.map(changed(0), specs.ends, *(tree.ends for tree in trees)),
-        jax.tree.map(changed(1), specs.layers, *(tree.layers for tree in trees)),
-    )
-
-
-def _plain(spec: PartitionSpec | TensorSpec) -> TensorSpec:
-    return spec if isinstance(spec, TensorSpec) else TensorSpec(spec)
-
-
-def _dim_of(spec: PartitionSpec | TensorSpec) -> int | None:
-    """The dimension along the tensor axis; None: there is none."""
-    plain = _plain(spec).spec
-    return plain.index(TENSOR_AXIS) if TENSOR_AXIS in plain else None
-
-
 def _take(x: Any, dim: int, what: str, axes: Axes) -> Any:
     size = _part_of(x.shape[dim], what, axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes.tensor) * size, size, dim)
@@ -467,18 +278,18 @@ def _part_of(size: int, what: str, axes: Axes) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copy(x: Any, axis_name: str) -> Any:
+def sum_backward(x: Any, axis_name: str) -> Any:
     """As it is; its gradient is summed over the axis."""
     return x
 
 
-_copy.defvjp(lambda x, axis_name: (x, None), lambda axis_name, _, grad: (lax.psum(grad, axis_name),))
+sum_backward.defvjp(lambda x, axis_name: (x, None), lambda axis_name, _, grad: (lax.psum(grad, axis_name),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sum(x: Any, axis_name: str) -> Any:
+def sum_forward(x: Any, axis_name: str) -> Any:
     """Summed over the axis; its gradient is as it is."""
     return lax.psum(x, axis_name)
 
 
-_sum.defvjp(lambda x, axis_name: (lax.psum(x, axis_name), None), lambda axis_name, _, grad: (grad,))
+sum_forward.defvjp(lambda x, axis_name: (lax.psum(x, axis_name), None), lambda axis_name, _, grad: (grad,))

@@ -120,7 +120,7 @@ class TrainStep:
 
         params = jax.tree.map(gathered, state.params)
         if self.placement is not None and self.placement.layout.tensor > 1:
-            from jvarlen.parallel.tensor import merge_params
+            from jvarlen.parallel.tensor_params import merge_params
 
             assert isinstance(self.model, LayeredModel)
             assert self.model.specs is not None

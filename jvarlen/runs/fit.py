@@ -339,7 +339,7 @@ def _train(run: _Run) -> _Trained:
         prepared.data.train,
         prepared.lengths,
         epoch=place.epoch,
-        end_epoch=training.num_epochs,
+        num_epochs=training.num_epochs,
         start_step=place.step,
         num_workers=config.data.num_workers,
     )

@@ -26,7 +26,7 @@ from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
-from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.tensor_params import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan

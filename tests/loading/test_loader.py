@@ -87,16 +87,16 @@ def test_the_next_epoch_is_planned_while_one_is_loaded():
     assert planned == [(1, True), (2, False)]
 
 
-@pytest.mark.parametrize("end_epoch", [2, 4])
-def test_epochs_end_where_they_should_and_none_is_planned_beyond(end_epoch):
+@pytest.mark.parametrize("num_epochs", [2, 4])
+def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
     planned = []
 
     def plan_and_tell(epoch):
         planned.append(epoch)
         return plan_of_epoch(epoch)
 
-    batches = list(load(plan_and_tell, DATASET, epoch=1, end_epoch=end_epoch))
-    assert planned == list(range(1, end_epoch))
+    batches = list(load(plan_and_tell, DATASET, epoch=1, num_epochs=num_epochs))
+    assert planned == list(range(1, num_epochs))
     expected = [planned_rows(plan_of_epoch(e), s) for e in planned for s in range(plan_of_epoch(e).num_steps)]
     assert [rows_of(batch) for batch in batches] == expected
 
@@ -361,7 +361,7 @@ def test_what_was_read_is_hashed_as_it_is_given(start_step):
 
 
 def test_each_epoch_has_a_digest_of_its_own():
-    batches = load(plan_of_epoch, DATASET, end_epoch=3, verify=True, start_step=2)
+    batches = load(plan_of_epoch, DATASET, num_epochs=3, verify=True, start_step=2)
     for epoch, start_step in ((0, 2), (1, 0), (2, 0)):
         plan = plan_of_epoch(epoch)
         for _ in range(start_step, plan.num_steps):

@@ -19,7 +19,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions, spread_rows, unspread_rows
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.tensor import merge_params, partition_specs, split_params, tensor_parallel_model
+from jvarlen.parallel.tensor_params import merge_params, partition_specs, split_params, tensor_parallel_model
 from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of
 

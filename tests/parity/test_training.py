@@ -134,7 +134,7 @@ def train_in_jax(setting, plans, initial):
             ),
             progress=False,
         )
-        batches = jvarlen.load(plans.__getitem__, DATASET, end_epoch=len(plans), layout=mesh, collate=collate)
+        batches = jvarlen.load(plans.__getitem__, DATASET, num_epochs=len(plans), layout=mesh, collate=collate)
         losses = []
         for batch in itertools.islice(batches, setting.num_steps):
             state, metrics = step(state, batch)
