@@ -67,11 +67,9 @@ def launch(config: DeviceConfig, layout: Layout = Layout()) -> Placement:  # noq
 
 
 def keep_memory_of_steps() -> None:
-    """Steps on one CPU device reuse the memory of earlier steps.
+    """Steps on one CPU device reuse the memory of earlier steps, up to 2 GiB, in place of a page fault for each page.
 
-    By default the operating system maps the temporary memory of a program again for every call, with a fault for each
-    page. Here freed memory stays with the process, up to 2 GiB. This changes the whole process: from then on, a call of
-    a step waits for its end. Call it before anything touches a device. Without glibc only the waiting changes.
+    This changes the whole process: a call of a step waits for its end. Call it before anything touches a device.
     """
     import jax
 

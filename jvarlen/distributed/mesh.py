@@ -200,9 +200,8 @@ def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
 def split_cpu(num_devices: int, *, again: bool = True) -> None:
     """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
 
-    On such devices, programs with a collective must not pile up: with some 30 that wait for their turn, XLA's threads
-    deadlock (seen with JAX 0.10), and after 40 s XLA ends the process. The steps of `compile_buckets` wait for the step
-    before the last; in a loop over steps of `jax.jit`, read the loss now and then.
+    There, some 30 programs with a collective that wait for their turn deadlock XLA's threads (JAX 0.10). The steps of
+    `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then.
 
     Args:
       num_devices: at least 1. `Layout.on` raises if there are fewer devices than it needs.

@@ -69,11 +69,8 @@ def initialize_processes(
 ) -> None:
     """Makes this process one of several that compute together. Call it before anything that touches a device.
 
-    When a process dies or is stopped, the others end within about two heartbeat timeouts, with an error that names it.
-    The same holds when a process ends by an uncaught exception: it waits that long for the others, which may be about
-    to end as well, and then exits. A process that is alive but hangs, for example on its disk, is not detected here.
-
-    SIGTERM keeps its handler; by default JAX would take it over for a service of its own.
+    When a process dies, is stopped or ends by an uncaught exception, the others end within about two heartbeat
+    timeouts, with an error that names it. SIGTERM keeps its handler, which JAX would replace.
 
     Args:
       coordinator_address: `"host:port"` of process 0. None, here and in the next two: JAX finds it in the environment
@@ -81,8 +78,7 @@ def initialize_processes(
       num_processes: the number of processes.
       process_id: the index of this process, from 0.
       heartbeat_timeout_seconds: a process without a heartbeat for this long is considered dead.
-      initialization_timeout: seconds to wait for all processes to connect. JAX then ends this process by SIGABRT, and
-        prints DEADLINE_EXCEEDED.
+      initialization_timeout: seconds to wait for all processes to connect. JAX then ends this process by SIGABRT.
 
     Raises:
       RuntimeError: JAX has used its devices already, or was initialized before.

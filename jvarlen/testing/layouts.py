@@ -34,9 +34,8 @@ def assert_layout_invariant(
 ) -> list[Layout]:
     """Asserts that some steps give the same losses, gradient norms and parameters on any layout as on one device.
 
-    Parameters are compared after the first and after the last step. Everything is computed in float64, where a mistake
-    stands out from rounding. All steps are on the same batch. Layouts need devices: `jvarlen.distributed.split_cpu`
-    splits the CPU into several.
+    All steps are on the same batch, in float64, and parameters are compared after the first and the last one. Layouts
+    need devices: `jvarlen.distributed.split_cpu` splits the CPU into several.
 
     Args:
       model: as for `make_train_step`.
@@ -45,8 +44,7 @@ def assert_layout_invariant(
         to float64.
       layouts: layouts, or their texts. The data shards of each must divide M, and so must data · context for rows that
         are not spread.
-      optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient. Its eps of 1e-5 keeps
-        the rounding of gradients that should be 0 from becoming updates.
+      optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient.
       num_steps: steps on each layout.
       seed: for a model that takes keys.
       rtol: the largest difference allowed, relative to the loss, to the norm, and for any parameter to the largest of
@@ -67,7 +65,7 @@ def assert_layout_invariant(
       >>> assert_layout_invariant(loss_fn, np.ones((8, 8)), np.ones((2, 3, 8)), ["data1"])
       [Layout(data=1, stage=1, context=1, tensor=1, zero=0, schedule='eager_1f1b', virtual=1, ...)]
     """
-    if optimizer is None:
+    if optimizer is None:  # its eps keeps the rounding of gradients that should be 0 from becoming updates
         optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-5))
     whole_loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]

@@ -105,12 +105,6 @@ def assert_partition_invariant(
       microbatches × rows 1×3, shards 1, padding rows 1
       microbatches × rows 2×2, shards 1, padding rows 2
       microbatches × rows 1×2, shards 1, padding rows 2
-      >>> def mean_loss(scale, microbatch):
-      ...     loss_sum, weight_sum = loss_fn(scale, microbatch)
-      ...     return loss_sum / weight_sum, jnp.ones(())
-      >>> assert_partition_invariant(mean_loss, 0.5, batch, num_shards=[1])
-      Traceback (most recent call last):
-      AssertionError: ...
 
     References:
       The mean of the means of unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation

@@ -19,9 +19,8 @@ __all__ = ["assert_no_recompiles"]
 def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_up: bool = True) -> None:
     """Asserts that a function compiles nothing once it has seen its shapes, nor in between.
 
-    It is called with every set of arguments, and then with every set again. Each call gets copies, because a function
-    may donate its arguments, as a compiled step donates its state. Calls of compiled buckets count in their report. For
-    a whole loop of loader and step, pass a function without arguments, and `[()]` for its shapes.
+    It is called with every set of arguments, and then with every set again. Each call gets copies, which it may donate.
+    For a whole loop of loader and step, pass a function without arguments, and `[()]` for its shapes.
 
     Args:
       fn: any function, jitted or not, or a result of `compile_buckets`.

@@ -53,22 +53,23 @@ def update_state(
     batch: Any,
     sums: StepSums,
     *,
-    value_fn: Callable[[Any], jax.Array] | None = None,
+    value_fn: Callable[[Any], jax.Array],
     norms: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state and the metrics after a step, from its sums; the optimizer is told the counts of the batch."""
-    metrics = metrics_of(sums, batch)
-    if isinstance(optimizer, MasterWeightsOptimizer):
-        grads = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
-    else:
-        grads = _mean_grads(sums, state.params)
+    metrics, num_sequences = metrics_of(sums, batch), field_of(batch, "num_sequences")
+    if num_sequences is not None and jnp.ndim(num_sequences):
+        raise UserError(
+            f"num_sequences of the batch must be a scalar, of the whole step, not an array {jnp.shape(num_sequences)}"
+        )
+    grads = _mean_grads(sums, None if isinstance(optimizer, MasterWeightsOptimizer) else state.params)
     told = {
-        "batch_size": _scalar_field(batch, "num_sequences"),
+        "batch_size": num_sequences,
         "num_tokens": metrics.num_tokens,
         "value": metrics.loss,
         "grad": grads,
         "value_fn": value_fn,
-        "grad_fn": None if value_fn is None else lambda params, _iteration=None: jax.grad(value_fn)(params),
+        "grad_fn": lambda params, _iteration=None: jax.grad(value_fn)(params),
     }
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -76,15 +77,13 @@ def update_state(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
-    return (
-        state._replace(
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            extra=next_extra(state.extra, sums) if sums.extra else state.extra,
-            step=None if state.step is None else state.step + 1,
-        ),
-        metrics,
+    state = state._replace(
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        extra=next_extra(state.extra, sums) if sums.extra else state.extra,
+        step=None if state.step is None else state.step + 1,
     )
+    return state, metrics
 
 
 def _value_fn(
@@ -120,7 +119,9 @@ def _value_fn(
 
 
 def _mean_grads(sums: StepSums, params: Any) -> Any:
-    return jax.tree.map(lambda grad, param: divide_once(grad, sums.weight_sum).astype(param.dtype), sums.grads, params)
+    """Gradients of the loss, in the types of the parameters; None: in those in which they were added up."""
+    means = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
+    return means if params is None else jax.tree.map(lambda mean, param: mean.astype(param.dtype), means, params)
 
 
 def metrics_of(sums: StepSums, batch: Any) -> Metrics:
@@ -128,10 +129,3 @@ def metrics_of(sums: StepSums, batch: Any) -> Metrics:
     num_tokens = field_of(batch, "num_tokens")
     of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss_sum.dtype)
     return Metrics(sums.loss_sum, sums.weight_sum, sums.num_tokens if of_step is None else of_step, sums.sums)
-
-
-def _scalar_field(batch: Any, name: str) -> jax.Array | None:
-    value = field_of(batch, name)
-    if value is not None and jnp.ndim(value):
-        raise UserError(f"{name} of the batch must be a scalar, of the whole step, not an array {jnp.shape(value)}")
-    return value
