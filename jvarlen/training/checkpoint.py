@@ -81,13 +81,35 @@ class StateForm(Protocol):
         """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
 
     def like(self, state: Any) -> Any:
-        """What `save` gives, not computed: what it would make is a `jax.ShapeDtypeStruct` with its sharding."""
+        """What `save` gives, without computing it.
+
+        Args:
+          state: of the steps.
+
+        Returns:
+          The form of checkpoints, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes.
+        """
 
     def save(self, state: Any) -> Any:
-        """A state in the form of checkpoints, whose ends may be padded with zeros. It compiles nothing."""
+        """A state in the form of checkpoints. It compiles nothing.
+
+        Args:
+          state: of the steps.
+
+        Returns:
+          The form of checkpoints. Ends of dimensions may be padded with zeros.
+        """
 
     def restore(self, saved: Any, state: Any) -> Any:
-        """The inverse of `save`, from what lies as `like(state)` says; arrays of `state` are not read."""
+        """The inverse of `save`.
+
+        Args:
+          saved: with the shapes and shardings of `like(state)`.
+          state: of the steps; its arrays are not read.
+
+        Returns:
+          A state with the shapes and shardings of `state`.
+        """
 
 
 class Checkpoints:
@@ -184,7 +206,11 @@ class Checkpoints:
         return next(iter(_best(self._metrics)), None)
 
     def discard_after(self, step: int) -> None:
-        """Removes checkpoints newer than `step`, since the steps that follow are taken again."""
+        """Removes newer checkpoints, since the steps that follow are taken again.
+
+        Args:
+          step: the newest to keep.
+        """
         self.wait()
         self._remove([later for later in self._metrics if later > step])
 
@@ -207,7 +233,14 @@ class Checkpoints:
         return self._restore(self.steps[-1], state)
 
     def restore_best(self, state: Any) -> tuple[Any, Place]:
-        """State and place of `best_step`; otherwise as `restore_latest`."""
+        """State and place of `best_step`; otherwise as `restore_latest`.
+
+        Args:
+          state: as in `restore_latest`.
+
+        Returns:
+          The state and its place.
+        """
         if self.best_step is None:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint with a metric")
         return self._restore(self.best_step, state)
