@@ -69,7 +69,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
     import optax
 
     import jvarlen
-    from jvarlen.compiling.lowering import make_recipe
+    from jvarlen.compiling.lowering import make_step_compiler
 
     jvarlen.initialize_processes(f"127.0.0.1:{port}", 2, rank)
 
@@ -94,7 +94,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
         }
         step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
         state = step.init(params)
-        recipe = make_recipe(
+        step_compiler = make_step_compiler(
             step,
             state,
             len(devices),
@@ -102,7 +102,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
             lambda *_, batch=batch: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
             jvarlen.CompileOptions(cache_dir=None, **sizes_of_buckets),
         )
-        program = recipe.compile(recipe.lower(jvarlen.Bucket(sizes.rows, sizes.width))).executable
+        program = step_compiler.compile(step_compiler.lower(jvarlen.Bucket(sizes.rows, sizes.width))).executable
 
         def place(leaf: np.ndarray, sharding: Any) -> jax.Array:
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])

@@ -13,7 +13,7 @@ import numpy as np
 
 from jvarlen import Bucket, CompileOptions, compile_buckets
 from jvarlen.batches import BatchShapes, token_batch_spec
-from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import placement_of
 from jvarlen.distributed.processes import agree, initialize_processes
@@ -26,7 +26,7 @@ def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     mesh = Layout().on().mesh
-    compile_now = Recipe.compile
+    compile_now = StepCompiler.compile
 
     def batch_of(bucket):
         spec = token_batch_spec(bucket, 2)
@@ -58,27 +58,27 @@ def main():
             states.append(float(state))
         return states
 
-    def compile_slowly(recipe, lowered):
+    def compile_slowly(step_compiler, lowered):
         if rank == 1 and lowered.bucket == BUCKETS[1]:
             time.sleep(1.0)
-        return compile_now(recipe, lowered)
+        return compile_now(step_compiler, lowered)
 
     told = {}
-    Recipe.compile = compile_slowly
+    StepCompiler.compile = compile_slowly
     step = start()
     told["together"] = run(step, BUCKETS)
     told["waited"] = {row.bucket: row.stall_s for row in step.report}[BUCKETS[1]]
-    Recipe.compile = compile_now
+    StepCompiler.compile = compile_now
     agree("the first part", "")
     told["different"] = outcome(lambda: run(start(1.0 + rank), BUCKETS))
     agree("the second part", "")
 
-    def compile_some(recipe, lowered):
+    def compile_some(step_compiler, lowered):
         if rank == 1 and lowered.bucket == BUCKETS[2]:
             raise RuntimeError("out of registers")
-        return compile_now(recipe, lowered)
+        return compile_now(step_compiler, lowered)
 
-    Recipe.compile = compile_some
+    StepCompiler.compile = compile_some
 
     def run_until_it_fails():
         step = start()

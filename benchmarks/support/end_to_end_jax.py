@@ -40,7 +40,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
 from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes, estimate_costs
-from jvarlen.compiling.lowering import make_recipe
+from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -187,8 +187,8 @@ class PlannedRun(JaxRun):
         step = jvarlen.make_train_step(self.loss_fn, optimizer)
         state = step.init(jax.eval_shape(lambda: self.params))
         buckets = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
-        recipe = make_recipe(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
-        costs = estimate_costs(recipe, buckets, "")
+        step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
+        costs = estimate_costs(step_compiler, buckets, "")
         return choose_shapes(
             lengths,
             dataclasses.replace(budget, cost=costs.seconds),

@@ -24,7 +24,7 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_dataclass, save_dataclass
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget
@@ -200,20 +200,22 @@ def save_costs(costs: RunCosts, cache_dir: Path) -> None:
         warnings.warn(f"what the model costs could not be kept in {path}: {error}", stacklevel=2)
 
 
-def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_devices: int = 1) -> RunCosts:
+def estimate_costs(
+    step_compiler: StepCompiler, buckets: Sequence[Bucket], model: str, num_devices: int = 1
+) -> RunCosts:
     """Costs from lowering a step on one device for two shapes of different lengths; nothing of it is compiled."""
-    lowered = [recipe.lower(bucket) for bucket in buckets]
+    lowered = [step_compiler.lower(bucket) for bucket in buckets]
     operations = [(each.program.cost_analysis() or {}).get("flops", math.nan) for each in lowered]
     counted = [(bucket, count) for bucket, count in zip(buckets, operations, strict=True) if count > 0]
     if not counted:
         raise UserError('max_shapes "auto" needs a cost model here: XLA does not count the operations of this step')
     of_token = np.array([count / bucket.padded_tokens for bucket, count in counted])
     linear, quadratic = _line([bucket.length for bucket, _ in counted], of_token)
-    seconds = 1.0 / (_SHARE_OF_PEAK * _operations_per_second(recipe.device) * num_devices)
+    seconds = 1.0 / (_SHARE_OF_PEAK * _operations_per_second(step_compiler.device) * num_devices)
     return RunCosts(
-        recipe.device_text,
+        step_compiler.device_text,
         model,
-        CostModel(0.0, linear * seconds, quadratic * seconds, device=recipe.device_text, model="estimated"),
+        CostModel(0.0, linear * seconds, quadratic * seconds, device=step_compiler.device_text, model="estimated"),
         (1 + _COMPILING_OVER_LOWERING) * min(each.seconds for each in lowered),
         is_estimate=True,
     )

@@ -21,7 +21,7 @@ from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import Programs, Recipe, largest_first, make_recipe
+from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.pending import PendingPrograms
 from jvarlen.compiling.program_store import (
     deserialized,
@@ -90,14 +90,14 @@ def compile_buckets(
     shapes = _shapes_of(batches, step, start_step)
     ordered = _order(shapes, options)
     with _on_all_processes(shapes):
-        recipe = _make_recipe(step, state, shapes, options, donate)
-        programs = Programs(recipe, options.max_live)
+        step_compiler = _make_step_compiler(step, state, shapes, options, donate)
+        programs = Programs(step_compiler, options.max_live)
         pending = PendingPrograms(
-            recipe,
+            step_compiler,
             ordered,
             programs,
             _num_threads(options),
-            _bar("compile", recipe, len(ordered), progress),
+            _bar("compile", step_compiler, len(ordered), progress),
             in_background=options.in_background,
             with_others=options.in_background and _has_processes(shapes),
         )
@@ -105,10 +105,12 @@ def compile_buckets(
             pending.advance()
         else:
             # On CPUs, what was read from the cache could not be stored on the host.
-            is_stored = options.max_live is not None and recipe.device.platform == "cpu"
+            is_stored = options.max_live is not None and step_compiler.device.platform == "cpu"
             with without_compilation_cache() if is_stored else contextlib.nullcontext(), contextlib.closing(pending):
                 pending.wait()
-    return _ready(recipe, programs, ordered, pending if options.in_background else None, state, options, progress)
+    return _ready(
+        step_compiler, programs, ordered, pending if options.in_background else None, state, options, progress
+    )
 
 
 def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
@@ -171,33 +173,33 @@ def load_compiled(
     """
     shapes = _shapes_of(batches, step)
     with _on_all_processes(shapes):
-        recipe, programs = _load(Path(path), step, state, shapes, donate, options, progress)
-    return _ready(recipe, programs, recipe.shapes.buckets, None, state, options, progress)
+        step_compiler, programs = _load(Path(path), step, state, shapes, donate, options, progress)
+    return _ready(step_compiler, programs, step_compiler.shapes.buckets, None, state, options, progress)
 
 
 def _load(
     path: Path, step: Any, state: Any, shapes: BatchShapes, donate: bool, options: CompileOptions, progress: bool
-) -> tuple[Recipe, Programs]:
+) -> tuple[StepCompiler, Programs]:
     header, contents = read_compiled(path)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
     if missing := [str(bucket) for bucket in shapes.buckets if bucket not in buckets]:
         raise UserError(f"{path} holds no programs of the buckets {list_first(missing)}")
     shapes = dataclasses.replace(shapes, buckets=buckets)
-    recipe = _make_recipe(step, state, shapes, options, donate)
-    there, here = header["environment"], recipe.environment
+    step_compiler = _make_step_compiler(step, state, shapes, options, donate)
+    there, here = header["environment"], step_compiler.environment
     if differing := [name for name in here if there.get(name) != here[name]]:
         listed = "; ".join(f"{name}: {there.get(name)} there, {here[name]} here" for name in differing)
         raise UserError(f"{path} was compiled for something else: {listed}")
     by_size = largest_first(buckets)
-    told_apart_by = [recipe.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
-    programs = Programs(recipe, options.max_live)
+    told_apart_by = [step_compiler.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
+    programs = Programs(step_compiler, options.max_live)
     for lowered in told_apart_by:
         programs.lowered(lowered, with_text=True)
     if programs.fingerprint(buckets) != header["fingerprint"]:
-        raise UserError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
+        raise UserError(f"{path} was compiled from another step, state or batch than {step_compiler.name} has here")
     for bucket in buckets:
         if programs.constants and bucket not in programs.texts:  # its own are found by tracing it
-            programs.lowered(recipe.lower(bucket), with_text=False)
+            programs.lowered(step_compiler.lower(bucket), with_text=False)
         elif told_apart_by[0].keeps_state:
             programs.keeping_state.add(bucket)
     largest = told_apart_by[0].program
@@ -205,28 +207,30 @@ def _load(
 
     def load_one(bucket: AnyBucket, content: bytes) -> tuple[CompileRow, jax.stages.Compiled]:
         start = time.perf_counter()
-        executable = deserialized(content, *structures, recipe.devices)
+        executable = deserialized(content, *structures, step_compiler.devices)
         return row_of(bucket, executable, 0.0, time.perf_counter() - start, cache_hit=True), executable
 
     with ThreadPoolExecutor(_num_threads(options)) as threads:
         loaded = zip(contents, threads.map(load_one, buckets, contents), strict=True)
-        for content, (row, executable) in _bar("load", recipe, len(buckets), progress, loaded):
+        for content, (row, executable) in _bar("load", step_compiler, len(buckets), progress, loaded):
             raise_if_interrupted()
             programs.add(row, executable, (content, *structures))
-    return recipe, programs
+    return step_compiler, programs
 
 
-def _make_recipe(step: Any, state: Any, shapes: BatchShapes, options: CompileOptions, donate: bool) -> Recipe:
+def _make_step_compiler(
+    step: Any, state: Any, shapes: BatchShapes, options: CompileOptions, donate: bool
+) -> StepCompiler:
     """What makes the programs, once the cache is set."""
     if options.fallback == "pad" and _has_processes(shapes):
         raise UserError('fallback="pad" pads whole batches on the host, and several processes each have a part')
     if options.cache_dir is not None:
         use_compilation_cache(options.cache_dir)
-    return make_recipe(step, state, shapes, options, donate=donate)
+    return make_step_compiler(step, state, shapes, options, donate=donate)
 
 
 def _ready(
-    recipe: Recipe,
+    step_compiler: StepCompiler,
     programs: Programs,
     buckets: Sequence[AnyBucket],
     pending: PendingPrograms | None,
@@ -235,15 +239,15 @@ def _ready(
     progress: bool,
 ) -> CompiledBuckets:
     """The compiled buckets, once all processes hold the same programs, and after warm-up if it is wanted."""
-    if _has_processes(recipe.shapes):
+    if _has_processes(step_compiler.shapes):
         from jvarlen.distributed.processes import agree
 
         if pending is None:
             agree("the compiled buckets", programs.fingerprint(buckets))
         own = ("device ids", "device kinds", "process", "CPU")
-        common = {name: value for name, value in recipe.environment.items() if name not in own}
+        common = {name: value for name, value in step_compiler.environment.items() if name not in own}
         agree("software and options of the compiler", repr(common))
-    compiled = CompiledBuckets(recipe, programs, buckets, options, pending)
+    compiled = CompiledBuckets(step_compiler, programs, buckets, options, pending)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
     return compiled
@@ -276,5 +280,5 @@ def _num_threads(options: CompileOptions) -> int:
     return max(1, cores // 2) if options.in_background else cores
 
 
-def _bar(doing: str, recipe: Recipe, total: int, progress: bool, iterable: Iterable | None = None) -> tqdm:
-    return progress_bar(iterable, total=total, desc=f"{doing} {recipe.name}", unit="bucket", progress=progress)
+def _bar(doing: str, step_compiler: StepCompiler, total: int, progress: bool, iterable: Iterable | None = None) -> tqdm:
+    return progress_bar(iterable, total=total, desc=f"{doing} {step_compiler.name}", unit="bucket", progress=progress)

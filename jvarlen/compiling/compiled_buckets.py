@@ -24,7 +24,7 @@ from jvarlen._common.pytree import zeros_of
 from jvarlen.compiling import arguments, recompiles
 from jvarlen.compiling.arguments import UnplannedShapeError, canonical, signature
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import Programs, Recipe, largest_first
+from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first
 from jvarlen.compiling.pending import PendingPrograms
 from jvarlen.compiling.program_store import write_compiled
 from jvarlen.compiling.report import CompileReport
@@ -54,18 +54,18 @@ class CompiledBuckets:
 
     def __init__(
         self,
-        recipe: Recipe,
+        step_compiler: StepCompiler,
         programs: Programs,
         buckets: Sequence[AnyBucket],
         options: CompileOptions,
         pending: PendingPrograms | None = None,
     ):
         """Made by `compile_buckets` or `load_compiled`."""
-        self._recipe = recipe
+        self._step_compiler = step_compiler
         self._programs = programs
         self._pending = pending
         self._pads = options.fallback == "pad"
-        self.specs = {bucket: recipe.shapes.spec(bucket) for bucket in buckets}
+        self.specs = {bucket: step_compiler.shapes.spec(bucket) for bucket in buckets}
         self.num_padded = 0
         self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
         self._times_used = dict.fromkeys(self.specs, 0)
@@ -81,23 +81,23 @@ class CompiledBuckets:
             self._clock = StepClock()
         # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
         # with a collective wait for their turn.
-        splits_cpu = recipe.device.platform == "cpu" and len(recipe.own_devices) > 1
+        splits_cpu = step_compiler.device.platform == "cpu" and len(step_compiler.own_devices) > 1
         self._in_flight: collections.deque[Any] | None = collections.deque(maxlen=2) if splits_cpu else None
 
     @property
     def microbatches_per_step(self) -> int:
         """M."""
-        return self._recipe.shapes.microbatches_per_step
+        return self._step_compiler.shapes.microbatches_per_step
 
     @property
     def mesh(self) -> Mesh | None:
         """Where a step runs; None: the default device."""
-        return self._recipe.mesh
+        return self._step_compiler.mesh
 
     @property
     def device(self) -> str:
         """Number and kind of the devices that it was compiled for."""
-        return self._recipe.device_text
+        return self._step_compiler.device_text
 
     @property
     def report(self) -> CompileReport:
@@ -115,7 +115,7 @@ class CompiledBuckets:
             for bucket in self.specs
             if (row := self._programs.rows.get(bucket)) is not None
         )
-        plan = self._recipe.shapes.plan
+        plan = self._step_compiler.shapes.plan
         return report if plan is None else report.with_plan(plan)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -134,7 +134,7 @@ class CompiledBuckets:
             bucket, batch = self._fall_back(batch)
         if self._identity(state) != self._checked:
             arguments.check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
-            if self._recipe.donate and bucket not in self._programs.keeping_state:
+            if self._step_compiler.donate and bucket not in self._programs.keeping_state:
                 state = arguments.without_aliases(state, self._programs.constants.values())
         if self._in_flight is not None and len(self._in_flight) == 2:
             arguments.wait_for(self._in_flight[0])
@@ -274,7 +274,7 @@ class CompiledBuckets:
         """
         from jvarlen.compiling.measure import suggest_rows
 
-        return suggest_rows(self._recipe, bucket, memory_limit, row_multiple=row_multiple)
+        return suggest_rows(self._step_compiler, bucket, memory_limit, row_multiple=row_multiple)
 
     def collectives(self, bucket: tuple[int, ...]) -> dict[str, Collectives]:
         """How often the devices communicate in a step of the bucket, by kind of collective, from the compiled program.
@@ -330,7 +330,7 @@ class CompiledBuckets:
         if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
             raise UserError("buckets return metrics of different structures: one file holds one structure")
         header = {
-            "environment": self._recipe.environment,
+            "environment": self._step_compiler.environment,
             "microbatches_per_step": self.microbatches_per_step,
             "buckets": [list(bucket) for bucket in buckets],
             "fingerprint": self._programs.fingerprint(buckets),
@@ -353,14 +353,14 @@ class CompiledBuckets:
         self.wait()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             raise UserError("warming up runs the step: it needs a state of arrays, not of shapes")
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._step_compiler.state_spec)
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
         held = [bucket for bucket in self.specs if self._programs.has(bucket)]
-        bar = progress_bar(held, desc=f"warm up {self._recipe.name}", unit="bucket", progress=progress)
+        bar = progress_bar(held, desc=f"warm up {self._step_compiler.name}", unit="bucket", progress=progress)
         for bucket in bar:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
-            for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
+            for _ in range(1 if self._step_compiler.device.platform == "cpu" else _RUNS_TO_RECORD):
                 batch = jax.tree.map(zeros_of, self.specs[bucket])
                 state, _ = jax.block_until_ready(self._programs.run(bucket, state, batch))
 
@@ -371,7 +371,7 @@ class CompiledBuckets:
             batch, {bucket: spec for bucket, spec in self.specs.items() if bucket in usable}
         )
         if bucket is None:
-            difference = arguments.explain_unplanned(batch, self.specs, self._recipe.device)
+            difference = arguments.explain_unplanned(batch, self.specs, self._step_compiler.device)
             if difference is None:
                 released = self._bucket_of[signature(batch)]
                 difference = f"the executable of {released} was released, as no step was to use it"
@@ -387,7 +387,7 @@ class CompiledBuckets:
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
         arguments.check_deleted(state, batch, error)
-        device, spec = self._recipe.device, self._recipe.state_spec
+        device, spec = self._step_compiler.device, self._step_compiler.state_spec
         difference = (
             arguments.explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
             or arguments.explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)

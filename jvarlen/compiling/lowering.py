@@ -29,7 +29,7 @@ from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBucket", "LoweredBucket", "Programs", "Recipe", "largest_first", "make_recipe"]
+__all__ = ["CompiledBucket", "LoweredBucket", "Programs", "StepCompiler", "largest_first", "make_step_compiler"]
 
 _HOISTED_FROM_BYTES = 2**20  # what a step closes over in all, from which on its arrays become arguments of programs
 _CONSTANT_BYTES = 2**12  # an array up to here stays a constant
@@ -58,8 +58,8 @@ class CompiledBucket(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What makes the program of any bucket."""
+class StepCompiler:
+    """Lowers and compiles a step for any bucket."""
 
     step_fn: Callable[[Any, Any], tuple[Any, Any]]  # not jitted
     state_spec: Any  # pytree of `jax.ShapeDtypeStruct`
@@ -203,15 +203,15 @@ class Recipe:
             )
 
 
-def make_recipe(
+def make_step_compiler(
     step_fn: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
     shapes: BatchShapes,
     options: CompileOptions,
     *,
     donate: bool = True,
-) -> Recipe:
-    """The recipe of a step with the arguments of `compile_buckets`."""
+) -> StepCompiler:
+    """What compiles a step, with the arguments of `compile_buckets`."""
     num_shards = 1 if shapes.placement is None else shapes.placement.layout.data
     if num_shards > 1 and getattr(step_fn, "placement", shapes.placement) is None:
         raise UserError(
@@ -221,7 +221,7 @@ def make_recipe(
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
     compiler_options = options.compiler_options(devices[0].platform, len(devices))
-    recipe = Recipe(
+    step_compiler = StepCompiler(
         step_fn=step_fn,
         state_spec=_spec_of_state(state, mesh),
         shapes=shapes,
@@ -231,8 +231,8 @@ def make_recipe(
         grad_buckets=options.grad_buckets,
         is_timed=bool(options.time_steps),
     )
-    check_compiler_options(compiler_options, recipe.device)
-    return recipe
+    check_compiler_options(compiler_options, step_compiler.device)
+    return step_compiler
 
 
 def check_compiler_options(options: Mapping[str, Any], device: jax.Device) -> None:
@@ -291,12 +291,12 @@ def _cpu_kind() -> str:
 class Programs:
     """The compiled programs of a step: at most `max_live` on the devices, others on the host until they are used."""
 
-    def __init__(self, recipe: Recipe, max_live: int | None = None):
+    def __init__(self, step_compiler: StepCompiler, max_live: int | None = None):
         self.rows: dict[AnyBucket, CompileRow] = {}
         self.constants: dict[AnyBucket, tuple[jax.Array, ...]] = {}
         self.texts: dict[AnyBucket, str] = {}  # of the largest and the smallest, by which saved sets are told apart
         self.keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
-        self._recipe = recipe
+        self._step_compiler = step_compiler
         self._max_live = max_live
         self._live: OrderedDict[AnyBucket, jax.stages.Compiled] = OrderedDict()  # least recently used first
         self._stored: dict[AnyBucket, tuple[bytes, Any, Any]] = {}
@@ -324,7 +324,7 @@ class Programs:
         if bucket in self._live:
             self._live.move_to_end(bucket)
         else:
-            self._hold(bucket, deserialized(*self._stored[bucket], self._recipe.devices))
+            self._hold(bucket, deserialized(*self._stored[bucket], self._step_compiler.devices))
         return self._live[bucket]
 
     def _hold(self, bucket: AnyBucket, executable: jax.stages.Compiled) -> None:
@@ -342,10 +342,10 @@ class Programs:
         """A program that was not released, as `serialized` gives it."""
         if bucket in self._stored:
             return self._stored[bucket]
-        if self._recipe.device.platform == "cpu" and self.rows[bucket].cache_hit:
+        if self._step_compiler.device.platform == "cpu" and self.rows[bucket].cache_hit:
             # XLA's CPU backend leaves the code of what it read out, and only running it shows that.
             with without_compilation_cache():
-                return serialized(self._recipe.compile(self._recipe.lower(bucket)).executable)
+                return serialized(self._step_compiler.compile(self._step_compiler.lower(bucket)).executable)
         return serialized(self._live[bucket])
 
     def has(self, bucket: AnyBucket) -> bool:
@@ -364,7 +364,7 @@ class Programs:
     def fingerprint(self, buckets: Sequence[AnyBucket]) -> str:
         """SHA-256 of the buckets, and of the lowered programs of the largest and the smallest."""
         ordered = largest_first(buckets)
-        shapes = self._recipe.shapes.microbatches_per_step, [tuple(bucket) for bucket in ordered]
+        shapes = self._step_compiler.shapes.microbatches_per_step, [tuple(bucket) for bucket in ordered]
         digest = hashlib.sha256(repr(shapes).encode())
         for bucket in dict.fromkeys((ordered[0], ordered[-1])):
             digest.update(hashlib.sha256(self.texts[bucket].encode()).digest())

@@ -23,7 +23,7 @@ from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.interrupts import raise_if_interrupted, without_interrupts
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.batches import full_batch
-from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.planning.buckets import check_buckets
 
 if TYPE_CHECKING:
@@ -148,22 +148,22 @@ def measure_buckets(
 
 
 def suggest_rows(
-    recipe: Recipe, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1
+    step_compiler: StepCompiler, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1
 ) -> int:
     """The most rows of a bucket's length whose step fits into memory: see `CompiledBuckets.suggest_rows`."""
     (checked,) = check_buckets([bucket])
     if memory_limit is None:
-        memory_limit = recipe.bytes_limit
+        memory_limit = step_compiler.bytes_limit
         if memory_limit is None:
-            raise UserError(f"{recipe.device_text} does not report its memory: pass memory_limit")
+            raise UserError(f"{step_compiler.device_text} does not report its memory: pass memory_limit")
     check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
 
     @functools.cache
     def bytes_of(rows: int) -> int:
         raise_if_interrupted()
-        num_bytes = recipe.compile(recipe.lower(checked._replace(rows=rows))).row.total_bytes
+        num_bytes = step_compiler.compile(step_compiler.lower(checked._replace(rows=rows))).row.total_bytes
         if not num_bytes:
-            raise UserError(f"{recipe.device_text} does not report the memory of a program")
+            raise UserError(f"{step_compiler.device_text} does not report the memory of a program")
         return num_bytes
 
     rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)

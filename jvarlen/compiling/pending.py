@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Programs, Recipe, largest_first
+from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Programs, StepCompiler, largest_first
 from jvarlen.compiling.recompiles import uncounted_in_thread
 from jvarlen.planning.buckets import AnyBucket
 
@@ -36,7 +36,7 @@ class PendingPrograms:
 
     def __init__(
         self,
-        recipe: Recipe,
+        step_compiler: StepCompiler,
         buckets: Sequence[AnyBucket],
         programs: Programs,
         num_threads: int,
@@ -45,7 +45,7 @@ class PendingPrograms:
         in_background: bool = False,
         with_others: bool = False,  # a bucket is ready when all processes have it
     ):
-        self._recipe = recipe
+        self._step_compiler = step_compiler
         self._programs = programs
         self._num_threads = num_threads
         self._bar = bar
@@ -128,7 +128,7 @@ class PendingPrograms:
         self._bar.set_postfix_str(str(bucket))
         try:
             with self._planned():
-                lowered = self._recipe.lower(bucket)
+                lowered = self._step_compiler.lower(bucket)
         except Exception as error:
             self._fail(bucket, error)
             raise
@@ -146,7 +146,7 @@ class PendingPrograms:
     def _start(self, lowered: LoweredBucket, threads: ThreadPoolExecutor) -> Future[CompiledBucket]:
         def compile_it() -> CompiledBucket:
             with self._planned():
-                return self._recipe.compile(lowered)
+                return self._step_compiler.compile(lowered)
 
         future = threads.submit(compile_it)
         if self._others is not None:
@@ -160,7 +160,7 @@ class PendingPrograms:
                 continue
             try:
                 row, executable = future.result()
-                limit = self._recipe.bytes_limit
+                limit = self._step_compiler.bytes_limit
                 if limit is not None and row.total_bytes > limit:
                     raise UserError(f"it needs {row.total_bytes:,} bytes on each device, which has {limit:,}")
                 self._programs.add(row, executable)
@@ -175,7 +175,7 @@ class PendingPrograms:
             self._bar.close()
 
     def _fail(self, bucket: AnyBucket, error: Exception) -> None:
-        error.add_note(f"while compiling {self._recipe.name} for bucket {bucket}")
+        error.add_note(f"while compiling {self._step_compiler.name} for bucket {bucket}")
         if self._others is not None:
             self._others.tell_error(bucket, error)
         self.close()

@@ -27,7 +27,7 @@ from jvarlen.compiling.auto_shapes import (
     model_key,
     save_costs,
 )
-from jvarlen.compiling.lowering import make_recipe
+from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
@@ -98,10 +98,12 @@ class ShapeChooser:
         step = task.train_step(task.optimizer or optax.adamw(1e-3))
         state = jax.eval_shape(functools.partial(task.init_state, step, self._config.seed))
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
-        recipe = make_recipe(step, state, of_batches, self._config.compile)
-        model = model_key(recipe.state_spec, whole_loss(task.loss_fn), plan.microbatches_per_step, self._num_devices)
-        known = None if self._cache_dir is None else load_costs(self._cache_dir, recipe.device_text, model)
-        return known or estimate_costs(recipe, buckets, model, self._num_devices)
+        step_compiler = make_step_compiler(step, state, of_batches, self._config.compile)
+        model = model_key(
+            step_compiler.state_spec, whole_loss(task.loss_fn), plan.microbatches_per_step, self._num_devices
+        )
+        known = None if self._cache_dir is None else load_costs(self._cache_dir, step_compiler.device_text, model)
+        return known or estimate_costs(step_compiler, buckets, model, self._num_devices)
 
     def _choose(
         self, costs: RunCosts, lengths: Int64[np.ndarray, " N"], eval_lengths: Mapping[str, Int64[np.ndarray, " H"]]

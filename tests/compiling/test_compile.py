@@ -28,7 +28,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes, PackedBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import Recipe, make_recipe
+from jvarlen.compiling.lowering import StepCompiler, make_step_compiler
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.testing import assert_no_recompiles
@@ -92,7 +92,7 @@ def test_the_largest_is_compiled_first_in_whatever_order_shapes_come():
 def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monkeypatch):
     threads = {"lower": set(), "compile": set()}
     both_there = threading.Barrier(2, timeout=20)
-    lower, compile_one = Recipe.lower, Recipe.compile
+    lower, compile_one = StepCompiler.lower, StepCompiler.compile
 
     def noted_lower(self, bucket):
         threads["lower"].add(threading.current_thread())
@@ -104,8 +104,8 @@ def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monke
             both_there.wait()
         return compile_one(self, lowered)
 
-    monkeypatch.setattr(Recipe, "lower", noted_lower)
-    monkeypatch.setattr(Recipe, "compile", noted_compile)
+    monkeypatch.setattr(StepCompiler, "lower", noted_lower)
+    monkeypatch.setattr(StepCompiler, "compile", noted_compile)
     compile_count(num_threads=2)
     assert threads["lower"] == {threading.current_thread()}
     assert len(threads["compile"]) == 2
@@ -113,7 +113,7 @@ def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monke
 
 def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
     begun = []
-    compile_one = Recipe.compile
+    compile_one = StepCompiler.compile
 
     def failing(self, lowered):
         begun.append(lowered.bucket)
@@ -121,7 +121,7 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
             raise MemoryError("of the compiler")
         return compile_one(self, lowered)
 
-    monkeypatch.setattr(Recipe, "compile", failing)
+    monkeypatch.setattr(StepCompiler, "compile", failing)
     with pytest.raises(MemoryError) as raised:
         compile_count(num_threads=1)
     assert raised.value.__notes__ == ["while compiling count_step for bucket 2×24"]
@@ -276,8 +276,8 @@ def test_large_arrays_that_a_step_closes_over_are_arguments_that_all_buckets_sha
     assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.report)
     assert [len(arguments) for arguments in compiled._programs.constants.values()] == [1, 1, 1]
     assert len({id(argument) for (argument,) in compiled._programs.constants.values()}) == 1
-    recipe = make_recipe(step, jnp.zeros(1024), shapes, CompileOptions(cache_dir=None))
-    assert len(recipe.lower(BUCKETS[0]).program.as_text()) < 2**16
+    step_compiler = make_step_compiler(step, jnp.zeros(1024), shapes, CompileOptions(cache_dir=None))
+    assert len(step_compiler.lower(BUCKETS[0]).program.as_text()) < 2**16
     compiled.save(tmp_path / "set")
     loaded = load_compiled(tmp_path / "set", step, jnp.zeros(1024), shapes, **kwargs)
     state, other = jnp.zeros(1024), jnp.zeros(1024)

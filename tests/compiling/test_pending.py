@@ -24,7 +24,7 @@ from jvarlen import (
     no_recompiles,
 )
 from jvarlen.batches import BatchShapes, token_batch_spec
-from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.lowering import StepCompiler
 from tests import processes
 from tests.meshes import data_mesh
 
@@ -59,14 +59,14 @@ def gates(monkeypatch):
 
     gates = Gates({bucket: threading.Event() for bucket in BUCKETS})
     gates.began = []
-    compile_now = Recipe.compile
+    compile_now = StepCompiler.compile
 
-    def compile_when_open(recipe, lowered):
+    def compile_when_open(step_compiler, lowered):
         gates.began.append(lowered.bucket)
         assert gates[lowered.bucket].wait(60)
-        return compile_now(recipe, lowered)
+        return compile_now(step_compiler, lowered)
 
-    monkeypatch.setattr(Recipe, "compile", compile_when_open)
+    monkeypatch.setattr(StepCompiler, "compile", compile_when_open)
     yield gates
     gates.open(*BUCKETS)
 
@@ -218,14 +218,14 @@ def test_arrays_that_are_closed_over_are_found_bucket_by_bucket():
 
 
 def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
-    compile_when_open = Recipe.compile
+    compile_when_open = StepCompiler.compile
 
-    def compile_some(recipe, lowered):
+    def compile_some(step_compiler, lowered):
         if lowered.bucket == LARGEST:
             raise RuntimeError("out of registers")
-        return compile_when_open(recipe, lowered)
+        return compile_when_open(step_compiler, lowered)
 
-    monkeypatch.setattr(Recipe, "compile", compile_some)
+    monkeypatch.setattr(StepCompiler, "compile", compile_some)
     gates.open(*BUCKETS)
     step = compile_count()
     state, _ = step(jnp.float32(0), make_batch(FIRST))
@@ -268,13 +268,13 @@ def test_a_step_that_cannot_be_traced_is_told_with_its_bucket():
 def test_a_program_that_does_not_fit_the_device_is_told_when_it_arrives(when, monkeypatch):
     needed = compile_count(when="ahead").report
     largest = max(row.total_bytes for row in needed)
-    monkeypatch.setattr(Recipe, "bytes_limit", largest - 1)
+    monkeypatch.setattr(StepCompiler, "bytes_limit", largest - 1)
     with pytest.raises(
         ValueError, match=f"needs {largest:,} bytes on each device, which has {largest - 1:,}"
     ) as caught:
         compile_count(when=when).wait()
     assert "bucket" in caught.value.__notes__[0]
-    monkeypatch.setattr(Recipe, "bytes_limit", largest)
+    monkeypatch.setattr(StepCompiler, "bytes_limit", largest)
     compile_count(when=when).wait()
 
 

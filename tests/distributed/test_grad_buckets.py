@@ -11,7 +11,7 @@ import pytest
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives
-from jvarlen.compiling.lowering import make_recipe
+from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
@@ -62,7 +62,7 @@ class Stepped:
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
         state = replicate(new_state(make_params(), optimizer), mesh)
         batch = make_batch(num_microbatches)
-        recipe = make_recipe(
+        step_compiler = make_step_compiler(
             jvarlen.make_train_step(loss_fn, optimizer, layout=mesh),
             state,
             BatchShapes(
@@ -73,7 +73,7 @@ class Stepped:
             ),
             jvarlen.CompileOptions(cache_dir=None, **options),
         )
-        program = recipe.compile(recipe.lower(jvarlen.Bucket(NUM_ROWS, WIDTH))).executable
+        program = step_compiler.compile(step_compiler.lower(jvarlen.Bucket(NUM_ROWS, WIDTH))).executable
         state, self.metrics = program(state, jax.device_put(batch, batch_shardings(batch, mesh)))
         self.params = state.params
         self.collectives = count_collectives(program)

@@ -14,7 +14,7 @@ import pytest
 from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
 from jvarlen._common.files import load_dataclass
 from jvarlen.compiling.auto_shapes import RunCosts, costs_from_report, load_costs, save_costs
-from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.compiling.report import CompileReport, CompileRow
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
@@ -190,18 +190,18 @@ def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, sp
     """For the second of three shapes."""
     config = with_plan(config, max_shapes=3)
     whole = fit_frequencies(config, split)
-    compile_now, stuck, began = Recipe.compile, threading.Event(), []
+    compile_now, stuck, began = StepCompiler.compile, threading.Event(), []
 
-    def compile_one(recipe, lowered):
-        if recipe.name == "train_step":
+    def compile_one(step_compiler, lowered):
+        if step_compiler.name == "train_step":
             began.append(lowered.bucket)
             if len(began) > 1:
                 os.kill(os.getpid(), signal.SIGINT)
                 assert stuck.wait(60)
-        return compile_now(recipe, lowered)
+        return compile_now(step_compiler, lowered)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recipe, "compile", compile_one)
+        patch.setattr(StepCompiler, "compile", compile_one)
         without_cache = dataclasses.replace(config, compile=CompileOptions(cache_dir=None))
         interrupted = fit_frequencies(without_cache, split)
         stuck.set()
