@@ -84,10 +84,8 @@ def compare_strategies(
     """Plans an epoch by every strategy, and by none, and gives the figures of each.
 
     Packed rows have only the longest length, or with a cost those of `choose_row_lengths`. Two lines show batching
-    without a plan: batches of samples sorted by length, as large as the budget allows (`batch_by_tokens`), and batches
-    of a fixed number of samples in dataset order, as many as fit the budget if all are the longest. There each batch is
-    a microbatch padded to its own longest sample, so there are many shapes. Its lengths are rounded up to
-    `length_multiple` and its rows to `row_multiple`; sorted batches do not keep to `max_cost` and `max_bytes`.
+    without a plan, each batch padded to its own longest sample: samples sorted by length, in batches as large as
+    `max_tokens` allows (`batch_by_tokens`), and dataset order, in batches that fit the budget if all are the longest.
 
     Args:
       lengths: integers[N], tokens a sample.
@@ -97,12 +95,11 @@ def compare_strategies(
       budget: the other fields of `Budget`, as keywords.
 
     Returns:
-      A list of `StrategyFigures`: every strategy of `make_buckets`, packed rows, and the two without a plan. Where one
-      cannot be made, its figures say why.
+      Figures of every strategy of `make_buckets`, packed rows, and the two without a plan; where one cannot be made,
+      they say why.
 
     Raises:
-      ValueError: arguments that are not as described, or nothing can be planned within the limits; the reason is that
-        of the first strategy, which lists the samples at fault.
+      ValueError: arguments that are not as described, or nothing can be planned within the limits.
 
     Example:
       >>> figures = compare_strategies([3, 4, 4, 9, 16], 32, max_shapes=2)

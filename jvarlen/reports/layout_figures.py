@@ -28,8 +28,8 @@ _NUM_COLOURS = 6
 def draw_timelines(*timelines: Timeline) -> str:
     """Timelines below each other, on one axis of time.
 
-    Forward passes are blue, backward passes orange, weight gradients green; later chunks are darker. The number is that
-    of the microbatch, and is left out where a bar is too narrow.
+    Forward passes are blue, backward passes orange, weight gradients green; later chunks are darker. Bars have the
+    number of the microbatch where there is room.
 
     Args:
       timelines: one or more, from `Schedule.simulate`.

@@ -1,7 +1,4 @@
-"""A plan as one HTML file that loads nothing and works offline: key figures, pictures, tables.
-
-Letters: N samples, S steps, K buckets.
-"""
+"""A plan as one HTML file that loads nothing and works offline. Letters: N samples, S steps, K buckets."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ def write_html_report(
 ) -> None:
     """Writes a page that shows a plan: key figures, pictures, and a table of its buckets.
 
-    The page is one file without scripts that loads nothing. Its size hardly depends on the number of samples and steps,
-    since everything is counted before it is drawn.
+    The page is one file without scripts that loads nothing. Its size hardly depends on that of the plan.
 
     Args:
       path: the file; its directory must exist, and an existing file is replaced.

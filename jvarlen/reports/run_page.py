@@ -295,27 +295,15 @@ def _of_buckets(runs: Sequence[Run]) -> list[Picture]:
     uses = [{use.bucket: use for use in bucket_uses(run)} for run in runs]
     buckets = sorted({bucket for of_run in uses for bucket in of_run}, key=lambda bucket: bucket[::-1])
     labels = [f"{rows}×{length}" for rows, length in buckets]
-
-    def bars(name: str, title: str, caption: str, label: str, figure: Callable[[BucketUse], float]) -> Picture:
-        heights = [
-            np.array([figure(of_run[bucket]) if bucket in of_run else 0.0 for bucket in buckets]) for of_run in uses
-        ]
-        return bars_picture(name, title, caption, labels, heights, xlabel="rows × length", ylabel=label)
-
-    return [
-        bars(
-            "bucket-padding",
-            "Padding of each bucket",
-            "Share of padding among the tokens of the steps so far.",
-            "padding in %",
-            lambda use: 100 * use.padding,
-        ),
-        bars("bucket-time", "Time in each bucket", "All steps so far.", "seconds", lambda use: use.seconds),
-        bars(
-            "bucket-compile",
-            "Compiling each bucket",
-            "Lowering, and compiling or reading what was compiled before; known at the end of a run.",
-            "seconds",
-            lambda use: 0.0 if use.row is None else use.row.lower_s + use.row.compile_s,
-        ),
+    compiling = "Lowering, and compiling or reading what was compiled before; known at the end of a run."
+    drawn: list[tuple[str, str, str, str, Callable[[BucketUse], float]]] = [
+        ("padding", "Padding of each bucket", "Of the steps so far.", "padding in %", lambda use: 100 * use.padding),
+        ("time", "Time in each bucket", "All steps so far.", "seconds", lambda use: use.seconds),
+        ("compile", "Compiling each bucket", compiling, "seconds", lambda use: use.compiling_s),
     ]
+    pictures = []
+    for name, title, caption, ylabel, figure in drawn:
+        heights = [np.array([figure(each[bucket]) if bucket in each else 0.0 for bucket in buckets]) for each in uses]
+        picture = bars_picture(f"bucket-{name}", title, caption, labels, heights, xlabel="rows × length", ylabel=ylabel)
+        pictures.append(picture)
+    return pictures

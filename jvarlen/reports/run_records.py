@@ -87,6 +87,11 @@ class BucketUse(NamedTuple):
         """The share of the tokens with padding that is padding; NaN without steps."""
         return 1.0 - self.num_tokens / self.num_positions if self.num_positions else math.nan
 
+    @property
+    def compiling_s(self) -> float:
+        """Seconds of lowering and compiling; 0 where they are not known."""
+        return 0.0 if self.row is None else self.row.lower_s + self.row.compile_s
+
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
     """Reads the directory of a run, which may still be running."""

@@ -1,8 +1,4 @@
-"""The layout on which a plan takes the least time, of all that a cluster allows.
-
-Every layout is enumerated, and its seconds and bytes are computed for every bucket. Letters: C candidates, K buckets, M
-microbatches of a step.
-"""
+"""The layout on which a plan takes the least time, of all that a cluster allows. Letters: C candidates, K buckets."""
 
 from __future__ import annotations
 
@@ -163,9 +159,8 @@ def choose_layout(
 ) -> LayoutChoice:
     """Chooses the layout on which an epoch of a plan takes the least predicted time, among those that fit.
 
-    All layouts of all devices of the cluster are considered: data, stages, context (and from which bucket on), tensor
-    and sequence parallelism, ZeRO levels, schedules and virtual stages, and rematerialization. The choice is optimal
-    under these predictions. Ties go to the simpler layout.
+    All layouts of all devices of the cluster are considered, with every field of `Layout`. The choice is optimal under
+    the predictions. Ties go to the simpler layout.
 
     Args:
       plan: its buckets, steps of each, and microbatches of a step.
@@ -190,7 +185,7 @@ def choose_layout(
 
     References:
       Zheng et al. 2022, "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", for one
-      graph of one shape. Here every shape of an epoch counts with its steps.
+      shape; here every shape of an epoch counts with its steps.
     """
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     check_at_least_one(memory_bytes=memory_bytes)

@@ -55,16 +55,10 @@ def measure_cluster(
 ) -> Cluster:
     """Measures products, memory and links, with all devices at work at once.
 
-    So devices that are parts of one CPU share its cores in the figures as they do in a step. Each program runs its work
-    in a loop that takes 30 ms at least, and the median of some runs counts.
-
-    Links are measured by all-reduces (`psum`) and sends to the next device (`ppermute`) of some sizes: inside hosts,
-    and between the devices at the same place of all hosts, all at once. `Cluster.collective_seconds` is fitted to their
-    seconds by least squares of relative errors. `sources` of the cluster has the largest error. It is large on parts of
-    one CPU: their links are its memory and caches, and a collective is one rendezvous, whatever its rounds.
-
-    With several processes, every process calls this. Processes with one host name are on one host, and the slowest
-    process counts.
+    Links are measured by all-reduces (`psum`) and sends to the next device (`ppermute`) of some sizes, inside hosts and
+    between them. `Cluster.collective_seconds` is fitted to their seconds by least squares of relative errors, of which
+    `sources` has the largest. It is large on parts of one CPU, whose links are its memory and caches. With several
+    processes, every process calls this; those with one host name are on one host, and the slowest counts.
 
     Args:
       layout: the devices, at least 2, as many on each host.

@@ -71,9 +71,9 @@ def step_seconds(
 ) -> StepSeconds:
     """Predicts the seconds of one step.
 
-    Passes take their operations over the speed of a device. Stages move in lockstep, as their program does: a tick
-    lasts as long as its slowest action. The step waits for gradients, but for what the last backward pass hides, at
-    ZeRO-2 every backward pass, and at ZeRO-3 every pass. With stages nothing is hidden.
+    Passes take their operations over the speed of a device. A tick of the stages lasts as long as its slowest action.
+    The step waits for gradients, but for what the last backward pass hides, at ZeRO-2 every backward pass, and at
+    ZeRO-3 every pass. With stages nothing is hidden.
 
     Args:
       table: the layouts; one that cannot take a bucket gets a number without meaning.
@@ -81,8 +81,7 @@ def step_seconds(
       cluster: of at least as many devices.
       microbatches_per_step: M.
       state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
-      cost: cost(rows, length) -> measured seconds of a microbatch on one device, forward and backward, in place of
-        operations over speed. See `CostModel`.
+      cost: cost(rows, length) -> measured seconds of a microbatch on one device, in place of operations over speed.
 
     Returns:
       The seconds, float64[C, K] each.
