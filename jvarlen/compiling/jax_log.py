@@ -17,6 +17,7 @@ import jax
 
 __all__ = ["explaining", "plain_name", "told_of"]
 
+# Private loggers of JAX: what is public, `jax.monitoring`, tells neither the types of a program nor why it was traced.
 _LOWERING_LOG = "jax._src.interpreters.pxla"
 _TRACING_LOG = "jax._src.interpreters.partial_eval"
 _CACHE_LOGS = ("jax._src.compiler", "jax._src.compilation_cache")

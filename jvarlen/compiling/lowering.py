@@ -29,7 +29,15 @@ from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBucket", "LoweredBucket", "Programs", "StepCompiler", "largest_first", "make_step_compiler"]
+__all__ = [
+    "CompiledBucket",
+    "LoweredBucket",
+    "Programs",
+    "StepCompiler",
+    "check_compiler_options",
+    "largest_first",
+    "make_step_compiler",
+]
 
 _HOISTED_FROM_BYTES = 2**20  # what a step closes over in all, from which on its arrays become arguments of programs
 _CONSTANT_BYTES = 2**12  # an array up to here stays a constant

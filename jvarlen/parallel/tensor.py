@@ -27,7 +27,7 @@ from jvarlen.parallel.layers import Axes
 
 __all__ = [
     "check_tensor_divides", "column_linear", "enter_tensor_parallel", "leave_tensor_parallel", "row_linear",
-    "sum_backward", "sum_over_positions", "take_features", "take_positions", "vocabulary_cross_entropy",
+    "sum_backward", "sum_forward", "sum_over_positions", "take_features", "take_positions", "vocabulary_cross_entropy",
     "vocabulary_embedding",
 ]  # fmt: skip
 
