@@ -25,7 +25,7 @@ EXPERIMENTAL = ROOT / "jvarlen" / "experimental"
 READMES = sorted(EXPERIMENTAL.glob("**/README.md"))
 TEXTS = [ROOT / "README.md", *PAGES, *READMES]
 # Of these modules every name is public, and not only those that pages name.
-PUBLIC_MODULES = ["data.tokens", "models", "parallel", "testing", "training.checkpoint"]
+PUBLIC_MODULES = ["models", "parallel", "testing", "training.checkpoint"]
 
 
 @pytest.fixture(scope="module")

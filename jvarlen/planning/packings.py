@@ -83,8 +83,10 @@ class PackedHistogram(_PackedRows):
       capacity: int64[G], the length of each distinct row.
       counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
         the buckets of all rows.
-
-    The other attributes are those of a `Packing`.
+      row_lengths: as in a `Packing`.
+      overlong: likewise.
+      num_dropped: likewise.
+      num_truncated: likewise.
     """
 
     counts: Int64[np.ndarray, " R"]

@@ -125,7 +125,15 @@ class Plan(PlannedSteps):
         return None if self.piece_starts is None else self._laid_out(self.piece_starts, step)
 
     def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
-        """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
+        """The rows of a step in some of its microbatches, which a process of several reads.
+
+        Args:
+          step: 0 ≤ step < S.
+          microbatches: int64[m], ascending; None: all.
+
+        Returns:
+          `rows` and `pieces` of these microbatches, and the step's real tokens if all are taken.
+        """
         ids, starts = self.rows(step), self.pieces(step)
         if microbatches is None or len(microbatches) == self.microbatches_per_step:
             return OwnRows(ids, starts, int(self.num_tokens[step]))

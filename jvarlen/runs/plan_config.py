@@ -93,7 +93,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
                 raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
         self._make_budget(max_cost=None, max_bytes=None, compile_seconds=None)  # checks what needs no model
-        self.make_order(self.new_shape_every)
+        self._make_order(self.new_shape_every)
         if self.pacing != "none" and self.new_shape_every:
             raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
         if self.pack:
@@ -143,7 +143,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             fields["strategy"] = self.row_lengths
         return Budget(**fields | changes)
 
-    def make_order(self, new_shape_every: int) -> Order:
+    def _make_order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, in which shapes come so far apart."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
         return Order(self.order, **fields | {"new_shape_every": new_shape_every})
@@ -204,7 +204,7 @@ def epoch_plan(
         _rows_of(plan, shapes.buckets, lengths, "shuffle" if plan.order == "shuffle" else "dataset", seed, epoch),
         shapes.buckets,
         microbatches_per_step=plan.microbatches_per_step,
-        order=plan.make_order(shapes.new_shape_every if epoch == 0 else 0),
+        order=plan._make_order(shapes.new_shape_every if epoch == 0 else 0),
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
