@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from jvarlen.runs.fit import fit
     from jvarlen.sorting.sample_sort import sample_sort
     from jvarlen.targets.choice import choose_layout
-    from jvarlen.training.optimizers import planned_schedule, scale_by_batch_size, with_float32_master
+    from jvarlen.training.master_weights import with_float32_master
+    from jvarlen.training.optimizers import planned_schedule, scale_by_batch_size
     from jvarlen.training.rates import lr_scale, lr_sequence
     from jvarlen.training.train_state import Metrics, TrainState
 

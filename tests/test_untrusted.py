@@ -20,8 +20,8 @@ import jvarlen
 from jvarlen._common.files import load_array
 from jvarlen.compiling import program_store as compiled_file
 from jvarlen.compiling.program_store import read_compiled, write_compiled
-from jvarlen.data.measure import ShardFiles
 from jvarlen.data.open import open_data
+from jvarlen.data.shard_files import ShardFiles
 from jvarlen.planning import plan_file
 from jvarlen.planning.packing import pack_samples
 from jvarlen.planning.plan import Plan, make_plan

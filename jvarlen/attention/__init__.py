@@ -1,7 +1,6 @@
 """Attention that excludes padding and the other samples of a row.
 
-- `masks`: which position may attend to which.
-- `attention`: attention by lengths or by segments, in several implementations.
+- `attention`: attention by lengths or by segments, in several implementations, and masks.
 - `zigzag`: attention to the positions of other devices.
 """
 
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.attention.attention import attend, attend_within_segments
-    from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
+    from jvarlen.attention.attention import attend, attend_within_segments, attention_mask, padding_mask, segment_mask
 
 __all__ = [
     "attend",

@@ -16,9 +16,11 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
-from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
-__all__ = ["attend", "attend_by_mask", "attend_in_chunks", "attend_within_segments", "chosen_for"]
+__all__ = [
+    "attend", "attend_by_mask", "attend_in_chunks", "attend_within_segments", "attention_mask", "chosen_for",
+    "padding_mask", "segment_mask",
+]  # fmt: skip
 
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile
@@ -232,3 +234,66 @@ def attend_by_mask(
     logits_BxNxGxQxT = jnp.where(mask[:, None], logits_BxNxGxQxT, jnp.finfo(query.dtype).min)
     weights_BxNxGxQxT = jax.nn.softmax(logits_BxNxGxQxT, axis=-1)
     return jnp.einsum("BNGQT,BTNK->BQNGK", weights_BxNxGxQxT, value).reshape(query.shape)
+
+
+def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
+    """Which positions hold tokens.
+
+    Args:
+      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
+      seq_length: T.
+
+    Returns:
+      bool[B, T], True on tokens.
+
+    Example:
+      >>> padding_mask(jnp.array([2, 0]), 3).tolist()
+      [[True, True, False], [False, False, False]]
+    """
+    return jnp.arange(seq_length) < lengths[:, None]
+
+
+def attention_mask(lengths: Integer[Array, " B"], seq_length: int, *, causal: bool = True) -> Bool[Array, "B T T"]:
+    """Which positions (last axis) each position (middle axis) may attend to.
+
+    Args:
+      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
+      seq_length: T.
+      causal: whether a position sees only itself and what comes before it.
+
+    Returns:
+      bool[B, T, T]; `mask[:, None]` adds the axis of heads that `jax.nn.dot_product_attention` expects, B×H×T×T.
+
+    Example:
+      >>> attention_mask(jnp.array([2]), 3).astype(int).tolist()
+      [[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]
+    """
+    is_key_BxTxT = jnp.broadcast_to(padding_mask(lengths, seq_length)[:, None], (len(lengths), seq_length, seq_length))
+    return jnp.tril(is_key_BxTxT) if causal else is_key_BxTxT
+
+
+def segment_mask(
+    query_segments: Integer[Array, "B Q"],
+    key_segments: Integer[Array, "B T"],
+    *,
+    causal: bool = True,
+) -> Bool[Array, "B Q T"]:
+    """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
+
+    Args:
+      query_segments: int[B, Q] of any integer type, the segments of the first, or without `causal` of any, positions.
+      key_segments: int[B, T], likewise, the segments of all positions.
+      causal: whether a position sees only itself and what comes before it.
+
+    Returns:
+      bool[B, Q, T].
+
+    Example:
+      >>> segments = jnp.array([[1, 1, 2, 0]])
+      >>> segment_mask(segments, segments).astype(int).tolist()
+      [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]
+    """
+    is_same_BxQxT = query_segments[:, :, None] == key_segments[:, None, :]
+    if not causal:
+        return is_same_BxQxT
+    return is_same_BxQxT & (jnp.arange(key_segments.shape[1]) <= jnp.arange(query_segments.shape[1])[:, None])

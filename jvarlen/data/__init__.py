@@ -5,7 +5,8 @@ Every dataset gives random access by sample id, and int64 lengths. In reading or
 - `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
 - `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.
-- `measure`, `sample_ranges`, `sample_workers`: sample lengths, measured here or in worker processes; can be resumed.
+- `measure`, `sample_ranges`, `sample_workers`: sample lengths, measured here or in worker processes. `shard_files`:
+  where they resume from.
 - `length_cache`: keys of file contents, and lengths cached under them.
 - `mixtures`: several datasets as one, with exact counts.
 """

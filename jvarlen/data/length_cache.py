@@ -22,7 +22,8 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import default_cache_dir, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
-from jvarlen.data.measure import ShardsError, measure_integers
+from jvarlen.data.measure import measure_integers
+from jvarlen.data.shard_files import ShardsError
 from jvarlen.data.split import sample_hash
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.samples import Dataset

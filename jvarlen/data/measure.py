@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import io
 import itertools
-import json
 import os
 import reprlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -27,22 +24,18 @@ from jvarlen._common.checks import (
     check_at_least_zero,
     is_integer,
     is_number,
-    list_first,
     list_offenders,
 )
-from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths
 
-__all__ = ["ShardFiles", "ShardsError", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
+if TYPE_CHECKING:
+    from jvarlen.data.shard_files import Check, Values
 
-Values = Int64[np.ndarray, " n"] | Float64[np.ndarray, " n"]
-Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
+__all__ = ["known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
 
-_SHARDS_VERSION = 1
-_SEAL_BYTES = hashlib.sha256().digest_size
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
@@ -309,6 +302,8 @@ def _measure(
     words, is_float = np.empty(num_samples, np.int64), np.zeros(num_samples, bool)
     files, missing = None, [range(num_samples)]
     if shards is not None:
+        from jvarlen.data.shard_files import ShardFiles
+
         files = ShardFiles(Path(shards), words, is_float, int(shard_size), quantity.name, function, quantity.check)
         missing = files.read()
     work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None, read_values)
@@ -324,116 +319,3 @@ def _measure(
             shown.update(len(part.samples))
             raise_if_interrupted()
     return quantity.check(words, is_float)
-
-
-class ShardsError(UserError):
-    """A directory of shards is damaged, or belongs to another measurement."""
-
-
-class ShardFiles:
-    """The files of a measurement: a manifest, and a sealed `.npy` for every complete shard, int64[n] or float64[n]."""
-
-    # `words` holds the values of all samples, ints as they are and floats as their bits. A seal is the SHA-256 of the
-    # manifest, the file's name and its array, and follows the array, where NumPy does not look: no file is mistaken for
-    # another.
-
-    def __init__(
-        self,
-        directory: Path,
-        words: Int64[np.ndarray, " N"],
-        is_float: Bool[np.ndarray, " N"],
-        shard_size: int,
-        quantity: str,
-        function: Callable[..., Any],
-        check: Check,
-    ):
-        num_samples = len(words)
-        while isinstance(function, functools.partial):
-            function = function.func
-        named = function if hasattr(function, "__qualname__") else type(function)
-        self._directory = directory
-        self._check = check
-        self._words, self._is_float = words, is_float
-        self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
-        self._num_missing = np.array(list(map(len, self._shards)))
-        self._manifest: dict[str, Any] = {
-            "format_version": _SHARDS_VERSION,
-            "quantity": quantity,
-            "function": f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}",
-            "num_samples": num_samples,
-            "shard_size": shard_size,
-        }
-        self._written_manifest = (json.dumps(self._manifest, indent=2) + "\n").encode()
-
-    def read(self) -> list[range]:
-        """Reads existing shards into the arrays, or begins a directory; returns the samples of each missing shard."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        manifest = self._directory / "manifest.json"
-        if manifest.exists():
-            self._check_manifest(manifest.read_bytes())
-        else:
-            with write_atomically(manifest) as file:
-                file.write(self._written_manifest)
-        damaged = []
-        for index in range(len(self._shards)):
-            path = self._path(index)
-            if path.exists() and not self._read_shard(index, path):
-                damaged.append(path.name)
-        if damaged:
-            raise self._refusal(
-                "holds shards that are damaged or of another measuring, to be measured again once they are deleted: "
-                f"{list_first(damaged)}"
-            )
-        return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
-
-    def add(self, samples: range) -> None:
-        """Notes that the arrays hold samples of a missing shard; writes it once it is whole and passes the check."""
-        index = samples.start // self._manifest["shard_size"]
-        self._num_missing[index] -= len(samples)
-        if self._num_missing[index]:
-            return
-        shard = self._slice(index)
-        try:
-            values = self._check(self._words[shard], self._is_float[shard])
-        except ValueError:  # the check of all values lists the offenders of all shards
-            return
-        body = io.BytesIO()
-        np.save(body, values, allow_pickle=False)
-        path = self._path(index)
-        with write_atomically(path) as file:
-            file.write(body.getvalue() + self._seal(path, body.getvalue()))
-
-    def _read_shard(self, index: int, path: Path) -> bool:
-        content = path.read_bytes()
-        body, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
-        if seal != self._seal(path, body):
-            return False
-        values, shard = np.load(io.BytesIO(body), allow_pickle=False), self._slice(index)
-        self._words[shard], self._is_float[shard] = values.view(np.int64), values.dtype == np.float64
-        self._num_missing[index] = 0
-        return True
-
-    def _check_manifest(self, content: bytes) -> None:
-        try:
-            found = dict(json.loads(content))
-        except (ValueError, TypeError) as error:
-            raise self._refusal(f"has a damaged manifest.json ({error})") from error
-        differences = [
-            f"{name} is {found.get(name)!r}, not {wanted!r}"
-            for name, wanted in self._manifest.items()
-            if found.get(name) != wanted
-        ]
-        if differences:
-            raise self._refusal(f"is of another measuring: {'; '.join(differences)}")
-
-    def _slice(self, index: int) -> slice:
-        return slice(self._shards[index].start, self._shards[index].stop)
-
-    def _path(self, index: int) -> Path:
-        return self._directory / f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # names sort as the shards do
-
-    def _seal(self, path: Path, body: bytes) -> bytes:
-        return hashlib.sha256(self._written_manifest + path.name.encode() + body).digest()
-
-    def _refusal(self, reason: str) -> ShardsError:
-        return ShardsError(f"{self._directory} {reason}. To start again, delete it or take another directory")

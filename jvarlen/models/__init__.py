@@ -1,7 +1,7 @@
 """Small Flax NNX models for examples and benchmarks.
 
-- `config`, `transformer`: the demo transformer. `layers`: the same by layers.
-- `generation`: samples from it. `export`: its parameters as a safetensors file.
+- `config`, `transformer`: the demo transformer. `mixed_precision`: its products in bfloat16.
+- `layers`: the same by layers. `generation`: samples from it. `export`: its parameters as a safetensors file.
 """
 
 from __future__ import annotations

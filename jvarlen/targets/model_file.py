@@ -14,7 +14,7 @@ from jvarlen._common.checks import check_at_least_one, check_choices
 from jvarlen._common.files import load_dataclass
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams
-from jvarlen.training.optimizers import with_float32_master
+from jvarlen.training.master_weights import with_float32_master
 
 __all__ = ["ModelFile"]
 

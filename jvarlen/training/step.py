@@ -12,9 +12,8 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
-from jvarlen.training.optimizers import MasterWeightsOptimizer
 from jvarlen.training.step_sums import StepSums, field_of, next_extra
-from jvarlen.training.train_state import Metrics, TrainState, divide_once
+from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, TrainState, divide_once
 
 __all__ = ["StepFn", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
 

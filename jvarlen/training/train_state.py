@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-__all__ = ["Metrics", "TrainState", "divide_once", "has_shapes", "new_state", "own_copy", "with_sharding"]
+__all__ = [
+    "MasterWeightsOptimizer",
+    "Metrics",
+    "TrainState",
+    "divide_once",
+    "has_shapes",
+    "new_state",
+    "own_copy",
+    "with_sharding",
+]
 
 
 class TrainState(NamedTuple):
@@ -72,6 +81,10 @@ class Metrics(NamedTuple):
 
     def __radd__(self, other: Any) -> Metrics:
         return self if isinstance(other, int) and other == 0 else NotImplemented  # where `sum` begins
+
+
+class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):
+    """What `with_float32_master` returns: train steps do not round its gradients to the parameters' type."""
 
 
 def new_state(

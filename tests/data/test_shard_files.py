@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.data.measure import ShardFiles
+from jvarlen.data.shard_files import ShardFiles
 
 NUM_SAMPLES, SHARD_SIZE = 10, 2
 

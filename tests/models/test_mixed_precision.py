@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jvarlen import make_train_step
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
-from jvarlen.models.transformer import dot_general_in_bfloat16
+from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import new_state
 from tests.meshes import data_mesh

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for
-from jvarlen.attention.masks import segment_mask
+from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for, segment_mask
 from jvarlen.models.config import TransformerConfig
 from jvarlen.models.layers import layered
 from jvarlen.models.transformer import Transformer, rows_of
