@@ -6,7 +6,8 @@
   background, on all processes, and dispatch batches to their executables.
 - `arguments`: how a batch differs from what was planned, and which arrays a step may overwrite.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
-- `report`: what each bucket cost. `measure`: how long steps take, and the most rows that fit.
+- `compile_row`, `report`: what each bucket cost, and the table of all.
+- `measure`: how long steps take, and the most rows that fit.
 - `auto_shapes`: how many shapes pay off in a run, by what steps and compiling cost on this machine.
 - `lifetimes`: when the arrays of a traced function are alive. `hlo`: collectives of a compiled program.
 """

@@ -20,6 +20,7 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.pending import PendingPrograms
@@ -29,7 +30,6 @@ from jvarlen.compiling.program_store import (
     use_compilation_cache,
     without_compilation_cache,
 )
-from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps

@@ -27,12 +27,12 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first
 from jvarlen.compiling.pending import PendingPrograms
 from jvarlen.compiling.program_store import write_compiled
-from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import AnyBucket
 
 if TYPE_CHECKING:
     from jvarlen.compiling.hlo import Collectives
     from jvarlen.compiling.measure import StepClock
+    from jvarlen.compiling.report import CompileReport
 
 __all__ = ["CompiledBuckets"]
 
@@ -102,6 +102,8 @@ class CompiledBuckets:
     @property
     def report(self) -> CompileReport:
         """What each compiled bucket has cost and how often it was used, in order; waits for what is pending."""
+        from jvarlen.compiling.report import CompileReport
+
         self.wait()
         seconds: Mapping[AnyBucket, float] = {} if self._clock is None else self._clock.median_seconds()
         report = CompileReport(

@@ -22,9 +22,9 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.program_store import deserialized, serialized, without_compilation_cache
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
-from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.compiling.report import CompileReport, CompileRow, row_of
+from jvarlen.compiling.compile_row import CompileRow, row_of
+from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.plan import make_plan
 
