@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import jvarlen
 from jvarlen._common.files import load_array
-from jvarlen.compiling import program_store as compiled_file
-from jvarlen.compiling.program_store import read_compiled, write_compiled
+from jvarlen.compiling import program_file
+from jvarlen.compiling.program_file import read_compiled, write_compiled
 from jvarlen.data.open import open_data
 from jvarlen.data.shard_files import ShardFiles
 from jvarlen.planning import plan_file
@@ -314,7 +314,7 @@ def test_the_key_is_its_owners_and_stays(tmp_path, compiled):
 def test_of_processes_that_make_a_key_at_once_all_use_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with ThreadPoolExecutor(8) as threads:
-        keys = set(threads.map(lambda _: compiled_file._own_key(), range(8)))
+        keys = set(threads.map(lambda _: program_file._own_key(), range(8)))
     assert keys == {(tmp_path / "jvarlen" / "compiled.key").read_bytes()}
 
 
@@ -347,8 +347,7 @@ def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():
         assert importers[name] <= MAY_PICKLE
     # JAX unpickles programs: of files, only what `read_compiled` found to be signed; else what was compiled in this
     # process, or what it sends to the workers that it started.
-    store = "jvarlen.compiling.program_store"
     of_workers = {"programs", "worker"}
     assert importers["jax.experimental.serialize_executable"] == {"program_store"} | of_workers
-    assert importers[f"{store}.read_compiled"] == {"compile"}
-    assert importers[f"{store}.deserialized"] == {"compile", "lowering"}
+    assert importers["jvarlen.compiling.program_file.read_compiled"] == {"compile"}
+    assert importers["jvarlen.compiling.program_store.deserialized"] == {"compile", "lowering"}

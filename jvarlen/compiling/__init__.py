@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of a step for every bucket, and proof that nothing else compiles.
 
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
-- `lowering`: the program of a bucket. `program_store`: executables in memory, in JAX's cache and in files.
+- `lowering`: the program of a bucket.
+- `program_store`: executables in JAX's cache and as bytes. `program_file`: those in signed files.
 - `compile`, `pending`, `other_processes`, `compiled_buckets`: compile every bucket, before the first step or in the
   background, on all processes, and dispatch batches to their executables.
 - `arguments`: how a batch differs from what was planned, and which arrays a step may overwrite.

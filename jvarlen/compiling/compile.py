@@ -24,12 +24,7 @@ from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.pending import PendingPrograms
-from jvarlen.compiling.program_store import (
-    deserialized,
-    read_compiled,
-    use_compilation_cache,
-    without_compilation_cache,
-)
+from jvarlen.compiling.program_store import deserialized, use_compilation_cache, without_compilation_cache
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -180,6 +175,8 @@ def load_compiled(
 def _load(
     path: Path, step: Any, state: Any, shapes: BatchShapes, donate: bool, options: CompileOptions, progress: bool
 ) -> tuple[StepCompiler, Programs]:
+    from jvarlen.compiling.program_file import read_compiled
+
     header, contents = read_compiled(path)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
     if missing := [str(bucket) for bucket in shapes.buckets if bucket not in buckets]:

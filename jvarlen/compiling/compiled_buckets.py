@@ -26,7 +26,6 @@ from jvarlen.compiling.arguments import UnplannedShapeError, canonical, signatur
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first
 from jvarlen.compiling.pending import PendingPrograms
-from jvarlen.compiling.program_store import write_compiled
 from jvarlen.planning.buckets import AnyBucket
 
 if TYPE_CHECKING:
@@ -323,6 +322,8 @@ class CompiledBuckets:
           ValueError: executables were released, or the backend cannot serialize them.
           OSError: the file or the key cannot be written.
         """
+        from jvarlen.compiling.program_file import write_compiled
+
         self.wait()
         buckets = largest_first(list(self.specs))
         released = [bucket for bucket in buckets if not self._programs.has(bucket)]

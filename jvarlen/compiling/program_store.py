@@ -1,46 +1,28 @@
-"""Compiled programs in JAX's persistent cache, as bytes, and in signed files.
+"""Compiled programs in JAX's persistent cache, and as bytes.
 
 The cache is the only JAX setting that compiling changes for the whole process, and only where the user has not set it.
-Programs are machine code wrapped in a pickle, so a file from someone else could run anything. Every file is therefore
-signed with a key that only this user can read, and nothing of it is loaded without a valid signature.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import itertools
-import json
 import os
-import secrets
 import stat
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import platformdirs
-from filelock import FileLock
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import default_compilation_cache
 
-__all__ = [
-    "deserialized",
-    "read_compiled",
-    "serialized",
-    "use_compilation_cache",
-    "without_compilation_cache",
-    "write_compiled",
-]
+__all__ = ["deserialized", "serialized", "use_compilation_cache", "without_compilation_cache"]
 
-_FORMAT = b"jvarlen-compiled-3"
-_KEY_BYTES = 32  # as many as a signature has
 # JAX's own limits, and those that keep every program: (setting, what it is where no one has set it, what it becomes).
 _LIMITS = (
     ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.0),
@@ -99,57 +81,6 @@ def without_compilation_cache() -> Iterator[None]:
         finally:
             settings.update("jax_enable_compilation_cache", before)
             reset_cache()
-
-
-def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
-    """Writes a signed file that only its owner can read, atomically."""
-    described = json.dumps({**header, "sizes": [len(program) for program in programs]}).encode()
-    content = b"\n".join([_FORMAT, described, b"".join(programs)])
-    with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
-        file.write(content + hmac.digest(_own_key(), content, "sha256"))
-
-
-def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
-    """Reads what `write_compiled` wrote."""
-    written = path.read_bytes()
-    content, signature = written[:-_KEY_BYTES], written[-_KEY_BYTES:]
-    if not content.startswith(_FORMAT):
-        raise UserError(f"{path} holds no compiled programs, or those of another version of jvarlen")
-    key_path = _key_path()
-    key = _read_key(key_path) if key_path.exists() else None
-    if key is None or not hmac.compare_digest(signature, hmac.digest(key, content, "sha256")):
-        raise UserError(
-            f"{path} is damaged, or not signed with the key of this user, {key_path}: loading what was made elsewhere "
-            "could run anything. Compile and save it here, or copy the key from the machine that made it"
-        )
-    _, described, joined = content.split(b"\n", 2)
-    header = json.loads(described)
-    ends = list(itertools.accumulate(header["sizes"], initial=0))
-    return header, [joined[begin:end] for begin, end in itertools.pairwise(ends)]
-
-
-def _key_path() -> Path:
-    """Where this user's key lies, beside what is kept for good: a cache that is emptied must not make files useless."""
-    return platformdirs.user_data_path("jvarlen") / "compiled.key"
-
-
-def _own_key() -> bytes:
-    """This user's key, made where there is none yet; of several processes at once, one makes it for all."""
-    path = _key_path()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
-                    file.write(secrets.token_bytes(_KEY_BYTES))
-    return _read_key(path)
-
-
-def _read_key(path: Path) -> bytes:
-    key = path.read_bytes()
-    if len(key) != _KEY_BYTES:  # a shorter one could be guessed
-        raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save again")
-    return key
 
 
 def serialized(compiled: jax.stages.Compiled) -> tuple[bytes, Any, Any]:

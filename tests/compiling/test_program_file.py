@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from jvarlen.compiling.program_store import read_compiled, write_compiled
+from jvarlen.compiling.program_file import read_compiled, write_compiled
 
 
 @pytest.fixture
