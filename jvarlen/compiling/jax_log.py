@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["explaining", "plain_name", "told_of"]
+from jvarlen.compiling.recompiles import plain_name
+
+__all__ = ["explaining", "told_of"]
 
 # Private loggers of JAX: what is public, `jax.monitoring`, tells neither the types of a program nor why it was traced.
 _LOWERING_LOG = "jax._src.interpreters.pxla"
@@ -95,12 +97,6 @@ def _switch_on(explanations: contextlib.ExitStack) -> None:
     if not lowering_log.isEnabledFor(logging.DEBUG):
         lowering_log.setLevel(logging.DEBUG)
     jax.config.update(_EXPLAIN, True)
-
-
-def plain_name(name: str) -> str:
-    """`cumsum` of `jit(cumsum)`."""
-    match = re.fullmatch(r"jit\((.*)\)", name)
-    return match[1] if match else name
 
 
 def _note_record(record: logging.LogRecord) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import sys
 import threading
 import warnings
@@ -15,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jvarlen._common.checks import check_choices, list_first
-from jvarlen.compiling import jax_log
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "dispatched",
     "is_arithmetic_expected",
     "no_recompiles",
+    "plain_name",
     "uncounted_in_thread",
 ]
 
@@ -121,8 +122,10 @@ def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Itera
       >>> count.recompilations[-1].arguments
       'float32[7]'
     """
+    from jvarlen.compiling.jax_log import explaining
+
     check_choices(action=(action, Action))
-    with jax_log.explaining(), _counting(_Guard(RecompileCount(), action, None, arithmetic)) as count:
+    with explaining(), _counting(_Guard(RecompileCount(), action, None, arithmetic)) as count:
         yield count
     if action == "raise" and count.recompilations:
         raise RecompileError(_explain(count.recompilations))
@@ -209,9 +212,13 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
         guards = [guard for guard in _guards if guard.thread in counting]
         if not guards:
             return
-        function = jax_log.plain_name(str(details.get("fun_name", "an unnamed function")))
+        function = plain_name(str(details.get("fun_name", "an unnamed function")))
         bucket = None if _last_bucket is None else str(_last_bucket)
-        told = jax_log.told_of(function)
+        told = "", ""
+        if any(guard.thread is None for guard in _guards):  # JAX explains what it compiles
+            from jvarlen.compiling.jax_log import told_of
+
+            told = told_of(function)
         recompilation = Recompilation(function, *told, bucket, is_hit, thread.name, float(duration_secs))
         for guard in guards:
             guard.count.recompilations.append(recompilation)
@@ -220,6 +227,12 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
         warnings.warn(_explain([recompilation]), stacklevel=_outer_stacklevel())
     if "raise" in actions:
         raise RecompileError(_explain([recompilation]))
+
+
+def plain_name(name: str) -> str:
+    """`cumsum` of `jit(cumsum)`."""
+    match = re.fullmatch(r"jit\((.*)\)", name)
+    return match[1] if match else name
 
 
 def _outer_stacklevel() -> int:
