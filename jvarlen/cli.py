@@ -1,7 +1,6 @@
 """The `jvarlen` command. It parses the arguments and calls the command: `plan`, `sort`, `train`, `report` and so on.
 
-Settings are dataclass fields. Only the subcommand that was typed is imported, and of it only the settings until it
-runs: help starts no JAX.
+Only the subcommand that was typed is imported, and of it only the settings until it runs: help starts no JAX.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ _EXIT_CODES_OF_TRAINING = (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Returns:
-      The exit code: 0; 2 for a user's mistake; 130 after an interrupt, or 143 after SIGTERM to this process.
-    """
+    """Runs the command line; returns 0, 2 for a user's mistake, 130 after an interrupt, or 143 after SIGTERM."""
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
         print(f"jvarlen {__version__}")

@@ -21,10 +21,7 @@ __all__ = ["WorkerPool", "portable_error"]
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Spawned processes that hold a value, see no Ctrl-C, end with this process however it ends, and can be killed.
-
-    A block that ends early, or by an error, kills them.
-    """
+    """Spawned processes that hold a value, see no Ctrl-C, and end with this process, or when a block ends early."""
 
     def __init__(self, held: Any, num_workers: int) -> None:
         try:

@@ -1,9 +1,7 @@
 """Causal attention over rows whose positions are spread over a mesh axis, in zigzag.
 
-A row is cut into 2N chunks, and device d of N holds chunks d and 2N − 1 − d, the halves of its positions. Of the pairs
-of chunks that causal attention looks at, three are within a device, where two are half masked, and two with the keys of
-each other device, both whole. The gradients of keys and values return to their devices.
-
+Device d of N holds chunks d and 2N − 1 − d of 2N of a row. Of the pairs of chunks that causal attention looks at, three
+are within a device, where two are half masked, and two with the keys of each other device, both whole.
 Letters: N devices of the axis, T positions of a row, S = T / N those of this device, C = T / 2N of a chunk, B rows,
 H heads of queries, J of keys and values, G = H / J, K head size, Q queries at a time, M times, R = G · Q.
 """

@@ -180,20 +180,7 @@ def _floats(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
-    """Real tokens of a batch or of a microbatch.
-
-    Args:
-      batch: a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; traced or not.
-      dtype: of the result; use that of the losses and weights that it is summed together with.
-
-    Returns:
-      float[] (exact up to 2²⁴ tokens in float32); None for anything else.
-
-    Example:
-      >>> lengths = np.array([[3, 0]])
-      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1))))
-      3.0
-    """
+    """Real tokens of a batch or of a microbatch, float[], exact up to 2²⁴ in float32; None for other types."""
     if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
         return None
     arrays = batch._asdict()

@@ -31,9 +31,6 @@ _SPECS: dict[tuple[int, bool], BatchSpec] = {
 class BatchShapes:
     """The shapes of the batches of every bucket, for `compile_buckets` without a plan or a `Loader`.
 
-    Raises:
-      ValueError: buckets or numbers that are not as described.
-
     Example:
       >>> [spec.tokens.shape for spec in BatchShapes([(2, 4), (1, 8)]).specs.values()]
       [(1, 2, 4), (1, 1, 8)]

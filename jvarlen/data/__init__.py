@@ -1,7 +1,5 @@
 """Datasets with known lengths, from files or from any sequence. No JAX.
 
-Every dataset gives random access by sample id, and int64 lengths. In reading order:
-
 - `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
 - `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.

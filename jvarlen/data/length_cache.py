@@ -78,10 +78,7 @@ def _hash_part(path: Path, start: int, end: int) -> bytes:
 def cached_lengths(
     dataset: DataSource, path: Path, key: str, *, num_workers: int = 0, progress: bool = True
 ) -> Int64[np.ndarray, " N"]:
-    """The lengths of all samples, from `PATH.lengths-KEY.npz`, from the user's caches, or else measured and kept there.
-
-    A sample that raises ValueError has length 0. Lengths with zeros are not cached.
-    """
+    """The lengths of all samples, from `PATH.lengths-KEY.npz` or the user's caches, or measured; 0 where none is."""
     read_values = getattr(dataset, "lengths_of", None)
     options = {"num_workers": num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, "read_values": read_values}
     return _cached("lengths", path, key, _Lengths(dataset), int, progress=progress, **options)

@@ -38,16 +38,7 @@ _NEWLINE, _RETURN = b"\n\r"
 
 
 class LineDataset(FileDataset):
-    """Lines of a memory-mapped file: a data source of bytes. Only the offsets of the lines are held in memory.
-
-    Args:
-      path: the file, which must not change while it is in use.
-      field: the name of the string in the JSON object of every line; None if the line itself is the sample, without its
-        newline.
-
-    Raises:
-      ValueError: it has no lines; and, when a sample is read, the reason why its line is not a sample.
-    """
+    """Lines of a memory-mapped file, or a string in the JSON object of each: bytes. Only offsets are held in memory."""
 
     is_text = True
 

@@ -146,10 +146,6 @@ def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.nda
     Returns:
       int64[N], checked by `check_lengths`.
 
-    Raises:
-      ValueError: an empty dataset, or lengths below 1.
-      RuntimeError: a sample cannot be read; see `measure_lengths`.
-
     Example:
       >>> from jvarlen.data.tokens import TokenDataset
       >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))

@@ -68,18 +68,7 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
 
 
 def sample_hash(sample: Any) -> int:
-    """A hash of the tokens of a sample in any container: the first 62 bits of SHA-256 of bytes, or of int64.
-
-    Args:
-      sample: as `to_tokens` takes it.
-
-    Returns:
-      0 ≤ hash < 2**62.
-
-    Example:
-      >>> sample_hash("ab") == sample_hash(b"ab") == sample_hash(np.array([97, 98], np.uint8)) != sample_hash([97, 98])
-      True
-    """
+    """A hash of the tokens of a sample in any container: the first 62 bits of SHA-256 of bytes, or of int64."""
     tokens = to_tokens(sample)
     content = tokens.astype(np.uint8 if tokens.dtype == np.uint8 else "<i8", copy=False).tobytes()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> (64 - _HASH_BITS)

@@ -51,10 +51,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """Tokens of a file of the package `tokenizers`, which worker processes load themselves.
-
-    Its post-processor adds special tokens. Truncation and padding in the file are ignored.
-    """
+    """A tokenizer file with its post-processor, without truncation and padding; worker processes load it themselves."""
 
     def __init__(self, path: Path):
         self.path = path

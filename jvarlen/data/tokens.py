@@ -162,9 +162,6 @@ class WeightedSamples(_Converted):
       sample_weights: numbers[N], finite and at least 0. The loss weights of a sample's tokens, 1 where it has none, are
         multiplied by that of the sample.
 
-    Raises:
-      ValueError: another number of weights than of samples, or weights that are not as described; they are listed.
-
     Example:
       >>> weighted = WeightedSamples([[5, 6], [7]], [0.5, 2.0])
       >>> weighted[0]

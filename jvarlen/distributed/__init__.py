@@ -5,8 +5,6 @@
 - `grad_buckets`: which gradients are reduced together, and when.
 - `processes`: processes that start together, agree, and end together, also when one of them stalls.
 - `launch`: starts the devices and processes of a command, and keeps the memory of its steps on a CPU.
-
-The names below are imported when they are first used: layouts are made without JAX.
 """
 
 from __future__ import annotations

@@ -100,9 +100,6 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
 
     Returns:
       A `PairBatch` of NumPy arrays.
-
-    Raises:
-      ValueError: as `pad_to_bucket`.
     """
     return PairBatch(*_collated(step, pad_pairs_to_bucket))
 

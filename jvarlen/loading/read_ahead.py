@@ -26,11 +26,7 @@ _GRACE_S = 5.0  # for a sample that is read in the thread
 
 
 class ReadAhead(Iterator[Any]):
-    """Steps that a thread reads and delivers, a few ahead of the consumer.
-
-    It closes when nothing refers to it any more, and at the end of the program: a thread that frees an array while the
-    interpreter ends takes the process down.
-    """
+    """Steps that a thread reads and delivers, a few ahead of the consumer, until nothing refers to this object."""
 
     def __init__(
         self, steps: Generator[Any, None, None], deliver: Callable[[Any], Any], workers: WorkerPool | None = None

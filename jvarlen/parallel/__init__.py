@@ -10,9 +10,6 @@
 - `context`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
-
-`Layout` and `Placement` are in `distributed`. The names below are imported when they are first used: layouts and
-schedules are made without JAX.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """A step of a model by layers in stages, as one program that runs the tables of a schedule.
 
-It is a loop over ticks. In a tick each stage takes the branch of its own action, then all stages exchange results. No
-derivative is taken of the loop: a backward pass is an action, which recomputes its stage from the kept input or takes
-the kept residuals. So a stage holds only what the schedule says, for any number of microbatches.
-
+In a tick each stage takes the branch of its own action, then all stages exchange results. A backward pass is an action
+as well, and no derivative of the loop, so a stage holds only what the schedule says.
 Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard, T ticks.
 """
 

@@ -1,9 +1,8 @@
 """States and steps of layouts that shard state or rows.
 
-Of a step's three parts, a ZeRO level replaces what it must: 1 the update, which runs on shards of the optimizer state,
-and the reduction, of gradients to the same shards; 2 also accumulation, of shards of gradients; 3 also the loss, which
-gathers its parameters layer by layer. Stages replace accumulation, and the reduction with it. The update is always that
-of whole arrays, which the compiler splits, so any Optax optimizer gives what it gives on one device.
+ZeRO-1 replaces the update and the reduction by those of shards, ZeRO-2 also accumulation, ZeRO-3 also the loss; stages
+replace accumulation and reduction. The compiler splits the update, so any Optax optimizer gives what it gives on one
+device.
 """
 
 from __future__ import annotations

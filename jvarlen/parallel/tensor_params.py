@@ -53,9 +53,6 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 
     Returns:
       A model for `layered_loss_fn`. Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
-
-    Raises:
-      ValueError: the model has no `specs`.
     """
     if model.specs is None:
         raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")

@@ -272,9 +272,6 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
       `EvalStep`, a plain function `step(state, batch) -> (state, Metrics)`. The state is that of a train step on the
       layout, or, where that does not shard it, only parameters, for a loss that takes nothing else. It is returned
       unchanged, and `compile_buckets` does not donate it.
-
-    Raises:
-      ValueError: as `make_train_step`.
     """
     placement = placement_of(layout)
     if placement is None or placement.layout.is_data_parallel:

@@ -1,7 +1,5 @@
 """From lengths to a plan: which samples form which step, in which static shape. NumPy only.
 
-Lengths, an order and a budget determine a `Plan`, the same on every process. In reading order:
-
 - `samples`: tokens, with loss weights or without.
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.

@@ -192,9 +192,6 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
 
     Returns:
       float64[S, p], sums of the costs of the rows of a rank; 0 where a short step has no row for it.
-
-    Raises:
-      ValueError: costs and ranks that `balance_plan` rejects.
     """
     costs = _costs_of_rows(plan, cost, num_ranks)
     num_rows = np.diff(_first_rows(plan))

@@ -62,9 +62,6 @@ class CostModel:
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          OSError: it cannot be written; an existing file stays.
         """
         save_dataclass(self, path)
 

@@ -177,9 +177,6 @@ class Plan(PlannedSteps):
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          OSError: it cannot be written; an existing file stays.
         """
         from jvarlen.planning.plan_file import write_plan_file
 

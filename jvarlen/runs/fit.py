@@ -309,10 +309,7 @@ def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> Path:
 
 
 def _train(run: _Run) -> _Trained:
-    """Takes the remaining steps; evaluates and saves before the first, at intervals, and after the last.
-
-    The metrics of a step are read when the next one is dispatched, so that the devices never wait.
-    """
+    """Takes the remaining steps; evaluates and saves before the first, at intervals, and after the last."""
     prepared, config, training = run.prepared, run.prepared.config, run.prepared.training_plan
     state, place = run.state, run.place
     evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.heartbeat)

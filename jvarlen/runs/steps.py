@@ -29,12 +29,9 @@ _LINE_S = 10.0  # between two lines in a log
 
 
 class StepMeter:
-    """Seconds and memory of each step, as the loop around the steps sees them. Nothing waits for the device.
+    """Seconds and memory of each step, which ends when its metrics are read. Nothing waits for the device."""
 
-    The loop takes a batch, dispatches a step, and reads the metrics of the step before, which ends that step here. So
-    the wait for a batch counts for the step before, and the seconds of all steps add up to those of the loop. The wait
-    for the first batch is no step's.
-    """
+    # Waiting for a batch counts for the step before, so the seconds of all steps add up to those of the loop.
 
     def __init__(self, place: Place, batches: Loader) -> None:
         self._before = place
@@ -95,10 +92,7 @@ def host_memory_bytes() -> int:
 
 
 class StepDisplay:
-    """Shows the progress of training on standard error: a bar on a terminal, otherwise a line now and then.
-
-    Tokens a second and the share of waiting are those since the previous line. The first and the last step have a line.
-    """
+    """Shows the progress of training on standard error: a bar on a terminal, otherwise a line now and then."""
 
     def __init__(self, num_steps: int, num_steps_done: int = 0, *, progress: bool = True, in_bits: bool = True):
         is_bar = progress and sys.stderr.isatty()
@@ -153,11 +147,7 @@ class StepDisplay:
 
 
 class StepProfiler:
-    """Traces some steps, each by the name of its bucket, into `directory`/plugins/profile/<time>/.
-
-    The first steps are left out, because the first use of an executable loads it. It waits for the device before the
-    trace starts and after its last step; the other steps run as usual. The end of the block ends the trace.
-    """
+    """Traces some steps, not the first, which load executables, into `directory`/plugins/profile/<time>/."""
 
     def __init__(self, directory: Path, num_steps: int, *, steps_left: int, start_after: int = 10):
         self._directory = directory

@@ -168,11 +168,7 @@ class TrainingData(NamedTuple):
 
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
-    """Opens the given samples, the files of the settings, or the built-in corpus.
-
-    Each file is split separately into training and held-out samples, so neither weights nor other files move a sample
-    to the other side. A mixture is drawn once: every epoch has the same samples.
-    """
+    """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
     own = config.data
     if given is not None and own.files:
         raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")

@@ -70,11 +70,8 @@ def open_trackers(
     config: Mapping[str, Any] | None = None,
     others: Mapping[str, Tracker] | None = None,
 ) -> Iterator[Trackers]:
-    """A block with `metrics.jsonl`, without records of `start_step` and later, the named trackers, and `others`.
-
-    Without a `run_dir` nothing is written, as by all but one of several processes.
-    """
-    path = None if run_dir is None else run_dir / "metrics.jsonl"
+    """A block with `metrics.jsonl`, without records of `start_step` and later, the named trackers, and `others`."""
+    path = None if run_dir is None else run_dir / "metrics.jsonl"  # None: not the process that writes
     if path is not None:
         _keep_before(start_step, path)
     with contextlib.ExitStack() as held:
@@ -104,10 +101,7 @@ def _keep_before(num_steps_done: int, path: Path) -> None:
 
 
 class Trackers:
-    """Passes records to the open `metrics.jsonl`, and to others as long as they do not fail.
-
-    Charts must not stop a training: a warning names a tracker that fails, and it gets no more records.
-    """
+    """Passes records to the open `metrics.jsonl`, and to others until they fail: charts must not stop a training."""
 
     def __init__(self, metrics: IO[str], others: dict[str, Tracker]):
         self._metrics = metrics
@@ -182,11 +176,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """An offline run of Weights & Biases in `run_dir/wandb`, for `wandb sync` to upload.
-
-    It needs no account and no network, and takes no settings from the environment. A resumed run keeps its id. A
-    process of its own writes, which receives no Ctrl-C or SIGTERM and ends with the run, even if that is killed.
-    """
+    """An offline run of Weights & Biases in `run_dir/wandb`, for `wandb sync`, written by a process of its own."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
         _require("wandb", "wandb")

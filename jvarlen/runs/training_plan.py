@@ -37,11 +37,7 @@ class Rates(NamedTuple):
 
 
 class TrainingPlan:
-    """All steps of a training. `plan_of_epoch` and `rates_of_epoch` give the plan and the rates of an epoch.
-
-    Rates are None with an optimizer of the caller. If the schedule counts sequences or tokens, all epochs are planned
-    once, and the base rates of all their steps are a constant of the program.
-    """
+    """All steps of a training. `plan_of_epoch` and `rates_of_epoch` give the plan and the rates of an epoch."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Writes an offline run of Weights & Biases, in a process of its own, from JSON lines on standard input.
 
-This is a program, started by `WandbTracker`, not a module to import. In the training process, wandb 0.31 would replace
-`sys.exit` and `sys.excepthook`, make training wait for a service that hangs, and lose the last record of a run that is
-killed. When training ends, in whatever way, standard input closes, and this process and its service end too.
+A program, started by `WandbTracker`: in the training process, wandb 0.31 would replace `sys.exit` and
+`sys.excepthook`, make training wait for a service that hangs, and lose the last record of a run that is killed.
 """
 
 from __future__ import annotations

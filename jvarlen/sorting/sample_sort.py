@@ -132,9 +132,6 @@ def local_sort(
 
     Returns:
       As `sample_sort`, with leading axis p·n; a shard's places without a row come after its rows.
-
-    Raises:
-      ValueError: as `sample_sort`.
     """
     keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
     placement = shards_on(layout)

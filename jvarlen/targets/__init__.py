@@ -1,7 +1,5 @@
 """Devices that are elsewhere: the seconds and bytes of a layout there, before training, and the choice of a layout.
 
-A plan, a model and a cluster determine the seconds and bytes of every layout. In reading order:
-
 - `cluster`: devices, memory and links, from presets or files.
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
