@@ -8,5 +8,6 @@
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it and `jaxprs` import JAX here.
 - `text_table`: aligned columns of text.
+- `threads`: work on an array by several threads.
 - `workers`: worker processes, and errors that can be sent between processes.
 """

@@ -11,7 +11,7 @@ from typing import Literal
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, if_given
 from jvarlen._common.files import default_cache_dir
-from jvarlen.distributed.layout import FIRST_BUCKET_BYTES, BucketBytes
+from jvarlen.distributed import FIRST_BUCKET_BYTES, BucketBytes
 
 __all__ = ["CompileOptions", "Fallback", "When", "default_compilation_cache"]
 

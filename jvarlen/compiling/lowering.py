@@ -25,7 +25,7 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.program_store import deserialized, serialized, without_compilation_cache
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
-from jvarlen.distributed.layout import BucketBytes
+from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 

@@ -17,8 +17,8 @@ from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.threads import in_parts
 from jvarlen.data.tokens import FileDataset
-from jvarlen.planning._kernels import in_parts
 
 
 def _json_loads(line: bytes | memoryview) -> Any:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jvarlen._common.lazy_imports import lazy_imports
 
@@ -25,5 +25,20 @@ __all__ = [
     "split_cpu",
     "together",
 ]
+
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
+
+
+class BucketBytes(NamedTuple):
+    """Sizes of gradient buckets.
+
+    Attributes:
+      cap: bytes from which on a bucket is closed.
+      first_cap: the same for the first bucket.
+    """
+
+    cap: int = BUCKET_BYTES
+    first_cap: int = FIRST_BUCKET_BYTES
+
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes
+from jvarlen.distributed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes
 
 __all__ = [
     "assign_grad_buckets",

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from jvarlen.distributed.mesh import Placement
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "MESH_AXES", "BucketBytes", "Layout", "Remat", "ScheduleName"]
+__all__ = ["MESH_AXES", "Layout", "Remat", "ScheduleName"]
 
 MESH_AXES = ("data", "stage", "context", "tensor")
 
@@ -235,18 +235,3 @@ class Layout:
     def num_devices(self) -> int:
         """How many devices it takes: the product of the sizes of its axes."""
         return math.prod(self.axis_sizes.values())
-
-
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-
-
-class BucketBytes(NamedTuple):
-    """Sizes of gradient buckets.
-
-    Attributes:
-      cap: bytes from which on a bucket is closed.
-      first_cap: the same for the first bucket.
-    """
-
-    cap: int = BUCKET_BYTES
-    first_cap: int = FIRST_BUCKET_BYTES

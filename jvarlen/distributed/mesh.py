@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,7 +16,9 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_key
-from jvarlen.distributed.layout import MESH_AXES, Layout
+
+if TYPE_CHECKING:
+    from jvarlen.distributed.layout import Layout
 
 __all__ = [
     "DATA_AXIS",
@@ -102,7 +104,7 @@ class Placement:
         return (own_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
 
 
-LayoutLike = Layout | str | Placement | Mesh | None
+LayoutLike: TypeAlias = "Layout | str | Placement | Mesh | None"
 """Where a step runs: a layout or its text, on `jax.devices()`; a placement; a mesh, for data parallelism over its only
 axis, or over "data"; None: one device."""
 
@@ -111,6 +113,8 @@ def placement_of(layout: LayoutLike) -> Placement | None:
     """What an argument `layout=` stands for; None: one device."""
     if layout is None or isinstance(layout, Placement):
         return layout
+    from jvarlen.distributed.layout import Layout
+
     if isinstance(layout, Mesh):
         if DATA_AXIS not in layout.axis_names and len(layout.axis_names) != 1:
             raise UserError(
@@ -128,6 +132,8 @@ def placement_of(layout: LayoutLike) -> Placement | None:
 
 def shards_on(layout: LayoutLike) -> Placement:
     """What an argument `layout=` stands for, for work on data shards; one device makes one."""
+    from jvarlen.distributed.layout import Layout
+
     return placement_of(layout) or Layout(data=1).on(devices_of(None))
 
 
@@ -155,6 +161,8 @@ def place(
 
 
 def _place_on_mesh(layout: Layout, mesh: Mesh, axes: Mapping[str, str] | None) -> Placement:
+    from jvarlen.distributed.layout import MESH_AXES
+
     if axes is None:
         axes = {name: name for name in MESH_AXES if name in mesh.axis_names}
         if not axes and len(mesh.axis_names) == 1:

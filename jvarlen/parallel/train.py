@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn, num_layers_of, rematerialized
-from jvarlen.parallel.layout_checks import check_model
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
+
+if TYPE_CHECKING:
+    from jvarlen.distributed.layout import Layout
 
 __all__ = ["Accumulate", "EvalStep", "TrainStep", "accumulates_shards", "make_eval_step", "make_train_step"]
 
@@ -228,31 +229,34 @@ def make_train_step(
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
     placement = placement_of(layout)
-    layout = Layout(data=1) if placement is None else placement.layout
-    check_model(model, layout)
+    layout = None if placement is None else placement.layout
     in_shards = accumulates_shards(layout, accumulate)
-    if placement is None or layout.is_data_parallel:
+    if layout is not None:
+        from jvarlen.parallel.layout_checks import check_model
+
+        check_model(model, layout)
+    if placement is None or placement.layout.is_data_parallel:
         of_step = model
-        if isinstance(model, LayeredModel) and layout.remat_in_force == "full":
+        if isinstance(model, LayeredModel) and placement is not None and placement.layout.remat_in_force == "full":
             of_step = rematerialized(model)
         sums_of, values_of = (_sum_step(of_step, placement, with_grads=with_grads) for with_grads in (True, False))
         function = step_of_sums(sums_of, values_of, optimizer, norms=norms)
     else:
         from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
 
-        sum_of = functools.partial(sum_on_layout, layout=layout, accumulates_shards=in_shards)
+        sum_of = functools.partial(sum_on_layout, layout=placement.layout, accumulates_shards=in_shards)
         function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms)
     return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
 
 
-def accumulates_shards(layout: Layout, accumulate: Accumulate | None) -> bool:
-    """Whether gradients are summed in shards; raises ValueError where a layout cannot do what is asked for."""
+def accumulates_shards(layout: Layout | None, accumulate: Accumulate | None) -> bool:
+    """Whether gradients are summed in shards; raises ValueError where a layout, or one device (None), cannot do it."""
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
-    is_possible = layout.zero >= 2 and layout.stage == 1
+    is_possible = layout is not None and layout.zero >= 2 and layout.stage == 1
     if accumulate == "shards" and not is_possible:
         raise UserError(
-            f"accumulate='shards' takes zero2 or zero3 without stages, not the layout {layout}, which sums whole "
+            f"accumulate='shards' takes zero2 or zero3 without stages, not {layout or 'one device'}, which sums whole "
             "gradients: leave accumulate out"
         )
     return is_possible and accumulate != "whole"
@@ -277,6 +281,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
     if placement is None or placement.layout.is_data_parallel:
         sums_of = _sum_step(model, placement, with_grads=False)
     else:
+        from jvarlen.parallel.layout_checks import check_model
         from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
 
         check_model(model, placement.layout)

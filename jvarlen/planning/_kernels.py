@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,7 +20,6 @@ __all__ = [
     "close_by_capacity",
     "fill_joint_rows",
     "halved_order",
-    "in_parts",
     "paced_arrival",
     "scaled_key",
     "take_segments",
@@ -317,19 +313,3 @@ def fill_joint_rows(
         num_rows += 1
         ends[num_rows], numbers[num_rows - 1] = num_kinds, 1 + again
     return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
-
-
-_MOST_THREADS = 4  # the work is bound by memory
-_LEAST_PART = 2**19  # samples; starting a thread costs more than less work than that
-
-
-def in_parts(work: Callable[[int, int], object], num_samples: int) -> None:
-    """Calls `work(start, end)` for consecutive parts of 0 to `num_samples`, which touch nothing in common."""
-    num_parts = max(1, min(_MOST_THREADS, os.cpu_count() or 1, num_samples // _LEAST_PART))
-    cuts = [num_samples * part // num_parts for part in range(num_parts + 1)]
-    if num_parts == 1:
-        work(0, num_samples)
-        return
-    with ThreadPoolExecutor(num_parts) as threads:
-        for done in [threads.submit(work, start, end) for start, end in pairwise(cuts)]:
-            done.result()

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning._kernels import in_parts, paced_arrival
+from jvarlen._common.threads import in_parts
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
 from jvarlen.planning.order import (
     CHUNK,
@@ -204,6 +204,7 @@ def _paced_ranks(
 ) -> Int64[np.ndarray, " n"]:
     """The order in which samples, the easiest first, arrive when they are admitted little by little."""
     # A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
+    from jvarlen.planning._kernels import paced_arrival
     from jvarlen.planning.pacing import num_admitted
 
     assert ordering.pacing is not None

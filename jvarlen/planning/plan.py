@@ -18,7 +18,6 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
@@ -387,6 +386,8 @@ def _plan_rows(
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():
         offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+        from jvarlen.planning._kernels import take_segments
+
         ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
     return Plan(
         buckets=buckets,

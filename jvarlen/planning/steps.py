@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Int64
 
-from jvarlen._common.text_table import text_table
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.lengths import PackedOverlong
@@ -205,6 +204,8 @@ class PlannedSteps:
         if seconds is not None:
             predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
             rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
+        from jvarlen._common.text_table import text_table
+
         lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
         lines.append(
             f"{int(self.num_tokens.sum()):,} tokens, {int(self.padded_tokens_per_step.sum()):,} with padding; "

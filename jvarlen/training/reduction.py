@@ -16,13 +16,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
+from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import (
     assign_grad_buckets,
     bucket_bytes_here,
     order_of_grads,
     reduce_in_buckets,
 )
-from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatches_of, split_step, sums_of_one

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvarlen import make_buckets, make_plan
-from jvarlen.planning import _kernels as threads
+from jvarlen._common import threads
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 2**19 - 1, 2**20, 3 * 2**20 + 7])
