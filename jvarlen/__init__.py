@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jvarlen._common.lazy_imports import lazy_imports
-from jvarlen._version import __version__ as __version__
+
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from jvarlen._common.checks import UserError

@@ -1,5 +1,0 @@
-"""The version of the package, in a module that imports nothing."""
-
-__all__ = ["__version__"]
-
-__version__ = "0.2.0"
