@@ -53,9 +53,9 @@ def by_hand(batches, delay_of):
             key = jax.random.fold_in(jax.random.fold_in(state.key, u), i)
             sums.append(SUMS_OF(old, microbatch, key))
         total = jax.tree.map(lambda *leaves: sum(leaves), *sums)
-        grads = jax.tree.map(lambda grad, weight=total.weight: grad / weight, total.grads)
+        grads = jax.tree.map(lambda grad, weight=total.weight_sum: grad / weight, total.grads)
         updates, opt_state = OPTIMIZER.update(grads, state.opt_state)
-        rows, mean = state.extra["rows"] + total.extra[1], state.extra["mean"] + total.extra[0] / total.weight
+        rows, mean = state.extra["rows"] + total.extra[1], state.extra["mean"] + total.extra[0] / total.weight_sum
         params = optax.apply_updates(state.params, updates)
         versions.append(
             state._replace(params=params, opt_state=opt_state, extra={"mean": mean, "rows": rows}, step=state.step + 1)
