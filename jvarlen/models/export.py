@@ -35,7 +35,6 @@ def save_params(
 
     Raises:
       ValueError: safetensors is not installed.
-      OSError: the file cannot be written; an existing file stays.
 
     Example:
       >>> import tempfile

@@ -70,7 +70,7 @@ def portable_form(
       model: that of the state. It may have `stack`, for parameters that were stacked before `TrainStep.init`.
 
     Returns:
-      `PortableForm`.
+      A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.
 
     Raises:
       ValueError: parameters are stacked or reordered, and arrays of the optimizer are not those of one device,
@@ -98,11 +98,7 @@ def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredMo
 
 
 class PortableForm:
-    """How the state of a layout becomes that of one device, and back, on the devices. Made by `portable_form`.
-
-    Attributes:
-      shapes: `TrainState` of `jax.ShapeDtypeStruct`: the state of one device, without padding.
-    """
+    """How the state of a layout becomes that of one device, and back, on the devices: a `StateForm`."""
 
     def __init__(self, state: TrainState, sources: Sequence[_Source], structure: Any, mesh: Mesh):
         leaves = jax.tree.leaves(state[:2])
@@ -115,27 +111,13 @@ class PortableForm:
         self._take = self._compiled_take([leaves[leaf] for leaf in self._routes]) if self._changed else None
 
     def save(self, state: TrainState) -> TrainState:
-        """The state of one device.
-
-        Args:
-          state: of the layout.
-
-        Returns:
-          `TrainState`; arrays that are the same are shared.
-        """
+        """The state of one device; arrays that are the same are shared."""
         leaves = jax.tree.leaves(state[:2])
         made = iter(() if self._take is None else self._take([leaves[leaf] for leaf in self._routes]))
         return self._state([next(made) if s.is_changed else leaves[s.leaf] for s in self._sources], state[2:])
 
     def like(self, state: TrainState) -> TrainState:
-        """The result of `save`, without computing it.
-
-        Args:
-          state: of the layout.
-
-        Returns:
-          `TrainState`, with `jax.ShapeDtypeStruct` in place of arrays that `save` makes.
-        """
+        """The result of `save`, with `jax.ShapeDtypeStruct` in place of arrays that `save` makes."""
         leaves = jax.tree.leaves(state[:2])
 
         def like(source: _Source) -> Any:
@@ -146,15 +128,7 @@ class PortableForm:
         return self._state(map(like, self._sources), state[2:])
 
     def restore(self, saved: TrainState, state: TrainState) -> TrainState:
-        """The inverse of `save`.
-
-        Args:
-          saved: with the shapes and shardings of `like(state)`.
-          state: of the layout.
-
-        Returns:
-          `TrainState` with the shapes and shardings of `state`.
-        """
+        """The inverse of `save`, in the shapes and shardings of `state`."""
         leaves, structure = jax.tree.flatten(state[:2])
         shapes = {leaf: leaves[leaf].shape for leaf in self._routes}
         shardings = [leaves[leaf].sharding for leaf in self._routes]

@@ -76,7 +76,6 @@ class CostModel:
           An equal model.
 
         Raises:
-          FileNotFoundError: there is no such file.
           ValueError: it holds no cost model; the message says what is wrong.
         """
         return load_dataclass(cls, path, "cost model")

@@ -194,7 +194,6 @@ class Plan(PlannedSteps):
           The plan.
 
         Raises:
-          FileNotFoundError: there is no such file.
           ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is
             wrong.
         """

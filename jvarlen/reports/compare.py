@@ -98,9 +98,6 @@ def compare_strategies(
       Figures of every strategy of `make_buckets`, packed rows, and the two without a plan; where one cannot be made,
       they say why.
 
-    Raises:
-      ValueError: arguments that are not as described, or nothing can be planned within the limits.
-
     Example:
       >>> figures = compare_strategies([3, 4, 4, 9, 16], 32, max_shapes=2)
       >>> [(each.name, each.num_shapes, round(each.relative, 2)) for each in figures[:2]]
@@ -206,9 +203,6 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     Returns:
       Lines: a header, then one line a strategy with the best plan marked; then the number of samples, and what is
         compared.
-
-    Raises:
-      ValueError: none is a plan that can be made.
     """
     header, cells, best, note = comparison_cells(figures)
     header = [name[0].lower() + name[1:] for name in header]

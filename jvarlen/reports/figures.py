@@ -140,10 +140,7 @@ def draw_series(
     weights: Sequence[np.ndarray] | None = None,
     as_curve: bool = False,
 ) -> str:
-    """Draws a line of x and y for each run, all equally finely, and names the axis; returns what is drawn, in words.
-
-    Where steps are few, each is a point; of curves, and of many steps, the weighted mean, least and most of ranges.
-    """
+    """Draws x and y of each run, of many steps the mean, least and most of ranges; returns what is drawn, in words."""
     num_steps = max(len(x) for x, _ in lines)
     is_long = num_steps > max(_MOST_POINTS // len(lines), _FEW_RANGES)
     num_ranges = _MOST_RANGES if len(lines) == 1 and is_long else _FEW_RANGES

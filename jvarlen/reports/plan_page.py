@@ -62,7 +62,6 @@ def write_html_report(
     Raises:
       ValueError: lengths that are not those of the plan, another number of learning rates than of steps, or a
         comparison without any possible plan.
-      OSError: the file cannot be written; an existing file stays.
     """
     is_pairs = isinstance(plan.buckets[0], PairBucket)
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)

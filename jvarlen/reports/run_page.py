@@ -39,12 +39,7 @@ _Column = Float64[np.ndarray, " _"]
 
 
 class RunReport(NamedTuple):
-    """Runs that are shown together.
-
-    Attributes:
-      runs: at least one.
-      names: a unique name for each.
-    """
+    """Runs that are shown together, each with a unique name."""
 
     runs: tuple[Run, ...]
     names: tuple[str, ...]
@@ -65,14 +60,7 @@ class RunReport(NamedTuple):
         return "\n\n".join(text_table([list(map(printable, row)) for row in table]) for table in tables)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps.
-
-        Args:
-          path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          OSError: the file cannot be written; an existing file stays.
-        """
+        """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps."""
         is_one = len(self.runs) == 1
         steps = sum(run.num_steps for run in self.runs)
         differing = self._settings_table(is_whole=False)
@@ -125,18 +113,7 @@ class RunReport(NamedTuple):
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
-    """Reads runs to show them together.
-
-    Args:
-      run_dirs: run directories, at least one, none twice.
-
-    Returns:
-      `RunReport`; print its `table()`, and see `write_html`.
-
-    Raises:
-      ValueError: there is no directory, or one is given twice; or a file is damaged; it is named.
-      OSError: a path is not a run directory, or cannot be read; it is named.
-    """
+    """Reads runs to show them together; errors name the directory or file."""
     if not run_dirs:
         raise UserError("a report needs the directory of at least one run")
     runs = tuple(map(read_run, run_dirs))

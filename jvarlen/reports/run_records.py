@@ -167,12 +167,7 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Names of directories, below the one that they have in common.
-
-    Example:
-      >>> run_names([Path("/a/runs/1"), Path("/b/runs/1"), Path("/b/runs/2")])
-      ['a/runs/1', 'b/runs/1', 'b/runs/2']
-    """
+    """Names of directories, below the one that they have in common."""
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
         raise UserError(f"each run can be shown once; given more than once: {', '.join(twice)}")
     shared = os.path.commonpath([path.parent for path in paths])

@@ -61,7 +61,6 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
     Raises:
       ValueError: a running run holds the directory.
-      OSError: the file cannot be written.
     """
     path = run_dir / "lock"
     with contextlib.ExitStack() as held:

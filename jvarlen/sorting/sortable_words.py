@@ -1,8 +1,7 @@
 """Keys and row indices as unsigned integers that sort like the rows, and back.
 
-Rows are ordered as `np.lexsort` orders them: by key, ties by index; −0.0 ties with 0.0, NaN is last. Unsigned integers
-sort several times faster than pairs, and a row with a 32-bit key fits into one of them. Only bits are handled, so no
-backend can flush a subnormal number to zero. Call these functions where 64-bit types are enabled.
+Unsigned integers sort several times faster than pairs, and a row with a 32-bit key fits into one of them. Only bits are
+handled, so no backend can flush a subnormal number to zero. Call these functions where 64-bit types are enabled.
 """
 
 from __future__ import annotations

@@ -25,9 +25,6 @@ class Link:
     Attributes:
       bytes_per_second: bandwidth in each direction, above 0.
       latency_s: seconds before the first byte of a message arrives, at least 0.
-
-    Raises:
-      ValueError: a number that is out of range.
     """
 
     bytes_per_second: int | float
@@ -55,9 +52,6 @@ class Cluster:
       overlap: the share of communication that passes hide where they can, 0 to 1: that of gradients behind a backward
         pass, and at ZeRO-3 that of parameters.
       sources: where the figures are from.
-
-    Raises:
-      ValueError: a figure that is not finite or out of range.
 
     Example:
       >>> cluster = Cluster.preset("dgx-h100", num_hosts=4)
@@ -143,9 +137,6 @@ class Cluster:
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          OSError: it cannot be written; an existing file stays.
         """
         save_dataclass(self, path)
 
@@ -160,7 +151,6 @@ class Cluster:
           The cluster.
 
         Raises:
-          FileNotFoundError: there is no such file.
           ValueError: it holds no cluster; the message says what is wrong.
         """
         return load_dataclass(cls, path, "cluster")

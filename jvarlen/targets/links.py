@@ -72,9 +72,6 @@ def measure_cluster(
       `overlap` is not measured. Without several hosts, `host_link` is as `link`; so is `link` as `host_link` with one
       device a host.
 
-    Raises:
-      ValueError: fewer than 2 devices, different numbers on hosts, an unknown dtype, or fewer than one repeat.
-
     Example:
       >>> measure_cluster().save("cluster.json")  # doctest: +SKIP
     """

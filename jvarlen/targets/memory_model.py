@@ -69,16 +69,7 @@ class _Arrays(NamedTuple):
 
 
 class MemoryModel:
-    """Bytes of a training step on a device.
-
-    Args:
-      model: as for `estimate_memory`.
-      params: pytree of arrays or shapes, as for `estimate_memory`.
-      optimizer: any Optax optimizer.
-      buckets: K shapes of microbatches.
-      batch_spec: as for `estimate_memory`.
-      extra: as for `TrainStep.init`.
-    """
+    """Bytes of a training step on a device, of K buckets on many layouts; arguments as for `estimate_memory`."""
 
     def __init__(
         self,
@@ -103,15 +94,7 @@ class MemoryModel:
         self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
 
     def memory_bytes(self, table: LayoutTable, microbatches_per_step: int) -> Float64[np.ndarray, "C K"]:
-        """Memory of a step of each bucket on a device of each layout: `estimate_memory(…).total`.
-
-        Args:
-          table: C layouts. Where one cannot take a bucket, the value means nothing.
-          microbatches_per_step: those of a step over all devices.
-
-        Returns:
-          float64[C, K], bytes.
-        """
+        """`estimate_memory(…).total` of each bucket on each layout; meaningless where one cannot take the other."""
         of_shard = np.maximum(1, table.of_shard(self._buckets, microbatches_per_step))
         has_stages = (table.stage > 1)[:, None]
         held = self._state_of(table)
@@ -133,28 +116,12 @@ class MemoryModel:
         return np.asarray((held.params + held.opt_state)[:, None] + batch + np.ceil(temporary))
 
     def state_bytes(self, table: LayoutTable) -> Float64[np.ndarray, " C"]:
-        """Parameters and optimizer state on a device of each layout.
-
-        Args:
-          table: C layouts.
-
-        Returns:
-          float64[C], bytes.
-        """
+        """Bytes of parameters and optimizer state on a device of each layout."""
         held = self._state_of(table)
         return held.params + held.opt_state
 
     def exact_bytes(self, layout: Layout, bucket: Bucket, microbatches_per_step: int) -> int:
-        """Bytes of one layout, for which its own program is traced.
-
-        Args:
-          layout: that the model takes.
-          bucket: that the layout takes.
-          microbatches_per_step: those of a step over all devices.
-
-        Returns:
-          Bytes.
-        """
+        """Bytes of one layout and bucket, for which its own program is traced."""
         options = {"model": self._model, "extra": self._extra, "batch_spec": self._batch_spec}
         return estimate_memory(
             layout, self._params, self._optimizer, bucket, **options, microbatches_per_step=microbatches_per_step
@@ -223,11 +190,9 @@ class MemoryModel:
         return ArrayBytes(*found)
 
     def _count_at(self, what: str, tensor: int, sequence_parallel: bool, context: int, layers: int) -> np.ndarray:
-        """float64[6, K], of every bucket.
-
-        Programs are traced for few devices along one axis. More devices hold what follows from two of their divisors:
-        a constant, and a part that they share. Of two axes, each holds its share of what the other leaves.
-        """
+        """float64[6, K], of every bucket."""
+        # Programs are traced for few devices along one axis. More devices hold what follows from two of their divisors:
+        # a constant, and a part that they share. Of two axes, each holds its share of what the other leaves.
         if tensor > 1 and context > 1:
             whole = self._at(what, 1, False, 1, layers)
             split = self._at(what, tensor, sequence_parallel, 1, layers)

@@ -117,9 +117,6 @@ def count_costs(
 
     Returns:
       The costs. Loops with a number of turns that depends on values count once.
-
-    Raises:
-      ValueError: no products of matrices were found.
     """
     traced = _Traced(model, params, batch_spec, extra)
     layer_flops, ends_flops = _flops_of(traced, buckets)

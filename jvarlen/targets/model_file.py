@@ -35,9 +35,6 @@ class ModelFile:
       compute_dtype: of activations.
       optimizer: `"adamw"` keeps two numbers a parameter, `"lion"` one, `"sgd"` none.
 
-    Raises:
-      ValueError: sizes below 1, heads that do not divide the width, or unknown types.
-
     Example:
       >>> ModelFile(layers=2, width=64, heads=4, vocabulary=256).num_params
       131456
@@ -71,7 +68,6 @@ class ModelFile:
           The model.
 
         Raises:
-          FileNotFoundError: there is no such file.
           ValueError: unknown or missing keys, or values that are not valid.
         """
         return load_dataclass(cls, path, "model")

@@ -60,23 +60,11 @@ def planned_schedule(
       A function from a count, or an array of counts, to float32 of its shape. It raises ValueError for a count outside
       0 … S−1; a traced one gives NaN there.
 
-    Raises:
-      ValueError: arguments that `lr_sequence` rejects.
-
     Example:
       >>> from jvarlen.planning.plan import make_plan
       >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)], order="length"), 1e-3, 2)
       >>> schedule(np.arange(2)).tolist() == np.float32([5e-3, 2e-3]).tolist()
       True
-
-      Groups of parameters, each with a base rate and a rule of its own:
-
-      >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
-      >>> groups = {"matrices": optax.adamw(planned_schedule(plan, 1e-3, 2)), "norms": optax.adam(1e-4)}
-      >>> optimizer = optax.partition(groups, {"w": "matrices", "scale": "norms"})
-
-    References:
-      As for `lr_scale`.
     """
     rates = lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
     return table_schedule(rates)
@@ -121,9 +109,6 @@ def scale_by_batch_size(
       A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 with 64-bit types enabled);
       updates keep their dtypes. Without its extra argument, `update` raises TypeError; others are ignored.
 
-    Raises:
-      ValueError: an unknown rule or unit, or a base batch size that is not positive.
-
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_batch_size(2))
       >>> updates, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())), batch_size=jnp.float32(6))
@@ -136,9 +121,6 @@ def scale_by_batch_size(
       >>> embeddings = optax.chain(optax.sgd(0.1), scale_by_batch_size(32_768, unit="tokens"))
       >>> groups = {"matrices": matrices, "embeddings": embeddings, "norms": optax.adam(1e-4)}
       >>> optimizer = optax.partition(groups, {"embed": "embeddings", "w": "matrices", "scale": "norms"})
-
-    References:
-      As for `lr_scale`.
     """
     check_choices(unit=(unit, BatchSizeUnit))
     base: Any = base_batch_size

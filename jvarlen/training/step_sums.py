@@ -1,8 +1,6 @@
 """The sums of a step, accumulated over the microbatches of a shard.
 
-They are divided once, after `reduction` over the shards, so every split of a step over shards and accumulation has the
-same gradient.
-Letters: M microbatches of a step.
+They are divided once, after `reduction`, so every split of a step has the same gradient. Letters: M microbatches.
 """
 
 from __future__ import annotations
