@@ -1,7 +1,7 @@
 """Small Flax NNX models for examples and benchmarks.
 
 - `config`, `transformer`: the demo transformer. `mixed_precision`: its products in bfloat16.
-- `layers`: the same by layers. `generation`: samples from it. `export`: its parameters as a safetensors file.
+- `layers`: the same by layers. `generation`: samples from it. `export`: its parameters by name and as a file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.models.config import TransformerConfig
-    from jvarlen.models.export import save_params
+    from jvarlen.models.export import flat_params, params_from_flat, save_params
     from jvarlen.models.generation import generate
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
-    from jvarlen.models.transformer import Transformer, flat_params, init_params, make_loss_fn, params_from_flat
+    from jvarlen.models.transformer import Transformer, init_params, make_loss_fn
 
 __all__ = [
     "Transformer",

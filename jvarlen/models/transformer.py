@@ -7,7 +7,6 @@ under sequence parallelism, D width, F outputs of a layer, H heads, K head size,
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvarlen._common.checks import UserError, list_first
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.config import TransformerConfig
@@ -32,10 +30,8 @@ from jvarlen.training.losses import LossFn
 __all__ = [
     "Rows",
     "Transformer",
-    "flat_params",
     "init_params",
     "make_loss_fn",
-    "params_from_flat",
     "rows_of",
     "run_block",
     "sum_losses",
@@ -292,52 +288,3 @@ def sum_losses(
         tokens, weights = tokens[:, axes.positions], weights[:, axes.positions]
     losses_BxT = vocabulary_cross_entropy(logits_BxTxV, tokens, vocab_size=vocab_size, axes=axes)
     return jnp.sum(losses_BxT * weights), jnp.sum(weights)
-
-
-def flat_params(params: nnx.State) -> dict[str, np.ndarray]:
-    """The parameters as host arrays under dotted names, to carry them into another framework.
-
-    Args:
-      params: the result of `init_params`, trained or not.
-
-    Returns:
-      A dict from names such as `blocks.0.qkv.kernel` to float32 arrays; kernels are [inputs, outputs].
-    """
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
-
-
-def params_from_flat(config: TransformerConfig, arrays: Mapping[str, Any]) -> nnx.State:
-    """The parameters of a model from arrays under dotted names; the inverse of `flat_params`.
-
-    Args:
-      config: the model that they belong to.
-      arrays: all of its parameters, by name.
-
-    Returns:
-      A pytree as `init_params` returns it, of the given arrays.
-
-    Raises:
-      ValueError: names are missing or unexpected, or shapes differ. All kinds are listed.
-
-    Example:
-      >>> config = TransformerConfig(width=16)
-      >>> params = init_params(config, seed=0)
-      >>> bool((params_from_flat(config, flat_params(params))["head"]["kernel"][...] == params["head"]["kernel"]).all())
-      True
-    """
-    expected = {
-        ".".join(map(str, path)): (path, leaf)
-        for path, leaf in nnx.to_flat_state(jax.eval_shape(lambda: init_params(config, 0)))
-    }
-    missing = [name for name in expected if name not in arrays]
-    unexpected = [name for name in arrays if name not in expected]
-    misshapen = [
-        f"{name} {np.shape(arrays[name])}, expected {leaf.shape}"
-        for name, (_, leaf) in expected.items()
-        if name in arrays and np.shape(arrays[name]) != leaf.shape
-    ]
-    named = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
-    if problems := [f"{kind}: {list_first(names)}" for kind, names in named if names]:
-        raise UserError(f"these are not the parameters of the built-in model: {'; '.join(problems)}")
-    leaves = [(path, leaf.replace(jnp.asarray(arrays[name]))) for name, (path, leaf) in expected.items()]
-    return nnx.from_flat_state(leaves)

@@ -37,13 +37,14 @@ from jvarlen.planning.lengths import (
     fit_lengths,
 )
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
-from jvarlen.planning.packings import PackedHistogram, Packing
+from jvarlen.planning.packings import PackedRows, Packing
 from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
 if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
 __all__ = [
+    "PackedHistogram",
     "lengths_of_rows",
     "pack_samples",
     "rows_in_chunk_order",
@@ -55,6 +56,36 @@ __all__ = [
 _MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PackedHistogram(PackedRows):
+    """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
+
+    Attributes:
+      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features int64[n, D], in order
+        of placing.
+      row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
+      capacity: int64[G], the length of each distinct row.
+      counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
+        the buckets of all rows.
+      row_lengths: as in a `Packing`.
+      overlong: likewise.
+      num_dropped: likewise.
+      num_truncated: likewise.
+    """
+
+    counts: Int64[np.ndarray, " R"]
+
+    @property
+    def num_rows(self) -> int:
+        """The number of all rows."""
+        return int(self.counts.sum())
+
+    @property
+    def fill(self) -> float:
+        """The share of all rows' tokens that are real, in (0, 1]."""
+        return int((self.counts @ self.num_tokens).sum()) / int((self.counts @ self.capacity).sum())
 
 
 @overload

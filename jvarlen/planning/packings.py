@@ -1,6 +1,6 @@
 """Samples packed into rows: what `pack_samples` returns and plans are made from.
 
-Letters: n samples (or chunks of them), R rows, G distinct rows.
+Letters: n samples (or chunks of them), R rows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from jaxtyping import Int64
 
 from jvarlen.planning.lengths import PackedOverlong
 
-__all__ = ["PackedHistogram", "Packing"]
+__all__ = ["PackedRows", "Packing"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _PackedRows:
+class PackedRows:
     """What is the same of all rows and of distinct ones: see `Packing`."""
 
     sample_lengths: Int64[np.ndarray, " n *features"]
@@ -34,7 +34,7 @@ class _PackedRows:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Packing(_PackedRows):
+class Packing(PackedRows):
     """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
 
     If samples have several features, every length has a last axis of them.
@@ -70,33 +70,3 @@ class Packing(_PackedRows):
     def fill(self) -> float:
         """The share of all rows' tokens that are real, in (0, 1]."""
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PackedHistogram(_PackedRows):
-    """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
-
-    Attributes:
-      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features int64[n, D], in order
-        of placing.
-      row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
-      capacity: int64[G], the length of each distinct row.
-      counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
-        the buckets of all rows.
-      row_lengths: as in a `Packing`.
-      overlong: likewise.
-      num_dropped: likewise.
-      num_truncated: likewise.
-    """
-
-    counts: Int64[np.ndarray, " R"]
-
-    @property
-    def num_rows(self) -> int:
-        """The number of all rows."""
-        return int(self.counts.sum())
-
-    @property
-    def fill(self) -> float:
-        """The share of all rows' tokens that are real, in (0, 1]."""
-        return int((self.counts @ self.num_tokens).sum()) / int((self.counts @ self.capacity).sum())
