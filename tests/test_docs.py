@@ -100,14 +100,24 @@ def public_names():
     return exported | {name for name in named_by_pages() if not is_module(name)}
 
 
+def hidden_methods():
+    """Full names of methods that the pages leave out of their classes."""
+    text = "".join(page.read_text() for page in API.glob("*.md"))
+    for full_name, option, names in re.findall(r"^\.\. autoclass:: (\S+)\n   :([\w-]*members): (.*)$", text, re.M):
+        named = set(names.split(", "))
+        hidden = named if option == "exclude-members" else set(vars(found(full_name))) - named
+        yield from (f"{full_name}.{name}" for name in hidden)
+
+
 def documented_functions():
     """Full name and function of all that is documented, methods of classes included."""
+    hidden = set(hidden_methods())
     for full_name in [*documented_names(), *dict(experimental_names())]:
         value = found(full_name)
         if inspect.isclass(value):
             for name, member in vars(value).items():
                 function = getattr(member, "__func__", member)
-                if not name.startswith("_") and inspect.isfunction(function):
+                if not name.startswith("_") and inspect.isfunction(function) and f"{full_name}.{name}" not in hidden:
                     yield f"{full_name}.{name}", function
         elif inspect.isfunction(value):
             yield full_name, value

@@ -92,14 +92,7 @@ class Placement:
         return jax.tree.map(sharding, batch)
 
     def own_microbatches(self, microbatches_per_step: int) -> Int64[np.ndarray, " m"]:
-        """The microbatches of a step that are on devices of this process.
-
-        Args:
-          microbatches_per_step: M, a multiple of the data shards.
-
-        Returns:
-          int64[m], ascending.
-        """
+        """The microbatches of a step that are on devices of this process, ascending."""
         per_shard = microbatches_per_step // self.layout.data
         return (own_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
 

@@ -173,16 +173,7 @@ class Transformer(nnx.Module):
         return self.logits(x_BxTxD)
 
     def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
-        """The input of the first block: embeddings of the token before each position, in the compute type.
-
-        Args:
-          tokens_BxT: int[B, T], whole rows.
-          rows: where samples begin and end in them.
-          axes: what is bound.
-
-        Returns:
-          float[B, S, D].
-        """
+        """The input of the first block: embeddings of the token before each position of whole rows."""
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
@@ -191,29 +182,13 @@ class Transformer(nnx.Module):
         return self.embed_inputs(inputs_BxT, axes)
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
-        """Embeddings of tokens, or of `begin_of_sample`, in the compute type.
-
-        Args:
-          inputs_BxT: int[B, T], the input of each position: the token before it.
-          axes: what is bound.
-
-        Returns:
-          float[B, S, D].
-        """
+        """Embeddings of the inputs of positions, which are tokens or `begin_of_sample`, in the compute type."""
         # Calling `embed` would round parameters to the type it began with.
         x_BxTxD = vocabulary_embedding(self.embed.embedding[...], inputs_BxT, axes=axes)
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B S D"], axes: Axes = _UNSPLIT) -> Float[Array, "B T V"]:
-        """Logits of every token from the output of the last block.
-
-        Args:
-          x_BxTxD: float[B, S, D].
-          axes: what is bound.
-
-        Returns:
-          float[B, T, V].
-        """
+        """Logits of every token from the output of the last block."""
         return self.head(enter_tensor_parallel(self.norm(x_BxTxD), axes=axes))
 
 

@@ -124,29 +124,14 @@ class Plan(PlannedSteps):
         return None if self.piece_starts is None else self._laid_out(self.piece_starts, step)
 
     def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
-        """The rows of a step in some of its microbatches, which a process of several reads.
-
-        Args:
-          step: 0 ≤ step < S.
-          microbatches: int64[m], ascending; None: all.
-
-        Returns:
-          `rows` and `pieces` of these microbatches, and the step's real tokens if all are taken.
-        """
+        """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
         ids, starts = self.rows(step), self.pieces(step)
         if microbatches is None or len(microbatches) == self.microbatches_per_step:
             return OwnRows(ids, starts, int(self.num_tokens[step]))
         return OwnRows(ids[microbatches], None if starts is None else starts[microbatches], None)
 
     def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
-        """The tokens that each of `sample_ids` was planned with.
-
-        Args:
-          lengths: int64[N], tokens of each sample, or int64[N, 2] of pairs.
-
-        Returns:
-          int64[n], cut at the longest bucket; or int64[n, 2].
-        """
+        """The tokens that each of `sample_ids` was planned with, cut at the longest bucket, from those of N samples."""
         planned = lengths[self.sample_ids]
         longest = np.max([bucket.lengths for bucket in self.buckets], axis=0)
         if planned.ndim == 2:

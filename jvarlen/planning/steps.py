@@ -142,14 +142,14 @@ class PlannedSteps:
         return _fixed((self.microbatches_per_step * padded_tokens)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
-        """How many steps each bucket has; possibly 0.
+        """How many steps each bucket has.
 
         Args:
           start_step: the first step that counts.
-          end_step: the first step that no longer counts; None: all steps from `start_step` on count.
+          end_step: the first step that no longer counts; None: all count.
 
         Returns:
-          The number of steps by bucket.
+          The number of steps by bucket, possibly 0.
         """
         counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets))
         return dict(zip(self.buckets, counts.tolist(), strict=True))
