@@ -98,7 +98,7 @@ def attend_within_segments(
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
         computes some queries at a time, on any device: memory grows with T instead of T², also in the backward pass,
-        which recomputes the attention. None: chunked on a CPU and for rows of 1,024 positions or more, else `"xla"`.
+        which recomputes the attention. None: as in `attend`.
 
     Returns:
       float[B, T, H, K]; values at positions without a token are meaningless.

@@ -84,9 +84,6 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
 
     Returns:
       A `PackedBatch` of NumPy arrays.
-
-    Raises:
-      ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
     return PackedBatch(*_collated(step, pack_to_bucket))
 
@@ -112,9 +109,6 @@ def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
 
     Returns:
       A `PackedPairBatch` of NumPy arrays.
-
-    Raises:
-      ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
     return PackedPairBatch(*_collated(step, pack_pairs_to_bucket))
 
