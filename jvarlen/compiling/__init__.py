@@ -5,7 +5,8 @@
 - `program_store`: executables in JAX's cache and as bytes. `program_file`: those in signed files.
 - `compile`, `pending`, `other_processes`, `compiled_buckets`: compile every bucket, before the first step or in the
   background, on all processes, and dispatch batches to their executables.
-- `arguments`: how a batch differs from what was planned, and which arrays a step may overwrite.
+- `arguments`: which executable takes a batch, and which arrays a step may overwrite. `unplanned`: how a batch differs
+  from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
 - `compile_row`, `report`: what each bucket cost, and the table of all.
 - `measure`: how long steps take, and the most rows that fit.

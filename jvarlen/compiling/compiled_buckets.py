@@ -369,32 +369,36 @@ class CompiledBuckets:
 
     def _fall_back(self, batch: Any) -> tuple[AnyBucket, Any]:
         """The bucket that a batch which was not planned is padded to, and the padded batch."""
+        from jvarlen.compiling import unplanned
+
         usable = {*self.pending, *filter(self._programs.has, self.specs)} if self._pads else set()
-        bucket = arguments.nearest_larger(
+        bucket = unplanned.nearest_larger(
             batch, {bucket: spec for bucket, spec in self.specs.items() if bucket in usable}
         )
         if bucket is None:
-            difference = arguments.explain_unplanned(batch, self.specs, self._step_compiler.device)
+            difference = unplanned.explain_unplanned(batch, self.specs, self._step_compiler.device)
             if difference is None:
                 released = self._bucket_of[signature(batch)]
                 difference = f"the executable of {released} was released, as no step was to use it"
             raise UnplannedShapeError(difference)
         if not self.num_padded:
-            difference = arguments.explain_unplanned(batch, self.specs) or "the executable of this batch was released"
+            difference = unplanned.explain_unplanned(batch, self.specs) or "the executable of this batch was released"
             warnings.warn(f"{difference}. It is padded to {bucket}, like all such batches", stacklevel=3)
         self.num_padded += 1
         if bucket in self._last_use:
             self._last_use[bucket] += 1  # it is none of the steps that were to come
-        return bucket, arguments.pad_to_spec(batch, self.specs[bucket])
+        return bucket, unplanned.pad_to_spec(batch, self.specs[bucket])
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
+        from jvarlen.compiling import unplanned
+
         arguments.check_deleted(state, batch, error)
         device, spec = self._step_compiler.device, self._step_compiler.state_spec
         difference = (
-            arguments.explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
-            or arguments.explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
-            or arguments.explain_unplanned_state(state, spec, device)
+            unplanned.explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
+            or unplanned.explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
+            or unplanned.explain_unplanned_state(state, spec, device)
         )
         if difference:
             raise UnplannedShapeError(difference) from error

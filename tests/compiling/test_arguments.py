@@ -6,13 +6,8 @@ import pytest
 
 from jvarlen import Bucket
 from jvarlen.batches import Batch, token_batch_spec
-from jvarlen.compiling.arguments import (
-    explain_unplanned,
-    explain_unplanned_state,
-    nearest_larger,
-    pad_to_spec,
-    signature,
-)
+from jvarlen.compiling.arguments import signature
+from jvarlen.compiling.unplanned import explain_unplanned, explain_unplanned_state, nearest_larger, pad_to_spec
 from tests.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
