@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
 
+from jvarlen._common.threads import in_parts
+
 __all__ = [
     "Kernel",
     "close_by_budget",
@@ -121,7 +123,6 @@ def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " 
     return ends[: num_batches + 1].copy()
 
 
-@Kernel
 def take_segments(
     values: Int64[np.ndarray, " n"],
     offsets: Int64[np.ndarray, " S_plus_1"],
@@ -130,10 +131,26 @@ def take_segments(
 ) -> Int64[np.ndarray, " m"]:
     """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`."""
     joined = np.empty(taken_offsets[-1], values.dtype)
+
+    def copy(begin: int, end: int) -> None:
+        first, last = np.searchsorted(taken_offsets[:-1], [begin, end])
+        _copy_segments(values, offsets, taken[first:last], taken_offsets[first : last + 1], joined)
+
+    in_parts(copy, len(joined))
+    return joined
+
+
+@Kernel
+def _copy_segments(
+    values: Int64[np.ndarray, " n"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    taken: Int64[np.ndarray, " T"],
+    taken_offsets: Int64[np.ndarray, " T_plus_1"],
+    joined: Int64[np.ndarray, " m"],
+) -> None:
     for i, segment in enumerate(taken):
         # A copy: numba takes a second to compile an assignment to a slice.
         np.positive(values[offsets[segment] : offsets[segment + 1]], joined[taken_offsets[i] : taken_offsets[i + 1]])
-    return joined
 
 
 @Kernel

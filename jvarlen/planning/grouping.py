@@ -241,13 +241,17 @@ def sum_segments(
     ids: Int64[np.ndarray, " n"] | None = None,
 ) -> Int64[np.ndarray, " S"]:
     """int64[S], the sum of segments of values, or of the values of ids; no segment is empty."""
-    sums = np.empty(len(offsets) - 1, np.int64)
-    # NumPy converts all that it sums to int64 at once, so it gets one part after the other.
-    cuts = np.unique(np.searchsorted(offsets, np.arange(0, offsets[-1], CHUNK)))
-    for first, last in itertools.pairwise([*cuts.tolist(), len(sums)]):
-        start, end = offsets[first], offsets[last]
-        part = values[start:end] if ids is None else values.take(ids[start:end], mode="clip")  # twice as fast
-        sums[first:last] = np.add.reduceat(part, offsets[first:last] - start, dtype=np.int64)
+    sums, starts = np.empty(len(offsets) - 1, np.int64), offsets[:-1]
+
+    def add(begin: int, end: int) -> None:
+        # NumPy converts all that it sums to int64 at once, so it gets one chunk after the other.
+        cuts = np.unique(np.searchsorted(starts, [*range(begin, end, CHUNK), end]))
+        for first, last in itertools.pairwise(cuts.tolist()):
+            here = slice(offsets[first], offsets[last])
+            part = values[here] if ids is None else values.take(ids[here], mode="clip")  # twice as fast
+            sums[first:last] = np.add.reduceat(part, starts[first:last] - here.start, dtype=np.int64)
+
+    in_parts(add, int(offsets[-1]))
     return sums
 
 
