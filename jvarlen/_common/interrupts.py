@@ -95,6 +95,10 @@ def exit_code_of_interrupt() -> int:
     """The exit code of an interrupted program: 143 if the latest block remembered SIGTERM, otherwise 130.
 
     That is 128 plus the signal number, as shells report a process that was ended by a signal.
+
+    Example:
+      >>> exit_code_of_interrupt()
+      130
     """
     return 128 + _remembered
 

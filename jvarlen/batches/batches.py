@@ -180,7 +180,20 @@ def _floats(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
-    """Real tokens of a batch or of a microbatch, float[], exact up to 2²⁴ in float32; None for other types."""
+    """Real tokens of a batch or of a microbatch.
+
+    Args:
+      batch: a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, or a microbatch; traced or not.
+      dtype: of the result.
+
+    Returns:
+      float[], exact up to 2²⁴ tokens in float32; None for other types.
+
+    Example:
+      >>> lengths = np.array([[3, 0]])
+      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1))))
+      3.0
+    """
     if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
         return None
     arrays = batch._asdict()

@@ -31,6 +31,9 @@ _SPECS: dict[tuple[int, bool], BatchSpec] = {
 class BatchShapes:
     """The shapes of the batches of every bucket, for `compile_buckets` without a plan or a `Loader`.
 
+    Raises:
+      ValueError: buckets or numbers that are not as described.
+
     Example:
       >>> [spec.tokens.shape for spec in BatchShapes([(2, 4), (1, 8)]).specs.values()]
       [(1, 2, 4), (1, 1, 8)]
@@ -101,8 +104,7 @@ class BatchShapes:
           bucket: of these or others.
 
         Returns:
-          A pytree of `jax.ShapeDtypeStruct`, with the dtypes that arrays have on devices, and shardings if there are
-          several.
+          A pytree of `jax.ShapeDtypeStruct`, with the dtypes of arrays on devices, and shardings if there are several.
         """
         batch_spec = self.batch_spec or _SPECS[len(bucket.lengths), False]
         spec = jax.tree.map(_canonical, batch_spec(bucket, self.microbatches_per_step))

@@ -23,8 +23,7 @@ class CompileRow:
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler, or of reading from a cache.
       cache_hit: whether the executable was read from a cache.
-      flops: floating-point operations of a step. XLA counts the body of a loop once: of a loop over microbatches, about
-        one microbatch.
+      flops: floating-point operations of a step. XLA counts the body of a loop, as over microbatches, once.
       argument_bytes: of state and batch.
       output_bytes: of the results.
       alias_bytes: of the results that reuse donated arguments.

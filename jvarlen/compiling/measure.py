@@ -77,8 +77,7 @@ class MeasuredBuckets(NamedTuple):
       shapes: (rows, length) of each.
       seconds: float64[K], of one microbatch.
       num_bytes: int64[K], bytes that one device holds during a step.
-      compile_seconds: of lowering and compiling one bucket, the mean over buckets that were in no cache; NaN if there
-        are none.
+      compile_seconds: of lowering and compiling one bucket, the mean over buckets in no cache; NaN without any.
       device: number and kind of the devices.
     """
 

@@ -49,8 +49,7 @@ def mixture_counts(
     Args:
       num_samples: how many samples each of the D datasets has.
       weights: D numbers, finite, at least 0, not all 0; only their ratios matter. A dataset of weight 0 is left out.
-      total: samples of the epoch. None: the most at which no sample comes twice. With more, small datasets are
-        repeated.
+      total: samples of the epoch. None: the most at which no sample comes twice; with more, small datasets repeat.
       carry: whether rounding is carried over epochs.
       epoch: 0 ≤ epoch < 2**63. With `carry`, the time grows with it, but never beyond the epochs after which the counts
         repeat: 3 for shares of thirds.
@@ -134,8 +133,7 @@ class Mixture(Dataset):
     without end. So all samples of a dataset come equally often, to within one, in every epoch and over all epochs so
     far. Each epoch is a `Mixture` of its own, with its own plan.
 
-    Samples are numbered by dataset, then by id; repeats of a sample are consecutive. The plan's order decides when each
-    is trained on.
+    Samples are numbered by dataset, then by id; repeats are consecutive. The plan's order decides when each comes.
 
     Args:
       datasets: random access to the samples of each.

@@ -37,8 +37,7 @@ class StoredDataset(Dataset):
 
     Attributes:
       lengths: int64[N], tokens of every sample.
-      num_values: all tokens are below it: 256 for bytes of text, otherwise the number of ids of the tokenizer; None if
-        unknown.
+      num_values: all tokens are below it: 256 for bytes, otherwise the tokenizer's number of ids; None if unknown.
       is_bytes: whether the tokens are the bytes of text.
     """
 

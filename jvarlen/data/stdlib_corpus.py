@@ -62,8 +62,7 @@ _CACHE_VERSION = 1
 def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
     """The source of every outermost function and method in the standard library of the running interpreter.
 
-    Texts are whole lines without decorators, each once, by file path, then by line. The first scan takes some seconds
-    and is cached.
+    Texts are whole lines without decorators, each once, by file path, then by line. The first scan is cached.
 
     Args:
       cache_dir: where the scan is kept; `default_cache_dir()` if None.

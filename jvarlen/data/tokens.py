@@ -198,8 +198,7 @@ def as_data_source(dataset: DataSource) -> DataSource:
     `load` takes a dataset of arrays, lists or tensors directly; here, strings and bytes become arrays as well.
 
     Args:
-      dataset: has `len()` and integer indexing. If it has an attribute `lengths`, this must count the tokens of
-        `to_tokens`.
+      dataset: has `len()` and integer indexing. An attribute `lengths` must count the tokens of `to_tokens`.
 
     Returns:
       A data source that converts a sample with `to_tokens` when it is read.

@@ -67,6 +67,9 @@ def assign_grad_buckets(
       Indices in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Those that never are come
       last, in the order of their first gradients.
 
+    Raises:
+      ValueError: a cap below 1.
+
     Example:
       >>> assign_grad_buckets([np.zeros(100), np.zeros(30), np.zeros(10), np.zeros(5)], cap=800, first_cap=100)
       ((3, 2), (1, 0))

@@ -115,6 +115,9 @@ def agree(name: str, value: str | bytes | int) -> None:
     Raises:
       ValueError: on every process, if values differ; each value is listed with its processes.
       ProcessesError: processes are in calls of different names, or one has died.
+
+    Example:
+      >>> agree("plan digest", "5d41402abc4b")
     """
     values = gather_texts(name, repr(value))
     if len(set(values)) > 1:

@@ -79,11 +79,13 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     """Concatenates the samples of each packed row, and pads the rows to the shape of the bucket.
 
     Args:
-      step: a step of a packed plan; its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of
-        such.
+      step: a step of a packed plan; its samples are 1-D integer arrays that fit int32, or `WeightedTokens`.
 
     Returns:
       A `PackedBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
     return PackedBatch(*_collated(step, pack_to_bucket))
 
@@ -97,6 +99,9 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
 
     Returns:
       A `PairBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`.
     """
     return PairBatch(*_collated(step, pad_pairs_to_bucket))
 
@@ -109,6 +114,9 @@ def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
 
     Returns:
       A `PackedPairBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
     return PackedPairBatch(*_collated(step, pack_pairs_to_bucket))
 

@@ -143,8 +143,7 @@ def load(
         Each epoch is planned in a thread while the previous one is loaded.
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
-        plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process,
-        however it ends.
+        plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is

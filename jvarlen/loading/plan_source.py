@@ -184,6 +184,12 @@ def planned_ids_digest(
 
     Returns:
       64 hex digits. Processes of one training have different digests, because each reads its own rows.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> plan = make_plan([3, 1, 4], [(2, 4)], order="length")
+      >>> planned_ids_digest(plan) == planned_ids_digest(plan, start_step=1)
+      False
     """
     digest = IdsDigest()
     for step in range(start_step, plan.num_steps):

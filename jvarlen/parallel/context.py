@@ -44,6 +44,9 @@ def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N 
     Returns:
       int32[N, T / N], ascending in each shard.
 
+    Raises:
+      ValueError: a length that is not a multiple of 2N.
+
     Example:
       >>> context_positions(8, 2).tolist()
       [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -143,6 +146,9 @@ def unspread_rows(arrays: Any, num_shards: int) -> Any:
 
     Returns:
       Arrays with the same shapes and dtypes.
+
+    Raises:
+      ValueError: as `spread_rows`.
     """
     order = np.argsort(context_positions(_length_of(arrays), num_shards).reshape(-1))
     return jax.tree.map(lambda array: array[..., order], arrays)

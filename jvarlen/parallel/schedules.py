@@ -38,8 +38,7 @@ class Schedule:
       actions: int32[S, A, 3], the actions of each stage in order: kind, microbatch and chunk. Kinds are 0 for a forward
         pass (F), 1 for a backward pass (B), and 2 for weight gradients (W). In a schedule with W, B computes only the
         gradient of the stage's input.
-      ticks: int32[S, A], the tick of each action in lockstep. A result is received in the tick after its action, or
-        later.
+      ticks: int32[S, A], the tick of each action in lockstep. A result is received in a later tick.
     """
 
     name: str
@@ -257,8 +256,7 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
       `Schedule`.
 
     Raises:
-      ValueError: an unknown word; a number below 1; chunks without `"interleaved"`; or it takes a multiple of S
-        microbatches.
+      ValueError: an unknown word; a number below 1; chunks without `"interleaved"`, or M no multiple of S with it.
 
     Example:
       >>> make_schedule("gpipe", 4, 8).simulate({"F": 1, "B": 2}).makespan

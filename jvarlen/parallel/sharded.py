@@ -1,8 +1,7 @@
 """States and steps of layouts that shard state or rows.
 
 ZeRO-1 replaces the update and the reduction by those of shards, ZeRO-2 also accumulation, ZeRO-3 also the loss; stages
-replace accumulation and reduction. The compiler splits the update, so any Optax optimizer gives what it gives on one
-device.
+replace accumulation and reduction. The compiler splits the update, so any Optax optimizer gives the same as unsharded.
 """
 
 from __future__ import annotations

@@ -71,6 +71,9 @@ def row_linear(
 
     Returns:
       float[…, F], whole, by one all-reduce; under sequence parallelism float[…, T / N, F], by one reduce-scatter.
+
+    Raises:
+      ValueError: sequence parallelism of positions that N does not divide.
     """
     product = leave_tensor_parallel(x @ kernel, axes=axes)
     return product if bias is None else product + bias
@@ -108,6 +111,9 @@ def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
 
     Returns:
       float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
+
+    Raises:
+      ValueError: sequence parallelism of positions that N does not divide.
     """
     if axes.tensor is None:
         return x
@@ -129,6 +135,9 @@ def vocabulary_embedding(
 
     Returns:
       float[…, T, D], whole, by one all-reduce; under sequence parallelism float[…, T / N, D], by one reduce-scatter.
+
+    Raises:
+      ValueError: sequence parallelism of positions that N does not divide.
     """
     if axes.tensor is None:
         return table[tokens]
@@ -152,6 +161,9 @@ def vocabulary_cross_entropy(
 
     Returns:
       float[…] in nats, whole also under sequence parallelism, float32 at least. It takes two all-reduces.
+
+    Raises:
+      ValueError: the logits are not those of V tokens.
 
     Example:
       >>> losses = vocabulary_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), vocab_size=4, axes=Axes())
@@ -192,6 +204,9 @@ def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> S
 
     Returns:
       The part; without a tensor axis, the array.
+
+    Raises:
+      ValueError: N does not divide them.
     """
     if axes.tensor is None:
         return x
@@ -210,6 +225,9 @@ def take_positions(x: Shaped[Array, "*shape"], dim: int = -2, *, axes: Axes) -> 
 
     Returns:
       The part under sequence parallelism, else the array.
+
+    Raises:
+      ValueError: N does not divide them.
     """
     return _take(x, dim, "positions", axes) if axes.tensor is not None and axes.sequence_parallel else x
 

@@ -35,8 +35,7 @@ class TensorSpec:
       spec: as for an array without the layer axis, such as `P(None, "tensor")`.
       num_blocks: arrays that lie side by side along that dimension, such as 3 for queries, keys and values in one
         kernel. Each is split, so that a device has its part of every one.
-      num_values: of a vocabulary, the size of that dimension, which zeros extend to a multiple of N; None if N must
-        divide it.
+      num_values: of a vocabulary, its size, which zeros extend to a multiple of N; None if N must divide it.
     """
 
     spec: PartitionSpec
@@ -53,6 +52,9 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 
     Returns:
       A model for `layered_loss_fn`. Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
+
+    Raises:
+      ValueError: the model has no `specs`.
     """
     if model.specs is None:
         raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")

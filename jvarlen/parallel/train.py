@@ -193,8 +193,7 @@ def make_train_step(
       by the sum of the changes of microbatches that have weight; other types, such as keys, do not change.
     - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
 
-    The gradient is that of Σ loss alone, divided by Σ weight: weights are not differentiated, even if they depend on
-    the parameters.
+    The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated.
 
     Args:
       model: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
@@ -215,8 +214,7 @@ def make_train_step(
     Returns:
       `TrainStep`, whose `init` makes the first state. The batch is any pytree whose leaves, except scalars, have
       leading axis M. A scalar field `num_sequences` (attribute or key of a dict) counts the step's real samples. A
-      field `num_tokens`, a scalar or a count for each microbatch, counts its tokens; the batch types of `jvarlen` do
-      not need it.
+      field `num_tokens`, a scalar or a count for each microbatch, counts its tokens; batches of `jvarlen` need none.
 
     Raises:
       ValueError: a layout that the devices do not make, or that is not for such a model or accumulation. When it is
@@ -276,6 +274,9 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
       `EvalStep`, a plain function `step(state, batch) -> (state, Metrics)`. The state is that of a train step on the
       layout, or, where that does not shard it, only parameters, for a loss that takes nothing else. It is returned
       unchanged, and `compile_buckets` does not donate it.
+
+    Raises:
+      ValueError: as `make_train_step`.
     """
     placement = placement_of(layout)
     if placement is None or placement.layout.is_data_parallel:

@@ -99,8 +99,7 @@ def balance_plan(
 
     Args:
       plan: of samples or of packed rows.
-      cost: floats[N] by sample id; of packed rows floats[R] in the order of the steps. Finite and at least 0, in any
-        unit.
+      cost: floats[N] by sample id; of packed rows floats[R] in order of steps. Finite, at least 0, in any unit.
       num_ranks: p, of data parallelism; it divides M.
       over: `"step"`: rows stay in their steps. `"epoch"`: they move between steps of the same bucket.
       lengths: integers[N] or [N, D], tokens of the samples as the plan was made with; needed over an epoch.
@@ -160,8 +159,7 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: fl
       float64[R], in the order of the plan's steps and rows: the `cost` of `balance_plan`.
 
     Raises:
-      ValueError: a plan without packed rows, or of pairs; a crossover length that is not above 0; lengths that are not
-        those of the plan.
+      ValueError: a plan of pairs or without packed rows; a crossover length not above 0; lengths of another plan.
 
     Example:
       >>> from jvarlen.planning.packing import pack_samples

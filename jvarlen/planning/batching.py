@@ -63,15 +63,13 @@ def batch_by_tokens(
     """Cuts an order of samples into batches within a token budget. Every sample of the order comes exactly once.
 
     A batch takes the next sample as long as it stays inside its limits. When the next sample would break them, the
-    batch is closed at the largest allowed size. Samples beyond that size, fewer than `sequence_multiple`, go to the
-    next batch.
+    batch is closed at the largest allowed size; the fewer than `sequence_multiple` samples beyond start the next.
 
     Args:
       lengths: integers[N], tokens a sample.
       max_tokens: budget of a batch in tokens.
       order: as in `sample_order`.
-      budget: what the budget counts: `"padded"`, sequences × longest, which is what memory holds, or `"sum"`, real
-        tokens.
+      budget: what the budget counts: `"padded"`, sequences × longest, as memory holds, or `"sum"`, real tokens.
       max_sequences: the most samples in a batch; None for no limit.
       sequence_multiple: the number of samples in a batch is below it or a multiple of it.
       shapes: (rows, length) pairs. Each batch then goes into the smallest shape that holds it (least rows × length,

@@ -139,8 +139,7 @@ def make_buckets(
       (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as the budget allows.
 
     Raises:
-      ValueError: lengths or options that are not as described. Samples that alone exceed the budget are listed as id,
-        value, limit.
+      ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
 
     Example:
       >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
@@ -150,8 +149,7 @@ def make_buckets(
       (Bucket(rows=8, length=4), Bucket(rows=2, length=16))
 
     References:
-      Dynamic programming over the sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; here a cluster costs what its
-      padded steps cost.
+      Dynamic programming over sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; a cluster costs its padded steps.
     """
     limits = as_budget(max_tokens, budget)
     given, max_length = limits.given_lengths, limits.max_length

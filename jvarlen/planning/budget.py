@@ -138,6 +138,9 @@ class Budget(BudgetSettings):
 
         Returns:
           int64[...], a multiple of `row_multiple` where one remains.
+
+        Raises:
+          ValueError: a cost that is not finite or below 0.
         """
         most = self.max_tokens // length
         for limit in _limits(self):

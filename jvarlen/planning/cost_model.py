@@ -62,6 +62,9 @@ class CostModel:
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
+
+        Raises:
+          OSError: it cannot be written; an existing file stays.
         """
         save_dataclass(self, path)
 
@@ -102,8 +105,7 @@ def fit_cost_model(
 
     Args:
       shapes: (rows, length) pairs, at least 3 different ones with at least 2 different lengths. Full buckets of one
-        budget all hold nearly the same number of tokens, which does not determine the constant: measure some with fewer
-        rows too.
+        budget all hold nearly as many tokens, which does not determine the constant: measure fewer rows too.
       measured: floats[len(shapes)], the cost of one microbatch of each, above 0.
       unit: "seconds" or "bytes".
       device: the device that was measured, kept in the cost model.

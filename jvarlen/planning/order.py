@@ -80,6 +80,9 @@ class Order(OrderSettings):
         difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
         sample ids, which may be a subset.
 
+    Raises:
+      ValueError: values that are not as described, or exclude each other.
+
     Example:
       >>> Order("length", block_size=4).by
       'length'

@@ -96,6 +96,9 @@ def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
       A function from the step, an integer or integers[...] of at least 0, to the admitted share, float64[...] in
       [0, 1], which never falls.
 
+    Raises:
+      ValueError: options that are not as described; from the function, steps that are not.
+
     Example:
       >>> linear_pacing(10, initial=0.5)(np.array([0, 5, 10, 99]))
       array([0.5 , 0.75, 1.  , 1.  ])
@@ -119,6 +122,9 @@ def root_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Paci
 
     Returns:
       As in `linear_pacing`.
+
+    Raises:
+      ValueError: as in `linear_pacing`.
 
     Example:
       >>> root_pacing(100, initial=0.5)(np.array([0, 25, 100]))
@@ -145,6 +151,9 @@ def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -
     Returns:
       As in `linear_pacing`.
 
+    Raises:
+      ValueError: as in `linear_pacing`.
+
     Example:
       >>> competence_pacing(100, initial=0.5)(np.array([0, 75, 100])).round(3)
       array([0.5  , 0.901, 1.   ])
@@ -169,6 +178,9 @@ def discrete_pacing(num_steps: int, num_stages: int, initial: float = 0.1) -> Pa
 
     Returns:
       As in `linear_pacing`.
+
+    Raises:
+      ValueError: as in `linear_pacing`, or num_steps × num_stages does not fit int64.
 
     Example:
       >>> discrete_pacing(10, num_stages=2, initial=0.5)(np.array([0, 4, 5, 9, 10]))

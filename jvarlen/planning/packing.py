@@ -63,8 +63,7 @@ class PackedHistogram(PackedRows):
     """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
 
     Attributes:
-      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features int64[n, D], in order
-        of placing.
+      sample_lengths: int64[n], the lengths in each distinct row, descending; of D features int64[n, D], as placed.
       row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
       capacity: int64[G], the length of each distinct row.
       counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
@@ -144,8 +143,7 @@ def pack_samples(  # type: ignore[misc]
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (in every
-        feature), or `"split"`, of one feature: they come in chunks as long as that row and a shorter last one, packed
-        as samples are.
+        feature), or `"split"`, of one feature: into chunks as long as that row and a shorter last one.
 
     Returns:
       `Packing`; with `counts`, a `PackedHistogram` of the same rows.
@@ -163,8 +161,7 @@ def pack_samples(  # type: ignore[misc]
 
     References:
       Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
-      descending size: Johnson et al. 1974. Several features: Panigrahy et al. 2011, "Heuristics for Vector Bin
-      Packing".
+      descending size: Johnson et al. 1974. Features: Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
     """
     check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
     check_choices(overlong=(overlong, PackedOverlong))

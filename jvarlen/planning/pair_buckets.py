@@ -54,8 +54,7 @@ def make_pair_buckets(
       A tuple of `PairBucket`, ascending by source, then target.
 
     Raises:
-      ValueError: arguments that are not as described; pairs that alone exceed the budget are listed as id, lengths,
-        limit.
+      ValueError: arguments that are not as described; pairs above the budget are listed as id, lengths, limit.
 
     Example:
       >>> list(map(str, make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 32, max_shapes=3)))

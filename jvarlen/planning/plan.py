@@ -161,6 +161,9 @@ class Plan(PlannedSteps):
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
+
+        Raises:
+          OSError: it cannot be written; an existing file stays.
         """
         from jvarlen.planning.plan_file import write_plan_file
 
@@ -179,8 +182,7 @@ class Plan(PlannedSteps):
           The plan.
 
         Raises:
-          ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is
-            wrong.
+          ValueError: the file is not a plan, is damaged, of another version, or was edited.
         """
         from jvarlen.planning.plan_file import read_plan_file
 
@@ -224,8 +226,7 @@ def make_plan(
       difficulty: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes; or a `ValuePacing`. As long as admitted samples are left, no step holds
-        another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that decides when steps
-        come.
+        another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that orders steps.
       packing: `"best_fit"` packs the samples into rows as `pack_samples` does; a shuffled order packs others together
         in every epoch. Rows are as long as the buckets, which, where they are not given, have one length, that of the
         longest sample, or with a cost those of `choose_row_lengths`. Not with difficulty, pacing and block size.
@@ -240,8 +241,7 @@ def make_plan(
       A `Plan`, which depends on M, but not on the number of devices or processes.
 
     Raises:
-      ValueError: arguments that are not as described, or exclude each other; offending samples are listed as id, value,
-        limit.
+      ValueError: arguments that are not as described, or exclude each other; samples are listed as id, value, limit.
 
     Example:
       >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", microbatches_per_step=2)

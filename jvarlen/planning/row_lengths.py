@@ -72,6 +72,9 @@ def choose_row_lengths(
     Returns:
       Row lengths, strictly ascending; the last holds the longest sample.
 
+    Raises:
+      ValueError: as in `make_buckets`.
+
     Example:
       >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
       (8,)

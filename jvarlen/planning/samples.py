@@ -27,6 +27,9 @@ class WeightedTokens:
       tokens: integers[L].
       weights: float32[L].
 
+    Raises:
+      ValueError: other weights, or another number of them than of tokens.
+
     Example:
       >>> answer = WeightedTokens(np.array([7, 8, 9]), [0, 0, 1])
       >>> len(answer), answer[1:]

@@ -87,12 +87,10 @@ class PlannedSteps:
       step_bucket: int32[S], the bucket of each step.
       step_offsets: int64[S+1], the samples before each step; the last is n.
       num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length.
-      overlong: the rule for samples longer than the longest bucket: "error", "drop", "truncate", or of packed rows
-        "split".
+      overlong: of samples above the longest bucket: "error", "drop", "truncate", or of packed rows "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
-      new_shape_every: as in `make_plan`. Neither the digest nor a plan's file holds it: what it does shows in the order
-        of the steps.
+      new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
     """
 
     buckets: tuple[AnyBucket, ...]

@@ -95,8 +95,7 @@ def compare_strategies(
       budget: the other fields of `Budget`, as keywords.
 
     Returns:
-      Figures of every strategy of `make_buckets`, packed rows, and the two without a plan; where one cannot be made,
-      they say why.
+      Figures of every strategy of `make_buckets`, packed rows, and the two without a plan, or why there are none.
 
     Example:
       >>> figures = compare_strategies([3, 4, 4, 9, 16], 32, max_shapes=2)
@@ -201,8 +200,7 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
       figures: as from `compare_strategies`.
 
     Returns:
-      Lines: a header, then one line a strategy with the best plan marked; then the number of samples, and what is
-        compared.
+      Lines: a header, a line a strategy with the best plan marked, the number of samples, and what is compared.
     """
     header, cells, best, note = comparison_cells(figures)
     header = [name[0].lower() + name[1:] for name in header]

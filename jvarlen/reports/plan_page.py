@@ -53,8 +53,7 @@ def write_html_report(
     Args:
       path: the file; its directory must exist, and an existing file is replaced.
       plan: the plan.
-      lengths: integers[N], the tokens of every sample that it was made for, before truncation and packing; integers[N,
-        2] for pairs.
+      lengths: integers[N], tokens of every sample before truncation and packing; integers[N, 2] for pairs.
       learning_rates: floats[S], as from `lr_sequence`.
       cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
       comparison: as from `compare_strategies`, shown as a table.

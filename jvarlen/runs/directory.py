@@ -197,8 +197,7 @@ class Summary:
       real_tokens_per_s: real tokens over `train_s`.
       padding: share of the trained positions that held no token.
       num_shapes: buckets compiled for training.
-      compile_s: seconds until everything was compiled, for training and evaluation; where steps ran meanwhile, the sum
-        over all programs.
+      compile_s: seconds until everything was compiled; where steps ran meanwhile, the sum over all programs.
       num_cache_hits: executables that came from the persistent cache.
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
       data_wait: share of these spent waiting for data.

@@ -105,8 +105,7 @@ def fit(
 
     Args:
       config: the settings.
-      data: training and held-out samples, the same on all processes; None for the files of the settings, or the
-        built-in corpus.
+      data: training and held-out samples, the same on all processes; None: the settings' files or the built-in corpus.
       loss_fn: a loss function, as for `make_train_step`, or a `jvarlen.parallel.LayeredModel`.
       params: pytree of arrays, the initial parameters; arrays that are already placed on these devices
         keep their sharding, if the layout is data-parallel alone.
@@ -117,8 +116,7 @@ def fit(
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
-      layout: where to train, as for `make_train_step`; None: as the settings say. If they name a layout, a mesh with
-        its axes.
+      layout: as for `make_train_step`; None: as the settings say. If they name one, a mesh with its axes.
       trackers: more trackers besides those of the settings, by name; closed at the end. With several processes, only
         those of process 0 are used.
 

@@ -66,13 +66,11 @@ def sample_sort(
         rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
       oversampling: k, the samples that a shard proposes for each block in a round of the search for block boundaries,
         at most 1,024: a larger k means fewer rounds and larger messages.
-      transform: `"shard_map"` or `"pmap"`; the latter needs a mesh of one axis with the devices of a process side by
-        side.
+      transform: `"shard_map"` or `"pmap"` (on a mesh of one axis with the devices of a process side by side).
       nan: `"raise"`, which waits for the result to look for NaN keys, or `"last"`. All NaN come back as the same NaN.
       payload: a pytree of arrays whose leading axis is that of `keys`; they follow their keys.
       shard_sizes: integers[p] between 0 and n, as `shard_local_rows` returns it: how many of the n places of each shard
-        in `keys`, the first ones, are rows. A row's index counts the rows before it. Every ⌈N/p⌉ then compiles. None:
-        all.
+        in `keys`, the first ones, are rows. An index counts the rows before. Every ⌈N/p⌉ then compiles. None: all.
       exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one all-to-all of exactly the rows,
         which not all backends have. `"auto"`: ragged if the backend compiles it.
 
@@ -132,6 +130,9 @@ def local_sort(
 
     Returns:
       As `sample_sort`, with leading axis p·n; a shard's places without a row come after its rows.
+
+    Raises:
+      ValueError: as `sample_sort`.
     """
     keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
     placement = shards_on(layout)

@@ -69,8 +69,7 @@ def shard_local_rows(columns: Any, layout: LayoutLike = None) -> tuple[Any, Int6
 
     Raises:
       ValueError: leading axes that differ, a layout that is not as described or has no device of a process, rows of
-        another kind than those of other processes, or, with `jax_enable_x64` off, 64-bit values that do not fit 32
-        bits.
+        another kind than those of other processes, or, without `jax_enable_x64`, values above 32 bits.
       RuntimeError: another process raised one of these.
     """
     placement = shards_on(layout)

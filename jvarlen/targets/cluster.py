@@ -53,6 +53,9 @@ class Cluster:
         pass, and at ZeRO-3 that of parameters.
       sources: where the figures are from.
 
+    Raises:
+      ValueError: a figure that is not finite or out of range.
+
     Example:
       >>> cluster = Cluster.preset("dgx-h100", num_hosts=4)
       >>> cluster.num_devices, cluster.link.bytes_per_second
@@ -106,8 +109,7 @@ class Cluster:
     ) -> Float64[np.ndarray, ...]:
         """Seconds of a collective that sends the fewest bytes in the fewest rounds, by recursive halving and doubling.
 
-        Inside a host it uses the links of the host. Through several hosts, data leave each by the links of all its
-        members.
+        Inside a host it uses its links. Through several hosts, data leave each by the links of all its members.
 
         Args:
           kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, or `"send"` to one other device.
@@ -137,6 +139,9 @@ class Cluster:
 
         Args:
           path: the file; its directory must exist, and an existing file is replaced.
+
+        Raises:
+          OSError: it cannot be written; an existing file stays.
         """
         save_dataclass(self, path)
 

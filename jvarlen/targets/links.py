@@ -69,8 +69,10 @@ def measure_cluster(
     Returns:
       The cluster. `flops_per_second` is the measured rate, and `efficiency` 1: products of a step that are smaller
       reach less. `memory_bytes` is what JAX may use of a device, or the machine's memory over the devices of a host.
-      `overlap` is not measured. Without several hosts, `host_link` is as `link`; so is `link` as `host_link` with one
-      device a host.
+      `overlap` is not measured. With one host, `host_link` is as `link`, and with one device a host the reverse.
+
+    Raises:
+      ValueError: fewer than 2 devices, different numbers on hosts, an unknown dtype, or fewer than one repeat.
 
     Example:
       >>> measure_cluster().save("cluster.json")  # doctest: +SKIP

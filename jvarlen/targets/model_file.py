@@ -35,6 +35,9 @@ class ModelFile:
       compute_dtype: of activations.
       optimizer: `"adamw"` keeps two numbers a parameter, `"lion"` one, `"sgd"` none.
 
+    Raises:
+      ValueError: sizes below 1, heads that do not divide the width, or unknown types.
+
     Example:
       >>> ModelFile(layers=2, width=64, heads=4, vocabulary=256).num_params
       131456

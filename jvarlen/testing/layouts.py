@@ -40,15 +40,12 @@ def assert_layout_invariant(
     Args:
       model: as for `make_train_step`.
       params: as for `TrainStep.init`; floats are cast to float64.
-      batch: pytree of arrays that begin with axis M, or are scalars, such as a `jvarlen.batches.Batch`; floats are cast
-        to float64.
-      layouts: layouts, or their texts. The data shards of each must divide M, and so must data · context for rows that
-        are not spread.
+      batch: pytree of arrays that begin with axis M, or are scalars, such as a `Batch`; floats are cast to float64.
+      layouts: `Layout`s or their texts. Data shards must divide M, and data · context too if rows are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient.
       num_steps: steps on each layout.
       seed: for a model that takes keys.
-      rtol: the largest difference allowed, relative to the loss, to the norm, and for any parameter to the largest of
-        its array.
+      rtol: the largest difference allowed, relative to the loss, the norm, and the largest entry of each parameter.
       **options: of `make_train_step`, such as `accumulate`.
 
     Returns:

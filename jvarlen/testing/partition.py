@@ -107,8 +107,7 @@ def assert_partition_invariant(
       microbatches × rows 1×2, shards 1, padding rows 2
 
     References:
-      The mean of the means of unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation
-      Fix".
+      Unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation Fix".
     """
     is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
     with jax.enable_x64(True):

@@ -69,8 +69,7 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
       plan_b: likewise.
 
     Raises:
-      AssertionError: the message names the first step that differs, and the difference: the bucket, places and ids,
-        leaves and values.
+      AssertionError: the message names the first step that differs, and its bucket, places and ids, leaves and values.
       ValueError: one is a plan and the other is not.
 
     Example:

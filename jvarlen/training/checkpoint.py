@@ -331,8 +331,7 @@ def open_checkpoints(
 
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
-      OSError: the directory or the last checkpoint cannot be written. If the block itself raised, the latter is only a
-        warning.
+      OSError: the directory or last checkpoint cannot be written; if the block raised, the latter only warns.
     """
     if keep_last < 1 or keep_best < 0:
         raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")

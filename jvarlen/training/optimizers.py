@@ -60,11 +60,17 @@ def planned_schedule(
       A function from a count, or an array of counts, to float32 of its shape. It raises ValueError for a count outside
       0 … S−1; a traced one gives NaN there.
 
+    Raises:
+      ValueError: arguments that `lr_sequence` rejects.
+
     Example:
       >>> from jvarlen.planning.plan import make_plan
       >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)], order="length"), 1e-3, 2)
       >>> schedule(np.arange(2)).tolist() == np.float32([5e-3, 2e-3]).tolist()
       True
+
+    References:
+      As for `lr_scale`.
     """
     rates = lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
     return table_schedule(rates)
@@ -95,8 +101,7 @@ def scale_by_batch_size(
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by the batch size of the step, which scales the learning rate of the optimizer before it.
 
-    Put it last in a chain: then it scales AdamW's decoupled weight decay as well, as a change of the learning rate
-    would.
+    Put it last in a chain: then it scales AdamW's decoupled weight decay too, as a learning rate would.
 
     Args:
       base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`. It may be traced, as in
@@ -108,6 +113,9 @@ def scale_by_batch_size(
     Returns:
       A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 with 64-bit types enabled);
       updates keep their dtypes. Without its extra argument, `update` raises TypeError; others are ignored.
+
+    Raises:
+      ValueError: an unknown rule or unit, or a base batch size that is not positive.
 
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_batch_size(2))
@@ -121,6 +129,9 @@ def scale_by_batch_size(
       >>> embeddings = optax.chain(optax.sgd(0.1), scale_by_batch_size(32_768, unit="tokens"))
       >>> groups = {"matrices": matrices, "embeddings": embeddings, "norms": optax.adam(1e-4)}
       >>> optimizer = optax.partition(groups, {"embed": "embeddings", "w": "matrices", "scale": "norms"})
+
+    References:
+      As for `lr_scale`.
     """
     check_choices(unit=(unit, BatchSizeUnit))
     base: Any = base_batch_size

@@ -91,8 +91,7 @@ def lr_sequence(
       rule: as in `lr_scale`.
       unit: what the batch size counts: real `"sequences"` or real `"tokens"`.
       counted_in: what the argument of the function counts: `"steps"`, or the real `"sequences"` or `"tokens"` of the
-        steps before. Warm-up and decay are then given in that unit, and take equally many samples whether steps are
-        small or large.
+        steps before. Warm-up and decay are then given in that unit, whatever the size of steps.
 
     Returns:
       float64[S].
@@ -110,8 +109,7 @@ def lr_sequence(
       [1.0, 11.0, 15.0, 25.0]
 
     References:
-      A schedule over samples instead of steps: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch
-      Size".
+      Over samples: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size".
     """
     check_choices(unit=(unit, BatchSizeUnit), counted_in=(counted_in, ScheduleUnit))
     if counted_in != "steps" and not callable(base_schedule) and np.ndim(base_schedule):

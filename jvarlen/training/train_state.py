@@ -46,8 +46,7 @@ class Metrics(NamedTuple):
     """The metrics of a step as undivided sums, so that sums over steps are exact: `metrics + metrics` adds them.
 
     Attributes:
-      loss_sum: float[], Σ of the losses that the loss function returns, weights included; float32, or wider if losses
-        or gradients are.
+      loss_sum: float[], Σ of the loss function's losses, weights included; float32, or as wide as losses or gradients.
       weight_sum: float[], Σ weight: for a language model, the number of predicted tokens.
       num_tokens: float[], real tokens; None if neither the batch type nor a field `num_tokens` gives them.
       sums: further sums that the loss returns, by name.
