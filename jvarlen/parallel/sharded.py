@@ -167,7 +167,7 @@ def sum_on_layout(
     if model.stack is not None and layout.tensor == 1:  # with tensor, it stacks nothing
         specs = shard_specs(jax.eval_shape(model.stack, state.params), layout, padded=False)
     gathering = gathering_model(model, specs, recomputes=recomputes)
-    if accumulates_shards or not with_grads:
+    if accumulates_shards or not with_grads:  # gathering layer by layer accumulates shards by itself
         return sum_over_shards(layered_loss_fn(gathering), **options)(state, batch)
     return sum_over_shards(perturbed_loss_fn(gathering), perturb=Perturbed, **options)(state, batch)
 

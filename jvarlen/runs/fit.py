@@ -227,9 +227,9 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     agree("the plan", training.plan_of_epoch(0).digest)
     run_dir = _open_run_dir(prepared, held)
 
-    train_step = task.train_step(training.optimizer, placement)
-    state, place = task.init_state(train_step, config.seed), training.first_place()
-    form, settings = task.form_of(state, train_step), saved_settings(config)
+    step = task.train_step(training.optimizer, placement)
+    state, place = task.init_state(step, config.seed), training.first_place()
+    form, settings = task.form_of(state, step), saved_settings(config)
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
@@ -269,8 +269,8 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     buckets = list(steps_left) or training.buckets
     if options.in_background:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    compiled = held.enter_context(contextlib.closing(compiling(train_step, state, shapes_of(buckets))))
-    compiled.release_after(steps_left or dict.fromkeys(buckets, 0))
+    train_step = held.enter_context(contextlib.closing(compiling(step, state, shapes_of(buckets))))
+    train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
     eval_step = held.enter_context(
         contextlib.closing(compiling(task.eval_step(placement), state, shapes_of(training.eval_buckets)))
     )
@@ -285,7 +285,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         checkpoints=checkpoints,
         trackers=log,
         heartbeat=heartbeat,
-        train_step=compiled,
+        train_step=train_step,
         eval_step=eval_step,
         compile_s=compile_s,
     )

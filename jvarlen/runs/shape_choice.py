@@ -1,4 +1,4 @@
-"""Chooses the shapes of a run whose settings leave their number open (`max_shapes="auto"`)."""
+"""Chooses the shapes of a run, and their number where its settings leave that open (`max_shapes="auto"`)."""
 
 from __future__ import annotations
 

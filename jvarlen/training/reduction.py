@@ -1,4 +1,4 @@
-"""The sums of a step over shards: what each shard accumulates is reduced once.
+"""The sums of a step over shards: what each shard accumulates is reduced, once where the layout allows.
 
 Letters: M microbatches of a step.
 """
@@ -72,9 +72,9 @@ def sum_over_shards(
                 return count_once(sums_of_microbatch(microbatch), rows_along)
 
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
-            for name in axes_in(axis_name):
-                are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, name))
-                _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), name)
+            for axis in axes_in(axis_name):
+                are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, axis))
+                _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis)
             dims = sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
             buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
@@ -163,18 +163,20 @@ def reduce_sums(
     buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
     unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
 ) -> StepSums:
-    """The sums over the shards: the reduction of every step."""
+    """The sums over the shards; at ZeRO-3, gradients of layers were reduced in their backward pass."""
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
     reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
-    packed = assign_grad_buckets(reduced) if bucket_bytes_here() is not None else None
-    reduced = jax.lax.psum(reduced, axis_name) if packed is None else reduce_in_buckets(reduced, packed, axis_name)
+    if bucket_bytes_here() is None:
+        reduced = jax.lax.psum(reduced, axis_name)
+    else:
+        reduced = reduce_in_buckets(reduced, assign_grad_buckets(reduced), axis_name)
     for i, leaf in zip(unbucketed, reduced.grads, strict=True):
         leaves[i] = leaf
     return reduced._replace(grads=jax.tree.unflatten(structure, leaves))
 
 
-def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
+def _check_reduced(reduced: StepSums, loss_name: str, axis_name: str) -> None:
     """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
     by_name: dict[str, Any] = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
     if all(by_name.values()) and not reduced.sums:
@@ -182,8 +184,8 @@ def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
     by_name |= {f"sums[{key!r}]": all(jax.tree.leaves(value)) for key, value in reduced.sums.items()}
     if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
         raise UserError(
-            f"{name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum them "
-            "over the shards again: return the sums of the shard's own rows, without psum or pmean"
+            f"{loss_name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum "
+            "them over the shards again: return the sums of the shard's own rows, without psum or pmean"
         )
 
 
