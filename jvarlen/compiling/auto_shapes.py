@@ -72,6 +72,7 @@ class ShapeChoice(NamedTuple):
     buckets: tuple[Bucket, ...]
     new_shape_every: int  # steps between two new shapes, for `make_plan`; 0 where the order cannot be changed
     seconds: float  # predicted, of compiling and training
+    num_steps: int  # of training
 
 
 def choose_shapes(
@@ -79,7 +80,7 @@ def choose_shapes(
     budget: Budget,
     compiler: Compiler,
     *,
-    num_epochs: float = 1.0,
+    num_epochs: float | None = None,
     num_steps: int | None = None,
     compiled: Iterable[Sequence[int]] = (),
     can_space: bool = True,
@@ -87,16 +88,21 @@ def choose_shapes(
     overlong: Overlong = "error",
 ) -> ShapeChoice:
     """The optimal shapes of `make_buckets`, as many as take the least predicted seconds of compiling and training."""
-    # Training is simulated with each number of shapes, for the same samples: with `num_steps`, those of the plan with
-    # the most shapes. The first step waits for its shape; others are compiled meanwhile, in the order of appearance.
+    # Training ends with `num_epochs` or `num_steps`, whichever comes first; with neither, after an epoch. It is
+    # simulated with each number of shapes, for the same samples: with `num_steps`, those of the plan with the most
+    # shapes. The first step waits for its shape; others are compiled meanwhile, in the order of appearance.
     if budget.cost is None:
         raise UserError("the number of shapes is chosen by seconds: the budget needs a cost")
     budget = dataclasses.replace(budget, compile_seconds=None)
     fitted = fit_lengths(lengths, max_length, overlong).lengths
     optimum = functools.partial(make_buckets, lengths, max_length=max_length, overlong=overlong)
+    most_steps = math.inf if num_steps is None else num_steps
+    if num_epochs is None:
+        num_epochs = 1.0 if num_steps is None else math.inf
+    most_epochs = num_epochs
     if num_steps is not None:
         _, steps_of_epoch = seconds_of_epoch(fitted, optimum(budget, max_shapes=_MOST_SHAPES), budget)
-        num_epochs = num_steps / int(steps_of_epoch.sum())
+        num_epochs = min(num_epochs, num_steps / int(steps_of_epoch.sum()))
     known = {tuple(shape) for shape in compiled}
     if known:  # what is delayed by compiling one shape, in seconds of an epoch
         delay_s = max(compiler.slowdown, _LEAST_DELAY) * compiler.seconds
@@ -117,7 +123,8 @@ def choose_shapes(
             first_epoch = int(of_steps.sum() * min(1.0, num_epochs))
             spacing = max(1, min(math.ceil(needed), first_epoch // len(buckets)))
         predicted = simulated_seconds(work, new, compiler, spacing * step_s if spacing else None)
-        choices.append(ShapeChoice(buckets, spacing, predicted))
+        steps = int(min(most_steps, most_epochs * of_steps.sum()))
+        choices.append(ShapeChoice(buckets, spacing, predicted, steps))
     return min(choices, key=lambda choice: choice.seconds)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, pad_to_bucket
@@ -140,7 +140,8 @@ def load(
         reads only the samples of its own devices.
       epoch: the first epoch, if `plan` is a function.
       num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end.
-        Each epoch is planned in a thread while the previous one is loaded.
+        From `epoch=num_epochs` on, where a finished training resumes, nothing is left. Each epoch is planned in a
+        thread while the previous one is loaded.
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
         plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process.
@@ -160,9 +161,10 @@ def load(
       refers to it any more, it leaves no thread or process behind; `close()` ends them at once.
 
     Raises:
-      ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
-        `lengths`; data shards that do not divide M; processes with different plans; arguments that a stream does not
-        have; and, when a step comes, samples of other lengths than planned, or samples that `collate` rejects.
+      ValueError: num_epochs below 1, or more than the one of a `Plan`; start_step out of range; the dataset is smaller
+        than the plan, or has another number of samples than `lengths`; data shards that do not divide M; processes with
+        different plans; arguments that a stream does not have; and, when a step comes, samples of other lengths than
+        planned, or samples that `collate` rejects.
       RuntimeError: when a step comes: a worker process died; or, with `verify`, other samples were read.
 
     Example:
@@ -186,12 +188,16 @@ def load(
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
         return _load_stream(cast("StreamBatches", plan), dataset, placement, collate)
-    if num_workers < 0:
-        raise UserError(f"num_workers must be at least 0, not {num_workers}")
-    if not callable(plan) and epoch:
-        raise UserError(f"epoch {epoch} needs a function from the epoch to its plan; a Plan is one epoch")
-    first = cast(PlannedSteps, plan(epoch) if callable(plan) else plan)
-    if not 0 <= start_step <= first.num_steps:
+    check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
+    check_at_least_one(**if_given(num_epochs=num_epochs))
+    if not callable(plan) and (epoch or num_epochs not in (None, 1)):
+        given_epochs = f"epoch={epoch}" if epoch else f"num_epochs={num_epochs}"
+        raise UserError(f"{given_epochs} needs a function from the epoch to its plan; a Plan is one epoch")
+    last_epoch = epoch if num_epochs is None else num_epochs - 1
+    first = cast(PlannedSteps, plan(min(epoch, last_epoch)) if callable(plan) else plan)
+    if epoch > last_epoch:  # a training that is over
+        start_step = first.num_steps
+    if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
         placement.batch_shardings(np.empty(first.microbatches_per_step))

@@ -111,9 +111,9 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     # While steps run, which is faster; or before, where several processes train.
     when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
     compile_options = dataclasses.replace(config.compile, when=when, time_steps=config.compile.time_steps is not False)
-    decided = dataclasses.replace(config, compile=compile_options)
     if given is None and not config.data.files and config.max_steps is None and config.num_epochs is None:
-        decided = dataclasses.replace(decided, max_steps=_DEMO_STEPS)
+        config = dataclasses.replace(config, max_steps=_DEMO_STEPS)
+    decided = dataclasses.replace(config, compile=compile_options)
     chooser = ShapeChooser(decided, task, data, num_devices)
     shapes = chooser.choose(lengths, eval_lengths)
     with together("plan the training"):

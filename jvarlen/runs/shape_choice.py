@@ -114,8 +114,8 @@ class ShapeChooser:
             lengths,
             budget,
             self._compiler(costs.compile_seconds),
-            num_epochs=config.num_epochs or 1,
-            num_steps=None if config.num_epochs is not None else config.max_steps,
+            num_epochs=config.num_epochs,
+            num_steps=config.max_steps,
             compiled=costs.compiled.get(self._program, ()),
             can_space=plan.can_space,
             max_length=plan.max_length,
@@ -132,8 +132,8 @@ class ShapeChooser:
         held_out = np.concatenate(list(eval_lengths.values()))
         rounded = bucket_lengths[np.minimum(np.searchsorted(bucket_lengths, held_out), len(bucket_lengths) - 1)]
         num_evaluations = 2
-        if config.eval_every is not None and config.max_steps is not None:
-            num_evaluations += config.max_steps // config.eval_every
+        if config.eval_every is not None:
+            num_evaluations += choice.num_steps // config.eval_every
         eval_buckets = make_buckets(
             rounded,
             dataclasses.replace(budget, compile_seconds=costs.compile_seconds / num_evaluations),

@@ -81,8 +81,19 @@ def test_no_other_number_of_shapes_is_faster(compiler):
 
 def test_steps_count_as_the_samples_that_they_take():
     num_steps = make_plan(LENGTHS, make_buckets(LENGTHS, BUDGET, max_shapes=24), order="length").num_steps
-    assert choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_steps=3 * num_steps) == choose_shapes(
-        LENGTHS, BUDGET, BACKGROUND, num_epochs=3
+    by_epochs = choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=3)
+    of_epoch = make_plan(LENGTHS, by_epochs.buckets, order="length").num_steps
+    assert choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_steps=3 * num_steps)[:3] == by_epochs[:3]
+    assert by_epochs.num_steps == 3 * of_epoch
+
+
+@pytest.mark.parametrize("num_epochs", [None, 50])
+def test_a_run_of_few_steps_is_short_whatever_its_epochs(num_epochs):
+    short = choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=num_epochs, num_steps=7)
+    assert short == choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_steps=7)
+    assert short.num_steps == 7
+    assert choose_shapes(LENGTHS, BUDGET, BACKGROUND, num_epochs=2, num_steps=10**6) == choose_shapes(
+        LENGTHS, BUDGET, BACKGROUND, num_epochs=2
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import load, make_buckets, make_plan, pack_samples, stream_batches
+from jvarlen import UserError, load, make_buckets, make_plan, pack_samples, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
@@ -99,6 +99,39 @@ def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
     assert planned == list(range(1, num_epochs))
     expected = [planned_rows(plan_of_epoch(e), s) for e in planned for s in range(plan_of_epoch(e).num_steps)]
     assert [rows_of(batch) for batch in batches] == expected
+
+
+@pytest.mark.parametrize("resumed", [{"epoch": 2}, {"epoch": 3, "start_step": 1}, {"epoch": 1, "start_step": "end"}])
+def test_a_finished_training_has_no_steps_left(resumed):
+    plans = [plan_of_epoch(0), plan_of_epoch(1)]
+    if "start_step" in resumed:
+        resumed = resumed | {"start_step": {"end": plans[1].num_steps}.get(resumed["start_step"], 1)}
+    batches = load(plans.__getitem__, DATASET, num_epochs=2, **resumed)
+    assert batches.specs
+    assert list(batches) == []
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_epochs": 0}, r"at least 1 and below .*num_epochs \(0\)"),
+        ({"num_epochs": -1}, r"at least 1 and below .*num_epochs \(-1\)"),
+        ({"num_epochs": 1.5}, r"must be integers .*num_epochs \(1.5\)"),
+        ({"epoch": -1}, r"at least 0 and below .*epoch \(-1\)"),
+        ({"start_step": 1.5}, r"must be integers .*start_step \(1.5\)"),
+    ],
+)
+def test_epochs_and_steps_that_are_none_are_refused(is_function, options, message):
+    with pytest.raises(UserError, match=message):
+        load(plan_of_epoch if is_function else plan_of_epoch(0), DATASET, **options)
+
+
+def test_a_plan_is_loaded_for_the_one_epoch_that_it_is():
+    plan = plan_of_epoch(0)
+    assert len(list(load(plan, DATASET, num_epochs=1))) == plan.num_steps
+    with pytest.raises(UserError, match="num_epochs=2 needs a function from the epoch to its plan"):
+        load(plan, DATASET, num_epochs=2)
 
 
 def test_steps_before_the_start_are_not_read():

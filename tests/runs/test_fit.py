@@ -240,7 +240,8 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
     monkeypatch.setattr(sys.modules["jvarlen.runs.prepare"], "_DEMO_STEPS", 3)
     result = fit(dataclasses.replace(config, max_steps=None, num_epochs=None))
     assert result.summary.num_steps == 3, "those of the built-in corpus, and not an epoch"
-    assert load_config(result.run_dir / "config.json").plan.overlong == "truncate"
+    saved = load_config(result.run_dir / "config.json")
+    assert (saved.plan.overlong, saved.max_steps) == ("truncate", 3)
     assert Plan.load(result.run_dir / "plan.npz").num_truncated > 0
 
 

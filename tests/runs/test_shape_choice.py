@@ -97,6 +97,15 @@ def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, spl
     assert chosen_by(run_dir) == before
 
 
+def test_a_run_that_steps_end_is_as_long_whatever_epochs_it_may_take(config, split, tmp_path, capsys):
+    """Of its shapes, those of evaluations too, which come every few steps."""
+    cost = tmp_path / "cost.json"
+    CostModel(0.0, 1e-4, 0.0).save(cost)
+    given = dataclasses.replace(with_plan(config, cost_model=cost, compile_seconds=0.5), eval_every=4)
+    runs = [fit_frequencies(dataclasses.replace(given, num_epochs=n), split).run_dir for n in (None, 500)]
+    assert chosen_by(runs[0]) == chosen_by(runs[1])
+
+
 def test_given_costs_decide_and_are_not_remembered(config, split, cache_dir, tmp_path):
     cost = tmp_path / "cost.json"
     CostModel(0.0, 1e-3, 0.0).save(cost)
