@@ -1,7 +1,7 @@
 """Mixtures: several datasets as one map-style dataset, with exact counts of each."""
 
-from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from math import lcm
 from typing import Any
@@ -125,8 +125,9 @@ class Mixture(Dataset[Any]):
         ids: int64[N], its id there.
 
     Raises:
-        ValueError: if `mixture_counts` refuses the arguments, there is no sample, or the number of samples is given
-            without weights.
+        ValueError: if `mixture_counts` refuses the arguments, a dataset is empty (with weights: and its weight is not
+            0), the count of a dataset with a weight is 0 without `carry`, or the number of samples is given without
+            weights.
 
     Example:
         >>> Mixture(["abc", "x"], [1, 1], num_samples=4).counts
@@ -147,16 +148,25 @@ class Mixture(Dataset[Any]):
         """Choose the samples of the epoch."""
         seed = check_integer("seed", seed, minimum=0)
         epoch = check_integer("epoch", epoch, minimum=0)
+        if isinstance(datasets, Mapping):  # whose keys would be taken for the datasets
+            raise ValueError(f"datasets must be a sequence, got the mapping {type(datasets).__name__}")
         sizes = [len(dataset) for dataset in datasets]
         if weights is not None and carry:
             before, self.counts = _carried(_quotas(sizes, weights, num_samples), epoch)
         elif weights is not None:
             self.counts = mixture_counts(sizes, weights, num_samples)
+            never = [number for number, count in enumerate(self.counts.tolist()) if weights[number] and not count]
+            if never:
+                raise ValueError(
+                    f"the quotas of these datasets round to 0 of {self.counts.sum()} samples in every epoch: {never}; "
+                    "raise num_samples, or set carry=True"
+                )
         elif num_samples is not None or carry:
             given = f"num_samples={num_samples!r}, carry={carry!r}"
             raise ValueError(f"num_samples and carry can only be given together with weights, got {given}")
-        elif sum(sizes) == 0:
-            raise ValueError("a mixture must have at least one sample")
+        elif not sizes or not all(sizes):
+            empty = [number for number, size in enumerate(sizes) if size == 0]
+            raise ValueError(f"a mixture needs datasets, each with at least one sample; these have none: {empty}")
         else:
             self.counts = np.array(sizes, dtype=np.int64)
         if not carry:
@@ -178,7 +188,9 @@ class Mixture(Dataset[Any]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Any:
-        """Return sample `index`."""
+        """Return sample `index`; an IndexError for any other than 0 to N - 1."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is outside the {len(self)} samples of the mixture")
         number = self.source[index]
         sample = self._datasets[number][int(self.ids[index])]
         return sample if self._factors[number] == 1 else reweighted(sample, self._factors[number])
@@ -192,10 +204,5 @@ def _stretch(first_key: int, size: int, count: int, seed: int, first: int) -> ND
 
 
 def _ratio(number: int, weight: float) -> Fraction:
-    try:
-        ratio = Decimal(str(weight))
-    except InvalidOperation:
-        raise ValueError(f"weights must be numbers, got {weight!r} for dataset {number}") from None
-    if not ratio.is_finite() or ratio < 0:
-        raise ValueError(f"weights must be finite and at least 0, got {weight!r} for dataset {number}")
-    return Fraction(ratio)
+    check_number(f"the weight of dataset {number}", weight)
+    return Fraction(Decimal(str(weight)))  # of a NumPy float32 the digits that it prints

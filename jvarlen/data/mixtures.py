@@ -6,7 +6,7 @@ Letters: D datasets, c samples that one of them gives to an epoch, N samples of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -39,7 +39,7 @@ def mixture_counts(
     The share of dataset d is total · weight_d / Σ weights, computed exactly; a float counts as the decimal number that
     it prints as. Each dataset gets the integer part of its share, and the remaining samples go, one each, to the
     datasets with the largest fractions, the first ones among equals. All epochs have the same counts, so a dataset
-    whose share rounds to 0 never comes.
+    whose share rounds to 0 never comes; a `Mixture` refuses that.
 
     With `carry`, rounding is carried from epoch to epoch: after any number of epochs e, dataset d has had less than one
     sample more or less than its quota, e times its share. Samples are given one by one to the dataset with the largest
@@ -83,8 +83,7 @@ def _shares(num_samples: Sequence[int], weights: Sequence[float], total: int | N
     _check_numbers(num_samples, weights, "weights")
     if not any(weights):
         raise UserError("at least one dataset needs a weight above 0")
-    empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]
-    if empty:
+    if empty := [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]:
         raise UserError(f"datasets without samples cannot have a weight: {list_first(empty)}")
     exact = [Fraction(str(weight)) for weight in weights]  # of a NumPy float32, too, the decimal that is seen
     shares = [weight / sum(exact) for weight in exact]
@@ -151,8 +150,9 @@ class Mixture(Dataset):
       ids: int64[N], the id of every sample in its dataset.
 
     Raises:
-      ValueError: arguments that `mixture_counts` rejects, likewise loss weights; no samples at all; `num_samples` or
-        `carry` without weights; seed or epoch out of range.
+      ValueError: arguments that `mixture_counts` rejects, likewise loss weights; without weights, an empty dataset; a
+        dataset with a weight of which no epoch has a sample, because its share rounds to 0 and nothing is carried;
+        `num_samples` or `carry` without weights; seed or epoch out of range.
 
     Example:
       >>> mixture = Mixture([["a", "b", "c", "d"], ["x"]], [1, 1], num_samples=4)
@@ -174,20 +174,25 @@ class Mixture(Dataset):
         loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
+        if isinstance(datasets, Mapping):  # its names would be taken for datasets of letters
+            raise UserError(f"datasets must be a sequence, not a {type(datasets).__name__}: give its values")
         sizes = [len(dataset) for dataset in datasets]
         before, counts = [0] * len(sizes), sizes
         if weights is None:
             if num_samples is not None or carry:
                 needy = "carry" if carry else "num_samples"
                 raise UserError(f"{needy} needs weights: without them every sample comes once")
-            if not sum(sizes):
-                raise UserError("a mixture needs at least one sample")
+            if not sizes:
+                raise UserError("a mixture needs at least one dataset")
+            if empty := [f"dataset {d}" for d, size in enumerate(sizes) if not size]:
+                raise UserError(f"these datasets have no samples: {list_first(empty)}; leave them out")
+        elif carry:
+            before, counts = _carried_counts(_shares(sizes, weights, num_samples), int(epoch))
         else:
             shares = _shares(sizes, weights, num_samples)
             counts = _rounded(shares)
+            _check_drawn(weights, shares, counts)
             before = [int(epoch) * count for count in counts]
-            if carry:
-                before, counts = _carried_counts(shares, int(epoch))
         if loss_weights is not None:
             _check_numbers(sizes, loss_weights, "loss weights")
         self._loss_weights = loss_weights
@@ -233,6 +238,20 @@ def _chosen_ids(start: int, size: int, first: int, count: int, seed: int) -> Int
         places = (first % size + np.arange(num_left)) % size
         times[stable_argsort(keys)[places]] += 1
     return np.repeat(np.arange(size), times)
+
+
+def _check_drawn(weights: Sequence[float], shares: list[Fraction], counts: list[int]) -> None:
+    """Raises ValueError that lists datasets with a weight of which no epoch would have a sample."""
+    unseen = [
+        f"dataset {d}: weight {weight}, {float(share):.3g} of {sum(counts):,} samples"
+        for d, (weight, share, count) in enumerate(zip(weights, shares, counts, strict=True))
+        if weight and not count
+    ]
+    if unseen:
+        raise UserError(
+            "no epoch would have a sample of these datasets, whose shares round to 0: mix more samples, raise their "
+            f"weights, or carry the rounding from epoch to epoch, Mixture(carry=True): {list_first(unseen)}"
+        )
 
 
 def _check_numbers(num_samples: Sequence[int], weights: Sequence[float], name: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int, Int64, Integer
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, to_tokens
 
@@ -71,7 +71,10 @@ class Subset(Dataset):
 
     Args:
       dataset: random access to the samples.
-      ids: int64[n], the samples to keep; sample i is `dataset[ids[i]]`.
+      ids: int64[n], the samples to keep, each from 0 to N − 1; sample i is `dataset[ids[i]]`.
+
+    Raises:
+      ValueError: ids that are no integers, or of no sample; the first are listed.
 
     Example:
       >>> subset = Subset(["a", "b", "c"], np.array([2, 0]))
@@ -80,6 +83,10 @@ class Subset(Dataset):
     """
 
     def __init__(self, dataset: DataSource, ids: Int64[np.ndarray, " n"]):
+        if ids.dtype.kind not in "iu":  # of a mask, say
+            raise UserError(f"ids of samples must be integers, not {ids.dtype}")
+        if (is_none := (ids < 0) | (ids >= len(dataset))).any():  # −1 would read the last sample of a list
+            raise UserError(f"the dataset has no such samples: {list_offenders(ids[is_none], limit=len(dataset) - 1)}")
         self.dataset: DataSource = dataset
         self.ids: Int64[np.ndarray, " n"] = ids
         if isinstance(dataset, Subset):  # so that a sample is looked up once

@@ -110,6 +110,14 @@ def test_samples_are_found_by_id_only(index):
             found_by_id[index]
 
 
+@pytest.mark.parametrize(
+    ("ids", "named"), [([2, -1, 3], r"id -1, id 3 \(limit 2\)"), ([True, False, True], "integers, not bool")]
+)
+def test_a_subset_holds_samples_of_its_dataset(ids, named):
+    with pytest.raises(ValueError, match=named):
+        Subset(["a", "b", "c"], np.array(ids))
+
+
 class Unreadable:
     """Knows its lengths; its samples must not be asked for."""
 

@@ -32,7 +32,12 @@ def test_counts_sources_and_ids_are_identical(mixtures, reference, data, shares,
     """Of three epochs in a row, and of one that is far away."""
     sizes = [data.draw(st.integers(1 if share else 0, 50)) for share in shares]
     datasets = [range(size) for size in sizes]
+    unseen = [n for n, w in zip(reference.mixture_counts(sizes, shares, total), shares, strict=True) if w and not n]
     for epoch in (0, 1, 2, 10**12):
+        if unseen:  # they would never come
+            with pytest.raises(ValueError, match="round to 0"):
+                mixtures.Mixture(datasets, shares, num_samples=total, seed=seed, epoch=epoch)
+            return
         one, other = (
             module.Mixture(datasets, shares, num_samples=total, seed=seed, epoch=epoch)
             for module in (mixtures, reference)
@@ -104,9 +109,42 @@ def test_the_choice_is_fixed_for_good(mixtures):
 
 def test_without_weights_datasets_follow_each_other(mixtures):
     """Every sample once, whatever the epoch."""
-    mixture = mixtures.Mixture([range(3), range(0), range(2)], seed=1, epoch=4)
-    assert mixture.source.tolist() == [0, 0, 0, 2, 2]
+    mixture = mixtures.Mixture([range(3), range(2)], seed=1, epoch=4)
+    assert mixture.source.tolist() == [0, 0, 0, 1, 1]
     assert mixture.ids.tolist() == [0, 1, 2, 0, 1]
+    nested = mixtures.Mixture([mixture, range(7, 9)])
+    assert [nested[i] for i in range(len(nested))] == [0, 1, 2, 0, 1, 7, 8]
+
+
+@pytest.mark.parametrize("index", [-1, np.int64(-1), -5, 5])
+def test_only_its_own_ids_are_samples(mixtures, index):
+    """-1, a padding row, is not the last sample; in a mixture of mixtures neither."""
+    mixture = mixtures.Mixture([range(3), range(2)])
+    for dataset in (mixture, mixtures.Mixture([mixture, range(9)], [1, 0])):
+        with pytest.raises(IndexError, match=str(index)):
+            dataset[index]
+
+
+def test_datasets_by_name_are_refused(mixtures):
+    """The letters of their names would be the samples."""
+    with pytest.raises(ValueError, match="sequence"):
+        mixtures.Mixture({"web": range(3), "code": range(2)})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "named"),
+    [([3, 0, 2], None, 1), ([3, 0, 2], [1, 2, 3], 1), ([50, 5], [99, 1], 1), ([50, 5, 5], [99, 0, 0.4], 2)],
+)
+def test_a_dataset_that_would_never_come_is_named(mixtures, sizes, shares, named):
+    """It is empty, or its share of every epoch rounds to 0; of weight 0 it may."""
+    datasets = [range(size) for size in sizes]
+    total = None if shares is None else 10
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        mixtures.Mixture(datasets, shares, num_samples=total)
+    kept = [0 if d == named else 1 for d in range(len(sizes))]
+    assert mixtures.Mixture(datasets, kept, num_samples=total).counts[named] == 0
+    if all(sizes):
+        assert mixtures.Mixture(datasets, shares, num_samples=total, carry=True).counts[named] == 0
 
 
 @pytest.mark.parametrize(
@@ -117,6 +155,9 @@ def test_without_weights_datasets_follow_each_other(mixtures):
         ([2, 2], [1, np.nan], {}),
         ([2, 2], [1, np.inf], {}),
         ([2, 2], [1, "x"], {}),
+        ([2, 2], [1, "1"], {}),
+        ([2, 2], [1, None], {}),
+        ([], None, {}),
         ([2, 2], [1, True], {}),
         ([2, 2], [0, 0], {}),
         ([2, 0], [1, 1], {}),
