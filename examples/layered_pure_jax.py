@@ -99,7 +99,11 @@ whole, expected = train(jvarlen.make_train_step(model, optimizer), None)
 losses, expected_losses = ([float(metrics.loss) for metrics in history] for history in (sharded, expected))
 np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)  # float32, added in another order
 print(f"{len(losses)} steps, with the losses of one device")
-for name, total in (("first", sum(sharded[:10])), ("last", sum(sharded[-10:]))):
+for name, steps in (("first", sharded[:10]), ("last", sharded[-10:])):
+    sums = jvarlen.MetricSums()
+    for metrics in steps:
+        sums.add(metrics)
+    total = sums.total
     print(f"{name} ten steps: loss {float(total.loss):.3f}, {total.sums['correct'] / total.weight_sum:.0%} correct")
 
 trained = train_step.gather_params(state)  # whole NumPy arrays, to be saved or evaluated

@@ -70,8 +70,8 @@ train_step = jvarlen.make_train_step(loss_fn, optimizer)
 state = train_step.init(params)
 step = jvarlen.compile_buckets(train_step, state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
-    loss_sum = weight_sum = 0.0
+    sums = jvarlen.MetricSums()
     for batch in jvarlen.load(plan, samples):
         state, metrics = step(state, batch)
-        loss_sum, weight_sum = loss_sum + metrics.loss_sum, weight_sum + metrics.weight_sum
-    print(f"epoch {epoch}: {float(weight_sum):,.0f} samples, loss {float(loss_sum / weight_sum):.3f}")
+        sums.add(metrics)
+    print(f"epoch {epoch}: {sums.total.weight_sum:,.0f} samples, loss {sums.total.loss:.3f}")

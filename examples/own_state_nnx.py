@@ -63,10 +63,11 @@ batch = next(jvarlen.load(plans[0], samples))
 testing.assert_partition_invariant(loss_fn, params, batch, extra=extra, num_shards=[1], rtol=1e-5)
 step = jvarlen.compile_buckets(train_step, state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
-    total = 0
+    sums = jvarlen.MetricSums()
     with jvarlen.no_recompiles():
         for batch in jvarlen.load(plan, samples):
             state, metrics = step(state, batch)
-            total += metrics
+            sums.add(metrics)
+    total = sums.total
     num_samples, accuracy = float(total.weight_sum), float(total.sums["correct"] / total.weight_sum)
     print(f"epoch {epoch}: {num_samples:,.0f} samples, loss {float(total.loss):.3f}, accuracy {accuracy:.3f}")

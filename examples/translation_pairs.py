@@ -68,8 +68,8 @@ train_step = jvarlen.make_train_step(loss_fn, optimizer)
 state = train_step.init(jax.jit(init_params)(jax.random.key(0)))
 step = jvarlen.compile_buckets(train_step, state, plans[0], progress=False)
 for epoch, plan in enumerate(plans):
-    loss_sum = weight_sum = 0.0
+    sums = jvarlen.MetricSums()
     for batch in jvarlen.load(plan, pairs):
         state, metrics = step(state, batch)
-        loss_sum, weight_sum = loss_sum + metrics.loss_sum, weight_sum + metrics.weight_sum
-    print(f"epoch {epoch}: {float(weight_sum):,.0f} words, loss {float(loss_sum / weight_sum):.3f}")
+        sums.add(metrics)
+    print(f"epoch {epoch}: {sums.total.weight_sum:,.0f} words, loss {sums.total.loss:.3f}")

@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from jvarlen.training.master_weights import with_float32_master
     from jvarlen.training.optimizers import planned_schedule, scale_by_batch_size
     from jvarlen.training.rates import lr_scale, lr_sequence
-    from jvarlen.training.train_state import Metrics, TrainState
+    from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = [
-    "Bucket", "Budget", "CompileOptions", "CostModel", "FitConfig", "LayeredModel", "Layout", "Metrics",
-    "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError",
+    "Bucket", "Budget", "CompileOptions", "CostModel", "FitConfig", "LayeredModel", "Layout", "MetricSums",
+    "Metrics", "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError",
     "WeightedTokens", "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "compile_buckets", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
     "load_compiled", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",

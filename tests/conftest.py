@@ -125,6 +125,20 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture
+def compilations():
+    """What the backend compiles meanwhile, as JAX tells it: the names of programs; guards may overlook some."""
+    names = []
+
+    def on_duration(event, duration_secs, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(on_duration)
+
+
 @pytest.fixture(scope="module")
 def compilation_cache(tmp_path_factory):
     """A directory for the runs of a module, which compile the same programs over and over."""

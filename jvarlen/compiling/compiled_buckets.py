@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import operator
 import os
 import time
 import warnings
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledBuckets"]
 
-_MAX_SIZE_OF_METRICS = 2**16  # numbers; what is larger is no metric that a loop adds up
-_OPERATIONS = (operator.add, operator.sub, operator.mul, operator.truediv)
 _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
@@ -71,7 +67,6 @@ class CompiledBuckets:
         self._stall_s = dict.fromkeys(self.specs, 0.0)
         self._last_use: dict[AnyBucket, int] = {}
         self._failure: BaseException | None = None
-        self._is_arithmetic_prepared = False
         self._checked: tuple[int, ...] = ()  # tells the state that was checked, or the last step gave back
         self._clock: StepClock[AnyBucket] | None = None
         if options.time_steps:
@@ -155,9 +150,6 @@ class CompiledBuckets:
         if self._times_used[bucket] == self._last_use.get(bucket):
             self.release(bucket)
         try:
-            if not self._is_arithmetic_prepared and recompiles.is_arithmetic_expected():
-                _prepare_arithmetic(outputs[1])
-                self._is_arithmetic_prepared = True
             self.advance()
         except (Exception, KeyboardInterrupt) as error:
             self._failure = error
@@ -409,19 +401,3 @@ class CompiledBuckets:
         if unknown:
             raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
-
-
-def _prepare_arithmetic(metrics: Any) -> None:
-    """Compiles sums of metrics, and of scalars differences, products and quotients, so that a guard allows them."""
-    with recompiles.uncounted_in_thread(), jax.transfer_guard("allow"):
-        for leaf in jax.tree.leaves(metrics):
-            is_summed = not leaf.shape or (leaf.sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
-            if not is_summed or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                continue
-            ones = np.ones(leaf.shape, leaf.dtype)
-            array = jax.device_put(ones)
-            if leaf.committed:
-                array = jax.make_array_from_callback(leaf.shape, leaf.sharding, ones.__getitem__)
-            for calculate in [operator.add] if leaf.shape else _OPERATIONS:
-                for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
-                    calculate(*pair)

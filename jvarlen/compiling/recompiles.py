@@ -24,7 +24,6 @@ __all__ = [
     "RecompileError",
     "counting_in_thread",
     "dispatched",
-    "is_arithmetic_expected",
     "no_recompiles",
     "plain_name",
     "uncounted_in_thread",
@@ -95,7 +94,7 @@ class RecompileCount:
 
 
 @contextlib.contextmanager
-def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Iterator[RecompileCount]:
+def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
     A program from the persistent cache counts too, because the cache may be empty next time. Guards may be nested and
@@ -105,8 +104,6 @@ def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Itera
     Args:
       action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
         thread, or the error was swallowed); `"warn"` warns there; `"count"` only counts.
-      arithmetic: whether the first compiled step in the region also compiles sums, differences, products and quotients
-        of its metrics, which loops compute. It takes less than a second.
 
     Yields:
       A `RecompileCount` that counts while the region runs.
@@ -125,7 +122,7 @@ def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Itera
     from jvarlen.compiling.jax_log import explaining
 
     check_choices(action=(action, Action))
-    with explaining(), _counting(_Guard(RecompileCount(), action, None, arithmetic)) as count:
+    with explaining(), _counting(_Guard(RecompileCount(), action, None)) as count:
         yield count
     if action == "raise" and count.recompilations:
         raise RecompileError(_explain(count.recompilations))
@@ -148,11 +145,6 @@ def uncounted_in_thread() -> Iterator[None]:
         _this_thread.is_uncounted = before
 
 
-def is_arithmetic_expected() -> bool:
-    """Whether a `no_recompiles` is active whose loop may do arithmetic on metrics."""
-    return any(guard.has_arithmetic for guard in _guards)
-
-
 def dispatched(bucket: AnyBucket) -> None:
     """Notes the bucket whose step is dispatched now; later compilations are reported with it."""
     global _last_bucket
@@ -164,7 +156,6 @@ class _Guard:
     count: RecompileCount
     action: Action
     thread: int | None  # None: all threads, since a data thread that compiles delays the step as well
-    has_arithmetic: bool = False
 
 
 class _ThisThread(threading.local):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jvarlen.distributed.processes import Heartbeat, is_any_interrupted
 from jvarlen.runs.prepare import Prepared
 from jvarlen.runs.trackers import Trackers
 from jvarlen.training.checkpoint import Place
-from jvarlen.training.train_state import Metrics, TrainState
+from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = ["Evaluator", "Means", "is_interrupted_at", "means_of"]
 
@@ -32,13 +31,11 @@ class Means(NamedTuple):
     sums: dict[str, float]
 
 
-def means_of(steps: Sequence[Metrics]) -> Means:
-    """The means of steps whose metrics are on the host."""
-    weight = math.fsum(metrics.weight_sum for metrics in steps)
-    loss = math.fsum(metrics.loss_sum for metrics in steps) / weight if weight else 0.0
-    scalars = {name for metrics in steps for name, value in metrics.sums.items() if np.ndim(value) == 0}
-    totals = {name: math.fsum(metrics.sums[name] for metrics in steps) for name in sorted(scalars)}
-    return Means(loss, weight, {name: total / (weight or 1.0) for name, total in totals.items()})
+def means_of(total: Metrics) -> Means:
+    """The means of sums, as `MetricSums` gives them."""
+    scalars = {name: value for name, value in sorted(total.sums.items()) if np.ndim(value) == 0}
+    weight = float(total.weight_sum)
+    return Means(float(total.loss), weight, {name: float(value) / (weight or 1.0) for name, value in scalars.items()})
 
 
 def is_interrupted_at(num_steps: int) -> bool:
@@ -87,12 +84,12 @@ class Evaluator:
         num_steps = itertools.count()
         for name, plan in self._prepared.training_plan.eval_plans.items():
             dataset, lengths = self._prepared.data.evaluation[name], self._prepared.eval_lengths[name]
-            steps = []
+            sums = MetricSums()
             with contextlib.closing(self._prepared.load(plan, dataset, lengths)) as batches:
                 for batch in itertools.islice(batches, max_steps):
                     self._heartbeat.step()
                     if is_interrupted_at(next(num_steps)):
                         return None
-                    steps.append(self._eval_step(state, batch)[1])
-            means[name] = means_of(jax.device_get(steps))
+                    sums.add(self._eval_step(state, batch)[1])
+            means[name] = means_of(sums.total)
         return means

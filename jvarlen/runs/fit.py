@@ -52,7 +52,7 @@ from jvarlen.runs.task import Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import Metrics, TrainState
+from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = ["FitResult", "dry_run", "fit"]
 
@@ -339,7 +339,7 @@ def _train(run: _Run) -> _Trained:
         num_workers=config.data.num_workers,
     )
     meter = StepMeter(place, batches)
-    with no_recompiles(arithmetic=False) as compilations:  # metrics are added up on the host
+    with no_recompiles() as compilations:
         with (
             contextlib.closing(batches),
             StepDisplay(
@@ -411,7 +411,9 @@ def _has_program(run: _Run, bucket: Bucket) -> bool:
 
 def _with_metrics(record: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
     """The record of a step with its metrics; raises FloatingPointError if the loss is not finite."""
-    means = means_of([jax.device_get(metrics)])
+    sums = MetricSums()
+    sums.add(metrics)
+    means = means_of(sums.total)
     record["loss"] = means.loss
     if clashing := means.sums.keys() & (record.keys() | {"time_s"}):
         raise UserError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import optax
 
 __all__ = [
     "MasterWeightsOptimizer",
+    "MetricSums",
     "Metrics",
     "TrainState",
     "divide_once",
@@ -43,7 +45,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The metrics of a step as undivided sums, so that sums over steps are exact: `metrics + metrics` adds them.
+    """The metrics of a step as undivided sums. `MetricSums` adds up those of several steps.
 
     Attributes:
       loss_sum: float[], Σ of the loss function's losses, weights included; float32, or as wide as losses or gradients.
@@ -72,14 +74,55 @@ class Metrics(NamedTuple):
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
         return divide_once(loss_sum, weight_sum, np)
 
-    def __add__(self, other: Any) -> Metrics:
-        if not isinstance(other, Metrics):
-            return NotImplemented
-        without_norms = (metrics._replace(grad_norm=None, update_norm=None) for metrics in (self, other))
-        return jax.tree.map(operator.add, *without_norms)
+    def __add__(self, other: Any) -> Any:
+        raise TypeError("add up metrics with MetricSums().add(metrics): sums in float32 lose count above 2**24")
 
-    def __radd__(self, other: Any) -> Metrics:
-        return self if isinstance(other, int) and other == 0 else NotImplemented  # where `sum` begins
+    def __radd__(self, other: Any) -> Any:
+        return self + other
+
+
+class MetricSums:
+    """Sums of the metrics of steps, added up on the host in float64: counts are exact up to 2**53.
+
+    Example:
+      >>> sums = MetricSums()
+      >>> for loss_sum in (3.0, 6.0):
+      ...     sums.add(Metrics(jnp.float32(loss_sum), jnp.float32(2)))
+      >>> float(sums.total.weight_sum), float(sums.total.loss)
+      (4.0, 2.25)
+    """
+
+    def __init__(self) -> None:
+        self._total = Metrics(0.0, 0.0)
+        self._num_added = 0
+        self._pending: collections.deque[Metrics] = collections.deque()
+
+    def add(self, metrics: Metrics) -> None:
+        """Adds the metrics of a step: at once if the device has computed them, or in a later call. Never waits for it.
+
+        Args:
+          metrics: of a step; all have the same names in `sums`. Norms are left out.
+        """
+        self._pending.append(metrics._replace(grad_norm=None, update_norm=None))
+        while self._pending and all(leaf.is_ready() for leaf in _device_arrays(self._pending[0])):
+            self._add_first()
+
+    @property
+    def total(self) -> Metrics:
+        """The sums in float64, on the host; waits for the steps that are still running."""
+        while self._pending:
+            self._add_first()
+        return self._total
+
+    def _add_first(self) -> None:
+        fetched = jax.device_get(self._pending.popleft())
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64)[()], fetched)
+        self._total = jax.tree.map(operator.add, self._total, wide) if self._num_added else wide
+        self._num_added += 1
+
+
+def _device_arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):

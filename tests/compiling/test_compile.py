@@ -494,30 +494,15 @@ def test_the_least_recently_used_makes_room():
     assert live[1:] == [{BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[2]}]
 
 
-def test_arithmetic_on_metrics_is_compiled_once_and_only_where_a_loop_may_do_it(monkeypatch):
-    prepared = []
-    monkeypatch.setattr("jvarlen.compiling.compiled_buckets._prepare_arithmetic", prepared.append)
-    compiled = compile_count()
-    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
-    with no_recompiles(arithmetic=False):
-        state, _ = compiled(state, make_batch(4, 8))
-    assert not prepared
-    with no_recompiles():
-        for _ in range(2):
-            state, metrics = compiled(state, make_batch(4, 8))
-    assert [one.keys() for one in prepared] == [metrics.keys()]
-
-
-def test_a_step_whose_arithmetic_is_interrupted_gives_its_state_back(monkeypatch):
-    def interrupt(metrics):
+def test_a_step_that_is_interrupted_after_it_ran_gives_its_state_back(monkeypatch):
+    def interrupt(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jvarlen.compiling.compiled_buckets._prepare_arithmetic", interrupt)
+    monkeypatch.setattr(CompiledBuckets, "advance", interrupt)
     compiled = compile_count()
-    with no_recompiles():
-        state, _ = compiled(jnp.float32(0), make_batch(4, 8))
-        with pytest.raises(KeyboardInterrupt):
-            compiled(state, make_batch(4, 8))
+    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
+    with pytest.raises(KeyboardInterrupt):
+        compiled(state, make_batch(4, 8))
     assert float(state) == 2 * 4 * 8
 
 

@@ -20,6 +20,7 @@ from jvarlen.compiling import CompileReport
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs import fit as run_loop
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig, load_config
 from jvarlen.runs.directory import lock_run_dir
 from tests.conftest import random_dataset
@@ -122,6 +123,26 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
     assert {row.bucket: row.planned_steps for row in report} == plan.steps_of_buckets()
     assert not any(row.is_live for row in report), "nothing is held for steps that will not come"
     assert str(report) in printed
+
+
+def test_nothing_compiles_inside_the_guard_of_a_run(of_one_shape, split, compilations, monkeypatch):
+    """Evaluations, checkpoints and the log included; there is nothing that the guard overlooks."""
+    guard, guarded = run_loop.no_recompiles, []
+
+    @contextlib.contextmanager
+    def watched():
+        before = len(compilations)
+        with guard() as count:
+            yield count
+        guarded.extend(compilations[before:])
+
+    monkeypatch.setattr(run_loop, "no_recompiles", watched)
+    ahead = dataclasses.replace(of_one_shape.compile, when="ahead")
+    config = dataclasses.replace(of_one_shape, max_steps=6, eval_every=2, compile=ahead)
+    result = fit(config, split)
+    assert result.summary.num_steps == 6
+    assert compilations
+    assert not guarded
 
 
 def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, whole, capsys):

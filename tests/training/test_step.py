@@ -22,7 +22,7 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.testing import assert_partition_invariant
-from jvarlen.training.train_state import Metrics, new_state
+from jvarlen.training.train_state import Metrics, MetricSums, new_state
 from tests.conftest import random_dataset
 from tests.meshes import batch_shardings, data_mesh
 
@@ -227,7 +227,7 @@ def test_the_program_of_a_plain_loss_holds_no_keys_and_no_extra_state():
 
 
 @pytest.mark.parametrize("num_devices", [None, 2, 4])
-def test_metrics_are_added_up_without_compiling(num_devices):
+def test_metrics_are_added_up_without_compiling(num_devices, compilations):
     def loss_with_sums(params, microbatch):
         sums = {"by_feature": jnp.sum(microbatch.x, axis=0), "rows": jnp.sum(microbatch.weights > 0)}
         return *loss_fn(params, microbatch), sums
@@ -237,22 +237,58 @@ def test_metrics_are_added_up_without_compiling(num_devices):
     batch = jax.tree.map(np.float32, batch)
     state = new_state(params(), optimizer)
     step = compile_for(make_train_step(loss_with_sums, optimizer, layout=mesh, norms=True), state, batch, mesh)
-    steps = []
+    steps, sums = [], MetricSums()
+    compilations.clear()
     with no_recompiles():
         for _ in range(3):
             state, metrics = step(state, batch)
             steps.append(metrics)
-        both, total = steps[0] + steps[1], sum(steps)
-        average = (total.loss_sum - both.loss_sum) / total.weight_sum * 3
-        running = 0.9 * steps[0].loss_sum + 0.1 * steps[1].loss_sum / 2 + 1
-        by_feature = sum(metrics.sums["by_feature"] for metrics in steps)
-    np.testing.assert_allclose(average, steps[2].loss, rtol=1e-5)
-    assert running.dtype == np.float32
-    np.testing.assert_allclose(total.sums["by_feature"], by_feature)
-    np.testing.assert_allclose(by_feature, 3 * batch.x.sum(axis=(0, 1)), rtol=1e-5)
+            sums.add(metrics)
+        total = sums.total
+    assert not compilations
+    np.testing.assert_allclose(total.loss, sum(float(metrics.loss_sum) for metrics in steps) / total.weight_sum)
+    np.testing.assert_allclose(total.sums["by_feature"], 3 * batch.x.sum(axis=(0, 1)), rtol=1e-5)
     assert total.sums["rows"] == 3 * batch.num_sequences
-    assert both.grad_norm is None
+    assert total.sums["by_feature"].dtype == np.float64
+    assert total.grad_norm is None
     assert steps[0].grad_norm > 0
+
+
+@pytest.mark.parametrize(("start", "one", "times"), [(2**27, 1_001, 10_000), (2**24, 1, 100)])
+def test_sums_of_metrics_lose_no_counts(start, one, times):
+    """Float32 gives 135,230,464 + 0.70 % for the first, and counts none of the ones of the second."""
+    sums = MetricSums()
+    sums.add(Metrics(np.float32(0.5), np.float32(start), np.float32(start), {"correct": np.float32(start)}))
+    metrics = Metrics(jnp.float32(0.5), jnp.float32(one), jnp.float32(one), {"correct": jnp.float32(one)})
+    for _ in range(times):
+        sums.add(metrics)
+    total = sums.total
+    assert total.weight_sum == total.num_tokens == total.sums["correct"] == start + times * one
+    assert total.loss == 0.5 * (times + 1) / (start + times * one)
+
+
+def test_adding_metrics_never_waits_for_the_device(monkeypatch):
+    is_ready, fetched, fetch = set(), [], jax.device_get
+    array = type(jnp.float32(1))
+    monkeypatch.setattr(array, "is_ready", lambda self: id(self) in is_ready)
+    monkeypatch.setattr(jax, "device_get", lambda tree: (fetched.append(tree), fetch(tree))[1])
+    steps, sums = [Metrics(jnp.float32(loss), jnp.float32(1)) for loss in range(4)], MetricSums()
+    for metrics in steps[:3]:
+        sums.add(metrics)
+    assert not fetched
+    is_ready |= {id(leaf) for leaf in jax.tree.leaves(steps[:2])}
+    sums.add(steps[3])
+    assert len(fetched) == 2
+    total = sums.total
+    assert len(fetched) == 4
+    assert total.loss == 1.5
+
+
+def test_metrics_are_not_added_in_float32():
+    metrics = Metrics(jnp.float32(6), jnp.float32(4))
+    for add in (lambda: metrics + metrics, lambda: sum([metrics, metrics]), lambda: 0 + metrics):
+        with pytest.raises(TypeError, match=r"add up metrics with MetricSums\(\).add"):
+            add()
 
 
 def test_an_evaluation_leaves_its_state_for_another():
