@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.budget import Budget, as_budget, checked_costs, round_up
-from torch_ref.checks import MAX_LISTED, check_integer
+from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
 from torch_ref.fitting import Fitting, fit_budget
 
 __all__ = [
@@ -21,8 +21,11 @@ __all__ = [
     "Cheapest",
     "PairBucket",
     "check_buckets",
+    "check_steps",
     "make_buckets",
 ]
+
+MAX_ROWS_PER_STEP = 2**24  # their ids are laid out at once
 
 
 class Bucket(NamedTuple):
@@ -146,6 +149,17 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tu
     if len(checked[0]) == 2:
         return tuple(Bucket(*bucket) for bucket in checked)
     return tuple(PairBucket(*bucket) for bucket in checked)
+
+
+def check_steps(buckets: Sequence[tuple[int, ...]], microbatches_per_step: int) -> None:
+    """Raise ValueError for buckets whose steps are too large to lay out the ids of their rows."""
+    most_rows = microbatches_per_step * max(bucket[0] for bucket in buckets)
+    most_tokens = microbatches_per_step * max(rows * sum(lengths) for rows, *lengths in buckets)
+    if most_rows > MAX_ROWS_PER_STEP or most_tokens > INT64_MAX:
+        raise ValueError(
+            f"microbatches_per_step={microbatches_per_step} makes steps of {most_rows} rows and {most_tokens} tokens; "
+            f"at most {MAX_ROWS_PER_STEP} rows and {INT64_MAX} tokens are allowed"
+        )
 
 
 class Cheapest:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.assign import Items, assign_buckets
-from torch_ref.buckets import Bucket, PairBucket, check_buckets, make_buckets
+from torch_ref.buckets import Bucket, PairBucket, check_buckets, check_steps, make_buckets
 from torch_ref.budget import Budget, as_budget, only_microbatches
 from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
@@ -298,6 +298,7 @@ def make_plan(
             raise ValueError("give buckets, or max_tokens to choose them by")
         limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
         num_microbatches, checked = limits.microbatches_per_step, _choose(lengths, limits, overlong, packing)
+    check_steps(checked, num_microbatches)
     if packing is not None:
         assert not isinstance(lengths, Packing)
         by = order.by if order.name in ("shuffle", "array") else "dataset"

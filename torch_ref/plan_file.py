@@ -6,6 +6,7 @@ every 2**20 sample ids. They are mapped, not read.
 
 import hashlib
 import json
+import math
 import os
 import uuid
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ref.lengths import PACKED_OVERLONG
+from torch_ref.buckets import check_buckets, check_steps
+from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.lengths import OVERLONG, PACKED_OVERLONG
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -133,6 +136,8 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as archive:
+                if any(member.compress_type for member in archive.zip.infolist()):
+                    raise ValueError("its arrays are compressed")
                 fields = {name: archive[name] for name in archive.files}
         # A damaged archive fails in many ways (BadZipFile, KeyError, EOFError, struct.error, ...): all mean the same.
         except Exception as error:
@@ -151,24 +156,69 @@ def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     text = start[len(_RAW_MAGIC) + 32 :]
     if hashlib.sha256(text).digest() != start[len(_RAW_MAGIC) :][:32] or len(start) < _RAW_HEADER_SIZE:
         raise ValueError(f"{path}: the header is damaged")
-    header = json.loads(text)
-    if header["format_version"] != _RAW_VERSION:
-        raise ValueError(f"{path}: raw plan format {header['format_version']}, this version reads {_RAW_VERSION}")
-    if status.st_size != header["num_bytes"]:
-        raise ValueError(f"{path}: {status.st_size} bytes where the header says {header['num_bytes']}: it was cut")
-    fields: dict[str, NDArray[Any]] = {
-        name: np.memmap(path, dtype=array["dtype"], mode="r", offset=array["offset"], shape=tuple(array["shape"]))
-        for name, array in header["arrays"].items()
-    }
-    fields["buckets"] = np.array(fields["buckets"])
-    for name in ("microbatches_per_step", "num_dropped", "num_truncated", "overlong", "digest", "checksum"):
-        fields[name] = np.array(header[name])
+    try:
+        header = _checked_header(json.loads(text))
+        if status.st_size != header["num_bytes"]:
+            raise ValueError(f"{status.st_size} bytes where the header says {header['num_bytes']}: it was cut")
+        fields: dict[str, NDArray[Any]] = {
+            name: np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+            for name, (dtype, shape, offset) in _raw_layout(header["arrays"]).items()
+        }
+        fields["buckets"] = np.array(fields["buckets"])
+        check_steps(check_buckets(fields["buckets"].tolist()), header["microbatches_per_step"])
+        for name in ("microbatches_per_step", "num_dropped", "num_truncated", "overlong", "digest", "checksum"):
+            fields[name] = np.array(header[name])
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
     del fields["chunk_digests"]
-    if abs(status.st_mtime_ns - header["changed_ns"]) >= 1000 and (
-        _digest_of(fields) != header["digest"] or _checksum(header["digest"], fields) != header["checksum"]
-    ):
+    if abs(status.st_mtime_ns - header["changed_ns"]) < 1000:
+        return fields
+    if _digest_of(fields) != header["digest"] or _checksum(header["digest"], fields) != header["checksum"]:
         raise ValueError(f"{path}: it was changed, its arrays do not have the digest {header['digest']}")
+    if problem := _find_contradiction(fields):
+        raise ValueError(f"{path}: {problem}")
     return fields
+
+
+def _checked_header(header: dict[str, Any]) -> dict[str, Any]:
+    if header["format_version"] != _RAW_VERSION:
+        raise ValueError(f"raw plan format {header['format_version']}, this version reads {_RAW_VERSION}")
+    check_integer("microbatches_per_step", header["microbatches_per_step"])
+    for name in ("num_dropped", "num_truncated", "changed_ns"):
+        check_integer(name, header[name], minimum=0)
+    if header["overlong"] not in OVERLONG:
+        raise ValueError(f"overlong is {header['overlong']!r}, not one of {', '.join(OVERLONG)}")
+    layout = _raw_layout(header["arrays"])
+    given = {name: (array["dtype"], tuple(array["shape"]), array["offset"]) for name, array in header["arrays"].items()}
+    dtype, shape, offset = layout["sample_ids"]
+    size = _pages(np.dtype(dtype).itemsize * shape[0])
+    if given != layout or header["num_bytes"] != offset + size:
+        raise ValueError("its arrays have other types, shapes or places than those of a plan")
+    return header
+
+
+def _raw_layout(arrays: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return the dtype, shape and place of each array of a raw file, from the sizes that its header says."""
+    buckets, steps, ids = (
+        check_integer(f"size of {name}", arrays[name]["shape"][0]) for name in ("buckets", "step_bucket", "sample_ids")
+    )
+    layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    offset = _RAW_HEADER_SIZE
+    for name, dtype, shape in (
+        ("buckets", "<i8", (buckets, 2)),
+        ("step_bucket", "<i4", (steps,)),
+        ("step_offsets", "<i8", (steps + 1,)),
+        ("num_tokens", "<i8", (steps,)),
+        ("chunk_digests", "|u1", (-(-ids // _CHUNK), 32)),
+        ("sample_ids", "<i8", (ids,)),
+    ):
+        layout[name] = dtype, shape, offset
+        offset += _pages(np.dtype(dtype).itemsize * math.prod(shape))
+    return layout
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _RAW_HEADER_SIZE) * _RAW_HEADER_SIZE
 
 
 def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
@@ -194,7 +244,68 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
         return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
     if _checksum(digest, fields) != str(fields["checksum"]):
         return "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum does not match"
-    return None
+    return _find_contradiction(fields)
+
+
+def _find_contradiction(fields: dict[str, NDArray[Any]]) -> str | None:
+    """Return what no plan can have: a digest can be computed for anything."""
+    num_microbatches = int(fields["microbatches_per_step"])
+    if num_microbatches < 1:
+        return f"microbatches_per_step is {num_microbatches}"
+    try:
+        buckets = check_buckets(fields["buckets"].tolist())
+        check_steps(buckets, num_microbatches)
+    except ValueError as error:
+        return str(error)
+    of_step, num_tokens, ids = fields["step_bucket"], fields["num_tokens"], fields["sample_ids"]
+    offsets, row_offsets = fields["step_offsets"], fields.get("row_offsets")
+    if len(num_tokens) != len(of_step) or not len(of_step) or not len(ids):
+        return "there are no steps or samples, or the numbers of tokens are not those of the steps"
+    if of_step.min() < 0 or of_step.max() >= len(buckets):
+        return f"step_bucket is from {of_step.min()} to {of_step.max()}, there are {len(buckets)} buckets"
+    for name, bounds in (("step_offsets", offsets), ("row_offsets", row_offsets)):
+        if bounds is not None and (
+            not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ids) or np.any(bounds[1:] <= bounds[:-1])
+        ):
+            return f"{name} must ascend from 0 to {len(ids)}, the number of samples"
+    num_samples = num_rows = np.diff(offsets)
+    if row_offsets is not None:
+        places = np.searchsorted(row_offsets, offsets)
+        if not np.array_equal(row_offsets[places], offsets):
+            return "a step begins in the midst of a row"
+        num_rows = np.diff(places)
+    rows_per_step = num_microbatches * np.array([bucket[0] for bucket in buckets])[of_step]
+    tokens_per_step = num_microbatches * np.array([rows * sum(lengths) for rows, *lengths in buckets])[of_step]
+    if (num_rows > rows_per_step).any():
+        return f"step {np.argmax(num_rows > rows_per_step)} has more rows than its bucket"
+    if ((num_tokens < num_samples) | (num_tokens > tokens_per_step)).any():
+        return "num_tokens are fewer than samples, or more than fit"
+    overlong = str(fields["overlong"])
+    for name, rule, most in (("num_dropped", "drop", INT64_MAX), ("num_truncated", "truncate", len(ids))):
+        if not 0 <= int(fields[name]) <= (most if overlong == rule else 0):
+            return f"{name} is {int(fields[name])} with overlong={overlong!r}"
+    return _find_wrong_id(ids, fields.get("piece_starts"))
+
+
+def _find_wrong_id(ids: NDArray[np.int64], starts: NDArray[np.int64] | None) -> str | None:
+    if ids.min() < 0:
+        return f"sample id {ids.min()} is negative"
+    if starts is None:
+        return "sample ids come more than once" if _has_repeats(ids) else None
+    if len(starts) != len(ids) or starts.min() < 0:
+        return "piece_starts are negative, or not one for each sample"
+    firsts, pieces = ids[starts == 0], np.stack([ids, starts], axis=1)[starts > 0]
+    if _has_repeats(firsts) or len(np.unique(pieces, axis=0)) < len(pieces):
+        return "pieces of samples come more than once"
+    return None if np.isin(pieces[:, 0], firsts).all() else "samples come without their first piece"
+
+
+def _has_repeats(ids: NDArray[np.int64]) -> bool:
+    if len(ids) and ids.max() < 8 * len(ids):
+        is_there = np.zeros(ids.max() + 1, dtype=bool)
+        is_there[ids] = True
+        return bool(np.count_nonzero(is_there) < len(ids))
+    return len(np.unique(ids)) < len(ids)
 
 
 def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_ref.buckets import Bucket, check_buckets, make_buckets
+from torch_ref.buckets import Bucket, check_buckets, check_steps, make_buckets
 from torch_ref.budget import Budget, as_budget, only_microbatches
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
@@ -249,6 +249,7 @@ def stream_batches(
             for pair in zip(limits.caps(torch.tensor(bucket_lengths)).tolist(), bucket_lengths, strict=True)
         )
         stream = chain(first, stream)
+    check_steps(checked, num_microbatches)
     return StreamBatches(
         stream,
         checked,
@@ -297,6 +298,7 @@ def _check_state(state: Any) -> dict[str, Any]:
         fields: dict[str, Any] = {name: check_integer(name, state[name], minimum=0) for name in _COUNTS}
         fields["buckets"] = _check_buckets(state["buckets"])
         fields["microbatches_per_step"] = check_integer("microbatches_per_step", state["microbatches_per_step"])
+        check_steps(fields["buckets"], fields["microbatches_per_step"])
         most = state["max_waiting"]
         fields["max_waiting"] = None if most is None else check_integer("max_waiting", most)
         check_overlong(state["overlong"])
@@ -314,10 +316,25 @@ def _check_state(state: Any) -> dict[str, Any]:
         ]
         if len(fields["buffered"]) >= (size or 1):
             raise ValueError(f"{len(fields['buffered'])} samples in a shuffle buffer of {size}")
+        _check_counts(fields)
     # Whatever is wrong with its types, in however many ways, it is no state.
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"not a state of stream_batches: {error}") from error
     return fields
+
+
+def _check_counts(fields: dict[str, Any]) -> None:
+    num_waiting = sum(map(len, fields["waiting"]))
+    if fields["max_waiting"] is not None and num_waiting > fields["max_waiting"]:
+        raise ValueError(f"{num_waiting} samples wait, max_waiting is {fields['max_waiting']}")
+    ids = [number for number, _ in chain(*fields["waiting"], fields["buffered"])]
+    if len(set(ids)) < len(ids):
+        raise ValueError("samples wait twice")
+    if len(ids) + fields["num_dropped"] > fields["num_read"]:
+        raise ValueError(f"{len(ids)} samples wait, {fields['num_dropped']} were dropped, {fields['num_read']} read")
+    for name, rule in (("num_dropped", "drop"), ("num_truncated", "truncate")):
+        if fields[name] and fields["overlong"] != rule:
+            raise ValueError(f"{name} is {fields[name]} with overlong={fields['overlong']!r}")
 
 
 def _check_waiting(waiting: Any, fields: dict[str, Any]) -> list[list[tuple[int, int]]]:

@@ -91,13 +91,17 @@ def list_first(items: Iterable[object], separator: str = ", ") -> str:
 
 
 def list_offenders(
-    ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n *axes"] | None = None, limit: object = None
+    ids: Integer[np.ndarray, " n"],
+    values: Shaped[np.ndarray, " n *axes"] | None = None,
+    limit: object = None,
+    *,
+    name: str = "id",
 ) -> str:
     """The first few offenders, as id or as id and value, how many more there are, and the limit they exceed."""
     first = ids[:_MAX_LISTED].tolist()
     shown = [] if values is None else values[:_MAX_LISTED].tolist()
-    listed = [f"id {i}: {tuple(v) if isinstance(v, list) else v}" for i, v in zip(first, shown, strict=False)]
-    listed = listed or [f"id {i}" for i in first]
+    listed = [f"{name} {i}: {tuple(v) if isinstance(v, list) else v}" for i, v in zip(first, shown, strict=False)]
+    listed = listed or [f"{name} {i}" for i in first]
     more = f" and {len(ids) - _MAX_LISTED:,} more" if len(ids) > _MAX_LISTED else ""
     return ", ".join(listed) + more + ("" if limit is None else f" (limit {limit})")
 

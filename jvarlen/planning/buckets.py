@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Float64, Int64, Integer, Shaped
 
-from jvarlen._common.checks import UserError, check_choices, is_integer, list_first, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_first, list_offenders
 from jvarlen.planning.budget import (
     Budget,
     as_budget,
@@ -46,8 +46,11 @@ __all__ = [
     "least_rows_when_packed",
     "make_buckets",
     "optimal_lengths",
+    "rows_of_steps",
     "trimmed_costs",
 ]
+
+_MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
 
 # How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
 _NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
@@ -193,6 +196,19 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
         raise UserError(f"bucket lengths must strictly ascend: {descending}")
     kind = Bucket if widths == {2} else PairBucket
     return tuple(kind(*map(int, bucket)) for bucket in given)
+
+
+def rows_of_steps(buckets: Sequence[AnyBucket], microbatches_per_step: int) -> Int64[np.ndarray, " K"]:
+    """int64[K], the rows of a step of each bucket; raises ValueError for more than ids of a step can be laid out in."""
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
+    rows = [int(microbatches_per_step) * bucket.rows for bucket in buckets]
+    tokens = [num * sum(bucket.lengths) for num, bucket in zip(rows, buckets, strict=True)]
+    if max(rows) > _MOST_ROWS_A_STEP or max(tokens) >= 2**63:
+        raise UserError(
+            f"microbatches_per_step ({microbatches_per_step:,}) × rows ({max(b.rows for b in buckets):,}) must be at "
+            f"most {_MOST_ROWS_A_STEP:,}, and a step must have fewer than 2**63 tokens"
+        )
+    return np.array(rows, np.int64)
 
 
 class CountedSamples:

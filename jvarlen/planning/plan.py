@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets
+from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
@@ -360,7 +360,7 @@ def _plan_rows(
         is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), totals)
         if is_length and len(split_difficulty(difficulty)) == 1:
             ordering = ordering._replace(difficulty=None)
-    rows_per_step = num_microbatches * np.array([bucket.rows for bucket in buckets], np.int64)
+    rows_per_step = rows_of_steps(buckets, num_microbatches)
     bucket_lengths = np.array([bucket.lengths for bucket in buckets], np.int64)
     of_sides = bucket_lengths if is_pairs else bucket_lengths[:, 0]
     samples = group_by_bucket(lengths, of_sides, ordering, rows_per_step, overlong)

@@ -6,18 +6,22 @@ Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n sample
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
 from jvarlen._common.files import write_atomically
+from jvarlen.planning.buckets import check_buckets, rows_of_steps
+from jvarlen.planning.lengths import PackedOverlong
 
 __all__ = [
     "DIGEST_CHUNK",
+    "check_plan",
     "chunk_digest",
     "chunk_digests",
     "plan_checksum",
@@ -32,6 +36,7 @@ Fields = dict[str, Shaped[np.ndarray, "..."]]
 _FORMAT_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # the same arrays
 _MAX_REASON = 300  # characters
+_MOST_IDS_A_SAMPLE = 8  # ids up to so many times the samples are marked in a table; further apart they are sorted
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
 _SPLIT_DIGEST_NAME = b"jvarlen-split-plan-1\0"
@@ -58,7 +63,7 @@ _SPLIT_FIELDS = _PACKED_FIELDS | {"piece_starts": (np.int64, 1)}  # of those tha
 
 def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
     """SHA-256, 32 bytes, of `DIGEST_CHUNK` sample ids in the order of the plan, or of its last ones."""
-    return hashlib.sha256(sample_ids.astype("<i8", copy=False).tobytes()).digest()
+    return hashlib.sha256(np.ascontiguousarray(sample_ids, "<i8").data).digest()
 
 
 def chunk_digests(sample_ids: Int64[np.ndarray, " n"]) -> Iterator[bytes]:
@@ -105,6 +110,8 @@ def read_plan_file(path: Path) -> Fields:
     """Reads what `write_plan_file` wrote; raises ValueError where it is anything else."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            if any(member.compress_type for member in archive.zip.infolist()):
+                raise UserError("its arrays are compressed")  # a small one could take all memory
             version = archive["format_version"]
             if version.shape != () or version not in _READABLE_VERSIONS:
                 readable = " and ".join(map(str, _READABLE_VERSIONS))
@@ -115,17 +122,20 @@ def read_plan_file(path: Path) -> Fields:
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
-        digest = plan_digest(
-            int(fields["microbatches_per_step"]),
-            fields["buckets"].tolist(),
-            fields["step_bucket"],
-            fields["step_offsets"],
-            chunk_digests(fields["sample_ids"]),
-            fields.get("row_offsets"),
-            fields.get("piece_starts"),
-        )
+        with ThreadPoolExecutor(1) as thread:  # both leave the interpreter free
+            checked = thread.submit(check_plan, fields)
+            digest = plan_digest(
+                int(fields["microbatches_per_step"]),
+                fields["buckets"].tolist(),
+                fields["step_bucket"],
+                fields["step_offsets"],
+                chunk_digests(fields["sample_ids"]),
+                fields.get("row_offsets"),
+                fields.get("piece_starts"),
+            )
         if digest != str(fields["digest"]) or _checksum(fields) != str(fields["checksum"]):
             raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
+        checked.result()
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no plan file {path}") from None
     except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
@@ -138,6 +148,88 @@ def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     """The arrays that such a plan has."""
     packed = _SPLIT_FIELDS if "piece_starts" in fields else _PACKED_FIELDS
     return _FIELDS | packed if "row_offsets" in fields else _FIELDS
+
+
+def check_plan(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError that lists what no plan has: whoever edits a file can renew its digest and checksum."""
+    step_bucket, offsets, num_tokens = (fields[name] for name in ("step_bucket", "step_offsets", "num_tokens"))
+    ids, num_steps = fields["sample_ids"], len(step_bucket)
+    buckets = check_buckets(fields["buckets"].tolist())
+    rows_per_step = rows_of_steps(buckets, int(fields["microbatches_per_step"]))
+    if not num_steps or (len(offsets), len(num_tokens)) != (num_steps + 1, num_steps):
+        raise UserError("step_bucket, step_offsets and num_tokens are of no step, or of different numbers of steps")
+    outside = (step_bucket < 0) | (step_bucket >= len(buckets))
+    if outside.any():
+        listed = list_offenders(*offenders_where(outside, step_bucket), limit=len(buckets) - 1, name="step")
+        raise UserError(f"steps of no bucket: {listed}")
+    row_offsets = fields.get("row_offsets")
+    for name, bounds in (("step_offsets", offsets), ("row_offsets", row_offsets)):
+        # Compared, not subtracted: differences of what a file holds can overflow.
+        if bounds is not None and (bounds[0] != 0 or bounds[-1] != len(ids) or (bounds[1:] <= bounds[:-1]).any()):
+            raise UserError(f"{name} do not ascend from 0 to the number of sample_ids, {len(ids):,}")
+    num_samples = num_rows = np.diff(offsets)
+    if row_offsets is not None:
+        rows_before = np.searchsorted(row_offsets, offsets)
+        num_rows = np.diff(rows_before)
+        if (row_offsets[rows_before] != offsets).any():
+            raise UserError("step_offsets cut rows")
+    room = rows_per_step * np.array([sum(bucket.lengths) for bucket in buckets])
+    wrong = {
+        "more rows than their buckets": (num_rows > rows_per_step[step_bucket], num_rows),
+        "fewer tokens than samples": (num_tokens < num_samples, num_tokens),
+        "more tokens than room": (num_tokens > room[step_bucket], num_tokens),
+    }
+    problems = [
+        f"steps with {what}: {list_offenders(*offenders_where(is_wrong, values), name='step')}"
+        for what, (is_wrong, values) in wrong.items()
+        if is_wrong.any()
+    ]
+    problems += _problems_of_ids(ids, fields.get("piece_starts"))
+    overlong, counts = str(fields["overlong"]), {}
+    check_choices(overlong=(overlong, PackedOverlong))
+    for name, rule in (("num_dropped", "drop"), ("num_truncated", "truncate")):
+        counts[name] = int(fields[name])
+        if not 0 <= counts[name] <= (0 if overlong != rule else 2**63 - 1):
+            problems.append(f"{name} is {counts[name]:,} under overlong={overlong!r}")
+    if counts["num_truncated"] > len(ids):
+        problems.append(f"num_truncated is {counts['num_truncated']:,} of {len(ids):,} samples")
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _problems_of_ids(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"] | None) -> list[str]:
+    """Ids below 0, samples that come twice, and chunks that come twice or without the first of their sample."""
+    if (lowest := int(ids.min())) < 0:
+        return [f"sample_ids are from 0 on, and one is {lowest}"]
+    if starts is None:
+        return _repeated(ids)
+    if len(starts) != len(ids) or starts.min() < 0:
+        return ["piece_starts are negative, or not as many as sample_ids"]
+    is_later = starts > 0
+    problems = _repeated(ids[~is_later])
+    later_ids, later_starts = ids[is_later], starts[is_later]
+    by_piece = np.lexsort([later_starts, later_ids])
+    later_ids, later_starts = later_ids[by_piece], later_starts[by_piece]
+    twice = (later_ids[1:] == later_ids[:-1]) & (later_starts[1:] == later_starts[:-1])
+    if twice.any():
+        problems.append(f"pieces that come more than once: {list_offenders(later_ids[1:][twice])}")
+    orphans = later_ids[~np.isin(later_ids, ids[~is_later])]
+    return problems + [f"samples without their first piece: {list_offenders(orphans)}"] * bool(len(orphans))
+
+
+def _repeated(ids: Int64[np.ndarray, " n"]) -> list[str]:
+    """Lists samples that come more than once."""
+    largest = int(ids.max(initial=0))
+    if largest < _MOST_IDS_A_SAMPLE * len(ids):
+        comes = np.zeros(largest + 1, bool)
+        comes[ids] = True
+        num_distinct = int(np.count_nonzero(comes))
+    else:
+        num_distinct = len(np.unique(ids))
+    if num_distinct == len(ids):
+        return []
+    values, times = np.unique(ids, return_counts=True)
+    return [f"samples that come more than once: {list_offenders(values[times > 1], times[times > 1])}"]
 
 
 def _checksum(fields: Fields) -> str:

@@ -23,7 +23,7 @@ from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
-from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
+from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     Overlong,
@@ -217,7 +217,7 @@ def plan_distributed(
         apply_overlong(overlong, own_ids[is_long], own_lengths[is_long], int(edges[-1]), num_fitting)
 
     ordering = Ordering(order, None, seed, epoch)
-    steps = canonical_steps(num_samples[:-1], num_microbatches * rows)
+    steps = canonical_steps(num_samples[:-1], rows_of_steps(checked, num_microbatches))
     emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), edges)
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
     keys, payload = _make_keys(own_lengths, own_ids, bucket_of_length, ordering)

@@ -39,7 +39,7 @@ from jvarlen.experimental.large_plans.stages import (
     sort_by_block,
     sort_by_length,
 )
-from jvarlen.planning.buckets import Bucket, check_buckets
+from jvarlen.planning.buckets import Bucket, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     LengthHistogram,
@@ -153,7 +153,7 @@ def _write_plan(
         histogram = kept.histogram(lengths)
         edges = np.array([bucket.length for bucket in buckets])
         num_samples, num_dropped, num_truncated = _count(lengths, histogram, edges, overlong)
-        steps = canonical_steps(num_samples, microbatches_per_step * np.array([bucket.rows for bucket in buckets]))
+        steps = canonical_steps(num_samples, rows_of_steps(buckets, microbatches_per_step))
         writer = PlanFileWriter(kept.directory / "plan", len(buckets), len(steps.bucket), int(num_samples.sum()))
         to_group, ordered = _sort_stages(kept.directory, lengths, histogram, ordering)
         has_places = ordering.emits_by_arrival

@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
 from jvarlen._common.files import take_space
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
-from jvarlen.planning.buckets import check_buckets
+from jvarlen.planning.buckets import check_buckets, rows_of_steps
+from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, plan_checksum, plan_digest
+from jvarlen.planning.plan_file import DIGEST_CHUNK, check_plan, chunk_digest, plan_checksum, plan_digest
 
 __all__ = ["MappedPlan", "PlanFileWriter", "open_plan"]
 
@@ -49,12 +50,13 @@ class PlanFileWriter:
       num_samples: n.
 
     Attributes:
+      arrays: type, shape and place of each array.
       num_bytes: of the whole file.
     """
 
     def __init__(self, path: Path, num_buckets: int, num_steps: int, num_samples: int):
         self._path = path
-        self._arrays: dict[str, dict[str, Any]] = {}
+        self.arrays: dict[str, dict[str, Any]] = {}
         self.num_bytes = _HEADER_BYTES
         for name, dtype, shape in (
             ("buckets", "<i8", (num_buckets, 2)),
@@ -64,7 +66,7 @@ class PlanFileWriter:
             ("chunk_digests", "|u1", (-(-num_samples // DIGEST_CHUNK), _HASH_BYTES)),
             ("sample_ids", "<i8", (num_samples,)),
         ):
-            self._arrays[name] = {"dtype": dtype, "shape": list(shape), "offset": self.num_bytes}
+            self.arrays[name] = {"dtype": dtype, "shape": list(shape), "offset": self.num_bytes}
             num_bytes = np.dtype(dtype).itemsize * math.prod(shape)
             self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -79,14 +81,14 @@ class PlanFileWriter:
 
     def write(self, name: str, values: Shaped[np.ndarray, " m *rest"], start: int = 0) -> None:
         """Writes values of an array from its place `start` on."""
-        array = self._arrays[name]
+        array = self.arrays[name]
         values = np.ascontiguousarray(values, array["dtype"])
         row_bytes = values.itemsize * math.prod(array["shape"][1:])
         write_values(self._path, values, array["offset"] + start * row_bytes)
 
     def write_chunk_digests(self, first_chunk: int) -> Iterator[int]:
         """Writes the digests of the sample ids, which are there by now, from a chunk on; yields the next one."""
-        digests = _chunk_digests(self._path, self._arrays["sample_ids"], first_chunk)
+        digests = _chunk_digests(self._path, self.arrays["sample_ids"], first_chunk)
         for chunk, digest in enumerate(digests, first_chunk):
             self.write("chunk_digests", np.frombuffer(digest, np.uint8)[None], chunk)
             yield chunk + 1
@@ -97,8 +99,8 @@ class PlanFileWriter:
         Args:
           values: microbatches_per_step, overlong, num_dropped and num_truncated.
         """
-        arrays = _map_arrays(self._path, self._arrays)
-        ids = self._arrays["sample_ids"]
+        arrays = _map_arrays(self._path, self.arrays)
+        ids = self.arrays["sample_ids"]
         num_chunks = len(arrays["chunk_digests"])
         digest = _digest(values["microbatches_per_step"], arrays)
         header = values | {
@@ -108,7 +110,7 @@ class PlanFileWriter:
             "largest_id": max(int(_read_chunk(self._path, ids, i).max()) for i in range(num_chunks)),
             "num_bytes": self.num_bytes,
             "changed_ns": time.time_ns() // 1000 * 1000,  # not all file systems keep nanoseconds
-            "arrays": self._arrays,
+            "arrays": self.arrays,
         }
         text = json.dumps(header).encode().ljust(_HEADER_BYTES - len(_MAGIC) - _HASH_BYTES)
         with self._path.open("r+b") as file:
@@ -166,10 +168,15 @@ def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
     if found.st_size != header["num_bytes"]:
         raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
     arrays = _map_arrays(path, header["arrays"])
+    try:
+        buckets = check_buckets(arrays["buckets"].tolist())
+        rows_of_steps(buckets, header["microbatches_per_step"])
+    except UserError as error:
+        raise UserError(f"{path} is refused: {error}") from None
     if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
         _verify(path, header, arrays, progress=False)
     plan = MappedPlan(
-        buckets=check_buckets(arrays["buckets"].tolist()),
+        buckets=buckets,
         microbatches_per_step=header["microbatches_per_step"],
         overlong=header["overlong"],
         num_dropped=header["num_dropped"],
@@ -210,6 +217,12 @@ def _verify(path: Path, header: dict[str, Any], arrays: Arrays, progress: bool) 
         raise UserError(f"{path} is damaged: its digest is {of_all}, but it says {header['digest']}")
     if _checksum(of_all, arrays, header) != header["checksum"]:
         raise UserError(f"{path} is damaged: num_tokens differ from their checksum")
+    try:
+        check_plan(header | arrays)
+    except UserError as error:
+        raise UserError(f"{path} is refused: {error}") from None
+    if (largest := int(ids.max())) != header["largest_id"]:
+        raise UserError(f"{path} is refused: its largest id is {largest}, and it says {header['largest_id']}")
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -220,11 +233,30 @@ def _read_header(path: Path) -> dict[str, Any]:
     text = begin[len(_MAGIC) + _HASH_BYTES :]
     if len(begin) < _HEADER_BYTES or hashlib.sha256(text).digest() != begin[len(_MAGIC) :][:_HASH_BYTES]:
         raise UserError(f"{path} is refused: its header is damaged")
-    header = json.loads(text)
-    if header["format_version"] != _FORMAT_VERSION:
-        version = reprlib.repr(header["format_version"])
-        raise UserError(f"{path} is refused: its format_version is {version}, this library reads {_FORMAT_VERSION}")
+    try:
+        header = json.loads(text)
+        if header["format_version"] != _FORMAT_VERSION:
+            version = reprlib.repr(header["format_version"])
+            raise UserError(f"its format_version is {version}, this library reads {_FORMAT_VERSION}")
+        _check_header(header)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is refused: {error if isinstance(error, UserError) else repr(error)}") from None
     return header
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Raises an error for a header that `PlanFileWriter.finish` does not write."""
+    arrays = header["arrays"]
+    sizes = {f"number of {name}": arrays[name]["shape"][0] for name in ("buckets", "step_bucket", "sample_ids")}
+    check_at_least_one(**sizes, microbatches_per_step=header["microbatches_per_step"])
+    check_at_least_zero(**{name: header[name] for name in ("num_dropped", "num_truncated", "largest_id", "changed_ns")})
+    check_choices(overlong=(header["overlong"], Overlong))
+    written = PlanFileWriter(Path(), *sizes.values())
+    if (arrays, header["num_bytes"]) != (written.arrays, written.num_bytes):
+        raise UserError("its arrays have other types, shapes or places than those of such a plan")
+    header |= {"arrays": written.arrays, "num_bytes": written.num_bytes}  # 2.0 == 2, and is no size
+    for name in ("digest", "checksum"):
+        bytes.fromhex(header[name])
 
 
 def _map_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> Arrays:

@@ -1,5 +1,7 @@
 """Files of raw arrays: opened by header, size and time of change; every change of them is found."""
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -127,3 +129,63 @@ def test_batches_begin_at_any_step(path):
 def test_a_plan_saved_from_a_file_is_the_same(path, tmp_path):
     open_plan(path).save(tmp_path / "plan.npz")
     assert Plan.load(tmp_path / "plan.npz").digest == open_plan(path).digest
+
+
+def forge(path, change):
+    """Changes the header, and signs it again."""
+    header = raw_plan._read_header(path)
+    change(header)
+    text = json.dumps(header).encode().ljust(4096 - 16 - 32)
+    time = os.stat(path).st_mtime_ns
+    with path.open("r+b") as file:
+        file.write(raw_plan._MAGIC + hashlib.sha256(text).digest() + text)
+    os.utime(path, ns=(time, time))
+
+
+HEADERS = {
+    "microbatches": lambda header: header.update(microbatches_per_step=2**31),
+    "negative": lambda header: header.update(microbatches_per_step=-1),
+    "text": lambda header: header.update(microbatches_per_step="1"),
+    "dropped": lambda header: header.update(num_dropped=-1),
+    "overlong": lambda header: header.update(overlong="split"),
+    "dtype": lambda header: header["arrays"]["sample_ids"].update(dtype="<i4"),
+    "object": lambda header: header["arrays"]["sample_ids"].update(dtype="|O"),
+    "offset": lambda header: header["arrays"]["sample_ids"].update(offset=0),
+    "shape": lambda header: header["arrays"]["step_offsets"].update(shape=[2**62]),
+    "no array": lambda header: header["arrays"].pop("num_tokens"),
+    "no digest": lambda header: header.pop("digest"),
+    "array": lambda header: header.update(arrays=[]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("read", [open_plan, torch_ref.Plan.load])
+def test_a_forged_header_is_refused_by_the_path(read, name, path):
+    forge(path, HEADERS[name])
+    with pytest.raises(ValueError, match=str(path)):
+        read(path)
+
+
+def test_a_largest_id_that_is_none_is_found(path):
+    forge(path, lambda header: header.update(largest_id=7))
+    with pytest.raises(ValueError, match="largest id is 299, and it says 7"):
+        open_plan(path).verify(progress=False)
+
+
+@pytest.mark.parametrize("name", ["sample_ids", "step_bucket", "step_offsets", "num_tokens"])
+def test_contents_that_no_plan_has_are_refused_under_a_right_digest(name, path):
+    """In place of all values the last one, under digests of these."""
+    header = raw_plan._read_header(path)
+    arrays = {name: np.array(values) for name, values in raw_plan._map_arrays(path, header["arrays"]).items()}
+    arrays[name][:] = arrays[name][-1] if name != "num_tokens" else 10**6
+    writer = raw_plan.PlanFileWriter(path, *(len(arrays[name]) for name in ("buckets", "step_bucket", "sample_ids")))
+    for each, values in arrays.items():
+        writer.write(each, values)
+    list(writer.write_chunk_digests(0))
+    writer.finish(microbatches_per_step=1, overlong="error", num_dropped=0, num_truncated=0)
+    with pytest.raises(ValueError, match=f"{path} is refused"):
+        open_plan(path).verify(progress=False)
+    os.utime(path)
+    for read in (open_plan, torch_ref.Plan.load):
+        with pytest.raises(ValueError, match=str(path)):
+            read(path)
