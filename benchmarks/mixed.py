@@ -66,7 +66,7 @@ class Plans(NamedTuple):
 def make_plans(num_samples: int, max_tokens: int, microbatches_per_step: int, *, max_shapes: int = 8) -> Plans:
     """Of log-normal lengths, median 180, at most 2,048."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.2, 0.9, num_samples), 1, 2048).astype(np.int64)
-    buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes)
+    buckets = list(jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes))
     make = functools.partial(jvarlen.make_plan, lengths, buckets, order="shuffle")
     ordinary = make(microbatches_per_step=microbatches_per_step)
     return Plans(lengths, ordinary, make_mixed_plan(make(), microbatches_per_step))

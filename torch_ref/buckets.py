@@ -18,6 +18,7 @@ from torch_ref.fitting import Fitting, fit_budget
 
 __all__ = [
     "Bucket",
+    "Buckets",
     "Cheapest",
     "PairBucket",
     "check_buckets",
@@ -54,6 +55,22 @@ class PairBucket(NamedTuple):
     target_length: int
 
 
+class Buckets(tuple[Any, ...]):
+    """Buckets, and M, the microbatches of a step, that their rows were chosen for."""
+
+    microbatches_per_step: int
+
+    def __new__(cls, buckets: Iterable[Any], microbatches_per_step: int) -> "Buckets":
+        """Keep both."""
+        made = super().__new__(cls, buckets)
+        made.microbatches_per_step = microbatches_per_step
+        return made
+
+    def __getnewargs__(self) -> tuple[tuple[Any, ...], int]:
+        """Let a copy keep both."""
+        return tuple(self), self.microbatches_per_step
+
+
 def make_buckets(
     lengths: ArrayLike,
     max_tokens: int | Budget,
@@ -77,7 +94,8 @@ def make_buckets(
         budget: other fields of `Budget` as keywords.
 
     Returns:
-        The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budgets allow.
+        The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budgets allow. The
+        tuple has their `microbatches_per_step`, which `make_plan` takes where it is not told another.
 
     Raises:
         ValueError: if an argument is out of its range, if a sample does not fit the budgets or `overlong` refuses it
@@ -107,7 +125,7 @@ def make_buckets(
         cheapest = Cheapest(fitting)
         reusable = _reusable(shapes, limits)
         if reusable:
-            return _Reusing(cheapest, reusable).buckets(limits.max_shapes)
+            return Buckets(_Reusing(cheapest, reusable).buckets(limits.max_shapes), limits.microbatches_per_step)
         before = cheapest.before
         bucket_lengths = cheapest.bucket_lengths(limits.max_shapes, lambda last: before[last + 1] - before[: last + 1])
     else:
@@ -118,7 +136,8 @@ def make_buckets(
         fitting.refuse(bucket_lengths[caps < 1])
     num_samples = torch.bincount(torch.bucketize(ordered, bucket_lengths), minlength=len(bucket_lengths))
     rows, _ = limits.rows_and_steps(num_samples, caps)
-    return tuple(Bucket(*pair) for pair in zip(rows.tolist(), bucket_lengths.tolist(), strict=True))
+    pairs = zip(rows.tolist(), bucket_lengths.tolist(), strict=True)
+    return Buckets((Bucket(*pair) for pair in pairs), limits.microbatches_per_step)
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
@@ -134,9 +153,13 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tu
         ValueError: if there are none, if they differ in width, if one is not made of integers >= 1, or if lengths do
             not strictly ascend.
     """
+    if isinstance(buckets, Buckets):
+        return buckets
+    if not isinstance(buckets, list | tuple | np.ndarray):
+        raise ValueError(f"buckets must be a list of (rows, length), got {buckets!r}")
     checked = []
     for index, bucket in enumerate(buckets):
-        if len(bucket) not in (2, 3) or len(bucket) != len(buckets[0]):
+        if isinstance(bucket, int) or len(bucket) not in (2, 3) or len(bucket) != len(buckets[0]):
             raise ValueError(
                 f"bucket {index} must be (rows, length), or all buckets (rows, source, target), got {bucket!r}"
             )

@@ -213,13 +213,15 @@ def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
     return replace(max_tokens, **fields) if isinstance(max_tokens, Budget) else Budget(max_tokens=max_tokens, **fields)
 
 
-def only_microbatches(fields: Mapping[str, Any]) -> int:
-    """Return M, the only field of a budget that goes with given buckets."""
+def only_microbatches(fields: Mapping[str, Any], buckets: Any) -> int:
+    """Return M, the only field of a budget that goes with given buckets, or else what these were made for."""
     for name in fields.keys() - {"microbatches_per_step"}:
         if name not in Budget.__dataclass_fields__:
             raise TypeError(f"unexpected keyword argument {name!r}")
         raise ValueError(f"{name} chooses buckets, and these are given")
-    return check_integer("microbatches_per_step", fields.get("microbatches_per_step", 1))
+    return check_integer(
+        "microbatches_per_step", fields.get("microbatches_per_step", getattr(buckets, "microbatches_per_step", 1))
+    )
 
 
 def _check_lengths(values: Any) -> tuple[int, ...]:
@@ -249,7 +251,10 @@ def checked_costs(label: str, function: Cost, rows: Tensor, lengths: Tensor) -> 
     Raises:
         ValueError: if the values are no numbers, or not finite, or below 0; the first shapes are listed.
     """
-    values: NDArray[Any] = np.asarray(function(rows.numpy(), lengths.numpy()))
+    try:
+        values: NDArray[Any] = np.asarray(function(rows.numpy(), lengths.numpy()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{label} must take int64 arrays of rows and lengths: {error}") from error
     if values.dtype.kind not in "iuf":
         raise ValueError(f"{label} must return float64, got dtype {values.dtype}")
     costs = np.broadcast_to(values, rows.shape).astype(np.float64)

@@ -1,6 +1,5 @@
 """Learning rates from batch sizes: single rates, the table of a plan, and a torch scheduler."""
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
-from torch_ref.checks import list_offenders
+from torch_ref.checks import check_number, list_offenders
 from torch_ref.mixed_plan import MixedPlan
 from torch_ref.plan import Plan
 
@@ -42,8 +41,7 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
         (5.0, 2.0)
     """
     sizes = np.asarray(batch_size, dtype=np.float64)
-    if not 0 < base_batch_size < math.inf:
-        raise ValueError(f"base_batch_size must be finite and above 0, got {base_batch_size!r}")
+    check_number("base_batch_size", base_batch_size, above=0)
     _check_not_negative("batch sizes", sizes)
     ratio = sizes / np.float64(base_batch_size)
     if rule == "linear":
@@ -104,6 +102,8 @@ def lr_sequence(
         raise ValueError(f'counted_in must be "steps", "sequences" or "tokens", got {counted_in!r}')
     sequences, tokens = [], []
     for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
+        if not isinstance(epoch_plan, Plan | MixedPlan):
+            raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
         sequences.append(epoch_plan.num_sequences)
         tokens.append(epoch_plan.num_tokens)
     if not sequences:

@@ -162,7 +162,10 @@ def num_admitted(
     if first_step + num_steps > INT64_MAX:
         raise ValueError(f"pacing needs global steps that fit int64, this epoch begins at {first_step}")
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
-    shares = np.asarray(function(steps))
+    try:
+        shares = np.asarray(function(steps))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"pacing must take all steps at once, int64[{num_steps}]: {error}") from error
     if shares.shape != steps.shape or shares.dtype.kind not in "iuf":
         raise ValueError(
             f"pacing must give one number a step, shape {steps.shape}, got {shares.dtype} of shape {shares.shape}"

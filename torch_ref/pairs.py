@@ -13,15 +13,23 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.buckets import PairBucket, make_buckets
+from torch_ref.buckets import Buckets, PairBucket, make_buckets
 from torch_ref.budget import Budget, as_budget
-from torch_ref.checks import check_integer, to_tensor
+from torch_ref.checks import INT64_MAX, check_integer, to_tensor
 from torch_ref.lengths import check_pair_lengths, list_pairs
 
 __all__ = ["PAIR_BUDGETS", "make_pair_buckets"]
 
 PAIR_BUDGETS = ("sum", "larger")
-_FIELDS = ("max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple", "max_sequences")
+_FIELDS = (
+    "max_tokens",
+    "max_shapes",
+    "max_length",
+    "microbatches_per_step",
+    "row_multiple",
+    "length_multiple",
+    "max_sequences",
+)
 _UNREACHABLE = 2**61  # two of them still fit int64
 
 
@@ -31,6 +39,7 @@ def make_pair_buckets(
     *,
     budget: str = "sum",
     max_candidates: int = 64,
+    overlong: str = "error",
     **fields: Any,
 ) -> tuple[PairBucket, ...]:
     """Choose the static shapes for a list of pairs, with the fewest positions in all.
@@ -40,8 +49,9 @@ def make_pair_buckets(
         max_tokens: the budget of a microbatch; or a `Budget`.
         budget: what counts: rows times the "sum" of the two lengths, or rows times the "larger" of them.
         max_candidates: at most this many lengths of each side are tried: the buckets that `make_buckets` finds for it.
-        fields: other fields of `Budget` as keywords: `max_shapes`, `microbatches_per_step`, `row_multiple`,
-            `length_multiple` and `max_sequences`; no others, as only tokens count.
+        overlong: pairs with a side above `max_length`: "error" | "drop" (not counted).
+        fields: other fields of `Budget` as keywords: `max_shapes`, `max_length` (of a side), `microbatches_per_step`,
+            `row_multiple`, `length_multiple` and `max_sequences`; no others, as only tokens count.
 
     Returns:
         The buckets by ascending (source length, target length). A sample belongs to the first that holds it.
@@ -60,6 +70,7 @@ def make_pair_buckets(
     limits = as_budget(max_tokens, fields)
     if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
         raise ValueError(f"only {', '.join(_FIELDS)} choose buckets of pairs")
+    checked = _within(checked, limits.max_length, overlong)
     max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple
     max_candidates = check_integer("max_candidates", max_candidates)
     sources, targets = (
@@ -83,9 +94,22 @@ def make_pair_buckets(
             f"no {max_shapes} buckets of max_tokens={max_tokens} ({budget}) hold all samples, lengths rounded up to a "
             f"multiple of {length_multiple}: {listed if len(alone) else others}"
         )
-    return tuple(
-        PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells
-    )
+    cells = (PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells)
+    return Buckets(cells, limits.microbatches_per_step)
+
+
+def _within(pairs: NDArray[np.int64], max_length: int | None, overlong: str) -> NDArray[np.int64]:
+    """Return the pairs without those that have a side above `max_length`, which only "drop" allows."""
+    if overlong not in ("error", "drop"):
+        raise ValueError(f"overlong of pairs must be error or drop, got {overlong!r}")
+    too_long = pairs.max(axis=1) > (INT64_MAX if max_length is None else max_length)
+    ids = np.flatnonzero(too_long)
+    if len(ids) and (overlong == "error" or len(ids) == len(pairs)):
+        left = "" if overlong == "error" else 'overlong="drop" leaves no sample: '
+        raise ValueError(
+            f"{left}{len(ids)} pairs have a side above max_length={max_length}: {list_pairs(ids, pairs[ids])}"
+        )
+    return pairs[~too_long]
 
 
 class _Choice(NamedTuple):

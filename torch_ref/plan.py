@@ -1,6 +1,8 @@
 """The plan: which samples form which step of an epoch, in which static shape."""
 
+import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.assign import Items, assign_buckets
-from torch_ref.buckets import Bucket, PairBucket, check_buckets, check_steps, make_buckets
+from torch_ref.buckets import Bucket, Buckets, PairBucket, check_buckets, check_steps, make_buckets
 from torch_ref.budget import Budget, as_budget, only_microbatches
-from torch_ref.checks import check_integer
+from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import check_lengths, check_pair_lengths
 from torch_ref.order import Order, as_order, check_difficulty, sample_order, split_difficulty
@@ -65,6 +67,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
+        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
@@ -292,7 +295,7 @@ def make_plan(
     if packing is not None:
         _check_packing_word(packing, lengths, order, difficulty is not None or pacing is not None)
     if buckets is not None and not isinstance(buckets, Budget):
-        num_microbatches, checked = only_microbatches(budget), check_buckets(buckets)
+        num_microbatches, checked = only_microbatches(budget, buckets), check_buckets(buckets)
     else:
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")
@@ -345,6 +348,14 @@ def make_plan(
         longest_first=torch.tensor([sum(bucket[1:]) for bucket in checked]) if order.longest_first else None,
         new_shape_every=order.new_shape_every,
     )
+    num_steps = torch.bincount(steps.bucket, minlength=len(checked)).tolist()
+    padded = sum(
+        n * rows * sum(bucket[1:]) for n, rows, bucket in zip(num_steps, rows_per_step.tolist(), checked, strict=True)
+    )
+    if padded > INT64_MAX:
+        raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
+    if isinstance(checked, Buckets) and checked.microbatches_per_step != num_microbatches:
+        _warn_of_padding_rows(checked, num_microbatches, num_steps, np.bincount(items.bucket, minlength=len(checked)))
     places = steps.places.numpy()
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
     tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
@@ -367,6 +378,27 @@ def make_plan(
     )
 
 
+def _warn_of_padding_rows(
+    buckets: Buckets, num_microbatches: int, num_steps: list[int], num_samples: NDArray[np.int64]
+) -> None:
+    """Warn where buckets for another M hold more padding rows than buckets for this M would."""
+    multiple = math.gcd(*(bucket[0] for bucket in buckets))
+    num_rows = num_trimmed = 0
+    for (rows, *_), steps, held in zip(buckets, num_steps, num_samples.tolist(), strict=True):
+        num_rows += steps * num_microbatches * rows
+        if steps:
+            trimmed = -(-held // (num_microbatches * steps * multiple)) * multiple
+            num_trimmed += steps * num_microbatches * trimmed
+    if num_rows > 1.01 * num_trimmed:
+        total = int(num_samples.sum())
+        warnings.warn(
+            f"the buckets are for {buckets.microbatches_per_step} microbatches of a step, not {num_microbatches}: "
+            f"{num_rows - total} of {num_rows} rows are padding rows, with buckets for {num_microbatches} it would be "
+            f"{num_trimmed - total}",
+            stacklevel=3,
+        )
+
+
 def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
     if isinstance(lengths, Packing):
         return lengths.num_tokens
@@ -383,7 +415,7 @@ def _choose(
         return choose_packed_buckets(lengths, budget, overlong)
     values = _check_values(lengths)
     if values.ndim == 2:
-        return make_pair_buckets(values, budget)
+        return make_pair_buckets(values, budget, overlong=overlong)
     if isinstance(lengths, Packing) and budget.strategy == "optimal":
         budget = replace(budget, strategy=lengths.row_lengths, max_length=None)
     return make_buckets(values, budget, overlong=overlong)

@@ -225,7 +225,7 @@ def stream_batches(
         shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     if buckets is not None and not isinstance(buckets, Budget):
-        num_microbatches, checked = only_microbatches(budget), _check_buckets(buckets)
+        num_microbatches, checked = only_microbatches(budget, buckets), _check_buckets(buckets)
     else:
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")

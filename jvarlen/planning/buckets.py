@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from jvarlen.planning.lengths import (
 __all__ = [
     "AnyBucket",
     "Bucket",
+    "Buckets",
     "CountedSamples",
     "Histogram",
     "PairBucket",
@@ -113,6 +114,24 @@ class PairBucket(NamedTuple):
 AnyBucket: TypeAlias = Bucket | PairBucket
 
 
+_Kind = TypeVar("_Kind", bound=AnyBucket)
+
+
+class Buckets(tuple[_Kind, ...]):
+    """Buckets that know M, the microbatches a step for which their rows were chosen."""
+
+    microbatches_per_step: int
+
+    def __new__(cls, buckets: Iterable[_Kind], microbatches_per_step: int) -> Buckets[_Kind]:
+        """Keeps M beside the buckets."""
+        self = super().__new__(cls, buckets)
+        self.microbatches_per_step = microbatches_per_step
+        return self
+
+    def __getnewargs__(self) -> tuple[tuple[_Kind, ...], int]:
+        return tuple(self), self.microbatches_per_step
+
+
 def make_buckets(
     lengths: npt.ArrayLike,
     max_tokens: int | Budget,
@@ -139,7 +158,8 @@ def make_buckets(
 
     Returns:
       A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket without samples
-      (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as the budget allows.
+      (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as the budget allows. The
+      tuple knows M, its `microbatches_per_step`, so that `make_plan` need not be told.
 
     Raises:
       ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
@@ -179,12 +199,16 @@ def make_buckets(
         unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
     _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
-    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), chosen.tolist(), strict=True))
+    return Buckets(map(Bucket, rows.tolist(), chosen.tolist()), limits.microbatches_per_step)
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs."""
-    given = [tuple(bucket) for bucket in buckets]
+    if isinstance(buckets, Buckets):
+        return buckets
+    if isinstance(buckets, str) or not isinstance(buckets, Sequence | np.ndarray):
+        raise UserError(f"buckets must be a list of (rows, length), not {buckets!r}")
+    given = [tuple(bucket) if np.iterable(bucket) else (bucket,) for bucket in buckets]
     widths = {len(bucket) for bucket in given}
     if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
         raise UserError(
@@ -321,7 +345,8 @@ def _reusing_buckets(
     chosen = np.searchsorted(lengths, optimal_lengths(lengths, costs, budget.max_shapes, num_last))
     num_held = np.diff(samples_up_to[chosen], prepend=0)
     rows = [costs_and_rows(j, num_held[k : k + 1])[1] for k, j in enumerate(chosen)]
-    return tuple(Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
+    reusing = (Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
+    return Buckets(reusing, budget.microbatches_per_step)
 
 
 class Histogram:

@@ -225,15 +225,15 @@ def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | 
     return Budget(**fields)
 
 
-def given_microbatches(fields: Mapping[str, Any]) -> int:
-    """M of a budget's fields where buckets are given, which leave nothing else to choose."""
+def given_microbatches(fields: Mapping[str, Any], buckets: object) -> int:
+    """M of a budget's fields, or of the given buckets, which leave nothing else to choose."""
     known = {field.name for field in dataclasses.fields(Budget)}
     if unknown := fields.keys() - known:
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
     if idle := fields.keys() - {"microbatches_per_step"}:
         raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
     check_at_least_one(**fields)
-    return int(fields.get("microbatches_per_step", 1))
+    return int(fields.get("microbatches_per_step", getattr(buckets, "microbatches_per_step", 1)))
 
 
 def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:
@@ -252,7 +252,10 @@ def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:
 
 def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:
     """function(rows, *lengths) as float64; raises ValueError where it is not finite and at least 0."""
-    values = np.broadcast_to(np.asarray(function(*shape), np.float64), shape[0].shape)
+    try:
+        values = np.broadcast_to(np.asarray(function(*shape), np.float64), shape[0].shape)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} takes int64 arrays of rows and lengths, and gives one number each: {error}") from error
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
         first = int(wrong.argmax())

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer
 
-from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
 from jvarlen._common.files import read_slice
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
 
+_LARGEST = 2**63 - 1
 _PIECE = 2**22  # samples read at a time
 _LARGEST_TABLE = 2**20  # lengths counted in a table; longer ones are rare
 
@@ -56,15 +57,28 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
       >>> check_lengths([3, 1, 2])
       array([3, 1, 2])
     """
-    array = np.asarray(lengths)
+    array = _as_array(lengths)
     check_kind(array)
     _check_values(array)
     return array.astype(np.int64, copy=False)
 
 
+def _as_array(lengths: npt.ArrayLike) -> np.ndarray:
+    """Lengths as an array; raises ValueError that lists the integers of a list that do not fit any integer type."""
+    try:
+        array = np.asarray(lengths)
+    except ValueError as error:  # rows of different lengths
+        raise UserError(f"lengths must be one integer a sample, or one for each side of every pair: {error}") from error
+    if array.dtype.kind in "fO" and array.size and isinstance(lengths, Sequence) and all(map(is_integer, lengths)):
+        values = np.array(lengths, object)
+        ids = np.flatnonzero((values < 1) | (values > _LARGEST))
+        raise UserError(f"lengths must be from 1 to {_LARGEST}: {list_offenders(ids, values[ids])}")
+    return array
+
+
 def _check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0) -> None:
     """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
-    most = np.iinfo(np.int64).max // (1 if lengths.ndim == 1 else lengths.shape[1])
+    most = _LARGEST // (1 if lengths.ndim == 1 else lengths.shape[1])
     least, longest = lengths.min(), lengths.max()
     if least >= 1 and longest <= most:
         return
@@ -153,7 +167,7 @@ def check_lengths_for(
 
 def check_feature_lengths(lengths: npt.ArrayLike, num_features: int | None = None) -> Int64[np.ndarray, "N D"]:
     """Checks lengths of several features: integers[N, D], tokens of each feature of a sample, each ≥ 1; D ≥ 2."""
-    array = np.asarray(lengths)
+    array = _as_array(lengths)
     if array.ndim != 2 or array.shape[1] < 2 or not array.size or num_features not in (None, array.shape[1]):
         wanted = "D, D at least 2" if num_features is None else num_features
         raise UserError(f"lengths of several features must have shape (N, {wanted}), not {array.shape}")

@@ -57,7 +57,12 @@ def num_admitted(
     function = pacing.bound if isinstance(pacing, ValuePacing) else pacing
     if not callable(function):
         raise UserError(f"pacing must be a function of the step, such as linear_pacing makes, not {pacing!r}")
-    values = np.asarray(function(steps))
+    try:
+        values = np.asarray(function(steps))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"pacing takes all steps of the epoch at once, an int64 array, and gives one number for each: {error}"
+        ) from error
     is_number = np.issubdtype(values.dtype, np.integer) or np.issubdtype(values.dtype, np.floating)
     if values.shape != steps.shape or not is_number:
         raise UserError(f"pacing must give one number a step, {len(steps)}, not {values.dtype} of shape {values.shape}")

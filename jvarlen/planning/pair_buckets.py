@@ -14,16 +14,25 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
-from jvarlen.planning.buckets import PairBucket, make_buckets
+from jvarlen.planning.buckets import Buckets, PairBucket, make_buckets
 from jvarlen.planning.budget import Budget, as_budget, round_up, rounded_caps, steps_and_rows
-from jvarlen.planning.lengths import check_pair_lengths
+from jvarlen.planning.lengths import check_pair_lengths, fit_lengths
 
 __all__ = ["PairBudget", "make_pair_buckets"]
 
 PairBudget = Literal["sum", "larger"]
 
-_FIELDS = ("max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple", "max_sequences")
+_FIELDS = (
+    "max_tokens",
+    "max_shapes",
+    "max_length",
+    "microbatches_per_step",
+    "row_multiple",
+    "length_multiple",
+    "max_sequences",
+)
 
+_TOO_LONG = 'pairs with a side above max_length (overlong="drop" allows them)'
 _UNREACHABLE = np.iinfo(np.int64).max // 4  # no sum of costs reaches it, and adding some of it does not overflow
 
 
@@ -33,6 +42,7 @@ def make_pair_buckets(
     *,
     budget: PairBudget = "sum",
     max_candidates: int = 64,
+    overlong: Literal["error", "drop"] = "error",
     **fields: Any,
 ) -> tuple[PairBucket, ...]:
     """Chooses the static shapes for a dataset of pairs, such as translations.
@@ -47,11 +57,13 @@ def make_pair_buckets(
       budget: what the budget counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
       max_candidates: how many lengths of each side are tried: the best ones for that side alone. Time grows with its
         fourth power, and with the square of the number of distinct lengths of a side, which `length_multiple` lowers.
-      fields: other fields of `Budget`, as keywords: `max_shapes`, `microbatches_per_step`, `row_multiple`,
-        `length_multiple`, `max_sequences`; others are refused.
+      overlong: what happens to pairs of which a side is above `max_length`: `"error"`, or `"drop"`, which does not
+        count them. Pass the same to `make_plan`.
+      fields: other fields of `Budget`, as keywords: `max_shapes`, `max_length` of each side, `microbatches_per_step`,
+        `row_multiple`, `length_multiple`, `max_sequences`; others are refused.
 
     Returns:
-      A tuple of `PairBucket`, ascending by source, then target.
+      A tuple of `PairBucket`, ascending by source, then target. It knows its `microbatches_per_step`.
 
     Raises:
       ValueError: arguments that are not as described; pairs above the budget are listed as id, lengths, limit.
@@ -63,13 +75,13 @@ def make_pair_buckets(
     References:
       Two-dimensional buckets for translation: Tensor2Tensor and lhotse, whose boundaries are quantiles.
     """
-    check_choices(budget=(budget, PairBudget))
+    check_choices(budget=(budget, PairBudget), overlong=(overlong, Literal["error", "drop"]))
     check_at_least_one(max_candidates=max_candidates)
     limits = as_budget(max_tokens, fields)
     if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
         raise UserError(f"buckets of pairs are chosen by {', '.join(_FIELDS)} alone")
     max_tokens, max_shapes = limits.max_tokens, limits.max_shapes
-    lengths = check_pair_lengths(lengths)
+    lengths = fit_lengths(check_pair_lengths(lengths), limits.max_length, overlong, problem=_TOO_LONG).lengths
     of_sides = (make_buckets(side, limits, max_shapes=max_candidates) for side in lengths.T)
     sources, targets = (np.array([bucket.length for bucket in of_side]) for of_side in of_sides)
     size = np.add if budget == "sum" else np.maximum
@@ -85,7 +97,7 @@ def make_pair_buckets(
             f"{max_candidates} candidates a side; too long by themselves: "
             f"{list_offenders(*alone, max_tokens) if len(alone[0]) else 'none'}"
         )
-    return chosen.buckets
+    return Buckets(chosen.buckets, limits.microbatches_per_step)
 
 
 class _Found(NamedTuple):

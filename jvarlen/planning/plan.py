@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -18,8 +20,8 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets, make_buckets, rows_of_steps
+from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, round_up
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
 from jvarlen.planning.order import (
@@ -235,7 +237,8 @@ def make_plan(
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
-        `microbatches_per_step`, M, the microbatches of one optimizer update.
+        `microbatches_per_step`, M, the microbatches of one optimizer update; by default that for which `make_buckets`
+        or another plan chose them, or 1.
 
     Returns:
       A `Plan`, which depends on M, but not on the number of devices or processes.
@@ -265,7 +268,7 @@ def make_plan(
         num_microbatches = limits.microbatches_per_step
         checked = _choose_buckets(lengths, limits, packing, overlong)
     else:
-        num_microbatches = given_microbatches(budget)
+        num_microbatches = given_microbatches(budget, buckets)
         checked = check_buckets(cast("Sequence[tuple[int, ...]]", buckets))
     if packing is not None:
         from jvarlen.planning.packing import pack_samples
@@ -309,7 +312,7 @@ def _choose_buckets(
     if np.ndim(values) == 2:
         from jvarlen.planning.pair_buckets import make_pair_buckets
 
-        return make_pair_buckets(values, limits)
+        return make_pair_buckets(values, limits, overlong=cast('Literal["error", "drop"]', overlong))
     if isinstance(lengths, Packing) and limits.strategy == "optimal":
         return make_buckets(values, limits, strategy=lengths.row_lengths, max_length=None)
     return make_buckets(values, limits, overlong=cast("Overlong", overlong))
@@ -346,6 +349,24 @@ def _check_packing(
         raise UserError(f"{', '.join(unfit)}: packed rows mix samples, so that they have no order among themselves")
 
 
+def _warn_of_padding_rows(
+    buckets: Buckets[AnyBucket], num_microbatches: int, num_samples: Int64[np.ndarray, " K"]
+) -> None:
+    """Warns where buckets that were made for another M hold clearly more padding rows than they would if made for M."""
+    rows = np.array([bucket.rows for bucket in buckets], np.int64)
+    num_steps = -(-num_samples // (num_microbatches * rows))
+    needed = round_up(-(-num_samples // np.maximum(num_microbatches * num_steps, 1)), np.gcd.reduce(rows))
+    num_rows, num_needed = (int(num_microbatches * (each * num_steps).sum()) for each in (rows, needed))
+    if num_rows > 1.01 * num_needed:
+        total = int(num_samples.sum())
+        warnings.warn(
+            f"these buckets were made for {buckets.microbatches_per_step} microbatches a step, and planned for "
+            f"{num_microbatches}: {num_rows - total:,} of {num_rows:,} rows are padding rows, where buckets made for "
+            f"{num_microbatches} would have {num_needed - total:,}",
+            stacklevel=4,
+        )
+
+
 def _plan_rows(
     lengths: Int64[np.ndarray, " N *sides"],
     buckets: tuple[AnyBucket, ...],
@@ -365,6 +386,12 @@ def _plan_rows(
     of_sides = bucket_lengths if is_pairs else bucket_lengths[:, 0]
     samples = group_by_bucket(lengths, of_sides, ordering, rows_per_step, overlong)
     steps = canonical_steps(samples.num_samples, rows_per_step)
+    padded_tokens = rows_per_step.astype(object) * bucket_lengths.sum(axis=1)
+    num_steps = np.bincount(steps.bucket, minlength=len(buckets))
+    if sum(map(operator.mul, padded_tokens.tolist(), num_steps.tolist())) >= 2**63:
+        raise UserError("the plan would hold 2**63 tokens with padding or more, which int64 cannot count")
+    if isinstance(buckets, Buckets) and buckets.microbatches_per_step != num_microbatches:
+        _warn_of_padding_rows(buckets, num_microbatches, samples.num_samples)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_lengths.sum(axis=1))
     offsets, ids = steps.offsets, samples.ids

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Int64
 
-from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.buckets import AnyBucket, Buckets
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.lengths import PackedOverlong
 
@@ -104,6 +104,7 @@ class PlannedSteps:
     new_shape_every: int = 0
 
     def __post_init__(self):
+        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step))
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.ndarray):
                 value.setflags(write=False)  # the digest is computed once

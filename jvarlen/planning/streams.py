@@ -124,7 +124,7 @@ def stream_batches(
         stream = itertools.chain(first, stream)
         microbatches_per_step, chosen = limits.microbatches_per_step, _estimated_buckets(first, limits)
     else:
-        microbatches_per_step = given_microbatches(budget)
+        microbatches_per_step = given_microbatches(budget, buckets)
         given = check_buckets(cast("Sequence[tuple[int, int]]", buckets))
         chosen = tuple(bucket for bucket in given if isinstance(bucket, Bucket))
         if not chosen:

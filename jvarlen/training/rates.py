@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_choices, list_offenders
+from jvarlen._common.checks import UserError, check_choices, is_number, list_offenders
 from jvarlen.planning.steps import StepPlan
 
 __all__ = [
@@ -60,8 +60,9 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
       Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick", and
       for Adam Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
     """
-    if not 0 < base_batch_size < math.inf:
-        raise UserError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
+    is_scalar = is_number(base_batch_size) or (hasattr(base_batch_size, "dtype") and np.shape(base_batch_size) == ())
+    if not is_scalar or not 0 < base_batch_size < math.inf:
+        raise UserError(f"base_batch_size must be a finite number above 0, not {base_batch_size!r}")
     sizes = np.asarray(batch_size, np.float64)
     _check_not_negative("batch sizes", sizes)
     with _in_float64() if callable(rule) else contextlib.nullcontext():  # tables of numbers do without JAX
@@ -124,7 +125,10 @@ def step_sizes(plan: StepPlan | Iterable[StepPlan]) -> dict[str, Int64[np.ndarra
     """The size of every step of one plan or several, in each unit: one step, its sequences, its tokens."""
     plans = plan if isinstance(plan, Iterable) else [plan]
     # Only the sizes are kept: the plans of many epochs need not be in memory together.
-    sizes = [(np.ones(each.num_steps, np.int64), each.num_sequences, each.num_tokens) for each in plans]
+    try:
+        sizes = [(np.ones(each.num_steps, np.int64), each.num_sequences, each.num_tokens) for each in plans]
+    except AttributeError as error:
+        raise UserError(f"plan must be a plan or several of them: {error}") from error
     if not sizes:
         raise UserError("plan must be a plan or at least one of them")
     columns = (np.concatenate(column) for column in zip(*sizes, strict=True))

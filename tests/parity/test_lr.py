@@ -122,7 +122,19 @@ def test_as_many_workers_as_many_times_the_rate(package, num_workers):
 
 @pytest.mark.parametrize(
     "arguments",
-    [(-1, 2), (np.array([3, -4]), 2), (1, 0), (1, -2), (1, 2, "cubic"), (float("nan"), 2), (1, float("nan"))],
+    [
+        (-1, 2),
+        (np.array([3, -4]), 2),
+        (1, 0),
+        (1, -2),
+        (1, 2, "cubic"),
+        (float("nan"), 2),
+        (1, float("nan")),
+        (1, "32"),
+        (1, None),
+        (1, True),
+        (1, [1, 2]),
+    ],
     ids=str,
 )
 def test_bad_batch_sizes_bases_and_rules_are_refused(package, arguments):
@@ -145,11 +157,13 @@ def test_bad_batch_sizes_bases_and_rules_are_refused(package, arguments):
         ({"base_schedule": [1.0, 2.0, 3.0]}, "3"),
         ({"base_schedule": [[1.0, 2.0]]}, "2"),
         ({"base_batch_size": 0}, "base_batch_size"),
+        ({"base_batch_size": "32"}, "base_batch_size.*'32'"),
+        ({"plan": [10, 4]}, "plan must be a plan"),
     ],
     ids=text_of,
 )
 def test_bad_table_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what."""
-    valid = {"base_schedule": 1.0, "base_batch_size": 2}
+    valid = {"plan": plan_of(package), "base_schedule": 1.0, "base_batch_size": 2}
     with pytest.raises(ValueError, match=named):
-        package.lr_sequence(plan_of(package), **(valid | arguments))
+        package.lr_sequence(**(valid | arguments))

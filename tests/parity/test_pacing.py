@@ -244,11 +244,13 @@ def test_pacing_by_difficulty_and_against_it(package):
         ({"pacing": Table((0.5, -0.5))}, r"-0\.5"),
         ({"pacing": Table((0.5, float("nan")))}, "nan"),
         ({"pacing": lambda steps: np.ones(len(steps) + 1)}, "pacing"),
+        ({"pacing": lambda step: float(step) / 10}, "pacing.* all steps"),
+        ({"pacing": lambda step: min(1.0, step / 10)}, "pacing.* all steps"),
     ],
     ids=text_of,
 )
 def test_pacing_that_does_not_go_is_refused(package, arguments, named):
-    """Orders by length only, nothing shuffled besides, shares from 0 to 1."""
+    """Orders by length only, nothing shuffled besides, shares from 0 to 1 of an array of steps."""
     valid = {"lengths": [3, 5, 8], "buckets": [(1, 8)], "pacing": Table((0.5, 1.0))}
     with pytest.raises(ValueError, match=named):
         package.make_plan(**for_plan(package, valid | arguments))

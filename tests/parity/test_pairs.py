@@ -123,6 +123,9 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(packa
         ({"max_candidates": 0}, "max_candidates"),
         ({"microbatches_per_step": 0}, "microbatches_per_step"),
         ({"max_sequences": 0}, "max_sequences"),
+        ({"max_length": 7}, r"max_length.*\b1\D+8\D+2\b.*7|max_length=7.*\b1\D+8\D+2\b"),
+        ({"max_length": 2, "overlong": "drop"}, "drop.* no sample"),
+        ({"overlong": "truncate"}, "truncate"),
         ({"lengths": [[1, 2], [30, 35], [3, 4]]}, r"\b1\D+30\D+35\b"),
     ],
     ids=str,
@@ -132,6 +135,20 @@ def test_bad_arguments_are_refused_by_name(package, arguments, named):
     valid = {"lengths": [[3, 5], [8, 2]], "max_tokens": 64}
     with pytest.raises(ValueError, match=named):
         package.make_pair_buckets(**(valid | arguments))
+
+
+def test_pairs_above_max_length_are_dropped_on_request(package):
+    """Of the rest the buckets are those that they have alone, and the plan counts the dropped ones."""
+    pairs = np.random.default_rng(0).integers(1, 300, (400, 2))
+    kept = pairs[(pairs <= 200).all(axis=1)]
+    cut = {"max_length": 200, "overlong": "drop"}
+    assert package.make_pair_buckets(pairs, 2000, **cut) == package.make_pair_buckets(kept, 2000)
+    for plan in (
+        package.make_plan(pairs, max_tokens=2000, **cut),
+        package.make_plan(pairs, package.make_pair_buckets(pairs, 2000, **cut), overlong="drop"),
+    ):
+        assert plan.num_dropped == len(pairs) - len(kept) > 0
+        assert sorted(plan.sample_ids) == np.flatnonzero((pairs <= 200).all(axis=1)).tolist()
 
 
 # Plans

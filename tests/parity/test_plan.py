@@ -1,5 +1,10 @@
 """Plans: which samples form which step, in which order steps come, and the digest."""
 
+import copy
+import pickle
+import re
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -297,6 +302,9 @@ def test_dropping_everything_is_refused(package):
         ({"buckets": [(1, 0), (1, 9)]}, "0"),
         ({"buckets": [(1.5, 9)]}, "1.5"),
         ({"buckets": [(1, 9, 9)]}, "9"),
+        ({"buckets": [2, 9]}, "2"),
+        ({"buckets": 9}, "9"),
+        ({"buckets": "optimal"}, "optimal"),
         ({"microbatches_per_step": 0}, "microbatches_per_step"),
         ({"overlong": "ignore"}, "ignore"),
         ({"order": "random"}, "random"),
@@ -339,6 +347,46 @@ def test_buckets_are_chosen_by_a_budget_where_none_are_given(package):
     packing = package.pack_samples(lengths, [128, 256])
     buckets = package.make_buckets(packing.num_tokens, 1000, strategy=[128, 256], **fields)
     assert package.make_plan(packing, budget).buckets == buckets
+
+
+def test_buckets_know_the_microbatches_that_they_are_for(package):
+    """A plan, or another epoch's, takes M from them; plain shapes are for one microbatch."""
+    lengths = np.random.default_rng(0).integers(8, 1024, 20_000)
+    pairs = np.stack([lengths, lengths[::-1]], axis=1)[:300]
+    buckets = package.make_buckets(lengths, 8192, max_shapes=8, microbatches_per_step=8)
+    plan = package.make_plan(lengths, buckets)
+    assert plan.microbatches_per_step == buckets.microbatches_per_step == 8
+    assert plan.digest == package.make_plan(lengths, list(buckets), microbatches_per_step=8).digest
+    assert package.make_plan(lengths, list(buckets)).num_steps > 7 * plan.num_steps
+    for same in (plan.buckets, pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
+        assert package.make_plan(lengths, same, epoch=1).num_steps == plan.num_steps
+    of_pairs = package.make_pair_buckets(pairs, 8192, max_shapes=4, microbatches_per_step=4)
+    assert package.make_plan(pairs, of_pairs).microbatches_per_step == 4
+    assert next(package.stream_batches(iter(lengths), buckets)).ids.shape[0] == 8
+
+
+def test_buckets_for_another_number_of_microbatches_are_told(package):
+    """By how many padding rows they add; not where they add none, nor of shapes that a user wrote."""
+    lengths = np.random.default_rng(0).integers(8, 1024, 2_000)
+    for_one = package.make_buckets(lengths, 8192, max_shapes=8)
+    for_eight = package.make_buckets(lengths, 8192, max_shapes=8, microbatches_per_step=8)
+    with pytest.warns(UserWarning, match="padding rows") as caught:
+        plan = package.make_plan(lengths, for_one, microbatches_per_step=8)
+    rows = 8 * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket].sum()
+    numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]*\d", str(caught[0].message))]
+    assert numbers[2:4] == [rows - len(lengths), rows]
+    assert numbers[-1] < 0.2 * numbers[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        package.make_plan(lengths, for_eight, microbatches_per_step=8)
+        package.make_plan(lengths, for_eight, microbatches_per_step=1)
+        package.make_plan(lengths, list(for_one), microbatches_per_step=8)
+
+
+def test_more_tokens_than_int64_counts_are_refused(package):
+    """In all steps together, padding included."""
+    with pytest.raises(ValueError, match="int64"):
+        package.make_plan([2**62] * 5, max_tokens=2**62)
 
 
 def test_a_budget_and_given_buckets_exclude_each_other(package):

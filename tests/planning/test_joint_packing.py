@@ -24,7 +24,7 @@ PAIRS = [tuple(RNG.integers(1, VOCAB, n) for n in pair) for pair in LENGTHS]
 def packed_plan(row_lengths=(16, 20), **options):
     packing = pack_samples(LENGTHS, row_lengths, order="shuffle", **options)
     return make_plan(
-        packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2), order="length", microbatches_per_step=2
+        packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2, microbatches_per_step=2), order="length"
     )
 
 

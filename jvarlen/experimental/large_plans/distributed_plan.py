@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_choices, if_given
 from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_shards, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets, rows_of_steps
+from jvarlen.planning.budget import given_microbatches
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     Overlong,
@@ -147,7 +148,7 @@ def plan_distributed(
     buckets: Sequence[tuple[int, int]],
     layout: LayoutLike,
     *,
-    microbatches_per_step: int = 1,
+    microbatches_per_step: int | None = None,
     order: DistributedOrder | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
@@ -166,7 +167,7 @@ def plan_distributed(
       buckets: (rows, length) pairs, lengths strictly ascending; `make_buckets` chooses them from `count_lengths`.
       layout: where a step runs, as for `make_train_step`: its p data shards train on M / p consecutive microbatches
         each.
-      microbatches_per_step: M, a multiple of p.
+      microbatches_per_step: M, a multiple of p; None: as in `make_plan`.
       order: `"length"`, `"length_descending"` or `"shuffle"`. Other orders are sequential and cannot be planned in
         parts.
       seed: as in `make_plan`.
@@ -193,10 +194,10 @@ def plan_distributed(
         check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
         if order.block_size is not None or order.chunks_in_order:
             raise UserError("a distributed plan has no block_size and no chunks_in_order")
-        check_at_least_one(microbatches_per_step=microbatches_per_step)
         check_seed(seed, epoch)
         checked = _checked_buckets(buckets)
-        num_shards, num_microbatches = placement.layout.data, int(microbatches_per_step)
+        num_microbatches = given_microbatches(if_given(microbatches_per_step=microbatches_per_step), buckets)
+        num_shards = placement.layout.data
         check_shards_divide(num_microbatches, mesh, axis_name)
     decided = (checked, num_microbatches, order, seed, epoch, overlong)
     agree("the arguments of plan_distributed", repr(decided))

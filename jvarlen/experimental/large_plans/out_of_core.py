@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_choices, if_given
 from jvarlen._common.files import check_place, mapped_file, move_into_place
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans import stages
@@ -40,6 +40,7 @@ from jvarlen.experimental.large_plans.stages import (
     sort_by_length,
 )
 from jvarlen.planning.buckets import Bucket, check_buckets, rows_of_steps
+from jvarlen.planning.budget import given_microbatches
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     LengthHistogram,
@@ -63,7 +64,7 @@ def plan_on_disk(
     buckets: Sequence[tuple[int, int]],
     path: str | os.PathLike[str],
     *,
-    microbatches_per_step: int = 1,
+    microbatches_per_step: int | None = None,
     order: str | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
@@ -78,7 +79,7 @@ def plan_on_disk(
       lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
       buckets: (rows, length) pairs, lengths strictly ascending.
       path: the file to write.
-      microbatches_per_step: M.
+      microbatches_per_step: M; None: as in `make_plan`.
       order: a word, or an `Order` by one.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
@@ -100,8 +101,8 @@ def plan_on_disk(
       ...     plan.rows(0).tolist()
       [[1, 0]]
     """
-    check_at_least_one(microbatches_per_step=microbatches_per_step)
     check_seed(seed, epoch)
+    num_microbatches = given_microbatches(if_given(microbatches_per_step=microbatches_per_step), buckets)
     checked, order = check_buckets(buckets), as_order(order)
     if not isinstance(checked[0], Bucket) or not isinstance(order.by, str) or order.chunks_in_order:
         raise UserError("a plan on disk is of samples of one length, in an order by name")
@@ -109,7 +110,7 @@ def plan_on_disk(
         np.asanyarray(lengths),
         cast("tuple[Bucket, ...]", checked),
         Path(path),
-        int(microbatches_per_step),
+        num_microbatches,
         Ordering(order, None, int(seed), int(epoch)),
         overlong,
         progress,
