@@ -130,6 +130,8 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         FileNotFoundError: if there is no such file.
         ValueError: if it is not a plan file, of another version, cut short or changed; the message names it.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: not a regular file")
     with open(path, "rb") as file:
         if file.read(len(_RAW_MAGIC)) == _RAW_MAGIC:
             return _map_raw_file(path)

@@ -31,6 +31,7 @@ __all__ = [
     "mapped_file",
     "move_into_place",
     "read_slice",
+    "regular_file",
     "save_dataclass",
     "take_space",
     "write_atomically",
@@ -69,6 +70,14 @@ def check_place(path: Path) -> None:
         raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; a file of that name cannot be written")
+    regular_file(path)  # which would be replaced
+
+
+def regular_file(path: Path) -> Path:
+    """The same path; raises ValueError if a pipe or a device is there, which could be read without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is a pipe or a device, not a regular file")
+    return path
 
 
 def move_into_place(part: Path, path: Path) -> None:
@@ -95,11 +104,12 @@ def take_space(file: IO[bytes], num_bytes: int) -> None:
 
 def load_array(path: Path, what: str) -> np.ndarray:
     """The array of a `.npy` file, memory-mapped; `what` it should hold is for errors."""
+    regular_file(path)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what} file {path}") from None
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # NumPy parses a header as Python, which fails in many ways
         raise UserError(f"{path} is not a readable .npy file of {what}: {error}") from error
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path} holds several arrays; a .npy file of {what} holds one")
@@ -134,7 +144,7 @@ def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
 def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T:
     """Reads what `save_dataclass` wrote, or a user: `what` it is in messages. Integers are taken as floats."""
     try:
-        given = json.loads(Path(path).read_text())
+        given = json.loads(regular_file(Path(path)).read_bytes())
         fields = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted({*given} - {*fields}):
             raise UserError(f"unknown keys: {list_first(unknown)}")
@@ -142,7 +152,7 @@ def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T
         return dacite.from_dict(cls, given | floats, dacite.Config(cast=[tuple], strict=True))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what} {path}") from None
-    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
+    except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} holds no {what}: {error}") from error
 
 

@@ -19,7 +19,7 @@ import platformdirs
 from filelock import FileLock
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import regular_file, write_atomically
 
 __all__ = ["read_compiled", "write_compiled"]
 
@@ -37,7 +37,7 @@ def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[byt
 
 def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     """Reads what `write_compiled` wrote."""
-    written = path.read_bytes()
+    written = regular_file(path).read_bytes()
     content, signature = written[:-_KEY_BYTES], written[-_KEY_BYTES:]
     if not content.startswith(_FORMAT):
         raise UserError(f"{path} holds no compiled programs, or those of another version of jvarlen")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import regular_file, write_atomically
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.compile_row import CompileRow
 from jvarlen.planning.buckets import AnyBucket, check_buckets
@@ -156,7 +156,7 @@ class CompileReport(tuple[CompileRow, ...]):
           ValueError: it holds no compile report; the message says what is wrong.
         """
         try:
-            document = json.loads(Path(path).read_text())
+            document = json.loads(regular_file(Path(path)).read_bytes())
             if document["format"] != _FORMAT:
                 raise UserError(f"its format is {document['format']}, and this version of jvarlen reads {_FORMAT}")
             return cls(map(_row_from, document["rows"]))

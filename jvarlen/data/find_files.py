@@ -14,12 +14,12 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import default_cache_dir
+from jvarlen._common.files import default_cache_dir, regular_file
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
@@ -81,21 +81,45 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
 
 def _local_names(path: Path) -> list[str]:
     if path.is_dir():
-        names = [str(each) for each in sorted(path.iterdir()) if each.is_file() and _is_data(each.name)]
+        names = _no_directories(str(each) for each in sorted(path.iterdir()) if _is_data(each.name))
         if not names:
             raise UserError(f"{path} holds no data files, whose names end with {', '.join(ENDINGS)}")
         return names
     if path.exists():
-        if not path.is_file():
-            raise UserError(f"{path} is no data file")
-        return [str(path)]
+        return [str(regular_file(path))]
     if not glob.has_magic(str(path)):
         raise FileNotFoundError(f"there is no data file {path}")
-    matches = sorted(glob.glob(str(path), recursive=True))
-    names = [each for each in matches if Path(each).is_file() and not _OWN_CACHE.search(each)]
+    names = _no_directories(each for each in sorted(set(_matches(path, set()))) if not _OWN_CACHE.search(each))
     if not names:
         raise FileNotFoundError(f"no data file matches {path}")
     return names
+
+
+def _matches(pattern: Path, entered: set[tuple[int, ...]]) -> Iterator[str]:
+    """What matches a glob; each `**` enters a directory once, as links could lead it in circles."""
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from glob.glob(str(pattern))
+        return
+    place = parts.index("**")
+    for root in glob.glob(str(Path(*parts[:place]))):
+        for directory, inner, _ in os.walk(root, followlinks=True):
+            status = os.stat(directory)
+            entry = len(parts) - place, status.st_dev, status.st_ino
+            if entry in entered:
+                inner.clear()
+                continue
+            entered.add(entry)
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            yield from _matches(Path(glob.escape(directory), *(parts[place + 1 :] or "*")), entered)
+
+
+def _no_directories(names: Iterable[str]) -> list[str]:
+    """The names without directories; raises ValueError for those under which there is nothing to read to an end."""
+    found = [name for name in names if not os.path.isdir(name)]
+    if odd := [name for name in found if not os.path.isfile(name)]:
+        raise UserError(f"{list_first(odd)}: a pipe, a device, or a link to nothing; remove it, or put the file there")
+    return found
 
 
 def _is_data(name: str) -> bool:

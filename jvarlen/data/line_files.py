@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import regular_file
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.threads import in_parts
 from jvarlen.data.tokens import FileDataset
@@ -102,10 +103,10 @@ class LineDataset(FileDataset):
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty without a file; raises ValueError if it is damaged."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        read = json.loads(path.read_bytes())
+        read = json.loads(regular_file(path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from None
     if not isinstance(read, dict):

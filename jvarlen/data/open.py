@@ -221,7 +221,7 @@ def _sources(files: list[DataFile]) -> list[Path]:
     sources = []
     for file in files:
         index = file.path.with_suffix(".idx")
-        sources += [file.source, index] if file.ending == ".bin" and index.is_file() else [file.source]
+        sources += [file.source, index] if file.ending == ".bin" and index.exists() else [file.source]
     return sources
 
 
@@ -240,7 +240,7 @@ def _open_part(
         return LineDataset(path)
     if file.ending == ".npz":
         return open_arrays(path, num_values)
-    if path.with_suffix(".idx").is_file():
+    if path.with_suffix(".idx").exists():
         return open_indexed_tokens(path, num_values=num_values, progress=cut["progress"])
     return open_token_file(path, **cut)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
+from jvarlen._common.files import regular_file
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.tokens import FileDataset, TokenDataset
@@ -176,7 +177,7 @@ def _document_offsets(
 
 def _read_index(path: Path) -> tuple[np.dtype, Int64[np.ndarray, " D"]]:
     """The dtype of the tokens, and the token after each document; raises ValueError for an index that is damaged."""
-    content = np.fromfile(path, np.uint8)
+    content = np.fromfile(regular_file(path), np.uint8)
     start = _INDEX_HEADER.size
     if len(content) < start or content[: len(_INDEX_MAGIC)].tobytes() != _INDEX_MAGIC:
         raise UserError(f"{path} is no index of Megatron-LM of version 1")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import regular_file, write_atomically
 from jvarlen.planning.buckets import check_buckets, rows_of_steps
 from jvarlen.planning.lengths import PackedOverlong
 
@@ -109,7 +109,7 @@ def write_plan_file(path: Path, fields: Fields) -> None:
 def read_plan_file(path: Path) -> Fields:
     """Reads what `write_plan_file` wrote; raises ValueError where it is anything else."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        with regular_file(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
             if any(member.compress_type for member in archive.zip.infolist()):
                 raise UserError("its arrays are compressed")  # a small one could take all memory
             version = archive["format_version"]

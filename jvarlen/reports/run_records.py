@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import check_run_format
+from jvarlen._common.files import check_run_format, regular_file
 from jvarlen.compiling.report import CompileReport, CompileRow
 
 __all__ = ["BucketUse", "Run", "bucket_uses", "loss_unit", "read_metrics", "read_run", "run_names", "run_of_records"]
@@ -132,7 +132,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of `read_metrics`, one at a time."""
     wrong: ValueError | None = None
-    with path.open(errors="replace") as file:
+    with regular_file(path).open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if wrong is not None:
                 raise wrong
@@ -209,7 +209,7 @@ def _read_settings(path: Path) -> dict[str, str]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(regular_file(path).read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     if not isinstance(document, dict):

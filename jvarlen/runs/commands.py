@@ -5,6 +5,7 @@ Each is imported for its settings, and imports what it runs when it runs.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from jaxtyping import Int32
 
 from jvarlen import __version__, models
 from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
-from jvarlen._common.files import check_place, load_array, write_atomically
+from jvarlen._common.files import check_place, load_array, regular_file, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
@@ -257,7 +258,8 @@ class SampleCommand:
     def _named_prompts(self) -> dict[str, str]:
         """All prompts, by where they come from."""
         named = {f"prompt {i}": text for i, text in enumerate(self.prompt, 1)}
-        for i, line in enumerate([] if self.prompts is None else self.prompts.read_bytes().splitlines(), 1):
+        file = b"" if self.prompts is None else regular_file(self.prompts).read_bytes()
+        for i, line in enumerate(file.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
             try:
                 named[f"{self.prompts} line {i}"] = line.decode()
             except UnicodeDecodeError:

@@ -18,7 +18,7 @@ import dacite
 import tyro
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
-from jvarlen._common.files import RUN_FORMAT, check_run_format, write_atomically
+from jvarlen._common.files import RUN_FORMAT, check_run_format, regular_file, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote
 from jvarlen.data.records import RecordFormat
@@ -326,7 +326,7 @@ def save_config(config: FitConfig, path: Path) -> None:
 def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote; what belongs to a single call is that of this one. Cost models lie beside it."""
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(regular_file(path).read_bytes())
         check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import save_dataclass, write_atomically
+from jvarlen._common.files import regular_file, save_dataclass, write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
@@ -153,7 +153,7 @@ def resumed_run_dir(
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
     try:
-        saved_keys = dict(json.loads((run_dir / "data.json").read_text()))
+        saved_keys = dict(json.loads(regular_file(run_dir / "data.json").read_bytes()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{run_dir / 'data.json'} holds no keys of data: {error}") from None
     if changed := [name for name in saved_keys | content_keys if saved_keys.get(name) != content_keys.get(name)]:

@@ -29,7 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import move_into_place, write_atomically
+from jvarlen._common.files import move_into_place, regular_file, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
 
@@ -384,7 +384,7 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     run = _read_run(directory)  # first: that this is damaged does not make a checkpoint so
     try:
         _check_manifest(path)
-        about = json.loads((path / "about.json").read_bytes())
+        about = json.loads(regular_file(path / "about.json").read_bytes())
         place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
         if place.num_steps_done != step:
             raise UserError(f"{path} is of {place.num_steps_done} steps")
@@ -421,7 +421,7 @@ def _run_of(directory: Path) -> str:
 
 def _read_run(directory: Path) -> str:
     try:
-        return json.loads((directory / _RUN).read_bytes())["run"]
+        return json.loads(regular_file(directory / _RUN).read_bytes())["run"]
     except _UNREADABLE as error:
         raise UserError(
             f"{directory / _RUN} is missing or damaged: {error!r}. Write it again; "
@@ -445,7 +445,7 @@ def _read_metrics(directory: Path) -> dict[int, float | None]:
         if re.fullmatch("0|[1-9][0-9]*", path.name):
             metrics[int(path.name)] = None
             with contextlib.suppress(*_UNREADABLE):
-                metrics[int(path.name)] = json.loads((path / "about.json").read_bytes())["metric"]
+                metrics[int(path.name)] = json.loads(regular_file(path / "about.json").read_bytes())["metric"]
     return metrics
 
 
@@ -470,7 +470,7 @@ def _write_manifest(directory: Path) -> None:
 def _check_manifest(directory: Path) -> None:
     """Raises ValueError if a directory is not as `_write_manifest` left it; parses no file but the manifest."""
     try:
-        raw = (directory / _MANIFEST).read_bytes()
+        raw = regular_file(directory / _MANIFEST).read_bytes()
         listed = json.loads(raw)["files"]
     except _UNREADABLE:
         raw, listed = b"", {}
@@ -494,7 +494,7 @@ def _hash_files(directory: Path, *, sync: bool = False) -> dict[str, dict[str, A
     paths.pop(_MANIFEST, None)
 
     def hash_file(path: Path) -> dict[str, Any]:
-        with path.open("rb") as file:
+        with regular_file(path).open("rb") as file:
             if sync:
                 os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()

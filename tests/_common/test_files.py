@@ -1,11 +1,20 @@
 """Files: whole under their name, or not there at all."""
 
+import io
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from jvarlen._common.files import write_atomically
+from jvarlen import CostModel, Plan, UserError
+from jvarlen._common.files import check_place, load_array, write_atomically
+from jvarlen.compiling.program_file import read_compiled
+from jvarlen.compiling.report import CompileReport
+from jvarlen.data.line_files import read_json
+from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs.commands import SampleCommand
+from jvarlen.runs.config import load_config
 
 
 def write_and_fail(path):
@@ -36,6 +45,73 @@ def test_places_that_cannot_be_written_are_named(tmp_path):
         write_and_fail(tmp_path / "nowhere" / "file")
     with pytest.raises(IsADirectoryError, match="is a directory"):
         write_and_fail(tmp_path)
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A pipe that has something to read, and a writer, so that reading it would block."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    os.write(writer, b"{}")
+    yield path
+    os.close(writer)
+
+
+READERS = {
+    "lengths": lambda path: load_array(path, "lengths"),
+    "cost model": CostModel.load,
+    "compile report": CompileReport.load,
+    "compiled": read_compiled,
+    "json": read_json,
+    "plan": Plan.load,
+    "settings": load_config,
+    "metrics": read_metrics,
+    "prompts": lambda path: SampleCommand(run_dir=path, prompts=path).run(),
+    "place": check_place,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_pipes_and_devices_are_refused_before_they_are_opened(pipe, read, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        assert "pipe" not in str(path)
+        return open_any(path, *args, **kwargs)
+
+    open_any = io.open
+    monkeypatch.setattr(io, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(ValueError, match=r"pipe\b.* not a regular file"):
+        read(pipe)
+
+
+def test_json_of_other_editors_has_a_byte_order_mark(tmp_path):
+    path = tmp_path / "cost.json"
+    fields = {"constant": 1.0, "linear": 2.0, "quadratic": 0.0, "unit": "seconds"}
+    path.write_text(json.dumps(fields), encoding="utf-8-sig")
+    assert CostModel.load(path) == CostModel(**fields)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '|O', 'fortran_order': False, 'shape': (3,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (-3,), }",
+        "{'descr': 'nonsense', 'fortran_order': False, 'shape': (3,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (3,), 'x': 1}",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (3,), ",
+        "{'descr': '<i8', 'fortran_order': 7, 'shape': 'x'}",
+        "(" * 117,
+        "x = '",
+    ],
+)
+def test_forged_headers_of_arrays_are_refused_by_path(tmp_path, header):
+    path = tmp_path / "lengths.npy"
+    padded = header.ljust(117) + "\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode() + bytes(24))
+    with pytest.raises(UserError, match=r"lengths\.npy is not a readable \.npy file of lengths"):
+        load_array(path, "lengths")
 
 
 def test_others_can_read_it(tmp_path):

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +121,28 @@ def test_a_bad_line_among_several_files_is_named_with_its_file(tmp_path):
     write(tmp_path / "data" / "b.jsonl", lines(["x"]) + b"{}\n")
     with pytest.raises(UserError, match=r"data/b\.jsonl line 2: no such field"):
         open_data(tmp_path / "data", progress=False)
+
+
+@pytest.mark.parametrize("pattern", ["**/*.txt", "**/**/*.txt", "**"])
+def test_links_in_circles_do_not_repeat_files(tmp_path, monkeypatch, pattern):
+    for name in ("a.txt", "deep/b.txt", "deep/[x]/c.txt", ".hidden/d.txt"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text("line")
+    for link in ("data/loop", "data/deep/up", "data/deep/up2"):
+        (tmp_path / link).symlink_to(tmp_path / "data")
+    monkeypatch.chdir(tmp_path / "data")
+    for root in (tmp_path / "data", Path()):
+        names = [file.name for file in find_files(root / pattern, progress=False)]
+        assert names == [str(root / name) for name in ("a.txt", "deep/[x]/c.txt", "deep/b.txt")]
+
+
+@pytest.mark.parametrize("path", ["", "*.jsonl", "pipe.jsonl"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_is_named_and_never_skipped(tmp_path, path, make):
+    write(tmp_path / "data" / "a.jsonl", lines(TEXTS))
+    make(tmp_path / "data" / "pipe.jsonl")
+    with pytest.raises((UserError, FileNotFoundError), match=r"pipe\.jsonl"):
+        open_data(tmp_path / "data" / path, progress=False)
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):

@@ -1,6 +1,7 @@
 """Plan files: what one package saves, every package loads; every change in a file is detected and named."""
 
 import importlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +232,16 @@ def test_a_foreign_file_is_refused(package, tmp_path, write):
     write(path)
     with pytest.raises(ValueError, match=path.name):
         package.Plan.load(path)
+
+
+def test_a_pipe_is_refused_before_it_is_read(package, tmp_path):
+    path = tmp_path / "plan.npz"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    os.write(pipe, b"PK\x03\x04" * 2_000)  # or reading it would block
+    with pytest.raises(ValueError, match=r"plan\.npz.* not a regular file"):
+        package.Plan.load(path)
+    os.close(pipe)
 
 
 def test_a_missing_file_is_a_file_not_found_error(package, tmp_path):

@@ -35,6 +35,7 @@ def test_a_directory_is_as_it_was_wherever_it_lies(directory):
         (lambda d: (d / "b/c").write_bytes(b"12344"), "b/c: other bytes"),
         (lambda d: os.link(d / "b/c", d / "f"), "f: not listed"),
         (lambda d: (d / "b/c").unlink() or (d / "a").write_bytes(b"1"), "b/c: missing; a: 1 bytes instead of 0$"),
+        (lambda d: (d / _MANIFEST).unlink() or (d / _MANIFEST).symlink_to("/dev/zero"), "manifest.json: missing, or"),
     ],
 )
 def test_what_differs_is_named(directory, change, said):
@@ -57,3 +58,9 @@ def test_no_byte_of_the_manifest_can_change(directory):
         (directory / _MANIFEST).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(ValueError, match=f"{_MANIFEST}: missing, or damaged"):
             _check_manifest(directory)
+
+
+def test_a_device_among_the_files_is_named_and_not_read(directory):
+    (directory / "b/x").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="b/x is a pipe or a device"):
+        _check_manifest(directory)

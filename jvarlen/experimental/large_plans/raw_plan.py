@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
-from jvarlen._common.files import take_space
+from jvarlen._common.files import regular_file, take_space
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
 from jvarlen.planning.buckets import check_buckets, rows_of_steps
@@ -226,7 +226,7 @@ def _verify(path: Path, header: dict[str, Any], arrays: Arrays, progress: bool) 
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         begin = file.read(_HEADER_BYTES)
     if not begin.startswith(_MAGIC):
         raise UserError(f"{path} is not a plan that was made on disk; Plan.load reads what Plan.save wrote")
