@@ -142,7 +142,13 @@ def fit_lengths(
 
 
 def count_overlong(
-    overlong: str, count: int, total: int, listed: Callable[[], str], *, name: str = "longer than the longest bucket"
+    overlong: str,
+    count: int,
+    total: int,
+    listed: Callable[[], str],
+    *,
+    name: str = "longer than the longest bucket",
+    advice: str = "take longer buckets",
 ) -> tuple[int, int]:
     """Return how many of `count` too long samples, of `total` in all, are dropped and how many are cut.
 
@@ -152,6 +158,7 @@ def count_overlong(
         total: how many there are.
         listed: writes out the first of those that are too long.
         name: what the messages say of them.
+        advice: what the message says before "or another overlong".
 
     Raises:
         ValueError: if `overlong` is unknown, or "error" where there are some, or "drop" where there are no others.
@@ -160,9 +167,7 @@ def count_overlong(
     if count and overlong == "drop" and count == total:
         raise ValueError(f'overlong="drop" leaves no sample: all {count} are {name}: {listed()}')
     if count and overlong == "error":
-        raise ValueError(
-            f"{count} samples are {name}: {listed()}; take longer buckets or another overlong: {', '.join(OVERLONG)}"
-        )
+        raise ValueError(f"{count} samples are {name}: {listed()}; {advice} or another overlong: {', '.join(OVERLONG)}")
     return (count, 0) if overlong == "drop" else (0, count)
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_ref.buckets import Bucket, check_buckets, check_steps, make_buckets
-from torch_ref.budget import Budget, as_budget, only_microbatches
+from torch_ref.budget import Budget, as_budget, checked_costs, only_microbatches
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.order import BUFFER_STREAM, random_keys
@@ -144,6 +144,7 @@ class StreamBatches(Iterator[StreamStep]):
             int(length > longest),
             number + 2,  # others may follow
             lambda: list_offenders(np.array([number]), [length], longest),
+            advice="take longer buckets, with max_length= where they are estimated,",
         )
         self.num_dropped += dropped
         self.num_truncated += truncated
@@ -200,8 +201,9 @@ def stream_batches(
         state: what `StreamBatches.state` gave; the steps continue after the last one before it. `lengths` is the same
             stream from its beginning, and the other arguments come from the state.
         budget: fields of `Budget` as keywords, `max_tokens` among them, to choose the buckets; with given ones only
-            `microbatches_per_step`, M. The longest bucket chosen holds `max_length`, rounded up to `length_multiple`,
-            whatever the first samples are.
+            `microbatches_per_step`, M. The longest bucket chosen is as long as `max_length`, rounded up to
+            `length_multiple`, whatever the first samples are: it replaces their last bucket, or is one more where that
+            costs less for them within `max_shapes` (after given lengths always, for "pad_to_max" never).
 
     Returns:
         An iterator of `StreamStep`s.
@@ -233,21 +235,7 @@ def stream_batches(
         num_microbatches = limits.microbatches_per_step
         first = list(islice(stream, check_integer("num_estimate", num_estimate)))
         known = [_check_length(number, value) for number, value in enumerate(first)]
-        max_length = limits.max_length
-        if max_length is not None:
-            max_length = -(-max_length // limits.length_multiple) * limits.length_multiple
-        chosen = make_buckets(known, limits, max_length=max_length, overlong="truncate")
-        bucket_lengths = [length for _, length in chosen]
-        if max_length is not None:
-            bucket_lengths[-1] = max_length
-        if bucket_lengths[-1] > limits.max_tokens:
-            raise ValueError(
-                f"max_length={max_length} makes a bucket of {bucket_lengths[-1]}, above max_tokens={limits.max_tokens}"
-            )
-        checked = tuple(
-            Bucket(*pair)
-            for pair in zip(limits.caps(torch.tensor(bucket_lengths)).tolist(), bucket_lengths, strict=True)
-        )
+        checked = _choose(known, limits)
         stream = chain(first, stream)
     check_steps(checked, num_microbatches)
     return StreamBatches(
@@ -260,6 +248,46 @@ def stream_batches(
         seed=seed,
         epoch=epoch,
     )
+
+
+def _choose(known: list[int], limits: Budget) -> tuple[Bucket, ...]:
+    """Return the buckets for the first lengths, the longest as long as `max_length` says."""
+    cap = limits.max_length
+    if cap is not None:
+        cap = -(-cap // limits.length_multiple) * limits.length_multiple
+        refused = limits.refusals(cap)
+        if refused:
+            raise ValueError(f"max_length makes a bucket of {cap}, of which no row fits {refused}")
+
+    def lengths_of(max_shapes: int) -> list[int]:
+        return [
+            bucket.length
+            for bucket in make_buckets(known, limits, max_shapes=max_shapes, max_length=cap, overlong="truncate")
+        ]
+
+    lengths = lengths_of(limits.max_shapes)
+    if cap is not None and lengths[-1] < cap and limits.given_lengths is not None:
+        lengths.append(cap)
+    elif cap is not None and lengths[-1] < cap:
+        # As a bucket of its own, at the price of one bucket fewer for the first samples, where that costs less.
+        lengths[-1] = cap
+        if limits.max_shapes > 1 and limits.strategy != "pad_to_max":
+            longer = [*lengths_of(limits.max_shapes - 1), cap]
+            lengths = min(lengths, longer, key=lambda each: _total_cost(known, each, limits))
+    rows = limits.caps(torch.tensor(lengths)).tolist()
+    return tuple(Bucket(*pair) for pair in zip(rows, lengths, strict=True))
+
+
+def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
+    """Return what the first samples cost in buckets of these lengths, as `make_buckets` counts it."""
+    each = torch.tensor(lengths)
+    held = torch.bincount(torch.bucketize(torch.tensor(known), each), minlength=len(lengths))
+    rows, steps = limits.rows_and_steps(held, limits.caps(each))
+    microbatches = steps * limits.microbatches_per_step
+    if limits.cost is None:
+        return int((microbatches * rows * each).sum())
+    costs = microbatches.to(torch.float64) * checked_costs("cost", limits.cost, rows, each)
+    return sum((costs + (limits.compile_seconds or 0.0)).tolist())
 
 
 def _check_buckets(buckets: Any) -> tuple[Bucket, ...]:

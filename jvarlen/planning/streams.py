@@ -31,7 +31,14 @@ from jvarlen._common.checks import (
     list_first,
 )
 from jvarlen.planning.buckets import Bucket, check_buckets, make_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, round_up
+from jvarlen.planning.budget import (
+    Budget,
+    broken_by_one_row,
+    bucket_costs,
+    given_microbatches,
+    in_place_of_buckets,
+    round_up,
+)
 from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 
@@ -39,6 +46,10 @@ __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
 _LENGTHS_PER_SLICE = 2**14
 _KEYS_PER_SLICE = 2**10
+_TOO_LONG = (
+    'samples longer than the longest bucket (overlong="drop" or "truncate" allows them; where buckets are estimated, '
+    "max_length= sets the longest)"
+)
 
 
 class StreamStep(NamedTuple):
@@ -233,7 +244,9 @@ class StreamBatches:
         length = _checked_length(i, length)
         if length <= longest:
             return length
-        num_dropped, num_truncated = apply_overlong(self.overlong, np.array([i]), np.array([length]), longest, i + 1)
+        num_dropped, num_truncated = apply_overlong(
+            self.overlong, np.array([i]), np.array([length]), longest, i + 1, problem=_TOO_LONG
+        )
         self.num_dropped += num_dropped
         self.num_truncated += num_truncated
         return 0 if num_dropped else longest
@@ -295,16 +308,33 @@ def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
     if not first:
         raise UserError("the stream is empty, so that no buckets can be estimated from it")
     longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
-    # The rule of the stream comes when it is read.
-    estimated = make_buckets(first, budget, max_length=longest, overlong="truncate")
-    lengths = np.array([bucket.length for bucket in estimated])
-    lengths[-1] = lengths[-1] if longest is None else longest
-    rows = budget.row_caps(lengths)
-    if rows[-1] < 1:
+    if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
         raise UserError(
-            f"max_tokens {budget.max_tokens} leaves no row for a bucket of max_length, {lengths[-1]} tokens"
+            f"{broken_by_one_row(budget, longest)} leaves no row for a bucket of max_length, {longest} tokens"
         )
-    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), lengths.tolist(), strict=True))
+    # The rule of the stream comes when it is read.
+    lengths = [bucket.length for bucket in make_buckets(first, budget, max_length=longest, overlong="truncate")]
+    if longest is not None and lengths[-1] < longest:
+        lengths = _extended(lengths, longest, first, budget)
+    rows = budget.row_caps(np.array(lengths)).tolist()
+    return tuple(Bucket(b, t) for b, t in zip(rows, lengths, strict=True))
+
+
+def _extended(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:
+    """Bucket lengths up to `longest`: it takes the place of the last, or follows fewer ones, whichever costs least."""
+    if budget.given_lengths is not None:
+        return [*lengths, longest]
+    replaced = [*lengths[:-1], longest]
+    if budget.max_shapes == 1 or budget.strategy == "pad_to_max":
+        return replaced
+    fewer = make_buckets(first, budget, max_shapes=budget.max_shapes - 1, max_length=longest, overlong="truncate")
+
+    def cost_of_first(lengths: list[int]) -> Any:
+        bucket_lengths = np.array(lengths)
+        num_held = np.bincount(np.searchsorted(bucket_lengths, first), minlength=len(lengths))
+        return sum(bucket_costs(budget, num_held, budget.row_caps(bucket_lengths), bucket_lengths).tolist())
+
+    return min(replaced, [*(bucket.length for bucket in fewer), longest], key=cost_of_first)  # if equal, the fewer
 
 
 def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None:

@@ -20,22 +20,38 @@ def choose_buckets(
     *,
     num_estimate: int,
     max_length: int | None,
+    max_shapes: int,
+    microbatches_per_step: int,
     row_multiple: int,
     length_multiple: int,
-    max_sequences: int | None,
-    **options: Any,
+    strategy: str | list[int] = "optimal",
+    cost: slow.Cost | None = None,
+    compile_seconds: float | None = None,
+    **limits: Any,
 ) -> list[tuple[int, int]]:
     """Return the buckets that a stream chooses from its first lengths."""
     known = lengths[:num_estimate]
-    if max_length is not None:
-        max_length = slow.round_up(max_length, length_multiple)
+    top = None if max_length is None else slow.round_up(max_length, length_multiple)
+    rules = (microbatches_per_step, row_multiple)
     multiples: dict[str, Any] = {"row_multiple": row_multiple, "length_multiple": length_multiple}
-    if max_sequences is not None:
-        multiples["max_sequences"] = max_sequences
-    edges = [edge for _, edge in slow.make_buckets(known, max_tokens, max_length=max_length, **multiples, **options)]
-    if max_length is not None:
-        edges[-1] = max_length
-    caps = [min(max_tokens // edge, max_sequences or max_tokens) for edge in edges]
+    costs: dict[str, Any] = {"cost": cost, "compile_seconds": compile_seconds} | multiples
+
+    def estimated(most: int) -> list[int]:
+        options = {"max_length": top, "strategy": strategy, "microbatches_per_step": microbatches_per_step}
+        return [edge for _, edge in slow.make_buckets(known, max_tokens, max_shapes=most, **options, **costs, **limits)]
+
+    def total(edges: list[int]) -> float:
+        return slow.total_cost(known, edges, max_tokens, *rules, cost, compile_seconds, **limits)
+
+    edges = estimated(max_shapes)
+    if top is not None and edges[-1] < top:
+        choices = [[*edges[:-1], top]]
+        if isinstance(strategy, list):
+            choices = [[*edges, top]]
+        elif max_shapes > 1 and strategy != "pad_to_max":
+            choices.append([*estimated(max_shapes - 1), top])
+        edges = min(choices, key=lambda edges: (total(edges), len(edges)))
+    caps = [slow.most_rows(edge, max_tokens, cost if "max_cost" in limits else None, **limits) for edge in edges]
     rounded = [cap // row_multiple * row_multiple if cap >= row_multiple else cap for cap in caps]
     return list(zip(rounded, edges, strict=True))
 

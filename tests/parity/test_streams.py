@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow, slow_streams
-from .inputs import few, moderate, offenders, seeds
+from .inputs import dyadic_cost, few, moderate, offenders, seeds, stepped_cost
 
 
 @st.composite
@@ -37,9 +37,9 @@ def stream_arguments(draw):
 def estimated_arguments(draw):
     """Draw a stream that chooses its own buckets; the first ones say little about the rest."""
     multiple = draw(st.sampled_from([1, 1, 2, 4]))
-    max_length = draw(st.one_of(st.none(), st.integers(1, 12)))
+    max_length = draw(st.one_of(st.none(), st.integers(1, 40)))
     top = slow.round_up(12 if max_length is None else max_length, multiple)
-    return {
+    drawn = {
         "lengths": draw(st.lists(st.integers(1, 12), min_size=1, max_size=40)),
         "max_tokens": draw(st.integers(top, 5 * top)),
         "num_estimate": draw(st.integers(1, 12)),
@@ -47,9 +47,18 @@ def estimated_arguments(draw):
         "max_length": max_length,
         "microbatches_per_step": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
-        "max_sequences": draw(st.sampled_from([None, 1, 2, 5])),
         "length_multiple": multiple,
     }
+    if draw(st.booleans()):
+        drawn["max_sequences"] = draw(st.sampled_from([1, 2, 5]))
+    if draw(st.booleans()):
+        drawn |= {"cost": draw(st.sampled_from([dyadic_cost, stepped_cost]))}
+        drawn |= {"compile_seconds": draw(st.sampled_from([None, 0.25, 4.0, 40.0]))}
+    if max_length is not None and draw(st.booleans()):
+        given_lengths = sorted({max(1, max_length // 2), max_length // multiple * multiple or 1})
+        strategies = ["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", given_lengths[:1]]
+        drawn["strategy"] = draw(st.sampled_from(strategies))
+    return drawn
 
 
 def check_steps(steps, expected, buckets, num_microbatches):
@@ -192,18 +201,52 @@ def test_a_shuffle_buffer_is_all_that_is_read_ahead(package):
 def test_the_longest_bucket_holds_max_length(package):
     """Whatever the first samples are."""
     steps = package.stream_batches([2, 2, 9, 30], max_tokens=40, num_estimate=2, max_length=20, overlong="truncate")
-    assert steps.buckets == ((2, 20),)
-    assert [step.lengths.tolist() for step in steps] == [[[2, 2]], [[9, 20]]]
-    with pytest.raises(ValueError, match="20"):
+    assert steps.buckets == ((20, 2), (2, 20))
+    assert [(step.ids[0, :2].tolist(), step.lengths[0, :2].tolist()) for step in steps] == [
+        ([2, 3], [9, 20]),
+        ([0, 1], [2, 2]),
+    ]
+    with pytest.raises(ValueError, match=r"max_length.*\b20\b|\b20\b.*max_length"):
         package.stream_batches([2, 2], max_tokens=15, max_length=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_shapes", "most"),
+    [
+        ({"max_shapes": 4}, 4, 1.33),
+        ({}, 16, 1.25),
+        ({"max_shapes": 2}, 2, 2.0),
+        ({"max_shapes": 4, "strategy": "quantile"}, 4, 1.4),
+        ({"max_shapes": 4, "strategy": "geometric"}, 4, 1.7),
+        ({"strategy": "powers_of_two"}, 7, 1.5),
+        ({"strategy": [100, 200]}, 3, 1.6),
+    ],
+    ids=str,
+)
+def test_a_cap_far_above_the_first_samples_does_not_pad_them_to_it(package, options, num_shapes, most):
+    """With 4 shapes 1.33 tokens with padding for each real one; in place of the last bucket they were 23.09."""
+    lengths = np.random.default_rng(0).integers(5, 199, 15_000)
+    steps = package.stream_batches(iter(lengths.tolist()), max_tokens=16_384, max_length=8192, **options)
+    assert steps.buckets[-1] == (2, 8192)
+    assert len(steps.buckets) == num_shapes
+    assert sum(step.ids.size * step.bucket.length for step in steps) / lengths.sum() < most
+
+
+def test_a_cap_that_no_shape_is_left_for_replaces_the_last_bucket(package):
+    """With one shape; or where the samples of that bucket pay less for it than for one bucket fewer."""
+    lengths = [1] * 50 + [9] * 50 + [20]
+    assert package.stream_batches(lengths, max_tokens=48, max_length=24, max_shapes=1).buckets == ((2, 24),)
+    three = package.stream_batches(lengths, max_tokens=48, max_length=24, max_shapes=3).buckets
+    assert [bucket.length for bucket in three] == [1, 9, 24]
 
 
 def test_overlong_and_broken_lengths_are_named(package):
     """By id, value and limit, when they are read."""
     steps = package.stream_batches([3, 2, 71, 1], [(2, 8)])
     assert next(steps).ids.tolist() == [[0, 1]]
-    with pytest.raises(ValueError, match=offenders((2, 71), limit=8)):
+    with pytest.raises(ValueError, match=offenders((2, 71), limit=8)) as raised:
         next(steps)
+    assert "max_length=" in str(raised.value)
     for bad in (0, -3, 2.5, "7", None, True):
         steps = package.stream_batches([3, 2, bad, 1], [(2, 8)], overlong="truncate")
         next(steps)
