@@ -122,7 +122,12 @@ class _Steps(Dataset[Batch]):
 
     def _read(self, sample_id: int, limit: int, before: int | None) -> tuple[NDArray[Any], NDArray[np.float32]]:
         given = self._dataset[sample_id]
-        sample = given.tokens if isinstance(given, WeightedTokens) else np.asarray(given)
+        try:
+            sample = given.tokens if isinstance(given, WeightedTokens) else np.asarray(given)
+        except ValueError:  # tokens and a label, say
+            raise ValueError(
+                f"sample {sample_id} must be a 1-D array of integers, got {type(given).__name__}"
+            ) from None
         if sample.ndim != 1 or sample.size == 0 or sample.dtype.kind not in "iu":
             raise ValueError(
                 f"sample {sample_id} must be a 1-D array of integers with at least one element, "

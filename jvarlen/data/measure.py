@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +29,7 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths
+from jvarlen.planning.samples import fields_of
 
 if TYPE_CHECKING:
     from jvarlen.data.shard_files import Check, Values
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
 
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
-_MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
 
 def measure_lengths(
@@ -57,7 +56,8 @@ def measure_lengths(
       dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
         `lengths_of(samples: range)` if it has one, such as `LineDataset`.
       length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is
-        rejected for samples whose fields it would count: mappings, and lists or tuples that hold arrays or the like.
+        rejected for samples whose fields it would count: mappings, named tuples, and lists or tuples that hold arrays
+        or the like, or text beside other things.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each takes some seconds to start and a copy of `dataset`. With `executor`: the ranges of samples
         submitted at a time, best the number of its workers; 0 submits one per CPU of this machine.
@@ -239,13 +239,8 @@ class _Record(NamedTuple):
 
 def _len_of_tokens(sample: Any) -> int | _Record:
     """`len`, if it counts tokens."""
-    if isinstance(sample, list | tuple):
-        sized = [field for field in sample[:_MAX_FIELDS] if hasattr(field, "__len__")]
-        if any(not isinstance(field, str | bytes | bytearray) and getattr(field, "ndim", 1) for field in sized):
-            return _Record(f"{type(sample).__name__} of {', '.join(type(field).__name__ for field in sample[:8])}")
-    elif isinstance(sample, Mapping):
-        return _Record(f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}")
-    return len(sample)
+    fields = fields_of(sample)
+    return len(sample) if fields is None else _Record(fields)
 
 
 def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:  # workers pickle it

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, Integer
 
-from jvarlen._common.checks import UserError, list_offenders
+from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.samples import WeightedTokens
+from jvarlen.planning.samples import WeightedTokens, fields_of
 
 __all__ = [
     "CollateFn",
@@ -145,8 +145,8 @@ def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]
     ids = step.ids[step.ids >= 0]
     sides = []
     for side, length in enumerate(lengths_of_bucket):
-        samples, weights = _cut(step, side if len(lengths_of_bucket) > 1 else None)
-        tokens = _checked_tokens(ids, samples)
+        samples, weights = _cut(step, ids, side if len(lengths_of_bucket) > 1 else None)
+        tokens = _checked_tokens(samples)
         lengths = np.fromiter(map(len, samples), np.int64, len(samples))
         if not is_packed and (too_long := lengths > length).any():
             offenders = list_offenders(ids[too_long], lengths[too_long], length)
@@ -162,10 +162,22 @@ def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]
     return *arrays, weights_MxBxT, np.float32(step.num_sequences)
 
 
-def _cut(step: StepSamples, side: int | None = None) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
+def _cut(
+    step: StepSamples, ids: Int64[np.ndarray, " n"], side: int | None
+) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
     """The tokens of each sample, cut as planned, and the loss weights of all; None where no sample has its own."""
-    flat = [sample if side is None else sample[side] for microbatch in step.samples for sample in microbatch]
-    samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
+    whole = [sample for microbatch in step.samples for sample in microbatch]
+    try:
+        flat = whole if side is None else [pair[side] for pair in whole]
+        samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
+        are_tokens = all(tokens.ndim == 1 and tokens.dtype.kind in "iu" for tokens in samples)
+    except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
+        are_tokens = False
+    if not are_tokens:
+        kinds = [_kind_if_no_tokens(sample, side) for sample in whole]
+        listed = [f"id {i}: {kind}" for i, kind in zip(ids.tolist(), kinds, strict=True) if kind]
+        what = "samples must be 1-D arrays of integer tokens" + ("" if side is None else ", source and target")
+        raise UserError(f"{what}; for others, give load your own collate=: {list_first(listed, '; ')}")
     weights = None
     if any(isinstance(sample, WeightedTokens) for sample in flat):
         weights = [
@@ -233,15 +245,19 @@ def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Any
         )
 
 
-def _checked_tokens(ids: Int64[np.ndarray, " n"], samples: Sequence[np.ndarray]) -> Integer[np.ndarray, " tokens"]:
+def _kind_if_no_tokens(sample: Any, side: int | None) -> str | None:
+    """What a sample is, or a side of it, if that is no 1-D array of integers."""
+    try:
+        part = sample if side is None else sample[side]
+        tokens = part.tokens if isinstance(part, WeightedTokens) else np.asarray(part)
+        kind = None if tokens.ndim == 1 and tokens.dtype.kind in "iu" else f"{tokens.ndim}-D {tokens.dtype}"
+    except (LookupError, TypeError, ValueError):
+        kind = type(sample).__name__
+    return kind and (fields_of(sample) or kind)
+
+
+def _checked_tokens(samples: Sequence[np.ndarray]) -> Integer[np.ndarray, " tokens"]:
     """All tokens, one sample after the other."""
-    wrong = [
-        f"id {i}: {sample.ndim}-D {sample.dtype}"
-        for i, sample in zip(ids.tolist(), samples, strict=True)
-        if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer)
-    ]
-    if wrong:
-        raise UserError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
     tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be padding rows alone
     if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
         raise UserError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")

@@ -148,8 +148,8 @@ def load(
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is
-        compared with its entry, both cut if the plan truncates. None: only the tokens of a whole step are compared, if
-        `collate` does that.
+        compared with its entry, both cut if the plan truncates; samples whose fields `len` would count, such as tokens
+        and a label, are rejected. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
         `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
         row, with weight 0 after it; `num_adjusted` counts both.

@@ -21,6 +21,7 @@ from jvarlen.batches.shapes import BatchSpec
 from jvarlen.loading.collate import CollateFn, StepSamples, pad_to_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
+from jvarlen.planning.samples import WeightedTokens, fields_of
 from jvarlen.planning.steps import ReadPlan
 
 __all__ = ["IdsDigest", "OnMismatch", "PlanSource", "ReadStep", "planned_ids_digest", "read_sample", "spec_of_steps"]
@@ -130,11 +131,11 @@ class PlanSource:
                 f"samples have other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
                 'is not the one whose lengths were planned. Plan again, or load with on_mismatch="adjust"'
             )
-        compared = zip(differs.tolist(), planned.tolist(), strict=True)
+        compared = zip(differs.tolist(), ids.tolist(), planned.tolist(), strict=True)
         for microbatch in samples:
-            for i, (is_other, length) in enumerate(itertools.islice(compared, len(microbatch))):
+            for place, (is_other, i, length) in enumerate(itertools.islice(compared, len(microbatch))):
                 if is_other:
-                    microbatch[i] = _cut(microbatch[i], length)
+                    microbatch[place] = _cut(i, microbatch[place], length)
         return int(differs.sum())
 
 
@@ -210,22 +211,35 @@ def read_sample(dataset: Any, sample_id: int) -> Any:
 
 
 def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool) -> Int64[np.ndarray, " n *sides"]:
-    try:
-        if is_pairs:
-            return np.array([(len(pair[0]), len(pair[1])) for pair in samples], np.int64).reshape(-1, 2)
+    """The lengths of samples, or of both sides of pairs; raises ValueError that lists those that do not tell theirs."""
+    if not is_pairs and {*map(type, samples)} <= {np.ndarray, WeightedTokens, bytes, str}:
         return np.fromiter(map(len, samples), np.int64, len(samples))
-    except TypeError as error:
+    lengths, unknown = [], []
+    for i, sample in zip(ids.tolist(), samples, strict=True):
+        try:
+            sides = (sample[0], sample[1]) if is_pairs else (sample,)
+            fields = next(filter(None, map(fields_of, sides)), None)
+            lengths.append([*map(len, sides)])
+        except (LookupError, TypeError):
+            fields = fields_of(sample) or type(sample).__name__
+        if fields:
+            unknown.append(f"id {i}: {fields}")
+    if unknown:
         raise UserError(
-            "lengths are compared with `len()` of a sample, which these do not have; load without lengths: id "
-            f"{list_first(ids.tolist())}"
-        ) from error
+            "lengths are compared with `len()` of a sample, which does not count the tokens of these: "
+            f"{list_first(unknown, '; ')}; load without lengths, or let the dataset return tokens alone"
+        )
+    return np.array(lengths, np.int64).reshape((-1, 2) if is_pairs else -1)
 
 
-def _cut(sample: Any, length: int | list[int]) -> Any:
-    """The sample, or both sides of a pair, cut where longer."""
-    if isinstance(length, int):
-        return sample[:length]
-    return tuple(side[:most] for side, most in zip(sample, length, strict=True))
+def _cut(i: int, sample: Any, length: int | list[int]) -> Any:
+    """The sample, or both sides of a pair, cut where longer; other fields of a pair stay."""
+    try:
+        if isinstance(length, int):
+            return sample[:length]
+        return (*(sample[side][:most] for side, most in enumerate(length)), *sample[2:])
+    except TypeError as error:
+        raise UserError(f"a {type(sample).__name__} cannot be cut to its planned length: id {i}") from error
 
 
 def _format_length(length: int | list[int]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["Dataset", "WeightedTokens", "reweighted", "to_tokens"]
+__all__ = ["Dataset", "WeightedTokens", "fields_of", "reweighted", "to_tokens"]
+
+_MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
 
 class WeightedTokens:
@@ -113,6 +117,22 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
         kind = f"{type(sample).__name__} ({tokens.ndim}-D {tokens.dtype})"
         raise UserError(f"a sample must be text, bytes or 1-D integers, not {kind}")
     return tokens
+
+
+def fields_of(sample: Any) -> str | None:
+    """The fields of a sample, in words, if `len` counts these and not tokens; None if it does not."""
+    if isinstance(sample, list | tuple):
+        first = sample[:_MAX_FIELDS]
+        sized = [field for field in first if hasattr(field, "__len__")]
+        are_words = len(sized) == len(first) and not hasattr(sample, "_fields")
+        is_word = [isinstance(field, str | bytes | bytearray) for field in sized]
+        if any(
+            getattr(field, "ndim", 1) and not (are_words and word) for field, word in zip(sized, is_word, strict=True)
+        ):
+            return f"{type(sample).__name__} of {', '.join(type(field).__name__ for field in sample[:8])}"
+    elif isinstance(sample, Mapping):
+        return f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}"
+    return None
 
 
 def reweighted(sample: Any, factor: float) -> WeightedTokens:

@@ -126,6 +126,8 @@ RECORDS = {
     "tuple of list, int": ([1, 2, 3], 0),
     "tuple of int, ndarray": (0, TOKENS),
     "tuple of str, tuple, int": ("name", (1, 2), 0),
+    "tuple of str, int": ("some text", 1),
+    "PairOfFields of str, str": PairOfFields("question", "answer"),
     "list of int, ndarray, int": [5, TOKENS, 0],
     "list of list, list": [[1, 2], [3]],
     "list of dict": [{"tokens": TOKENS}],

@@ -93,10 +93,38 @@ def test_lengths_other_than_planned_are_an_error():
         pad_to_bucket(make_step([[np.arange(2), np.arange(3)]], Bucket(2, 4), num_tokens=6))
 
 
-@pytest.mark.parametrize(("sample", "said"), [(np.zeros((2, 2), int), "2-D int64"), (np.zeros(2), "1-D float64")])
-def test_samples_that_are_no_tokens_are_named(sample, said):
-    with pytest.raises(ValueError, match=f"id 1: {said}"):
-        pad_to_bucket(make_step([[np.arange(2), sample]], Bucket(2, 4)))
+NO_TOKENS = [
+    (np.zeros((2, 2), int), "2-D int64"),
+    (np.zeros(2), "1-D float64"),
+    ((np.arange(3), 1), "tuple of ndarray, int"),
+    (([1, 2], [3, 4]), "tuple of list, list"),
+    ({"tokens": [1, 2], "label": 1}, "dict with the keys 'tokens', 'label'"),
+    ([[1, 2], 3], "list of list, int"),
+    ("text", "0-D <U4"),
+]
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize(("sample", "said"), NO_TOKENS)
+def test_samples_that_are_no_tokens_are_named(sample, said, truncate):
+    with pytest.raises(ValueError, match=f"1-D arrays of integer tokens; .* collate=: id 1: {said}$"):
+        pad_to_bucket(make_step([[np.arange(2), sample]], Bucket(2, 4), truncate=truncate))
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ((np.arange(2), ([1, 2], 3)), "tuple of ndarray, tuple"),
+        ({"source": [1]}, "dict with the keys 'source'"),
+        ((np.arange(2),), "tuple of ndarray"),
+        (np.arange(2), "0-D int64"),
+        (WeightedTokens([1], [1]), "WeightedTokens"),
+    ],
+)
+def test_pairs_that_are_no_tokens_are_named(pair, said):
+    plan = make_plan([[2, 2], [2, 2]], [(2, 2, 2)], order="dataset")
+    with pytest.raises(ValueError, match=f"integer tokens, source and target; .*: id 1: {said}\n"):
+        next(load(plan, [(np.arange(2), np.arange(2)), pair]))
 
 
 def batches_of_each_kind():

@@ -1,5 +1,7 @@
 """Plan sources: every sample of a step is the planned one, of the planned length, or is named in an error."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -105,8 +107,53 @@ def test_samples_of_ones_own_collate_are_compared_where_they_have_a_length():
     texts[int(PLAN.rows(0)[0, 0])] += "!"
     with pytest.raises(ValueError, match="have other lengths than planned"):
         PlanSource(PLAN, texts, lambda step: step.ids, lengths=LENGTHS)[0]
-    with pytest.raises(ValueError, match=r"do not have; load without lengths: id \d+"):
+    with pytest.raises(ValueError, match=r"does not count the tokens of these: id \d+: int; id \d+: int"):
         PlanSource(PLAN, list(range(len(DATASET))), lambda step: step.ids, lengths=LENGTHS)[0]
+
+
+@dataclasses.dataclass
+class Labelled:
+    tokens: np.ndarray
+    label: int = 1
+
+
+LABELLED = {
+    "tuple of ndarray, int": lambda tokens: (tokens, 1),
+    "tuple of str, int": lambda tokens: ("text", 1),
+    "dict with the keys 'tokens', 'label'": lambda tokens: {"tokens": tokens, "label": 1},
+    "Labelled": Labelled,
+}
+
+
+@pytest.mark.parametrize("on_mismatch", ["error", "adjust"])
+@pytest.mark.parametrize("kind", LABELLED)
+def test_fields_are_not_taken_for_tokens(kind, on_mismatch):
+    """`len` of tokens and a label is 2, whatever was planned: cut to 1 token, the label was lost."""
+    samples = [LABELLED[kind](DATASET[i]) for i in range(len(DATASET))]
+    source = PlanSource(PLAN, samples, lambda step: step, lengths=LENGTHS, on_mismatch=on_mismatch)
+    first, second = (int(i) for i in PLAN.rows(0)[0, :2])
+    with pytest.raises(ValueError, match=f"id {first}: {kind}; id {second}: {kind}"):
+        source.read(0)
+    read = PlanSource(PLAN, samples, lambda step: step).read(0)
+    assert read.batch.samples[0][0] is samples[first]
+
+
+def test_what_cannot_be_cut_is_named():
+    samples = [{*range(40)} for _ in range(len(DATASET))]
+    with pytest.raises(ValueError, match=r"a set cannot be cut to its planned length: id \d+"):
+        PlanSource(PLAN, samples, lambda step: step, lengths=LENGTHS, on_mismatch="adjust").read(0)
+
+
+def test_other_fields_of_adjusted_pairs_stay():
+    lengths = np.array([[2, 3], [3, 2]])
+    plan = make_plan(lengths, [(2, 3, 3)], order="dataset")
+    pairs = [(np.arange(2), np.arange(5), "label"), (np.arange(3), np.arange(2), "other")]
+    source = PlanSource(plan, pairs, lambda step: step.samples[0], lengths=lengths, on_mismatch="adjust")
+    (first, second), adjusted = source[0], source.read(0).num_adjusted
+    assert (first[1].tolist(), first[2], second[2], adjusted) == ([0, 1, 2], "label", "other", 1)
+    wrong = [{"source": pairs[0][0]}, (np.arange(3), ([1, 2], 3))]
+    with pytest.raises(ValueError, match="id 0: dict with the keys 'source'; id 1: tuple of list, int"):
+        PlanSource(plan, wrong, lambda step: step, lengths=lengths)[0]
 
 
 def test_lengths_that_cannot_be_those_of_the_plan_are_refused():

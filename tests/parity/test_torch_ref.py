@@ -97,7 +97,9 @@ def test_samples_longer_than_planned_are_named():
         list(torch_ref.load(cut, dataset_of([4, 9])))
 
 
-@pytest.mark.parametrize("sample", [np.ones(2), np.ones((2, 1), dtype=np.uint8), np.empty(0, dtype=np.uint8)])
+@pytest.mark.parametrize(
+    "sample", [np.ones(2), np.ones((2, 1), np.uint8), np.empty(0, np.uint8), (np.ones(2, np.uint8), 1), {"tokens": [1]}]
+)
 def test_samples_that_are_not_token_arrays_are_named(sample):
     """A sample is a 1-D integer array with at least one element."""
     plan = torch_ref.make_plan([2, 2], [(2, 2)], order="length")
