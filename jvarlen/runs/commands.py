@@ -28,7 +28,7 @@ from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import OrderWord
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+from jvarlen.runs.config import FitConfig, changed_contents, is_run_dir, load_config
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, shapes_for
 
 if TYPE_CHECKING:
@@ -289,8 +289,9 @@ class ExportCommand:
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
         tokenizer = self.tokenizer or trained.settings.data.tokenizer
         if tokenizer is not None:
+            codec = trained.codec(self.tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
-            if (end_token := trained.end_token(FileTokenizer(tokenizer))) is not None:
+            if (end_token := trained.end_token(codec)) is not None:
                 metadata["end_token"] = str(end_token)
         models.save_params(self.out, trained.params, trained.model, metadata=metadata)
         size = sum(np.size(leaf) for leaf in trained.arrays.values())
@@ -300,6 +301,7 @@ class ExportCommand:
 class _Trained(NamedTuple):
     """A checkpoint of a run of the built-in model."""
 
+    run_dir: Path
     settings: FitConfig
     model: TransformerConfig  # with the size of the vocabulary that it was trained with
     params: nnx.State
@@ -307,10 +309,17 @@ class _Trained(NamedTuple):
     num_steps: int
 
     def codec(self, given: Path | None) -> Tokenizer:
-        """Between text and the run's tokens, by the given tokenizer or the run's own."""
-        tokenizer = given or self.settings.data.tokenizer
+        """Between text and the run's tokens, by the run's own tokenizer, wherever it lies; ValueError for another."""
+        own = self.settings.data.tokenizer
+        tokenizer = given or own
         if tokenizer is not None:
-            return FileTokenizer(tokenizer)
+            codec = FileTokenizer(tokenizer)
+            if own is not None and changed_contents(self.run_dir, {str(own): codec.key}):
+                raise UserError(
+                    f"{tokenizer} is not the tokenizer that {self.run_dir} was trained with, or has changed since: put "
+                    f"the file back that {own} was then, or name it with --tokenizer"
+                )
+            return codec
         if self.model.vocab_size != _NUM_BYTES:
             raise UserError(
                 f"the run's {self.model.vocab_size:,} tokens are no bytes, and its settings name no tokenizer: give one"
@@ -337,7 +346,7 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
         params = models.params_from_flat(model, arrays)
     except UserError as error:
         raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None
-    return _Trained(settings, model, params, arrays, place.num_steps_done)
+    return _Trained(run_dir, settings, model, params, arrays, place.num_steps_done)
 
 
 def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest: int) -> list[Int32[np.ndarray, " L"]]:

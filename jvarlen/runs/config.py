@@ -10,7 +10,7 @@ import dataclasses
 import glob
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -39,6 +39,7 @@ __all__ = [
     "OptimizerConfig",
     "PlanConfig",
     "TrackerName",
+    "changed_contents",
     "changes_between",
     "default_settings",
     "evaluation_name",
@@ -336,6 +337,16 @@ def load_config(path: Path) -> FitConfig:
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
     return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **models))
+
+
+def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str]:
+    """The files, data and tokenizer, that had other content keys when the run began."""
+    path = run_dir / "data.json"
+    try:
+        saved = dict(json.loads(regular_file(path).read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} holds no keys of data: {error}") from None
+    return [name for name, key in content_keys.items() if saved.get(name, key) != key]
 
 
 def is_run_dir(path: Path) -> bool:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import regular_file, save_dataclass, write_atomically
+from jvarlen._common.checks import UserError
+from jvarlen._common.files import save_dataclass, write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
@@ -131,9 +131,9 @@ def point_latest_to(run_dir: Path) -> None:
 
 
 def resumed_run_dir(
-    config: FitConfig, run_dir: Path, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
+    config: FitConfig, run_dir: Path, plan: Plan, held: contextlib.ExitStack
 ) -> tuple[Path, list[Change]]:
-    """Updates the settings of a run to resume, and tells which changed; ValueError for another plan or other data."""
+    """Updates the settings of a run to resume, and tells which changed; ValueError for another plan."""
     run_dir = run_dir.resolve()
     config_path = run_dir / "config.json"
     saved = load_config(config_path)  # first: a directory without a run gets no lock file
@@ -151,14 +151,6 @@ def resumed_run_dir(
         raise UserError(
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
-        )
-    try:
-        saved_keys = dict(json.loads(regular_file(run_dir / "data.json").read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{run_dir / 'data.json'} holds no keys of data: {error}") from None
-    if changed := [name for name in saved_keys | content_keys if saved_keys.get(name) != content_keys.get(name)]:
-        raise UserError(
-            f"{run_dir} can only be resumed with its own data; the content of {list_first(changed)} differs"
         )
     save_config(config, config_path)
     return run_dir, changes

@@ -299,7 +299,7 @@ def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> Path:
         if is_main_process() and resumed is None:
             run_dir = new_run_dir(config, prepared.shapes, plan, keys, held)
         elif is_main_process() and resumed is not None:
-            run_dir, changed = resumed_run_dir(config, resumed, plan, keys, held)
+            run_dir, changed = resumed_run_dir(config, resumed, plan, held)
             say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
         return run_dir

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
@@ -31,7 +32,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.compare import length_histogram
-from jvarlen.runs.config import AUTO, FitConfig, shared_settings
+from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, shared_settings
 from jvarlen.runs.plan_config import ChosenShapes
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
@@ -101,6 +102,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
         data = open_training_data(config, given)
+        if (resumed := config.directory.resumed) is not None and is_run_dir(resumed):
+            _refuse_changed(resumed, data, config.data.tokenizer)
         lengths = _lengths_of(data.train, task, config.progress)
         held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
         say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
@@ -138,6 +141,17 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             _check_layout(layout, prepared.task, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         raise_if_interrupted()
     return prepared
+
+
+def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
+    """Raises ValueError for files that a run began with other content of; before shapes are, which would not fit."""
+    changed = changed_contents(run_dir, data.content_keys)
+    if str(tokenizer) in changed:  # which is a part of all other keys
+        changed = [str(tokenizer)]
+    if changed:
+        raise UserError(
+            f"{run_dir} began with another content of {list_first(changed)}: put it back, or begin a new run"
+        )
 
 
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:

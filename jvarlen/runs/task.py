@@ -12,8 +12,10 @@ import jax
 import optax
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.files import regular_file
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
+from jvarlen.data.length_cache import content_key
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
@@ -164,7 +166,7 @@ class TrainingData(NamedTuple):
     evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
     vocab_size: int  # how many values a token can have
     is_bytes: bool  # whether the tokens are known to be the bytes of text
-    content_keys: dict[str, str]  # of each file, by its name
+    content_keys: dict[str, str]  # of each file and of the tokenizer, by its name
 
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
@@ -185,12 +187,15 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         split = Split(mixed, Mixture([split.held_out for split in splits]))
     else:
         split = given or split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
+    keys = {str(path): dataset.content_key for path, dataset in opened.items()}
+    if own.tokenizer is not None:
+        keys[str(own.tokenizer)] = content_key(regular_file(own.tokenizer))
     return TrainingData(
         train=split.train,
         evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
         vocab_size=max([config.decoder.vocab_size, *(dataset.num_values or 0 for dataset in opened.values())]),
         is_bytes=given is None and all(dataset.is_bytes for dataset in opened.values()),
-        content_keys={str(path): dataset.content_key for path, dataset in opened.items()},
+        content_keys=keys,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.config import DirectoryConfig, FitConfig, is_run_dir, load_config
+from jvarlen.runs.config import DirectoryConfig, FitConfig, changed_contents, is_run_dir, load_config
 from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.plan_config import PlanConfig, epoch_plan, shapes_for
 
@@ -92,7 +92,7 @@ def begin(config):
 
 def resume(config, run_dir):
     with contextlib.ExitStack() as held:
-        return resumed_run_dir(config, run_dir, plan_of(config), {}, held)[1]
+        return resumed_run_dir(config, run_dir, plan_of(config), held)[1]
 
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path):
@@ -148,7 +148,7 @@ def test_damaged_keys_of_the_data_are_refused_by_name(tmp_path, content):
     run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
     (run_dir / "data.json").write_text(content)
     with pytest.raises(ValueError, match=r"data\.json holds no keys of data"):
-        resume(FitConfig(), run_dir)
+        changed_contents(run_dir, {})
 
 
 def test_the_link_to_the_latest_run_replaces_no_file_of_the_user(tmp_path, monkeypatch):

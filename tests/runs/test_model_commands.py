@@ -1,5 +1,6 @@
 """`jvarlen sample` and `jvarlen export`: runs of the built-in model, of bytes or of a tokenizer, and on no others."""
 
+import dataclasses
 import functools
 import json
 
@@ -13,6 +14,7 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig, flat_params, generate, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
+from jvarlen.runs.task import open_training_data
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
 from tests.settings import changed
@@ -34,7 +36,7 @@ def scaled(step):
 def make_run(folder, params_of_step=scaled, **settings):
     """A run directory as `fit` leaves it, without the training: checkpoint 1 is the best, checkpoint 2 the latest."""
     folder.mkdir()
-    save_config(changed(FitConfig(), decoder=MODEL, **settings), folder / "config.json")
+    save_config(changed(FitConfig(), **{"decoder": MODEL} | settings), folder / "config.json")
     with open_checkpoints(folder / "checkpoints") as checkpoints:
         for step, metric in ((BEST, 1.0), (LATEST, 2.0)):
             place = Place(num_steps_done=step, epoch=0, step=step, plan_digest="")
@@ -135,6 +137,37 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_is_exported_w
     assert json.loads(metadata["config"])["vocab_size"] == 400
     assert metadata["tokenizer"] == tokenizer.read_text()
     assert (metadata["end_token"], metadata["num_steps"]) == ("1", "200")
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_tokenizer_that_changed_since_the_training_is_refused_by_name(tmp_path, capsys, is_moved):
+    pytest.importorskip("safetensors")
+    tokenizer, data = tokenizer_file(tmp_path / "tokenizer.json"), tmp_path / "train.txt"
+    data.write_text("".join(f"w{i} a plan\n" for i in range(7, 60)))
+    settings = {"data": DataConfig(files=(data,), tokenizer=tokenizer, held_out_fraction=0.3), "progress": False}
+    model = dataclasses.replace(MODEL, vocab_size=400)
+    run = make_run(tmp_path / "run", lambda step: init_params(model, seed=step), decoder=model, **settings)
+    keys = open_training_data(FitConfig(**settings)).content_keys
+    (run / "data.json").write_text(json.dumps(keys))
+    given = []
+    if is_moved:
+        given = ["--tokenizer", tokenizer.rename(tmp_path / "moved.json")]
+        tokenizer = given[1]
+    commands = [
+        ["sample", run, "--prompt", "a plan", *SAMPLED, *given],
+        ["export", run, tmp_path / "model.safetensors", *given],
+    ]
+    for args in commands:
+        assert main(list(map(str, args))) == 0
+    capsys.readouterr()
+    tokenizer.write_text(tokenizer.read_text().replace('"plan"', '"nalp"'))  # as many ids
+    for args in commands:
+        line = said(capsys, *args)
+        assert f"{tokenizer} is not the tokenizer that {run} was trained with" in line
+        assert f"{tmp_path / 'tokenizer.json'} was then, or name it with --tokenizer" in line
+    if not is_moved:
+        line = said(capsys, "train", "--resume", run, "--no-progress")
+        assert line == f"jvarlen: {run} began with another content of {tokenizer}: put it back, or begin a new run"
 
 
 @pytest.mark.parametrize(("flags", "step"), [([], LATEST), (["--from", "best"], BEST)])
