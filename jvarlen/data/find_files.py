@@ -13,13 +13,14 @@ import hashlib
 import os
 import re
 import secrets
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import default_cache_dir, regular_file
+from jvarlen._common.files import default_cache_dir, regular_file, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
@@ -178,7 +179,7 @@ def _downloaded(url: str, progress: bool) -> Path:
                     out.write(chunk)
                     shown.update(len(chunk))
 
-        paths = [_made_once(key, PurePosixPath(each).name, functools.partial(download, each)) for each in roots]
+        paths = [_made_once(key, PurePosixPath(each).name, url, functools.partial(download, each)) for each in roots]
         return paths[0]
 
 
@@ -204,7 +205,7 @@ def _decompressed(path: Path, name: str, progress: bool) -> Path:
                     raise
                 raise UserError(f"{name} is damaged or was cut short: {error}") from None
 
-    return _made_once(content_key(path), path.with_suffix("").name, decompress)
+    return _made_once(content_key(path), path.with_suffix("").name, name, decompress)
 
 
 def _open_compressed(source: Any, path: Path) -> Any:
@@ -221,19 +222,28 @@ def _bar(text: str, num_bytes: int, progress: bool) -> Any:
     return progress_bar(total=num_bytes, desc=text, unit="B", unit_scale=True, progress=progress)
 
 
-def _made_once(key: str, name: str, make: Callable[[Path], None]) -> Path:
-    """The file of a key in the user's caches, made by the first process that needs it; the others wait for it."""
+def _made_once(key: str, name: str, source: str, make: Callable[[Path], None]) -> Path:
+    """The file of a key in the user's caches, made of a source by the first process that needs it; the others wait."""
     directory = default_cache_dir() / "files" / key[:16]
-    path = directory / name
-    if path.exists():
+    path, seal = directory / name, directory / f".{name}.key"  # which is the content key of what was made
+    if _is_sealed(path, seal):
         return path
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / ".lock"):
-        if not path.exists():
+        if not _is_sealed(path, seal):
+            if path.exists() and seal.exists():
+                warnings.warn(f"{path} is not as it was made of {source}: it is made again", stacklevel=2)
             part = directory / f".{name}.{secrets.token_hex(4)}.part"
             try:
                 make(part)
+                with write_atomically(seal) as file:
+                    file.write(content_key(part).encode())
                 os.replace(part, path)
             finally:
                 part.unlink(missing_ok=True)
     return path
+
+
+def _is_sealed(path: Path, seal: Path) -> bool:
+    """Whether a file is there as it was made."""
+    return path.is_file() and seal.is_file() and seal.read_bytes() == content_key(path).encode()

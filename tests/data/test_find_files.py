@@ -71,6 +71,19 @@ def test_compressed_lines_are_those_of_the_file(tmp_path, ending, compress, cach
     assert texts_of(open_data(path, progress=False)) == ["other"]
 
 
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "memory:///data/t.jsonl"])
+@pytest.mark.parametrize("damage", [lambda text: text.replace(b"one", b"two"), lambda text: text[:-9]])
+def test_a_kept_copy_that_has_changed_is_made_again(store, tmp_path, name, damage, cache):
+    store.pipe("/data/t.jsonl", lines(TEXTS))
+    path = name if "://" in name else write(tmp_path / name, gzip.compress(lines(TEXTS)))
+    assert texts_of(open_data(path, progress=False)) == TEXTS
+    (kept,) = cache.rglob("t.jsonl")
+    kept.write_bytes(damage(lines(TEXTS)))
+    with pytest.warns(UserWarning, match=rf"{kept} is not as it was made of {path}: it is made again"):
+        assert texts_of(open_data(path, progress=False)) == TEXTS
+    assert kept.read_bytes() == lines(TEXTS)
+
+
 @pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
 def test_a_compressed_file_cut_short_or_damaged_is_named_and_nothing_is_kept(tmp_path, ending, compress, cache):
     whole = compress(lines(TEXTS) + np.random.default_rng(0).bytes(3000))
