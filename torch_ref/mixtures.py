@@ -116,8 +116,8 @@ class Mixture(Dataset[Any]):
         epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e continues in that sequence
             where epoch e - 1 ended, and wraps around at its end.
         carry: as for `mixture_counts`. Only with weights.
-        loss_weights: [D] finite numbers >= 0 that the loss weights of each dataset's tokens are multiplied by; samples
-            are then `WeightedTokens`. None leaves all samples as they are.
+        loss_weights: [D] finite numbers >= 0, not all 0, that the loss weights of each dataset's tokens are multiplied
+            by; samples are then `WeightedTokens`. None leaves all samples as they are.
 
     Attributes:
         counts: int64[D], samples of each dataset.
@@ -176,6 +176,9 @@ class Mixture(Dataset[Any]):
         if len(factors) != len(sizes):
             raise ValueError(f"loss_weights must be one for each of {len(sizes)} datasets, got {len(factors)}")
         self._factors = [check_number(f"loss weight {d}", factor) for d, factor in enumerate(factors)]
+        drawn = sizes if weights is None else weights
+        if not any(share and factor for share, factor in zip(drawn, self._factors, strict=True)):
+            raise ValueError("loss_weights of the datasets with a weight must not all be 0: nothing would be learned")
         parts = [np.empty(0, dtype=np.int64)]
         for number, (size, count) in enumerate(zip(sizes, self.counts.tolist(), strict=True)):
             if count:

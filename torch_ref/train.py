@@ -15,6 +15,7 @@ from torch_ref.loader import Batch
 __all__ = [
     "LossFn",
     "backward_of_sums",
+    "join_sums",
     "loss_sums",
     "segments_of",
     "sum_losses",
@@ -101,8 +102,8 @@ def train_step(
     """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
 
     Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
-    split of a step over replicas and microbatches gives the same gradient up to rounding. Where all weights are 0 the
-    loss and the gradient are 0.
+    split of a step over replicas and microbatches gives the same gradient up to rounding. Where the weights add up to 0
+    the gradient is 0, and there is no loss.
 
     Args:
         model: gives logits [B, T, V] for tokens int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
@@ -116,8 +117,10 @@ def train_step(
         max_norm: global norm to which gradients are clipped; None for no clipping.
 
     Returns:
-        `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
-        samples; all three over the whole step.
+        `loss`: mean nats a token, a scalar without gradient, NaN where the weights add up to 0; `weight`: their sum;
+        `num_sequences`: real samples; all three over the whole step. Both scalars are float32 at least. To add up
+        steps, take `float(loss) * float(weight)`, a step late, in Python's floats: sums in float32 lose counts above
+        2**24.
 
     References:
         `DistributedDataParallel.no_sync` for reducing once a step: Li et al. 2020, "PyTorch Distributed: Experiences on
@@ -151,15 +154,21 @@ def backward_of_sums(
         around: gives the context of a microbatch's forward and backward pass; it is told whether it is the last one.
 
     Returns:
-        (sum of losses, sum of weights) of the batch: [2], in the loss's dtype and without gradient.
+        (sum of losses, sum of weights) of the batch: [2], without gradient, in float32 or the loss's wider dtype.
     """
     sums: list[Tensor] = []
     for index in range(len(batch.tokens)):
         with around(index == len(batch.tokens) - 1):
             loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
             torch.autograd.backward(loss_sum)
-        sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
+        sums.append(join_sums(loss_sum, weight_sum))
     return torch.stack(sums).sum(dim=0)
+
+
+def join_sums(loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
+    """Return the two sums as [2] without gradient, in float32 at least: bfloat16 counts no further than 256."""
+    wide = torch.promote_types(loss_sum.dtype, torch.float32)
+    return torch.stack([loss_sum.detach().to(wide), weight_sum.to(wide)])
 
 
 def update(
@@ -188,7 +197,7 @@ def update(
     """
     loss, weight = total
     # Sums are 0 where weights are: dividing by 1 then keeps them 0.
-    divisor = torch.where(weight > 0, weight, torch.ones_like(weight))
+    divisor = torch.where(weight != 0, weight, torch.ones_like(weight))
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
         gradient.div_(divisor / num_averaged)
@@ -205,7 +214,11 @@ def update(
         for gradient in gradients:
             gradient.mul_(scale)
     optimizer.step()
-    return {"loss": loss / divisor, "weight": weight, "num_sequences": batch.num_sequences}
+    return {
+        "loss": (loss / divisor).masked_fill(weight == 0, torch.nan),
+        "weight": weight,
+        "num_sequences": batch.num_sequences,
+    }
 
 
 def _reduce(model: nn.Module, total: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ class Mixture(Dataset):
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       carry: as for `mixture_counts`; needs weights.
-      loss_weights: D numbers, finite and at least 0, by which the loss weights of each dataset's tokens are multiplied.
-        None or 1 leaves samples as they are; those of other datasets become `WeightedTokens`.
+      loss_weights: D numbers, finite, at least 0 and not all 0, by which the loss weights of each dataset's tokens are
+        multiplied. None or 1 leaves samples as they are; those of other datasets become `WeightedTokens`.
 
     Attributes:
       counts: int64[D], samples of each dataset.
@@ -195,6 +195,8 @@ class Mixture(Dataset):
             before = [int(epoch) * count for count in counts]
         if loss_weights is not None:
             _check_numbers(sizes, loss_weights, "loss weights")
+            if not any(share and factor for share, factor in zip(weights or sizes, loss_weights, strict=True)):
+                raise UserError("loss weights of datasets that are drawn must not all be 0: nothing would be learned")
         self._loss_weights = loss_weights
         self.counts = np.array(counts, np.int64)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)

@@ -17,9 +17,11 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.samples import WeightedTokens, fields_of
 
 __all__ = [
+    "OWN_COLLATE",
     "CollateFn",
     "StepSamples",
     "collate_for",
+    "count_without_target",
     "pack_pairs_to_bucket",
     "pack_to_bucket",
     "pad_pairs_to_bucket",
@@ -129,9 +131,23 @@ _COLLATE: dict[tuple[int, bool], tuple[CollateFn, str]] = {
 }
 
 
+OWN_COLLATE = tuple(collate for collate, _ in _COLLATE.values())
+
+
 def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
     """The function for a plan whose buckets have so many lengths, and whose rows hold one sample or several."""
     return _COLLATE[num_lengths, is_packed][0]
+
+
+def count_without_target(step: StepSamples) -> int:
+    """How many samples have no target: weight 0 on all tokens that are left, of a pair on those of its target."""
+    is_pairs = len(step.bucket.lengths) > 1
+    flat = [sample[1] if is_pairs else sample for microbatch in step.samples for sample in microbatch]
+    chunks = _chunks(step, -1) or [slice(None)] * len(flat)
+    return sum(
+        isinstance(sample, WeightedTokens) and not sample.weights[chunk].any()
+        for sample, chunk in zip(flat, chunks, strict=True)
+    )
 
 
 def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]:
@@ -184,13 +200,19 @@ def _cut(
             sample.weights if isinstance(sample, WeightedTokens) else np.ones(len(tokens), np.float32)
             for sample, tokens in zip(flat, samples, strict=True)
         ]
-    if step.truncate or step.starts is not None:
-        most = step.bucket.lengths[side or 0]
-        starts = [0] * len(samples) if step.starts is None else step.starts[step.ids >= 0].tolist()
-        chunks = [slice(start, start + most) for start in starts]
+    if chunks := _chunks(step, side or 0):
         samples = [tokens[chunk] for tokens, chunk in zip(samples, chunks, strict=True)]
         weights = weights and [of_sample[chunk] for of_sample, chunk in zip(weights, chunks, strict=True)]
     return samples, None if weights is None else np.concatenate(weights)
+
+
+def _chunks(step: StepSamples, side: int) -> list[slice]:
+    """The part of each sample that its row holds; empty if all are whole."""
+    if not step.truncate and step.starts is None:
+        return []
+    most, is_sample = step.bucket.lengths[side], step.ids >= 0
+    starts = [0] * int(is_sample.sum()) if step.starts is None else step.starts[is_sample].tolist()
+    return [slice(start, start + most) for start in starts]
 
 
 def _padded(

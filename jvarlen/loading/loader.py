@@ -19,7 +19,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
-from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, pad_to_bucket
+from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, count_without_target, pad_to_bucket
 from jvarlen.loading.plan_source import IdsDigest, OnMismatch, PlanSource, ReadStep, read_sample, spec_of_steps
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
@@ -48,6 +48,8 @@ class Loader(Iterator[Any]):
       shapes: of the batches, and where they lie, which `compile_buckets` takes.
       num_samples: samples of this process delivered so far, over all epochs.
       num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
+      num_without_target: how many of them have weight 0 on all tokens that are left of them, of a pair on those of its
+        target; unknown, 0, with a `collate` of your own.
       ids_digest: 64 hex digits: the hash of the ids that were read for the batches delivered since the epoch began, or
         since `start_step`. At the end of the epoch it equals `planned_ids_digest` of the plan. None before the first
         batch, and without `verify`.
@@ -68,6 +70,7 @@ class Loader(Iterator[Any]):
         self._ended: Exception | None = None
         self.num_samples = 0
         self.num_adjusted = 0
+        self.num_without_target = 0
         self.ids_digest: str | None = None
 
     @functools.cached_property
@@ -86,6 +89,7 @@ class Loader(Iterator[Any]):
             raise
         self.num_samples += delivered.num_samples
         self.num_adjusted += delivered.num_adjusted
+        self.num_without_target += delivered.num_without_target
         self.ids_digest = delivered.ids_digest
         return delivered.batch
 
@@ -258,8 +262,11 @@ def _load_stream(
             samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
             truncate = stream.overlong == "truncate"
-            batch = make_batch(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences))
-            yield ReadStep(number, put(batch, placement), num_sequences, 0, step.ids[step.ids >= 0])
+            step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
+            batch = put(make_batch(step_samples), placement)
+            num_without_target = count_without_target(step_samples) if make_batch is pad_to_bucket else 0
+            own_ids = step.ids[step.ids >= 0]
+            yield ReadStep(number, batch, num_sequences, 0, own_ids, num_without_target=num_without_target)
 
     batch_spec = None if make_batch is pad_to_bucket else unknown
     shapes = BatchShapes(

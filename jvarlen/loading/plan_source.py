@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.loading.collate import CollateFn, StepSamples, pad_to_bucket
+from jvarlen.loading.collate import OWN_COLLATE, CollateFn, StepSamples, count_without_target, pad_to_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.samples import WeightedTokens, fields_of
@@ -38,6 +38,7 @@ class ReadStep(NamedTuple):
     num_adjusted: int  # samples that were cut or are shorter than planned
     ids: Int64[np.ndarray, " n"]  # in the order in which they were read
     ids_digest: str | None = None  # of all steps so far
+    num_without_target: int = 0  # samples without a token that has weight, if the library collates them
 
 
 class PlanSource:
@@ -111,7 +112,9 @@ class PlanSource:
             num_sequences=int(plan.num_sequences[step]),
             starts=starts,
         )
-        return ReadStep(step, self._collate(step_samples), len(ids), num_adjusted, ids)
+        batch = self._collate(step_samples)
+        num_without_target = count_without_target(step_samples) if self._collate in OWN_COLLATE else 0
+        return ReadStep(step, batch, len(ids), num_adjusted, ids, num_without_target=num_without_target)
 
     def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[list[Any]]) -> int:
         """Compares lengths with those planned; returns how many samples differ, which are cut in place if longer."""

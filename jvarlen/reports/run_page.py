@@ -147,7 +147,7 @@ def _evaluation(run: Run, kind: str) -> str:
     if kind not in run.evaluations:
         return _UNKNOWN
     _, loss = run.evaluations[kind]
-    return ", then ".join(f"{value:.3f}" for value in (loss[0], *loss[1:][-1:]))
+    return ", then ".join(_UNKNOWN if math.isnan(value) else f"{value:.3f}" for value in (loss[0], *loss[1:][-1:]))
 
 
 def _bucket_row(use: BucketUse) -> list[str]:

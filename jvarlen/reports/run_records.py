@@ -158,7 +158,9 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
         elif "evaluation" in record:
             in_bits &= "bits_per_token" in record
             loss = record["bits_per_token" if in_bits else "mean_loss"]
-            evaluations.setdefault(record["evaluation"], []).append((record["step"], loss))
+            evaluations.setdefault(record["evaluation"], []).append(
+                (record["step"], math.nan if loss is None else loss)
+            )
     return Run(
         steps={name: np.array(column) for name, column in steps.items()},
         evaluations={name: np.array(each, np.float64).T for name, each in evaluations.items()},

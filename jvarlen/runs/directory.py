@@ -181,8 +181,9 @@ class Summary:
     """The result of a run; `summary.json` holds the same.
 
     Attributes:
-      held_out_before: the evaluation on held-out samples before the first step, in `evaluated_in`.
-      held_out_after: the same after the last step; None if the run was interrupted.
+      held_out_before: the evaluation on held-out samples before the first step, in `evaluated_in`; None if none of
+        their tokens has weight in the loss.
+      held_out_after: the same after the last step; None also if the run was interrupted.
       evaluations: the same for every evaluation set, by name; empty if the run was interrupted.
       num_steps: steps done.
       num_tokens: real tokens trained on.
@@ -194,6 +195,9 @@ class Summary:
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
       data_wait: share of these spent waiting for data.
       num_adjusted: samples of process 0 that were cut or left shorter because they do not have the planned length.
+      num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
+        their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
+      num_steps_without_weight: steps in which no sample had one: they have no loss, and a gradient of 0.
       compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
       stall_s: seconds that steps and evaluations waited for the compiler.
@@ -201,9 +205,9 @@ class Summary:
         other tokens, `"loss"` for a loss of your own.
     """
 
-    held_out_before: float
+    held_out_before: float | None
     held_out_after: float | None
-    evaluations: dict[str, float]
+    evaluations: dict[str, float | None]
     num_steps: int
     num_tokens: int
     real_tokens_per_s: float
@@ -214,18 +218,21 @@ class Summary:
     train_s: float
     data_wait: float
     num_adjusted: int
+    num_without_target: int
+    num_steps_without_weight: int
     compilations_after_first_step: int
     interrupted: bool
     stall_s: float = 0.0
     evaluated_in: EvaluatedIn = "bits per byte"
 
     def __str__(self) -> str:
-        after = self.held_out_after
         lines = {
-            f"held-out {self.evaluated_in} before": f"{self.held_out_before:.3f}",
-            f"held-out {self.evaluated_in} after": "– (interrupted)" if after is None else f"{after:.3f}",
+            f"held-out {self.evaluated_in} before": _told(self.held_out_before),
+            f"held-out {self.evaluated_in} after": (
+                "– (interrupted)" if self.interrupted else _told(self.held_out_after)
+            ),
             **{
-                f"{self.evaluated_in} on {name}": f"{bits:.3f}"
+                f"{self.evaluated_in} on {name}": _told(bits)
                 for name, bits in self.evaluations.items()
                 if name != HELD_OUT
             },
@@ -238,9 +245,15 @@ class Summary:
             f"{self.stall_s:.1f} waited for",
             "train seconds": f"{self.train_s:.1f} ({self.data_wait:.2%} waiting for data)",
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
+            **({"samples without a target": f"{self.num_without_target:,}"} if self.num_without_target else {}),
+            **({"steps without weight": f"{self.num_steps_without_weight:,}"} if self.num_steps_without_weight else {}),
             "compilations after the first step": f"{self.compilations_after_first_step}",
         }
         return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
+
+
+def _told(metric: float | None) -> str:
+    return "– (no token has weight)" if metric is None else f"{metric:.3f}"
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:

@@ -26,16 +26,18 @@ _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for t
 class Means(NamedTuple):
     """The loss and the scalar sums of some steps over Σ weight."""
 
-    loss: float  # in nats for a language model; 0 if nothing has weight
+    loss: float | None  # in nats for a language model; None, like all sums, if nothing has weight
     weight: float  # Σ weight; for a language model the tokens that are learned, those of cut samples as cut
-    sums: dict[str, float]
+    sums: dict[str, float | None]
 
 
 def means_of(total: Metrics) -> Means:
     """The means of sums, as `MetricSums` gives them."""
     scalars = {name: value for name, value in sorted(total.sums.items()) if np.ndim(value) == 0}
     weight = float(total.weight_sum)
-    return Means(float(total.loss), weight, {name: float(value) / (weight or 1.0) for name, value in scalars.items()})
+    if not weight:
+        return Means(None, weight, dict.fromkeys(scalars))
+    return Means(float(total.loss), weight, {name: float(value) / weight for name, value in scalars.items()})
 
 
 def is_interrupted_at(num_steps: int) -> bool:
@@ -52,21 +54,30 @@ class Evaluator:
         self._eval_step = eval_step
         self._trackers = trackers
         self._heartbeat = heartbeat
-        self._latest: tuple[int, dict[str, float]] | None = None
+        self._latest: tuple[int, dict[str, float | None]] | None = None
 
-    def evaluate(self, state: TrainState, place: Place) -> dict[str, float] | None:
-        """The metric of each set, lower is better: bits per token, or the user's loss. None: it was interrupted."""
+    def evaluate(self, state: TrainState, place: Place) -> dict[str, float | None] | None:
+        """The metric of each set, lower is better: bits per token, or the user's loss. None: it was interrupted.
+
+        The metric of a set in which nothing has weight is None.
+        """
         if self._latest is not None and self._latest[0] == place.num_steps_done:
             return self._latest[1]
         means = self._take_steps(state)
         if means is None:
             return None
         in_bits = self._prepared.task.is_language_model
-        metrics = {name: mean.loss / math.log(2) if in_bits else mean.loss for name, mean in means.items()}
+        metrics = {
+            name: mean.loss / math.log(2) if in_bits and mean.loss is not None else mean.loss
+            for name, mean in means.items()
+        }
         told = [f"evaluation after step {place.num_steps_done:,}"]
         for name, metric in metrics.items():
-            told.append(f"{name} {metric:.3f} bits/token" if in_bits else f"{name} loss {metric:.4g}")
-            told += [f"{of_sum} {mean:.4g}" for of_sum, mean in means[name].sums.items()]
+            if metric is None:
+                told.append(f"{name} has no value: none of its tokens has weight in the loss")
+            else:
+                told.append(f"{name} {metric:.3f} bits/token" if in_bits else f"{name} loss {metric:.4g}")
+                told += [f"{of_sum} {mean:.4g}" for of_sum, mean in means[name].sums.items()]
             figure = "bits_per_token" if in_bits else "mean_loss"  # by which readers tell a loss of the user's own
             record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: metric}
             self._trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)

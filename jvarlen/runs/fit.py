@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import remembered_interrupts
+from jvarlen._common.progress import show_line
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -56,6 +57,7 @@ from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = ["FitResult", "dry_run", "fit"]
 
+_MOST_NAMED = 5  # steps without weight; all of them are in the log
 _WAIT_S = 0.2  # for the compiler, between two looks at whether the run was interrupted
 
 
@@ -217,7 +219,7 @@ class _Trained(NamedTuple):
 
     state: TrainState
     place: Place
-    evaluations: dict[str, float] | None  # the metric of each set after the last step; None: it was interrupted
+    evaluations: dict[str, float | None] | None  # the metric of each set after the last step; None: it was interrupted
     num_compilations: int  # after the first step
 
 
@@ -356,9 +358,12 @@ def _train(run: _Run) -> _Trained:
 
             def end_step(record: dict[str, Any], metrics: Metrics) -> None:
                 """Waits for the end of a step, logs it and shows it."""
-                record = _with_metrics(record, metrics) | meter.end_step()
+                record = _with_metrics(record, metrics)
+                record |= meter.end_step(has_weight=record["loss"] is not None)
                 run.trackers.log(record)
                 display.update(record, pending=run.train_step.pending)
+                if record["loss"] is None:
+                    _check_weight(run, meter, record)
 
             while place.num_steps_done < training.num_steps:
                 is_evaluated, kept = _is_due(place, config.eval_every), config.checkpoints
@@ -417,9 +422,24 @@ def _with_metrics(record: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
     record["loss"] = means.loss
     if clashing := means.sums.keys() & (record.keys() | {"time_s"}):
         raise UserError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")
-    if not math.isfinite(means.loss):
+    if means.loss is not None and not math.isfinite(means.loss):
         raise FloatingPointError(f"the loss is {means.loss} at step {record['step']}; the run ends")
     return record | means.sums
+
+
+def _check_weight(run: _Run, meter: StepMeter, record: Mapping[str, Any]) -> None:
+    """Names a step without weight; raises ValueError if all of an epoch, or of the run, were such steps."""
+    num_done, training = record["step"] + 1, run.prepared.training_plan
+    if meter.num_without_weight <= _MOST_NAMED:
+        text = f"step {num_done:,} has no loss: none of its tokens has weight"
+        show_line(text, progress=run.prepared.config.progress)
+    is_whole_run = num_done == training.num_steps == meter.num_in_a_row
+    is_whole_epoch = num_done % training.steps_per_epoch == 0 and meter.num_in_a_row >= training.steps_per_epoch
+    if is_whole_run or is_whole_epoch:
+        raise UserError(
+            f"no token has weight in the loss in any of the last {meter.num_in_a_row:,} steps, "
+            f"{'the whole run' if is_whole_run else 'a whole epoch'}: nothing was learned"
+        )
 
 
 def _raise_if_any_interrupted() -> None:
@@ -438,7 +458,7 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         evaluated_in = "bits per byte" if prepared.data.is_bytes else "bits per token"
     rows, in_background = [*report, *run.eval_step.report], prepared.compile_options.in_background
     summary = Summary(
-        held_out_before=cast(float, place.held_out_before),
+        held_out_before=place.held_out_before,
         held_out_after=None if evaluations is None else evaluations[HELD_OUT],
         evaluations=evaluations or {},
         num_steps=place.num_steps_done,
@@ -452,6 +472,8 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         train_s=place.train_s,
         data_wait=place.data_wait_s / max(place.train_s, 1e-9),
         num_adjusted=place.num_adjusted_done,
+        num_without_target=place.num_without_target_done,
+        num_steps_without_weight=place.num_steps_without_weight,
         compilations_after_first_step=trained.num_compilations,
         interrupted=evaluations is None,
         evaluated_in=evaluated_in,

@@ -24,6 +24,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.loading.loader import Loader, load
+from jvarlen.loading.plan_source import read_sample
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
@@ -31,6 +32,7 @@ from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.samples import WeightedTokens
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, shared_settings
 from jvarlen.runs.plan_config import ChosenShapes
@@ -139,6 +141,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     with together("plan the training"):
         if layout is not None:
             _check_layout(layout, prepared.task, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
+        _check_targets(prepared)
         raise_if_interrupted()
     return prepared
 
@@ -197,6 +200,27 @@ def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, bucke
     check_portable(task.params, training_plan.optimizer, layout=layout, model=task.loss_fn)
     for bucket in sorted(buckets):
         check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
+
+
+def _check_targets(prepared: Prepared) -> None:
+    """Raises ValueError if no token of the training has weight; reads samples until one has."""
+    if prepared.task.collate is not None:
+        return  # whose weights the first steps tell
+    training, dataset = prepared.training_plan, prepared.data.train
+    plan = training.plan_of_epoch(0)
+    longest = (
+        prepared.lengths if plan.overlong == "split" else np.minimum(prepared.lengths, plan.buckets[-1].lengths[-1])
+    )
+    for step in range(min(training.num_steps, plan.num_steps)):
+        ids = plan.rows(step)
+        for i in ids[ids >= 0].tolist():
+            sample = read_sample(dataset, i)
+            if not isinstance(sample, WeightedTokens) or sample.weights[: longest[i]].any():
+                return
+    raise UserError(
+        f"none of {plan.num_samples:,} training samples has a target: all tokens that are left of them have weight 0 "
+        "in the loss; learn other parts (loss_on, loss_weights), or cut less (max_length)"
+    )
 
 
 def show_estimates(prepared: Prepared) -> None:

@@ -40,6 +40,9 @@ class StepMeter:
         self._device = jax.local_devices()[0]
         self._last_end: float | None = None
         self._wait_s = 0.0
+        self.num_without_weight = place.num_steps_without_weight
+        # Steps without weight up to now, with none between them that had some, as far as that is known after a resume.
+        self.num_in_a_row = self.num_without_weight if self.num_without_weight == place.num_steps_done else 0
 
     def next_batch(self) -> Any:
         """The next batch; the time that it takes counts as waiting for data."""
@@ -52,8 +55,10 @@ class StepMeter:
             self._wait_s += end - start
         return batch
 
-    def end_step(self) -> dict[str, Any]:
+    def end_step(self, *, has_weight: bool = True) -> dict[str, Any]:
         """The figures of a step whose metrics have just been read; device memory may be unknown, None."""
+        self.num_without_weight += not has_weight
+        self.num_in_a_row = 0 if has_weight else self.num_in_a_row + 1
         assert self._last_end is not None
         now, wait_s, memory = time.perf_counter(), self._wait_s, self._device.memory_stats()
         step_s = now - self._last_end
@@ -79,6 +84,8 @@ class StepMeter:
             train_s=self._train_s,
             data_wait_s=self._data_wait_s,
             num_adjusted_done=self._before.num_adjusted_done + self._batches.num_adjusted,
+            num_without_target_done=self._before.num_without_target_done + self._batches.num_without_target,
+            num_steps_without_weight=self.num_without_weight,
         )
 
 
@@ -129,8 +136,13 @@ class StepDisplay:
 
     def _show(self, record: Mapping[str, Any], pending: Sequence[AnyBucket]) -> None:
         step_s = max(self._step_s, 1e-9)
+        loss = record["loss"]
+        if loss is None:
+            told_loss = "no loss: no token has weight"
+        else:
+            told_loss = f"loss {loss / math.log(2):.3f} bits/token" if self._in_bits else f"loss {loss:.4g}"
         figures = (
-            f"loss {record['loss'] / math.log(2):.3f} bits/token" if self._in_bits else f"loss {record['loss']:.4g}",
+            told_loss,
             f"{self._num_tokens / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             f"{record['bucket_rows']}×{record['bucket_length']}",

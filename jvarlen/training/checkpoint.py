@@ -56,7 +56,9 @@ class Place:
       train_s: seconds of training so far.
       data_wait_s: how many of these it waited for data.
       num_adjusted_done: samples of process 0 that were cut or left shorter than planned.
-      held_out_before: from the evaluation before the first step; None until then.
+      num_without_target_done: samples of process 0 without a token that has weight in the loss.
+      num_steps_without_weight: steps in which no sample had one.
+      held_out_before: from the evaluation before the first step; None until then, or where that has no value.
     """
 
     num_steps_done: int
@@ -69,6 +71,8 @@ class Place:
     train_s: float = 0.0
     data_wait_s: float = 0.0
     num_adjusted_done: int = 0
+    num_without_target_done: int = 0
+    num_steps_without_weight: int = 0
     held_out_before: float | None = None
 
 

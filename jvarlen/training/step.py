@@ -65,7 +65,7 @@ def update_state(
     told = {
         "batch_size": num_sequences,
         "num_tokens": metrics.num_tokens,
-        "value": metrics.loss,
+        "value": sums.loss,  # 0 without weight, so that no optimizer makes NaN of it
         "grad": grads,
         "value_fn": value_fn,
         "grad_fn": lambda params, _iteration=None: jax.grad(value_fn)(params),

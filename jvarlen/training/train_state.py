@@ -65,14 +65,14 @@ class Metrics(NamedTuple):
 
     @property
     def loss(self) -> jax.Array | np.ndarray:
-        """Σ loss / Σ weight, and 0 where Σ weight is 0.
+        """Σ loss / Σ weight, and NaN where Σ weight is 0: without weight there is no loss.
 
         Outside traced functions the division is on the host: it waits for the step and compiles nothing.
         """
         if isinstance(self.loss_sum, jax.core.Tracer):
-            return divide_once(self.loss_sum, self.weight_sum)
+            return divide_once(self.loss_sum, self.weight_sum, without_weight=jnp.nan)
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
-        return divide_once(loss_sum, weight_sum, np)
+        return divide_once(loss_sum, weight_sum, np, without_weight=np.nan)
 
     def __add__(self, other: Any) -> Any:
         raise TypeError("add up metrics with MetricSums().add(metrics): sums in float32 lose count above 2**24")
@@ -94,7 +94,7 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._total = Metrics(0.0, 0.0)
-        self._num_added = 0
+        self._num_added = self._num_without_weight = 0
         self._pending: collections.deque[Metrics] = collections.deque()
 
     def add(self, metrics: Metrics) -> None:
@@ -114,11 +114,23 @@ class MetricSums:
             self._add_first()
         return self._total
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that were added."""
+        return self._num_added + len(self._pending)
+
+    @property
+    def num_steps_without_weight(self) -> int:
+        """How many of them have Σ weight 0, as if no sample had a target; waits like `total`."""
+        _ = self.total
+        return self._num_without_weight
+
     def _add_first(self) -> None:
         fetched = jax.device_get(self._pending.popleft())
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64)[()], fetched)
         self._total = jax.tree.map(operator.add, self._total, wide) if self._num_added else wide
         self._num_added += 1
+        self._num_without_weight += bool(wide.weight_sum == 0)
 
 
 def _device_arrays(tree: Any) -> list[Any]:
@@ -158,8 +170,8 @@ def own_copy(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
-def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp) -> Any:
-    """Total / weight_sum, and 0 where the weight is exactly 0; `numpy` is JAX's or NumPy itself."""
+def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp, *, without_weight: float = 0.0) -> Any:
+    """Total / weight_sum, and `without_weight` where that is exactly 0; `numpy` is JAX's or NumPy itself."""
     weight_sum = weight_sum.astype(total.dtype)
     is_zero = weight_sum == 0
-    return numpy.where(is_zero, 0, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)
+    return numpy.where(is_zero, without_weight, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import make_plan, pack_samples
+from jvarlen import WeightedTokens, make_plan, pack_samples
 from jvarlen._common.workers import portable_error
-from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket
+from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
 from tests.conftest import random_dataset
 
@@ -197,3 +197,26 @@ def test_a_portable_error_keeps_notes_and_traceback(error, arrives):
     assert note == "while reading sample 7"
     assert told.startswith("In a worker process:\n")
     assert "disk" in told
+
+
+def answered(length, first):
+    """A sample that is learned from some token on."""
+    return WeightedTokens(np.arange(length), np.arange(length) >= first)
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("padded", 3), ("packed", 3), ("split", 4), ("pairs", 1)])
+def test_samples_without_a_target_are_counted_as_they_are_cut(layout, expected):
+    samples = [np.arange(5), answered(5, 3), answered(8, 3), answered(8, 4), answered(3, 3), answered(9, 8)]
+    lengths, collate = np.array(list(map(len, samples))), pack_to_bucket
+    if layout == "padded":
+        plan, collate = make_plan(lengths, [(2, 4)], order="dataset", overlong="truncate"), pad_to_bucket
+    elif layout == "packed":
+        plan = make_plan(pack_samples(lengths, 4, overlong="truncate"), [(2, 4)], order="dataset")
+    elif layout == "split":  # four chunks have none: one of the fourth sample, the fifth, and two of the last
+        plan = make_plan(pack_samples(lengths, 4, overlong="split"), [(2, 4)], order="dataset")
+    else:
+        samples, collate = [(np.arange(2), sample) for sample in samples], pad_pairs_to_bucket
+        plan = make_plan(np.stack([[2] * 6, lengths], axis=1), [(2, 3, 9)], order="dataset")
+    read = [PlanSource(plan, samples, collate).read(step) for step in range(plan.num_steps)]
+    assert sum(step.num_without_target for step in read) == expected
+    assert sum(step.batch.num_sequences for step in read) == (12 if layout == "split" else 6)

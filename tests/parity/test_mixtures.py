@@ -167,6 +167,8 @@ def test_a_dataset_that_would_never_come_is_named(mixtures, sizes, shares, named
         ([2, 2], None, {"loss_weights": [1]}),
         ([2, 2], None, {"loss_weights": [1, -1]}),
         ([2, 2], [1, 1], {"loss_weights": [1, np.inf]}),
+        ([2, 2], None, {"loss_weights": [0, 0]}),
+        ([2, 2], [1, 0], {"loss_weights": [0, 1]}),
         ([2, 2], None, {"carry": True}),
         ([2, 2], [1, 1], {"carry": True, "epoch": -1}),
         ([2, 2], [1, 1], {"seed": -1}),

@@ -397,12 +397,13 @@ def test_packing_changes_no_gradient(drawn, num_replicas):
             torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11)
 
 
-def test_a_step_without_weight_has_zero_loss_and_gradient():
-    """No NaN, no update of a plain optimizer."""
+def test_a_step_without_weight_has_no_loss_and_a_gradient_of_zero():
+    """No update of a plain optimizer."""
     tokens, weights = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(2, 3, 4)
     empty = torch_ref.Batch(tokens, tokens[..., 0], weights, 0.0)
     metrics, gradients = gradients_of([empty])
-    assert metrics["loss"] == 0
+    assert math.isnan(metrics["loss"])
+    assert metrics["weight"] == 0
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
@@ -446,3 +447,19 @@ def test_training_learns_a_repeated_sentence():
             scheduler.step()
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert losses[-1] < 1.0
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_a_loss_in_bfloat16_are_exact(sign):
+    """Which itself holds 257 as 256; and a step whose weights add up to less than 0 is divided by them."""
+    tokens = torch.zeros(1, 257, 1, dtype=torch.int64)
+    batch = torch_ref.Batch(tokens, tokens[..., 0], torch.full((1, 257, 1), float(sign)), 257.0)
+    model = torch.nn.Linear(1, 1, bias=False)
+
+    def loss_fn(model, microbatch):
+        return (model.weight.sum() * microbatch.weights.sum()).bfloat16(), microbatch.weights.sum()
+
+    metrics = torch_ref.train_step(model, SGD(model.parameters(), lr=0.0), batch, loss_fn=loss_fn)
+    assert metrics["weight"] == 257 * sign
+    torch.testing.assert_close(metrics["loss"], model.weight.sum().detach(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 1), rtol=1e-2, atol=0)

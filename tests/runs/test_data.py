@@ -9,6 +9,7 @@ import pytest
 
 from jvarlen import CompileOptions, fit
 from jvarlen.batches import Batch
+from jvarlen.cli import main
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -138,3 +139,30 @@ def test_a_side_without_samples_is_refused_by_the_name_of_its_file(tmp_path, fil
     few = text_file(tmp_path / "few.txt", "c", 1)
     with pytest.raises(ValueError, match=r"few\.txt: a held-out fraction of 0\.1 leaves none of 1 samples"):
         open_training_data(config_of(*files, few))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss_on": ("a",)}, "none of 36 training samples has a target"),
+        ({"loss_weights": (0.0,)}, "loss weights of datasets that are drawn must not all be 0"),
+    ],
+)
+def test_a_run_in_which_nothing_has_weight_is_refused(settings, said, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"q": f"{i:02} {'q' * 30}", "a": "yes"}) + "\n" for i in range(40)))
+    cut = PlanConfig(max_tokens=64, max_length=16, overlong="truncate")
+    model = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    config = config_of(path, field=("q", "a"), plan=cut, decoder=model, runs_dir=tmp_path / "runs", **settings)
+    with pytest.raises(ValueError, match=said):
+        fit(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_in_which_nothing_has_weight_ends_with_exit_code_2(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"q": f"{i:02} {'q' * 30}", "a": "yes"}) + "\n" for i in range(40)))
+    options = f"--field q a --loss-on a --plan.max-length 16 --held-out-fraction 0.1 --runs-dir {tmp_path / 'runs'}"
+    model = "--decoder.width 8 --decoder.num-heads 1 --decoder.num-layers 1 --plan.max-tokens 64"
+    assert main(["train", "--data", str(path), *options.split(), *model.split(), "--plan.overlong", "truncate"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("jvarlen: none of 36 training samples has a target")

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, Plan, fit, scale_by_batch_size
+from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, scale_by_batch_size
 from jvarlen.data.split import Split
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
@@ -239,3 +239,61 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
     by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
     is_next = np.diff(plan.sample_ids[by_piece]) == 0
     assert ((np.diff(step[by_piece]) >= 0) | ~is_next).all() == in_order
+
+
+def values(params, microbatch):
+    return jnp.sum(params[microbatch.tokens] * microbatch.weights), jnp.sum(microbatch.weights), {"twice": 2.0}
+
+
+def config_of_pairs_of_samples(folder, **changes):
+    """Steps of two samples, in the order of the dataset."""
+    return changed(
+        FitConfig(),
+        run_dir=folder / "run",
+        compile=CompileOptions(cache_dir=None),
+        progress=False,
+        plan=PlanConfig(max_tokens=16, max_shapes=1, order="dataset"),
+        **changes,
+    )
+
+
+def test_what_has_no_weight_has_no_loss_and_is_counted(tmp_path):
+    samples = [WeightedTokens(np.arange(4), np.full(4, i > 2)) for i in range(6)]
+    options = {"num_epochs": 2, "eval_every": 1, "checkpoint_every": 1, "keep_best": 1, "trackers": ("tensorboard",)}
+    result = fit(
+        config_of_pairs_of_samples(tmp_path, **options),
+        Split(samples, samples[:2]),
+        loss_fn=values,
+        params=jnp.arange(4.0),
+        optimizer=optax.sgd(0.0),
+    )
+    records = read_metrics(result.run_dir / "metrics.jsonl")
+    steps = [(row["loss"], row["twice"], row["num_sequences"]) for row in records if "loss" in row]
+    assert steps == [(None, None, 2), (1.5, 0.5, 2), (1.5, 0.25, 2)] * 2
+    evaluations = [(row["mean_loss"], row["twice"], row["num_tokens"]) for row in records if "evaluation" in row]
+    assert evaluations == [(None, None, 0)] * 7
+    summary = json.loads((result.run_dir / "summary.json").read_text())
+    assert (summary["num_without_target"], summary["num_steps_without_weight"]) == (6, 2)
+    assert summary["held_out_before"] is summary["held_out_after"] is summary["evaluations"]["held_out"] is None
+    for line in ("steps without weight               2", "held-out loss after                – (no token has weight)"):
+        assert line in str(result.summary)
+    with open_checkpoints(result.run_dir / "checkpoints") as checkpoints:
+        assert checkpoints.best_step is None
+    figures = dict(read_runs([result.run_dir]).figures)
+    assert (figures["Last loss"], figures["Evaluation held_out"]) == (["1.500"], ["not known, then not known"])
+
+
+@pytest.mark.parametrize(("changes", "said"), [({"max_steps": 2}, "2 steps, the whole run"), ({}, "3 steps, a whole")])
+def test_a_whole_epoch_or_run_without_weight_is_an_error(changes, said, tmp_path):
+    """The weights of batches of one's own are known when their steps are done."""
+    config = config_of_pairs_of_samples(tmp_path, **{"num_epochs": 2} | changes)
+    samples = [np.arange(4) for _ in range(6)]
+    with pytest.raises(ValueError, match=said):
+        fit(
+            config,
+            Split(samples, samples[:1]),
+            loss_fn=lambda params, microbatch: (params * 0.0, jnp.zeros(())),
+            params=jnp.ones(()),
+            optimizer=optax.sgd(0.0),
+            collate=lambda step: {"x": np.zeros(step.ids.shape)},
+        )

@@ -114,10 +114,11 @@ def test_padding_rows_and_microbatches_contribute_nothing():
             np.testing.assert_allclose(padded, leaf, rtol=1e-12)
 
 
-def test_a_step_of_padding_rows_gives_zero_and_no_nan():
+def test_a_step_of_padding_rows_changes_nothing_and_has_no_loss():
     x, weights = make_rows()
     state, metrics = take_step(split_into(x, np.zeros_like(weights), 2))
-    assert float(metrics.loss) == 0
+    assert np.isnan(metrics.loss)
+    assert metrics.loss_sum == metrics.weight_sum == 0
     assert jax.tree.map(np.asarray, state.params).keys() == params().keys()
     np.testing.assert_array_equal(state.params["w"], params()["w"])
 
@@ -168,10 +169,6 @@ def test_gradients_of_bfloat16_parameters_are_added_in_float32():
     assert float(state.params) == 1
 
 
-def test_metrics_of_nothing_are_zero():
-    assert float(Metrics(jnp.float32(0), jnp.float32(0)).loss) == 0
-
-
 def test_the_model_loses_nothing_to_padding():
     """Σ loss over a plan is the sum over samples taken one at a time, unpadded."""
     from jvarlen.models import TransformerConfig, init_params, make_loss_fn
@@ -195,9 +192,12 @@ def test_the_loss_of_a_step_is_read_without_compiling_and_may_be_traced():
     metrics = Metrics(jnp.float32(6), jnp.float32(4))
     without_weight = Metrics(jnp.float32(6), jnp.float32(0))
     with no_recompiles():
-        assert (float(metrics.loss), float(without_weight.loss)) == (1.5, 0.0)
+        assert float(metrics.loss) == 1.5
+        assert np.isnan(without_weight.loss)
         assert metrics.loss.dtype == np.float32
-    assert float(jax.jit(lambda metrics: metrics.loss)(metrics)) == 1.5
+    in_program = jax.jit(lambda metrics: metrics.loss)
+    assert float(in_program(metrics)) == 1.5
+    assert np.isnan(in_program(without_weight))
 
 
 def compile_for(step, state, batch, mesh=None, **kwargs):
@@ -265,6 +265,7 @@ def test_sums_of_metrics_lose_no_counts(start, one, times):
     total = sums.total
     assert total.weight_sum == total.num_tokens == total.sums["correct"] == start + times * one
     assert total.loss == 0.5 * (times + 1) / (start + times * one)
+    assert (sums.num_steps, sums.num_steps_without_weight) == (times + 1, 0)
 
 
 def test_adding_metrics_never_waits_for_the_device(monkeypatch):
@@ -282,6 +283,14 @@ def test_adding_metrics_never_waits_for_the_device(monkeypatch):
     total = sums.total
     assert len(fetched) == 4
     assert total.loss == 1.5
+
+
+def test_steps_without_weight_are_counted():
+    sums = MetricSums()
+    assert np.isnan(sums.total.loss)
+    for weight in (0, 2, 0):
+        sums.add(Metrics(jnp.float32(weight), jnp.float32(weight)))
+    assert (sums.num_steps, sums.num_steps_without_weight, sums.total.loss) == (3, 2, 1)
 
 
 def test_metrics_are_not_added_in_float32():

@@ -19,7 +19,7 @@ from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.loader import Batch
 from torch_ref.model import Transformer, inputs_of, rows_of
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
-from torch_ref.train import segments_of, sum_losses, take_microbatch, update
+from torch_ref.train import join_sums, segments_of, sum_losses, take_microbatch, update
 
 __all__ = ["Stages", "make_pipeline_step", "split_stages"]
 
@@ -155,7 +155,7 @@ def make_pipeline_step(
 
     def loss_fn(logits_BxTxV: Tensor, index_1: Tensor) -> Tensor:
         loss_sum, weight_sum = sum_losses(logits_BxTxV, microbatches[int(index_1)])
-        sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
+        sums.append(join_sums(loss_sum, weight_sum))
         return loss_sum
 
     def step(batch: Batch) -> dict[str, Any]:
@@ -170,9 +170,10 @@ def make_pipeline_step(
         target = torch.arange(len(batch.tokens)) if is_last else None
         tokens = [batch.tokens.flatten(0, 1)] if is_first else []
         schedules[shape].step(*tokens, target=target, return_outputs=False, **given)
-        total = next(stages.parameters()).new_zeros(2)
+        parameter = next(stages.parameters())
+        total = parameter.new_zeros(2, dtype=torch.promote_types(parameter.dtype, torch.float32))
         if is_last:
-            total = torch.stack(sums).sum(dim=0)
+            total += torch.stack(sums).sum(dim=0)
         distributed.all_reduce(total, group=stages.group)
         reduce_over_data(stages.mesh, stages, total)
         return update(stages, optimizer, batch, total, max_norm=max_norm, stage_group=stages.group)

@@ -124,4 +124,6 @@ def _read(
         return leaf[own] if leaf.ndim else leaf
 
     ids = np.concatenate([part.ids for part in parts])[: 0 if has_none else None]
-    return ReadStep(step, jax.tree.map(of_own_ranks, mixed), len(ids), 0, ids)
+    num_without_target = 0 if has_none else sum(part.num_without_target for part in parts)
+    batch = jax.tree.map(of_own_ranks, mixed)
+    return ReadStep(step, batch, len(ids), 0, ids, num_without_target=num_without_target)
