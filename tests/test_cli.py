@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Order, Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
+from jvarlen import Budget, Order, Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
+from jvarlen.planning.buckets import cost_of_candidates
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
 from jvarlen.runs.config import (
@@ -52,6 +53,15 @@ def test_plan_prints_and_saves_the_plan(lengths_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert expected.report() in printed
     assert expected.digest in printed
+
+
+def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
+    lengths = np.arange(1, 6_000)
+    np.save(tmp_path / "lengths.npy", lengths)
+    assert main(["plan", str(tmp_path / "lengths.npy"), "--max-tokens", "200000", "--max-shapes", "5"]) == 0
+    share = cost_of_candidates(lengths, Budget(max_tokens=200_000, max_shapes=5))
+    assert 0 < share < 0.001
+    assert f"of very many: at most {share:.2%} from the best" in capsys.readouterr().out
 
 
 def test_plan_compares_strategies_and_writes_a_page(lengths_file, tmp_path, capsys):

@@ -32,30 +32,26 @@ def optimal_lengths(
     """
     num_distinct, max_shapes = len(distinct), min(max_shapes, len(distinct))
     # total[k, j]: the least cost of the j shortest lengths in exactly k buckets, summed from the shortest bucket up.
-    # first[k, j]: the first length of the last of these buckets.
     kind = bucket_costs(0).numpy().dtype
     unreachable = np.inf if kind == np.float64 else 2**62
     total = np.full((max_shapes + 1, num_distinct + 1), unreachable, dtype=kind)
-    first = np.zeros((max_shapes + 1, num_distinct + 1), dtype=np.int32)
     total[0, 0] = 0
-    columns = np.arange(max_shapes)
+    sums = np.empty((max_shapes, num_distinct), dtype=kind)
     # NumPy in the loop: these arrays are just large enough for torch to hand them to its threads, which costs more
-    # than the arithmetic where cores are shared, and NumPy's argmin is several times faster.
+    # than the arithmetic where cores are shared, and NumPy's minimum is several times faster.
     for last in range(num_distinct):
         # The last bucket holds lengths i..last, for every i <= last at once.
-        sums = total[:-1, : last + 1] + bucket_costs(last).numpy()
-        # argmin gives the first of equals: the bucket that starts earliest, so that the next length down is smallest.
-        start = sums.argmin(axis=1)
-        first[1:, last + 1] = start
-        total[1:, last + 1] = np.minimum(sums[columns, start], unreachable)
+        np.add(total[:-1, : last + 1], bucket_costs(last).numpy(), out=sums[:, : last + 1])
+        total[1:, last + 1] = np.minimum(sums[:, : last + 1].min(axis=1), unreachable)
     top = num_distinct - 1 if longest is None else int(torch.searchsorted(distinct, longest))
     # Row by row: the fewest buckets come first, and among them the shortest last length.
     num_buckets, beyond = np.unravel_index(total[1:, top + 1 :].argmin(), (max_shapes, num_distinct - top))
     bucket_lengths = []
     end = top + 1 + int(beyond)
-    for k in range(int(num_buckets) + 1, 0, -1):
+    for k in range(int(num_buckets), -1, -1):
         bucket_lengths.append(int(distinct[end - 1]))
-        end = int(first[k, end])
+        # argmin gives the first of equals: the bucket that starts earliest, so that the next length down is smallest.
+        end = int((total[k, :end] + bucket_costs(end - 1).numpy()).argmin())
     return torch.tensor(bucket_lengths[::-1])
 
 

@@ -81,6 +81,9 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Choose the static shapes for a list of lengths.
 
+    "optimal" takes the cheapest of all sets of rounded lengths. Of more than 5,000 it tries every k-th, from the
+    longest down, for the least k that leaves at most 5,000.
+
     Args:
         lengths: [N] integers >= 1, in tokens.
         max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
@@ -125,7 +128,8 @@ def make_buckets(
         cheapest = Cheapest(fitting)
         reusable = _reusable(shapes, limits)
         if reusable:
-            return Buckets(_Reusing(cheapest, reusable).buckets(limits.max_shapes), limits.microbatches_per_step)
+            reusing = _Reusing(cheapest, reusable, fitting.rounded)
+            return Buckets(reusing.buckets(limits.max_shapes), limits.microbatches_per_step)
         before = cheapest.before
         bucket_lengths = cheapest.bucket_lengths(limits.max_shapes, lambda last: before[last + 1] - before[: last + 1])
     else:
@@ -186,17 +190,17 @@ def check_steps(buckets: Sequence[tuple[int, ...]], microbatches_per_step: int) 
 
 
 class Cheapest:
-    """The dynamic program over the distinct rounded lengths of samples.
+    """The dynamic program over the rounded lengths of samples, or of many over every k-th, from the longest down.
 
     Attributes:
-        distinct: int64[D], the rounded lengths, ascending.
-        before: int64[D + 1], how many samples have a shorter rounded length; the last is their number.
+        distinct: int64[D], these lengths, ascending.
+        before: int64[D + 1], how many samples have a shorter one, rounded up to one of these; the last is their number.
     """
 
     def __init__(self, fitting: Fitting) -> None:
         """Count the samples of each length."""
         self._budget = fitting.budget
-        self.distinct, counts = torch.unique(fitting.rounded, return_counts=True)
+        self.distinct, counts = torch.unique(fitting.candidates(fitting.rounded), return_counts=True)
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
         self._caps = fitting.budget.caps(self.distinct)
 
@@ -260,9 +264,10 @@ class _Reusing:
     Args:
         cheapest: the one without compiled shapes.
         shapes: (length, rows), ascending.
+        rounded: int64[n], the rounded lengths of the samples.
     """
 
-    def __init__(self, cheapest: Cheapest, shapes: list[tuple[int, int]]) -> None:
+    def __init__(self, cheapest: Cheapest, shapes: list[tuple[int, int]], rounded: Tensor) -> None:
         """Put both kinds of lengths in order, and ask for the cost of each shape."""
         self._cheapest = cheapest
         lengths, self._rows = torch.tensor(shapes).T
@@ -270,7 +275,7 @@ class _Reusing:
         # Where each length of samples, and each compiled shape, is among the lengths.
         self._own, self._of_shape = place.split([len(cheapest.distinct), len(lengths)])
         self._costs = cheapest.microbatch_costs(self._rows, lengths)
-        self._before = cheapest.before[torch.searchsorted(cheapest.distinct, self._lengths, right=True)]
+        self._before = torch.searchsorted(rounded.sort().values, self._lengths, right=True)
 
     def buckets(self, max_shapes: int) -> tuple[Bucket, ...]:
         """Return the cheapest buckets."""
@@ -289,6 +294,8 @@ class _Reusing:
     def _least(self, place: int, num_samples: Tensor) -> tuple[Tensor, Tensor]:
         """Return the least costs of buckets of one length, and their rows; with no sample they mean nothing."""
         here = self._of_shape == place
+        if not bool(here.any()):
+            return self._cheapest.trimmed(num_samples, torch.searchsorted(self._own, place)[None])
         rows = self._rows[here, None].expand(-1, len(num_samples))
         costs = self._cheapest.microbatches(num_samples, rows).to(torch.float64) * self._costs[here, None]
         own = torch.searchsorted(self._own, place)

@@ -31,7 +31,7 @@ _INTEGERS = ("max_tokens", "max_shapes", "microbatches_per_step", "row_multiple"
 
 def ceil_div(numerator: Tensor, denominator: Tensor | int) -> Tensor:
     """Return the quotient of integers >= 0, rounded up."""
-    return -(-numerator // denominator)
+    return numerator if isinstance(denominator, int) and denominator == 1 else -(-numerator // denominator)
 
 
 def round_up(values: Tensor, multiple: int) -> Tensor:
@@ -126,7 +126,7 @@ class Budget:
             (rows, steps), two int64 tensors of the common shape.
         """
         share = ceil_div(num_samples, self.microbatches_per_step)
-        steps = self.num_steps(num_samples, caps)
+        steps = ceil_div(share, caps)
         rows = round_up(ceil_div(share, steps.clamp(min=1)), self.row_multiple)
         return torch.where(steps > 0, torch.minimum(rows, caps), caps), steps
 

@@ -13,6 +13,8 @@ from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
 
 __all__ = ["Fitting", "fit_budget"]
 
+_MOST_CANDIDATES = 5000  # the time is quadratic in them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
@@ -37,6 +39,15 @@ class Fitting:
     def rounded(self) -> Tensor:
         """int64[n], in the order of the ids."""
         return round_up(to_tensor(self.lengths), self.budget.length_multiple)
+
+    def candidates(self, lengths: Tensor) -> Tensor:
+        """Round lengths up to those that "optimal" chooses from, if these are not all rounded lengths of samples."""
+        distinct = torch.unique(self.rounded)
+        every = -(-len(distinct) // _MOST_CANDIDATES)
+        if every == 1:
+            return lengths
+        kept = distinct[torch.arange(len(distinct) - 1, -1, -every).flip(0)]
+        return kept[torch.searchsorted(kept, lengths)]
 
     def refuse(self, bucket_lengths: Tensor) -> None:
         """Raise a ValueError for lengths int64[k], k >= 1, of which not even one row fits.

@@ -45,12 +45,13 @@ def choose_row_lengths(
     of rows that are not full and of padding rows too, or the cost of its microbatches; `compile_seconds` once a length.
     Equal costs: the fewest lengths, then, from the longest down, the smaller ones.
 
-    Row lengths are rounded lengths of samples, D distinct ones, the longest always among them. With V distinct lengths
-    before rounding, at most 4,096 sets, and at most 2**20 / V (2**16 / V with `max_samples_per_row`), are tried; all,
-    if there are no more. Otherwise these are the sets of local searches, which leave out, move or add a length as long
-    as this is cheaper, in moves of D / 8 places at first and of one in the end. They start from the longest length
-    alone, from the dynamic program over the rows that each class of samples needs at least, and from the best of an
-    even grid of lengths.
+    Row lengths are rounded lengths of samples, D distinct ones, the longest always among them; of more than 5,000,
+    those that `make_buckets` tries, for samples as long as these. With V distinct lengths before rounding, at most
+    4,096 sets, and at most 2**20 / V (2**16 / V with `max_samples_per_row`), are tried; all, if there are no more.
+    Otherwise these are the sets of local searches, which leave out, move or add a length as long as this is
+    cheaper, in moves of D / 8 places at first and of one in the end. They start from the longest length alone, from
+    the dynamic program over the rows that each class of samples needs at least, and from the best of an even grid
+    of lengths.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
@@ -85,7 +86,7 @@ def choose_row_lengths(
             lengths = split_samples(checked, np.arange(len(checked)), limits.max_length)[0].lengths
     fitting = fit_budget(lengths, overlong, limits, every=True)
     cheapest = Cheapest(fitting)
-    ordered, before = fitting.ordered, cheapest.before
+    ordered, before = fitting.candidates(fitting.ordered), cheapest.before
     tokens_before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(ordered, dim=0)])[before]
 
     def num_rows(last: int) -> Tensor:
@@ -105,7 +106,7 @@ def choose_row_lengths(
     def best_by_class() -> _Places:
         return tuple(torch.searchsorted(cheapest.distinct, cheapest.bucket_lengths(max_shapes, num_rows)).tolist())
 
-    most = min(_MOST_SETS, max(1, most_tried // len(values)))
+    most = min(_MOST_SETS, max(1, most_tried // len(torch.unique(fitting.ordered))))
     return tuple(distinct[place] for place in _Search(len(distinct), max_shapes, most, plan_cost).run(best_by_class))
 
 

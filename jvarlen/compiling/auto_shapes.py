@@ -26,7 +26,7 @@ from jvarlen._common.files import load_dataclass, save_dataclass
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.compiling.report import CompileReport
-from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.planning.buckets import Bucket, buckets_by_number
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, fit_lengths
@@ -95,13 +95,14 @@ def choose_shapes(
         raise UserError("the number of shapes is chosen by seconds: the budget needs a cost")
     budget = dataclasses.replace(budget, compile_seconds=None)
     fitted = fit_lengths(lengths, max_length, overlong).lengths
-    optimum = functools.partial(make_buckets, lengths, max_length=max_length, overlong=overlong)
+    budget = dataclasses.replace(budget, max_length=max_length)
+    optimum = functools.partial(buckets_by_number, lengths, overlong=overlong)
     most_steps = math.inf if num_steps is None else num_steps
     if num_epochs is None:
         num_epochs = 1.0 if num_steps is None else math.inf
     most_epochs = num_epochs
     if num_steps is not None:
-        _, steps_of_epoch = seconds_of_epoch(fitted, optimum(budget, max_shapes=_MOST_SHAPES), budget)
+        _, steps_of_epoch = seconds_of_epoch(fitted, optimum(budget, [_MOST_SHAPES])[0], budget)
         num_epochs = min(num_epochs, num_steps / int(steps_of_epoch.sum()))
     known = {tuple(shape) for shape in compiled}
     if known:  # what is delayed by compiling one shape, in seconds of an epoch
@@ -109,8 +110,8 @@ def choose_shapes(
         optimum = functools.partial(optimum, compiled=sorted(known))
         priced = dataclasses.replace(budget, compile_seconds=delay_s / num_epochs)
     choices = []
-    for max_shapes in range(1, _MOST_SHAPES + 1):
-        buckets = optimum(priced if known else budget, max_shapes=max_shapes)
+    numbers = range(1, _MOST_SHAPES + 1)
+    for max_shapes, buckets in zip(numbers, optimum(priced if known else budget, numbers), strict=True):
         if len(buckets) < max_shapes:  # more do not help
             break
         of_shape, of_steps = seconds_of_epoch(fitted, buckets, budget)

@@ -43,7 +43,9 @@ __all__ = [
     "CountedSamples",
     "Histogram",
     "PairBucket",
+    "buckets_by_number",
     "check_buckets",
+    "cost_of_candidates",
     "least_rows_when_packed",
     "make_buckets",
     "optimal_lengths",
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
+_MOST_CANDIDATES = 5000  # lengths that "optimal" chooses from; the time is quadratic in them
 
 # How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
 _NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
@@ -143,6 +146,9 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
 
+    `"optimal"` finds the cheapest of all sets of rounded lengths. If there are D > 5,000 of these, only every ⌈D /
+    5,000⌉-th is a candidate, counted down from the longest.
+
     Args:
       lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
@@ -175,31 +181,69 @@ def make_buckets(
       Dynamic programming over sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; a cluster costs its padded steps.
     """
     limits = as_budget(max_tokens, budget)
-    given, max_length = limits.given_lengths, limits.max_length
+    [buckets] = buckets_by_number(
+        lengths, limits, [limits.max_shapes], counts=counts, overlong=overlong, compiled=compiled
+    )
+    return buckets
+
+
+def buckets_by_number(
+    lengths: npt.ArrayLike,
+    budget: Budget,
+    numbers: Sequence[int],
+    *,
+    counts: npt.ArrayLike | None = None,
+    overlong: Overlong = "error",
+    compiled: Iterable[Sequence[int]] = (),
+) -> list[Buckets[Bucket]]:
+    """The buckets of `make_buckets` for each of these `max_shapes`, ascending, from one search."""
+    given, max_length = budget.given_lengths, budget.max_length
     if given is not None:
         max_length = int(given[-1])
     shapes = list(compiled)
-    if shapes and (limits.strategy != "optimal" or limits.compile_seconds is None):
+    if shapes and (budget.strategy != "optimal" or budget.compile_seconds is None):
         raise UserError(
-            f"compiled needs compile_seconds and strategy 'optimal', not {limits.compile_seconds!r} and "
-            f"{limits.strategy!r}"
+            f"compiled needs compile_seconds and strategy 'optimal', not {budget.compile_seconds!r} and "
+            f"{budget.strategy!r}"
         )
-    counted = CountedSamples(lengths, max_length, overlong, limits.length_multiple, counts)
+    counted = CountedSamples(lengths, max_length, overlong, budget.length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
-        chosen = given
-    elif limits.strategy == "optimal":
-        caps = counted.checked_caps(limits, histogram.rounded)
-        usable = _usable_shapes(shapes, limits, max_length)
+        choices = [given for _ in numbers]
+    elif budget.strategy == "optimal":
+        candidates, caps = counted.candidates(budget)
+        usable = _usable_shapes(shapes, budget, max_length)
         if len(usable):
-            return _reusing_buckets(histogram, caps, usable, limits)
-        costs = trimmed_costs(histogram.rounded, histogram.num_samples_between, caps, limits)
-        chosen = optimal_lengths(histogram.rounded, costs, limits.max_shapes)
+            return _reusing_buckets(histogram, candidates.rounded, caps, usable, budget, numbers)
+        costs = trimmed_costs(candidates.rounded, candidates.num_samples_between, caps, budget)
+        choices = optimal_lengths(candidates.rounded, costs, numbers)
     else:
-        unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
-        chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
-    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
-    return Buckets(map(Bucket, rows.tolist(), chosen.tolist()), limits.microbatches_per_step)
+        unrounded = (_CLOSED_FORMS[str(budget.strategy)](histogram, number) for number in numbers)
+        choices = [np.unique(round_up(np.array(each, np.int64), budget.length_multiple)) for each in unrounded]
+    buckets = []
+    for chosen in choices:
+        _, rows = steps_and_rows(budget, histogram.num_samples(chosen), counted.checked_caps(budget, chosen))
+        buckets.append(Buckets(map(Bucket, rows.tolist(), chosen.tolist()), budget.microbatches_per_step))
+    return buckets
+
+
+def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
+    """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
+    counted = CountedSamples(lengths, budget.max_length, overlong, budget.length_multiple)
+    histogram, (candidates, _) = counted.histogram, counted.candidates(budget)
+    if candidates is histogram:
+        return 0.0
+
+    def least_cost(of: Histogram) -> float:
+        costs = trimmed_costs(of.rounded, of.num_samples_between, budget.row_caps(of.rounded), budget)
+        [chosen] = optimal_lengths(of.rounded, costs, [budget.max_shapes])
+        return float(bucket_costs(budget, of.num_samples(chosen), budget.row_caps(chosen), chosen).sum())
+
+    # Other lengths than candidates save less than that, but for rows that are cut to a multiple.
+    below = np.append(histogram.rounded[0], candidates.rounded)
+    rounded = round_up(histogram.values, budget.length_multiple)
+    lowered = below[np.searchsorted(candidates.rounded, rounded, side="right")]
+    return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts, 1)) - 1.0)
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
@@ -267,6 +311,11 @@ class CountedSamples:
                 "length_multiple"
             )
 
+    def candidates(self, budget: Budget) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
+        """The samples by the lengths that `"optimal"` chooses from, and the most rows of each of these."""
+        caps, candidates = self.checked_caps(budget, self.histogram.rounded), self.histogram.thinned()
+        return candidates, caps[np.isin(self.histogram.rounded, candidates.rounded)]
+
     def checked_caps(self, budget: Budget, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
         """The most rows of each length; raises ValueError that lists samples of the lengths at which none fits."""
         caps = budget.row_caps(bucket_lengths)
@@ -309,15 +358,20 @@ def _usable_shapes(
 
 
 def _reusing_buckets(
-    histogram: Histogram, caps: Int64[np.ndarray, " D"], shapes: Int64[np.ndarray, " C 2"], budget: Budget
-) -> tuple[Bucket, ...]:
-    """The cheapest buckets if those of compiled shapes cost no `compile_seconds`."""
+    histogram: Histogram,
+    candidates: Int64[np.ndarray, " D"],
+    caps: Int64[np.ndarray, " D"],
+    shapes: Int64[np.ndarray, " C 2"],
+    budget: Budget,
+    numbers: Sequence[int],
+) -> list[Buckets[Bucket]]:
+    """The cheapest buckets if those of compiled shapes cost no `compile_seconds`, at most these numbers of them."""
     # Every bucket holds at least one sample, because an empty one saves nothing, and of equal costs the fewest win.
     assert budget.cost is not None
-    lengths = np.union1d(histogram.rounded, shapes[:, 1])
-    place = np.searchsorted(histogram.rounded, lengths, side="right")
-    samples_up_to = histogram.samples_below[place]
-    caps_of_lengths = np.where(np.isin(lengths, histogram.rounded), caps[place - 1], 0)
+    lengths = np.union1d(candidates, shapes[:, 1])
+    samples_up_to = histogram.samples_below[np.searchsorted(histogram.rounded, lengths, side="right")]
+    caps_of_lengths = np.zeros_like(lengths)
+    caps_of_lengths[np.isin(lengths, candidates)] = caps
     samples_below = ends_to_offsets(samples_up_to)
     shape_rows, shape_lengths = shapes.T
     shape_costs = checked_cost(budget.cost, shape_rows, shape_lengths)
@@ -342,11 +396,14 @@ def _reusing_buckets(
         return costs_and_rows(j - 1, samples_below[j] - samples_below[:j])[0]
 
     num_last = int((lengths >= histogram.rounded[-1]).sum())
-    chosen = np.searchsorted(lengths, optimal_lengths(lengths, costs, budget.max_shapes, num_last))
-    num_held = np.diff(samples_up_to[chosen], prepend=0)
-    rows = [costs_and_rows(j, num_held[k : k + 1])[1] for k, j in enumerate(chosen)]
-    reusing = (Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
-    return Buckets(reusing, budget.microbatches_per_step)
+    buckets = []
+    for choice in optimal_lengths(lengths, costs, numbers, num_last):
+        chosen = np.searchsorted(lengths, choice)
+        num_held = np.diff(samples_up_to[chosen], prepend=0)
+        rows = [costs_and_rows(j, num_held[k : k + 1])[1] for k, j in enumerate(chosen)]
+        reusing = (Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
+        buckets.append(Buckets(reusing, budget.microbatches_per_step))
+    return buckets
 
 
 class Histogram:
@@ -359,6 +416,14 @@ class Histogram:
         self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
         self.samples_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts, first)))
         self.tokens_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts * self.values, first)))
+
+    def thinned(self) -> Histogram:
+        """The same samples, as long as the candidates of `"optimal"` that hold them."""
+        every = -(-len(self.rounded) // _MOST_CANDIDATES)
+        if every == 1:
+            return self
+        candidates = self.rounded[::-every][::-1]
+        return Histogram(candidates[np.searchsorted(candidates, self.values)], self.counts, 1)
 
     def num_samples(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
         """Samples of each bucket, where a sample belongs to the smallest that holds it."""
@@ -392,14 +457,14 @@ def trimmed_costs(
 
 
 def optimal_lengths(
-    lengths: Int64[np.ndarray, " D"], costs: _BucketCosts, max_shapes: int, num_last: int = 1
-) -> Int64[np.ndarray, " K"]:
-    """The cheapest at most `max_shapes` of the ascending lengths, one of the `num_last` last included."""
+    lengths: Int64[np.ndarray, " D"], costs: _BucketCosts, numbers: Sequence[int], num_last: int = 1
+) -> list[Int64[np.ndarray, " K"]]:
+    """The cheapest of the ascending lengths, at most these numbers of them, one of the `num_last` last included."""
     # cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets. The ceilings in the
     # cost of a bucket break the monotonicity that faster recurrences need, so every begin i < j of the last bucket is
     # tried: O(K D²) time, O(K D) memory. Of equal costs the first i wins, which is the smaller length.
     num_lengths = len(lengths)
-    max_shapes = min(max_shapes, num_lengths)
+    max_shapes = min(max(numbers), num_lengths)
     dtype = costs(1).dtype
     # An integer that no sum of costs reaches, and that stays an integer when a bucket's cost is added to it.
     unreachable = np.iinfo(np.int64).max // 2 if dtype == np.int64 else np.inf
@@ -411,12 +476,15 @@ def optimal_lengths(
         totals = cheapest[:-1, :j] + cost
         previous[1:, j] = first = totals.argmin(axis=1)
         cheapest[1:, j] = totals[np.arange(max_shapes - 1), first]
-    fewest, shortest = divmod(int(cheapest[:, -num_last:].argmin()), num_last)
-    chosen, j = [], num_lengths - num_last + 1 + shortest
-    for k in range(fewest, -1, -1):
-        chosen.append(lengths[j - 1])
-        j = int(previous[k, j])
-    return np.array(chosen[::-1], np.int64)
+    choices = []
+    for most in numbers:
+        fewest, shortest = divmod(int(cheapest[:most, -num_last:].argmin()), num_last)
+        chosen, j = [], num_lengths - num_last + 1 + shortest
+        for k in range(fewest, -1, -1):
+            chosen.append(lengths[j - 1])
+            j = int(previous[k, j])
+        choices.append(np.array(chosen[::-1], np.int64))
+    return choices
 
 
 def _powers_of_two(histogram: Histogram, max_shapes: int) -> list[int]:

@@ -52,8 +52,9 @@ def choose_row_lengths(
     For a set of row lengths, the plan is that of `pack_samples(lengths, row_lengths, …)` in the buckets of
     `make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, …)`. Its cost is the sum over all microbatches
     of rows × length, padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. A set
-    consists of rounded lengths of samples and always includes the longest. Among equal costs the fewest lengths win,
-    then, from the longest down, the smaller ones.
+    consists of rounded lengths of samples (of more than 5,000, of the candidates of `make_buckets`, in the rows of
+    samples as long as these) and always includes the longest. Among equal costs the fewest lengths win, then, from the
+    longest down, the smaller ones.
 
     If there are at most 4,096 sets, and at most 2**20 / V for V distinct lengths (2**16 / V with
     `max_samples_per_row`), every set is tried. If there are more, that many are tried, by local search from three sets:
@@ -88,8 +89,7 @@ def choose_row_lengths(
         if limits.max_length is not None:
             _, _, lengths = split_lengths(check_lengths(lengths), limits.max_length)
     counted = CountedSamples(lengths, limits.max_length, overlong, limits.length_multiple)
-    histogram = counted.histogram
-    caps = counted.checked_caps(limits, histogram.rounded)
+    histogram, caps = counted.candidates(limits)
     descending, counts = histogram.values[::-1].tolist(), histogram.counts[::-1].tolist()
 
     def plan_cost(chosen: tuple[int, ...]) -> float:
@@ -101,11 +101,11 @@ def choose_row_lengths(
         return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
 
     most = _MAX_SETS_TIMES_LENGTHS if max_samples_per_row is None else _MAX_SETS_TIMES_LENGTHS_ROW_BY_ROW
-    max_sets = min(_MAX_SETS, max(most // len(counts), 1))
+    max_sets = min(_MAX_SETS, max(most // len(counted.histogram.counts), 1))
     search = _SetSearch(histogram.rounded.tolist(), limits.max_shapes, max_sets, plan_cost)
     if not search.try_all():
         costs = trimmed_costs(histogram.rounded, least_rows_when_packed(histogram), caps, limits)
-        by_class = optimal_lengths(histogram.rounded, costs, limits.max_shapes)
+        [by_class] = optimal_lengths(histogram.rounded, costs, [limits.max_shapes])
         search.descend(())
         search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
         search.descend(search.best_of_grid())

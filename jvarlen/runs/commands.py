@@ -29,7 +29,7 @@ from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import OrderWord
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, changed_contents, is_run_dir, load_config
-from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, shapes_for
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, note_on_candidates, shapes_for
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -116,12 +116,15 @@ class PlanCommand(PlanConfig):
 
             described = Cluster.named(self.cluster), ModelFile.load(self.model)
         lengths = check_lengths(load_array(self.lengths, "lengths"))
-        plan = epoch_plan(self, shapes_for(self, lengths), lengths, seed=self.seed, epoch=self.epoch)
+        shapes = shapes_for(self, lengths)
+        plan = epoch_plan(self, shapes, lengths, seed=self.seed, epoch=self.epoch)
         rates = comparison = None
         if self.learning_rate is not None and self.base_batch_size is not None:
             rule = None if self.batch_size_rule == "none" else self.batch_size_rule
             rates = lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
         print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
+        if note := note_on_candidates(self, shapes, lengths):
+            print(note)
         print(f"digest {plan.digest}")
         if self.compare:
             if self.overlong == "split":

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting
-from jvarlen.planning.buckets import check_buckets, make_buckets
+from jvarlen.planning.buckets import check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
@@ -32,6 +32,7 @@ __all__ = [
     "PlanConfig",
     "epoch_plan",
     "evaluation_plans",
+    "note_on_candidates",
     "shapes_for",
 ]
 
@@ -194,6 +195,17 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"]) -> ChosenSh
             buckets = make_buckets(lengths, plan.budget, overlong=plan.bucket_overlong)
     pairs = tuple((rows, length) for rows, length in buckets)
     return ChosenShapes(buckets=pairs, new_shape_every=plan.new_shape_every)
+
+
+def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
+    """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
+    if plan.buckets or plan.pack or plan.strategy != "optimal":
+        return None
+    budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
+    share = cost_of_candidates(lengths, budget, plan.bucket_overlong)
+    return (
+        f"bucket lengths were chosen from every k-th of very many: at most {share:.2%} from the best" if share else None
+    )
 
 
 def epoch_plan(

@@ -35,7 +35,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.planning.samples import WeightedTokens
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, shared_settings
-from jvarlen.runs.plan_config import ChosenShapes
+from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
@@ -126,7 +126,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
         report = plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
-        say("Plan", report, training_plan.describe(), *([chooser.reason] if chooser.reason else []))
+        notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths)
+        say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
         config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement
     )

@@ -1,5 +1,7 @@
 """Buckets: every strategy against a slow transcription, "optimal" against all sets of edges."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -122,6 +124,29 @@ def test_compiled_shapes_never_make_buckets_dearer(package, arguments):
 
     without = arguments | {"compiled": ()}
     assert total(buckets) <= total(as_pairs(package.make_buckets(**as_arrays(without))))
+
+
+def test_300_000_distinct_lengths_take_two_seconds_of_every_60th(package):
+    """The search is quadratic in the candidates, so that it took half an hour."""
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 300_001))
+    start = time.process_time()
+    buckets = package.make_buckets(lengths, 500_000, max_shapes=16)
+    assert time.process_time() - start < 2
+    candidates = np.arange(300_000, 0, -60)[::-1]
+    assert {bucket.length for bucket in buckets} < set(candidates.tolist())
+    assert buckets == package.make_buckets(candidates.repeat(60), 500_000, max_shapes=16)
+
+
+def test_candidates_are_counted_down_from_the_longest_and_between_compiled_shapes(package):
+    """Compiled shapes hold the samples that are no longer than they, not those of the candidates that are not."""
+    lengths = np.arange(11, 10_013)  # 10,002 of them, every third
+    limits = {"max_tokens": 20_000, "max_shapes": 3, **PRICED}
+    thinned = np.arange(10_012, 10, -3)[::-1]
+    assert package.make_buckets(lengths, **limits) == package.make_buckets(thinned.repeat(3), **limits)
+    reusing = package.make_buckets(lengths, compiled=[(4, 5_000), (1, 20_000)], **limits)
+    assert (4, 5_000) in reusing
+    assert 5_000 not in thinned
+    assert all((length in thinned) or (rows, length) == (4, 5_000) for rows, length in reusing)
 
 
 def flat_cost(rows, length):

@@ -419,6 +419,14 @@ def test_row_lengths_are_the_best_of_all_sets(package, data, limited):
     assert list(chosen) == slow_packing.choose_row_lengths(**arguments)
 
 
+def test_row_lengths_of_very_many_lengths_are_those_of_every_kth(package):
+    """Counted down from the longest, the same in both packages."""
+    lengths = np.arange(11, 10_013)
+    chosen = find(package, "choose_row_lengths")(lengths, 40_000, max_shapes=3, cost=lambda rows, length: rows * length)
+    assert set(chosen) <= set(range(10_012, 10, -3))
+    assert chosen == (10_003, 10_012)
+
+
 @few
 @given(data=st.data())
 def test_row_lengths_for_split_samples_are_those_for_their_pieces(package, data):
