@@ -29,6 +29,7 @@ import optax
 from support.timing import EMIT_FAST, digits, report, table, versions_and_hardware
 
 from jvarlen import CompileOptions, FitConfig, fit
+from jvarlen.batches import next_token_targets
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.elastic import Start, keep_training, surviving_layout
@@ -77,9 +78,8 @@ def train(folder: Path, num_steps: int, start: Start | None) -> int:
     )
 
     def loss_fn(params, microbatch):
-        logits = params[microbatch.tokens[:, :-1]]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, microbatch.tokens[:, 1:])
-        weights = microbatch.weights[:, 1:]
+        inputs, targets, weights = next_token_targets(microbatch)
+        losses = optax.softmax_cross_entropy_with_integer_labels(params[inputs], targets)
         return (losses * weights).sum(), weights.sum()
 
     result = fit(

@@ -40,7 +40,8 @@ def continue_whole_rows(
 
     @jax.jit
     def step(params: nnx.State, tokens_BxT: jax.Array, lengths_B: jax.Array) -> jax.Array:
-        logits_BxTxV = nnx.merge(graphdef, params)(tokens_BxT, Rows(lengths=lengths_B + 1))
+        inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=config.vocab_size)
+        logits_BxTxV = nnx.merge(graphdef, params)(inputs_BxT, Rows(lengths=lengths_B + 1))
         rows_B = jnp.arange(len(lengths_B))
         return tokens_BxT.at[rows_B, lengths_B].set(jnp.argmax(logits_BxTxV[rows_B, lengths_B], axis=-1))
 

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import jvarlen
+from jvarlen.batches import next_token_targets
 from jvarlen.distributed import split_cpu
 from jvarlen.parallel import (
     LayeredModel,
@@ -22,15 +23,16 @@ from jvarlen.parallel import (
 
 split_cpu(4)  # before anything is computed; leave it out on a machine with accelerators
 L, D, V, ROW_LENGTH = 3, 32, 64, 48
+BEGIN = 0  # the input at the first position of a sample, whose tokens are 1 … 63
 
 
 def make_samples(num_samples):
-    """Each token is followed by one of two. Token 0 stands for the beginning."""
+    """Each token is followed by one of two."""
     rng = np.random.default_rng(0)
     followers = rng.integers(1, V, (V, 2))
 
     def sample(size):
-        tokens = [0]
+        tokens = [BEGIN]
         for choice in rng.integers(2, size=size):
             tokens.append(followers[tokens[-1], choice])
         return np.array(tokens[1:])
@@ -78,8 +80,8 @@ params = jax.tree.map(np.asarray, LayeredParams(ends=ends_params, layers=block_p
 def embed(ends, microbatch, axes):
     """The input of a position is the token before it in its sample."""
     ends = nnx.merge(ends_graph, ends)
-    before_BxT = jnp.pad(microbatch.tokens[:, :-1], ((0, 0), (1, 0)))
-    return ends.tokens(jnp.where(microbatch.positions == 0, 0, before_BxT)) + ends.places(microbatch.positions)
+    inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=BEGIN)
+    return ends.tokens(inputs_BxT) + ends.places(microbatch.positions)
 
 
 def layer(own, x_BxTxD, microbatch, axes):
@@ -92,8 +94,9 @@ def loss(ends, x_BxTxD, microbatch, axes):
     """Sums over real tokens: padding has weight 0."""
     ends = nnx.merge(ends_graph, ends)
     logits_BxTxV = ends.head(ends.norm(x_BxTxD))
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
-    return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
+    _, targets_BxT, weights_BxT = next_token_targets(microbatch, begin_token=BEGIN)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
+    return jnp.sum(losses_BxT * weights_BxT), jnp.sum(weights_BxT)
 
 
 model = LayeredModel(embed, layer, loss)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import jvarlen
+from jvarlen.batches import next_token_targets
 from jvarlen.distributed import split_cpu
 from jvarlen.parallel import (
     LayeredModel,
@@ -21,10 +22,11 @@ from jvarlen.parallel import (
 
 split_cpu(4)  # before anything is computed; leave it out on a machine with accelerators
 L, D, K, V = 3, 32, 4, 64
+BEGIN = 0  # the input at the first position of a sample, whose tokens are 1 … 63
 
 
 def make_samples(num_samples):
-    """Each repeats four tokens of its own, so all but these can be predicted. Token 0 stands for the beginning."""
+    """Each repeats four tokens of its own, so all but these can be predicted."""
     rng = np.random.default_rng(0)
     sizes = 4 + rng.geometric(0.08, num_samples).clip(max=44)
     return [np.resize(rng.integers(1, V, 4), size) for size in sizes]
@@ -48,7 +50,8 @@ def normalize(x, scale):
 
 def embed(ends, microbatch, axes):
     """The input of a position is the token before it."""
-    return ends["table"][jnp.pad(microbatch.tokens[:, :-1], ((0, 0), (1, 0)))]
+    inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=BEGIN)
+    return ends["table"][inputs_BxT]
 
 
 def layer(own, x_BxTxD, microbatch, axes):
@@ -62,9 +65,10 @@ def layer(own, x_BxTxD, microbatch, axes):
 def loss(ends, x_BxTxD, microbatch, axes):
     """Sums over real tokens: padding and padding rows have weight 0."""
     logits_BxTxV = normalize(x_BxTxD, ends["scale"]) @ ends["table"].T
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
-    correct = (jnp.argmax(logits_BxTxV, axis=-1) == microbatch.tokens) * microbatch.weights
-    return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights), {"correct": jnp.sum(correct)}
+    _, targets_BxT, weights_BxT = next_token_targets(microbatch, begin_token=BEGIN)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
+    correct = (jnp.argmax(logits_BxTxV, axis=-1) == targets_BxT) * weights_BxT
+    return jnp.sum(losses_BxT * weights_BxT), jnp.sum(weights_BxT), {"correct": jnp.sum(correct)}
 
 
 model = LayeredModel(embed, layer, loss)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import jvarlen
+from jvarlen.batches import next_token_targets
 
 MICROBATCHES_PER_STEP = 4  # a multiple of the devices of all processes together
 NUM_TOKENS = 16
@@ -27,10 +28,8 @@ def make_samples():
 
 def loss_fn(logits_of_next, microbatch):
     """A table of what comes after each token."""
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(
-        logits_of_next[microbatch.tokens[:, :-1]], microbatch.tokens[:, 1:]
-    )
-    weights_BxT = microbatch.weights[:, 1:]
+    inputs_BxT, targets_BxT, weights_BxT = next_token_targets(microbatch)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_of_next[inputs_BxT], targets_BxT)
     return jnp.sum(losses_BxT * weights_BxT), jnp.sum(weights_BxT)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import jvarlen
+from jvarlen.batches import next_token_targets
 
 NUM_WORDS, FILLER, END = 20, 0, 0  # words are 1 … 19 in both languages
 LONGEST, WIDTH = 60, 32
@@ -40,9 +41,9 @@ def init_params(key):
 
 def loss_fn(params, microbatch):
     """Each target word from its place, the one before it, and the source, of which padding is not seen."""
-    source_BxS, target_BxU = microbatch.source_tokens, microbatch.target_tokens
+    source_BxS = microbatch.source_tokens
+    before_BxU, target_BxU, weights_BxU = next_token_targets(microbatch, begin_token=END)
     encoded_BxSxD = params["source"][source_BxS] + params["places"][: source_BxS.shape[1]]
-    before_BxU = jnp.pad(target_BxU[:, :-1], ((0, 0), (1, 0)))
     x_BxUxD = params["target"][before_BxU] + params["places"][: target_BxU.shape[1]]
     attended = jax.nn.dot_product_attention(  # with an axis for one head
         (x_BxUxD @ params["query"])[:, :, None],
@@ -52,7 +53,7 @@ def loss_fn(params, microbatch):
     )
     logits_BxUxV = (x_BxUxD + attended[:, :, 0]) @ params["head"]
     losses_BxU = optax.softmax_cross_entropy_with_integer_labels(logits_BxUxV, target_BxU)
-    return jnp.sum(losses_BxU * microbatch.weights), jnp.sum(microbatch.weights)
+    return jnp.sum(losses_BxU * weights_BxU), jnp.sum(weights_BxU)
 
 
 pairs = make_pairs(4_000)

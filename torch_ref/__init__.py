@@ -22,6 +22,7 @@ from torch_ref.plan import Plan, make_plan
 from torch_ref.row_lengths import choose_row_lengths
 from torch_ref.sort import local_sort, sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
+from torch_ref.targets import next_token_targets
 from torch_ref.train import loss_sums, to_device, train_step
 from torch_ref.unplanned import UnplannedShapeError
 from torch_ref.weighted import WeightedTokens
@@ -72,6 +73,7 @@ __all__ = [
     "make_pair_buckets",
     "make_plan",
     "mixture_counts",
+    "next_token_targets",
     "no_recompiles",
     "pack_samples",
     "packed_row_costs",

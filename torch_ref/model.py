@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_ref.checks import check_integer
+from torch_ref.targets import inputs_of
 
-__all__ = ["NUM_BYTES", "Block", "Transformer", "generate", "inputs_of", "load_params", "rows_of"]
+__all__ = ["NUM_BYTES", "Block", "Transformer", "generate", "load_params", "rows_of"]
 
 # In shapes: B rows, T tokens a row, V values of a token, D width, H heads, d = D / H width of a head.
 NUM_BYTES = 256
@@ -112,19 +113,6 @@ class Block(nn.Module):
             _rotate(q, positions_BxT), _rotate(k, positions_BxT), v, mask_Bx1xTxT, is_causal=mask_Bx1xTxT is None
         )
         return mixed_BxHxTxd.transpose(1, 2).flatten(2)
-
-
-def inputs_of(tokens_BxT: Tensor, positions: Tensor | None, *, begin: int) -> Tensor:
-    """Return the token before each, int64[B, T], and at the beginning of a sample `begin`.
-
-    Args:
-        tokens_BxT: int64[B, T].
-        positions: int64[B, T] of packed rows, the place of each token in its sample; None where a row is a sample.
-        begin: the token that is never predicted.
-    """
-    begins = tokens_BxT.new_full((tokens_BxT.shape[0], 1), begin)
-    inputs_BxT = torch.cat([begins, tokens_BxT[:, :-1]], dim=1)
-    return inputs_BxT if positions is None else torch.where(positions == 0, begin, inputs_BxT)
 
 
 def rows_of(x_BxTxD: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:

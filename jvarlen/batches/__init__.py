@@ -1,6 +1,7 @@
 """Batch types: the arrays of a step, their shapes, and their token counts.
 
 - `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and their specs for a bucket.
+- `next_token`: inputs, targets and weights of a loss that predicts the next token.
 - `shapes`: the shapes of all buckets and where they lie, which `compile_buckets` needs.
 """
 
@@ -16,6 +17,7 @@ from jvarlen.batches.batches import (
     pair_batch_spec,
     token_batch_spec,
 )
+from jvarlen.batches.next_token import next_token_targets
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "PairBatch",
     "count_tokens",
     "full_batch",
+    "next_token_targets",
     "packed_batch_spec",
     "packed_pair_batch_spec",
     "pair_batch_spec",

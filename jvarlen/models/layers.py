@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from jvarlen.batches.batches import Batch, PackedBatch
+from jvarlen.batches.next_token import next_token_targets
 from jvarlen.models.config import TransformerConfig
 from jvarlen.models.transformer import Transformer, init_params, rows_of, run_block, sum_losses
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
@@ -51,7 +52,10 @@ def layered(config: TransformerConfig) -> LayeredModel:
         return graphs(check_tensor_divides(axes, num_heads=config.num_heads))
 
     def embed(ends: nnx.State, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
-        return nnx.merge(graphs_on(axes)[0], ends).embed_tokens(microbatch.tokens, rows_of(microbatch), axes)
+        inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.vocab_size)
+        if axes.positions is not None:
+            inputs_BxT = inputs_BxT[:, axes.positions]
+        return nnx.merge(graphs_on(axes)[0], ends).embed_inputs(inputs_BxT, axes)
 
     def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
         graphdef, rows = graphs_on(axes)[1], rows_of(microbatch, axes)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
+from jvarlen.batches.next_token import next_token_targets
 from jvarlen.models.config import TransformerConfig
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import (
@@ -165,21 +166,12 @@ class Transformer(nnx.Module):
         self.head = _Linear(config, config.width, num_logits, kernel_init=_NORMAL, rngs=rngs)
         self.compute_dtype = config.compute_dtype
 
-    def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
-        """Logits of every token, at least float32; values at positions without a token are meaningless."""
-        x_BxTxD = self.embed_tokens(tokens_BxT, rows)
+    def __call__(self, inputs_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
+        """Logits of what follows every input, at least float32; values at positions without a token are meaningless."""
+        x_BxTxD = self.embed_inputs(inputs_BxT)
         for block in self.blocks:
             x_BxTxD = run_block(*nnx.split(block), x_BxTxD, rows)
         return self.logits(x_BxTxD)
-
-    def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
-        """The input of the first block: embeddings of the token before each position of whole rows."""
-        inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
-        if rows.positions is not None:
-            inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
-        if axes.positions is not None:
-            inputs_BxT = inputs_BxT[:, axes.positions]
-        return self.embed_inputs(inputs_BxT, axes)
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
         """Embeddings of the inputs of positions, which are tokens or `begin_of_sample`, in the compute type."""
@@ -235,7 +227,8 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        logits_BxTxV = nnx.merge(graphdef, params)(microbatch.tokens, rows_of(microbatch))
+        inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.vocab_size)
+        logits_BxTxV = nnx.merge(graphdef, params)(inputs_BxT, rows_of(microbatch))
         return sum_losses(logits_BxTxV, microbatch, config.vocab_size)
 
     return loss_fn
@@ -258,8 +251,8 @@ def sum_losses(
     logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch, vocab_size: int, axes: Axes = _UNSPLIT
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sum of the cross-entropy in nats, and the sum of the weights, at the positions of `axes`."""
-    tokens, weights = microbatch.tokens, microbatch.weights
+    _, targets, weights = next_token_targets(microbatch, begin_token=vocab_size)
     if axes.positions is not None:
-        tokens, weights = tokens[:, axes.positions], weights[:, axes.positions]
-    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, tokens, vocab_size=vocab_size, axes=axes)
+        targets, weights = targets[:, axes.positions], weights[:, axes.positions]
+    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, targets, vocab_size=vocab_size, axes=axes)
     return jnp.sum(losses_BxT * weights), jnp.sum(weights)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -29,7 +30,8 @@ def continued(prompts=PROMPTS, config=CONFIG, **options):
 @functools.partial(jax.jit, static_argnames="config")
 def logits_of_rows(tokens_BxT, lengths_B, config=CONFIG):
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-    return nnx.merge(graphdef, PARAMS)(tokens_BxT, Rows(lengths=lengths_B))
+    inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=config.vocab_size)
+    return nnx.merge(graphdef, PARAMS)(inputs_BxT, Rows(lengths=lengths_B))
 
 
 @pytest.fixture(scope="module")

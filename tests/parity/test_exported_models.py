@@ -37,8 +37,9 @@ def path(tmp_path):
 def logits_of(params, tokens_BxT):
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))))
     lengths_B = np.full(len(tokens_BxT), tokens_BxT.shape[1])
-    logits_fn = jax.jit(lambda params, tokens, lengths: nnx.merge(graphdef, params)(tokens, Rows(lengths=lengths)))
-    return np.asarray(logits_fn(params, tokens_BxT, lengths_B))
+    inputs_BxT = np.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=CONFIG.vocab_size)
+    logits_fn = jax.jit(lambda params, inputs, lengths: nnx.merge(graphdef, params)(inputs, Rows(lengths=lengths)))
+    return np.asarray(logits_fn(params, inputs_BxT, lengths_B))
 
 
 def test_the_logits_are_those_of_the_model_that_was_written(path):

@@ -150,6 +150,13 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
         for batch, reference in steps:
             np.testing.assert_array_equal(batch.tokens, reference.tokens.numpy())
             np.testing.assert_array_equal(batch.weights, reference.weights.numpy())
+            for begin_token in (None, 300):
+                found, twin = (
+                    package_of_batch.next_token_targets(of_package, begin_token=begin_token)
+                    for package_of_batch, of_package in ((jvarlen.batches, batch), (torch_ref, reference))
+                )
+                for array, tensor in zip(found, twin, strict=True):
+                    np.testing.assert_array_equal(array, tensor.numpy())
         batch, reference = next((b, r) for b, r in steps if set(np.unique(b.weights[0])) - {0, 1})
         part = {name: value[0] for name, value in reference._asdict().items() if isinstance(value, torch.Tensor)}
         loss, weight = loss_fn(params, jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else leaf, batch))

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.loader import Batch
-from torch_ref.model import Transformer, inputs_of, rows_of
+from torch_ref.model import Transformer, rows_of
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
+from torch_ref.targets import inputs_of
 from torch_ref.train import join_sums, segments_of, sum_losses, take_microbatch, update
 
 __all__ = ["Stages", "make_pipeline_step", "split_stages"]

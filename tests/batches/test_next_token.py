@@ -1,0 +1,125 @@
+"""A target is the next token of the same sample, in rows of every kind."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jvarlen import WeightedTokens, load, make_plan, pack_samples
+from jvarlen.batches import Batch, PackedBatch, next_token_targets
+from jvarlen.parallel import spread_rows
+from tests.meshes import data_mesh
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, 17, 60)
+OTHER_LENGTHS = RNG.integers(1, 17, 60)
+BEGIN = 5_000
+
+
+def token_range(i, length):
+    """Tokens that name their sample and their place."""
+    return 17 * i + np.arange(length)
+
+
+def weights_of(i, length):
+    return (np.arange(length) + i) % 3 / 2
+
+
+SAMPLES = [
+    WeightedTokens(token_range(i, n), weights_of(i, n)) if i % 2 else token_range(i, n) for i, n in enumerate(LENGTHS)
+]
+PAIRS = [(token_range(i, n), sample) for i, (n, sample) in enumerate(zip(OTHER_LENGTHS, SAMPLES, strict=True))]
+PAIR_LENGTHS = np.stack([OTHER_LENGTHS, LENGTHS], axis=1)
+
+
+def batches_of(kind):
+    """Some steps, with padding rows and padding in rows."""
+    if kind == "padded":
+        return load(make_plan(LENGTHS, [(4, 8), (4, 16)], order="dataset", microbatches_per_step=2), SAMPLES)
+    if kind == "truncated":
+        plan = make_plan(LENGTHS, [(4, 8)], order="dataset", microbatches_per_step=2, overlong="truncate")
+        return load(plan, SAMPLES)
+    if kind == "packed":
+        return load(make_plan(pack_samples(LENGTHS, 35), [(3, 35)], microbatches_per_step=2), SAMPLES)
+    if kind == "split":
+        packing = pack_samples(LENGTHS, 11, overlong="split")
+        return load(make_plan(packing, [(3, 11)], microbatches_per_step=2), SAMPLES)
+    if kind == "pairs":
+        return load(make_plan(PAIR_LENGTHS, [(4, 16, 16)], order="dataset", microbatches_per_step=2), PAIRS)
+    plan = make_plan(pack_samples(PAIR_LENGTHS, (35, 35)), [(3, 35, 35)], microbatches_per_step=2)
+    return load(plan, PAIRS)
+
+
+def expected_pairs(kind):
+    """(input, target, weight) of all samples, from their text; of a split one, each chunk is a sample."""
+    most = {"truncated": 8, "split": 11}.get(kind, 16)
+    found = []
+    for i, sample in enumerate(SAMPLES):
+        tokens = getattr(sample, "tokens", sample)
+        weights = getattr(sample, "weights", np.ones(len(tokens), np.float32))
+        for start in range(0, len(tokens) if kind == "split" else 1, most):
+            chunk = slice(start, start + most)
+            found += zip(tokens[chunk][:-1], tokens[chunk][1:], weights[chunk][1:], strict=True)
+    return sorted((int(one), int(next_one), float(weight)) for one, next_one, weight in found if weight)
+
+
+KINDS = ["padded", "truncated", "packed", "split", "pairs", "packed pairs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_but_the_first_of_a_sample_is_the_target_of_the_one_before_it(kind):
+    found = []
+    for batch in batches_of(kind):
+        inputs, targets, weights = map(np.asarray, next_token_targets(batch))
+        is_target = weights > 0
+        found += zip(inputs[is_target].tolist(), targets[is_target].tolist(), weights[is_target].tolist(), strict=True)
+    assert sorted(found) == expected_pairs(kind)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed", "pairs", "packed pairs"])
+def test_with_a_token_before_each_sample_every_token_is_a_target(kind):
+    found = []
+    for batch in batches_of(kind):
+        inputs, targets, weights = map(np.asarray, next_token_targets(batch, begin_token=BEGIN))
+        is_target = weights > 0
+        found += zip(inputs[is_target].tolist(), targets[is_target].tolist(), strict=True)
+    wanted = [(one, target) for one, target, _ in expected_pairs(kind)]
+    first = [17 * i for i, sample in enumerate(SAMPLES) if getattr(sample, "weights", [1])[0]]
+    assert sorted(found) == sorted(wanted + [(BEGIN, token) for token in first])
+
+
+def test_packed_samples_have_a_target_less_than_tokens_and_rows_with_a_weight_of_their_neighbour_too_many():
+    lengths = RNG.integers(4, 13, 60)
+    samples = [token_range(i, n) for i, n in enumerate(lengths)]
+    packing = pack_samples(lengths, 32)
+    batches = list(load(make_plan(packing, [(4, 32)]), samples))
+    across_samples = sum(float(batch.weights[:, :, 1:].sum()) for batch in batches)
+    assert across_samples - sum(lengths - 1) == 60 - packing.num_rows > 0
+    assert sum(float(next_token_targets(batch)[2].sum()) for batch in batches) == sum(lengths - 1)
+
+
+def test_rows_of_one_microbatch_on_devices_that_share_the_tokens_of_a_row_have_the_same_targets():
+    microbatch = PackedBatch(*(leaf[0] if np.ndim(leaf) else leaf for leaf in next(batches_of("packed"))))
+    microbatch = jax.tree.map(lambda leaf: np.pad(leaf, ((0, 0), (0, 5))) if np.ndim(leaf) else leaf, microbatch)
+    shardings = jax.tree.map(
+        lambda leaf: NamedSharding(data_mesh(8), PartitionSpec(*(None, "data")[: np.ndim(leaf)])), microbatch
+    )
+    sharded = jax.jit(next_token_targets)(jax.device_put(microbatch, shardings))
+    for one, other in zip(sharded, next_token_targets(microbatch), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bytes_hold_no_token_above_255_and_inputs_do():
+    tokens = np.array([[1, 2]], np.uint8)
+    inputs, _, _ = next_token_targets(Batch(tokens, np.array([2]), np.ones((1, 2)), np.float32(1)), begin_token=256)
+    assert inputs.tolist() == [[256, 1]]
+
+
+def test_what_has_no_neighbours_is_refused():
+    microbatch = next(batches_of("packed"))
+    with pytest.raises(ValueError, match=r"last axis"):
+        spread_rows(microbatch, 5)
+    with pytest.raises(ValueError, match="PackedPairBatch of jvarlen.batches, not a dict"):
+        next_token_targets({"tokens": np.zeros((1, 2), int)})
+    with pytest.raises(ValueError, match=r"begin_token \(-1\)"):
+        next_token_targets(microbatch, begin_token=-1)

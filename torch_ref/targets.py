@@ -1,0 +1,57 @@
+"""Inputs, targets and weights of a loss that predicts the next token."""
+
+import torch
+from torch import Tensor
+
+from torch_ref.checks import check_integer
+from torch_ref.loader import Batch
+
+__all__ = ["inputs_of", "next_token_targets"]
+
+
+def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the input of each position, the token that it predicts, and the loss weight of that token.
+
+    Input and target always belong to the same sample, in padded and in packed rows. All three have the shape of the
+    tokens. The first token of a sample is no target, so that a sample of l tokens has l - 1, unless a `begin_token` is
+    put before it: then a sample has l.
+
+    Args:
+        microbatch: `tokens` int64[..., T] and the rest of a batch, or of a microbatch of it.
+        begin_token: the input at the first position of every sample; None: inputs are the tokens themselves.
+
+    Returns:
+        Inputs int64[..., T], targets int64[..., T] and weights float32[..., T]. Weights are 0 where there is no
+        target; the targets there are any tokens of the row.
+
+    Raises:
+        ValueError: if `begin_token` is not an integer of at least 0.
+
+    Example:
+        >>> tokens, weights = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4)
+        >>> segments, positions = torch.tensor([[1, 1, 2, 2]]), torch.tensor([[0, 1, 0, 1]])
+        >>> packed = Batch(tokens, torch.tensor([4]), weights, 2.0, segments, positions)
+        >>> [array.tolist() for array in next_token_targets(packed)]
+        [[[5, 6, 7, 8]], [[6, 7, 8, 5]], [[1.0, 0.0, 1.0, 0.0]]]
+    """
+    tokens, weights = microbatch.tokens, microbatch.weights
+    if begin_token is not None:
+        begin = check_integer("begin_token", begin_token, minimum=0)
+        return inputs_of(tokens, microbatch.positions, begin=begin), tokens, weights
+    positions = microbatch.positions
+    if positions is None:
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+    return tokens, tokens.roll(-1, -1), weights.masked_fill(positions == 0, 0.0).roll(-1, -1)
+
+
+def inputs_of(tokens: Tensor, positions: Tensor | None, *, begin: int) -> Tensor:
+    """Return the token before each, int64[..., T], and at the beginning of a sample `begin`.
+
+    Args:
+        tokens: int64[..., T].
+        positions: int64[..., T] of packed rows, the place of each token in its sample; None where a row is a sample.
+        begin: the input at the beginning of a sample.
+    """
+    begins = tokens.new_full((*tokens.shape[:-1], 1), begin)
+    inputs = torch.cat([begins, tokens[..., :-1]], dim=-1)
+    return inputs if positions is None else torch.where(positions == 0, begin, inputs)
