@@ -14,13 +14,15 @@ import optax
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import Placement
+from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.reduction import sum_over_shards
-from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
-__all__ = ["Partition", "assert_partition_invariant", "in_float64"]
+__all__ = [
+    "Difference", "Partition", "assert_partition_invariant", "check_finite", "differences_of", "hint_of_rounding",
+    "in_float64", "make_step_values",
+]  # fmt: skip
 
 _ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
 
@@ -115,22 +117,18 @@ def assert_partition_invariant(
         batch = jax.tree.map(np.asarray, in_float64(batch))
         num_microbatches, rows = _leading_axes(batch)
         shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
-        placements = {p: Layout(data=p).on() if p > 1 else None for p in {1, *shards}}
-        steps = {p: jax.jit(_make_step(loss_fn, placement)) for p, placement in placements.items()}
-
-        def values_of(split: Partition, batch: Any) -> dict[str, np.ndarray]:
-            if (placement := placements[split.num_shards]) is not None:
-                batch = jax.device_put(batch, placement.batch_shardings(batch))
-            return jax.tree.map(np.asarray, steps[split.num_shards](state, batch))
-
+        placements = {p: Layout(data=p).on() for p in {1, *shards}}  # one shard has the axis "data", too
+        values_on = {p: make_step_values(loss_fn, state, placement) for p, placement in placements.items()}
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
-        expected = values_of(reference, whole)
-        _check_reference(expected)
-        _warn_of_weights(loss_fn, state, whole)
-        differences = {split: _differences(values_of(split, part), expected, rtol) for split, part in others}
+        expected = values_on[1](whole)
+        check_finite(expected)
+        _warn_of_weights(loss_fn, state, whole, placements[1])
+        differences = {
+            split: differences_of(values_on[split.num_shards](part), expected, rtol) for split, part in others
+        }
         no_rows = reference._replace(num_padding_rows=reference.num_microbatches * reference.rows)
         empty, nothing = jax.tree.map(np.zeros_like, (whole, expected))
-        differences[no_rows] = _differences(values_of(no_rows, empty), nothing, rtol)
+        differences[no_rows] = differences_of(values_on[1](empty), nothing, rtol)
     differing = {split: found for split, found in differences.items() if found}
     if differing:
         raise AssertionError(
@@ -142,10 +140,14 @@ def assert_partition_invariant(
     return [reference, *differences]
 
 
-def _make_step(loss_fn: LossFn, placement: Placement | None) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
-    """A function from state and batch to what a step must not let depend on its split, by name."""
-    sums_of = sum_step(loss_fn) if placement is None else sum_over_shards(loss_fn, mesh=placement.mesh)
+def make_step_values(
+    loss_fn: LossFn, state: TrainState, placement: Placement
+) -> Callable[[Any], dict[str, np.ndarray]]:
+    """A function of a batch to what a step must not let depend on how rows are laid out, by name."""
+    sums_of = sum_over_shards(loss_fn, mesh=placement.mesh)
+    state = replicate(state, placement.mesh)
 
+    @jax.jit
     def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
         sums = sums_of(state, batch)
         values = {"loss": sums.loss, "loss_sum": sums.loss_sum, "weight_sum": sums.weight_sum}
@@ -158,12 +160,17 @@ def _make_step(loss_fn: LossFn, placement: Placement | None) -> Callable[[TrainS
         ]
         return values | {f"change of extra[{i}]": change for i, change in enumerate(changes)}
 
-    return step
+    def values_of(batch: Any) -> dict[str, np.ndarray]:
+        return jax.tree.map(np.asarray, step(state, jax.device_put(batch, placement.batch_shardings(batch))))
+
+    return values_of
 
 
-def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any) -> None:
+def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any, placement: Placement) -> None:
+    sums_of = sum_over_shards(loss_fn, mesh=placement.mesh, with_grads=False)
+
     def weight_sum(params: Any) -> jax.Array:
-        return sum_step(loss_fn, with_grads=False)(state._replace(params=params), batch).weight_sum
+        return sums_of(state._replace(params=params), batch).weight_sum
 
     grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(state.params))
     if names := [name or "params" for name, grad in grads.items() if np.asarray(grad).any()]:
@@ -241,7 +248,7 @@ def _splits(
         yield Partition(2 * num_microbatches, rows, p, num_rows), with_padding(num_microbatches, 0)
 
 
-class _Difference(NamedTuple):
+class Difference(NamedTuple):
     """The entry of a leaf that differs most, and its error relative to the reference of `rtol`."""
 
     name: str
@@ -253,7 +260,7 @@ class _Difference(NamedTuple):
         return f"{self.name} is {self.got:.9g}, not {self.expected:.9g} (relative error {self.error:.1e})"
 
 
-def _check_reference(expected: dict[str, np.ndarray]) -> None:
+def check_finite(expected: dict[str, np.ndarray]) -> None:
     """Raises an error if nothing can be compared with the first split."""
     if not_finite := [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]:
         raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
@@ -261,7 +268,7 @@ def _check_reference(expected: dict[str, np.ndarray]) -> None:
         raise UserError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
 
 
-def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[_Difference]:
+def differences_of(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[Difference]:
     """The leaves that differ, the worst first."""
     grads = [leaf for name, leaf in expected.items() if name.startswith("gradient")]
     largest = max(np.abs(grad).max(initial=0) for grad in grads)
@@ -274,15 +281,22 @@ def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rt
             at = np.unravel_index(np.argmax(difference), leaf.shape)
             where = f"[{', '.join(map(str, at))}]" if at else ""
             error = float(difference[at] / scale) if scale else np.inf
-            found.append(_Difference(name + where, float(got[name][at]), float(leaf[at]), error))
+            found.append(Difference(name + where, float(got[name][at]), float(leaf[at]), error))
     return sorted(found, key=lambda one: -one.error)
 
 
-def _likely_mistake(differing: dict[Partition, list[_Difference]]) -> str:
+def hint_of_rounding(found: list[Difference]) -> str | None:
+    """What to do if all differences may be rounding."""
+    if any(one.error >= _ROUNDING for one in found):
+        return None
+    return "loss_fn computes in float32 or less inside, and this is its rounding; then give rtol=1e-5"
+
+
+def _likely_mistake(differing: dict[Partition, list[Difference]]) -> str:
     found = [one for differences in differing.values() for one in differences]
     with_real_rows_only = [one for split, ones in differing.items() if not split.num_padding_rows for one in ones]
-    if all(one.error < _ROUNDING for one in found):
-        return "loss_fn computes in float32 or less inside, and this is its rounding; then give rtol=1e-5"
+    if hint := hint_of_rounding(found):
+        return hint
     if any(one.name == "weight_sum" for one in with_real_rows_only):
         return (
             "loss_fn returns means, and the mean of the means of microbatches is not the mean over the step; it must "

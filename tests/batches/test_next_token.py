@@ -54,7 +54,7 @@ def expected_pairs(kind):
     """(input, target, weight) of all samples, from their text; of a split one, each chunk is a sample."""
     most = {"truncated": 8, "split": 11}.get(kind, 16)
     found = []
-    for i, sample in enumerate(SAMPLES):
+    for sample in SAMPLES:
         tokens = getattr(sample, "tokens", sample)
         weights = getattr(sample, "weights", np.ones(len(tokens), np.float32))
         for start in range(0, len(tokens) if kind == "split" else 1, most):
@@ -117,9 +117,9 @@ def test_bytes_hold_no_token_above_255_and_inputs_do():
 
 def test_what_has_no_neighbours_is_refused():
     microbatch = next(batches_of("packed"))
-    with pytest.raises(ValueError, match=r"last axis"):
+    with pytest.raises(ValueError, match="last axis"):
         spread_rows(microbatch, 5)
-    with pytest.raises(ValueError, match="PackedPairBatch of jvarlen.batches, not a dict"):
+    with pytest.raises(ValueError, match=r"takes a Batch, .* or PackedPairBatch .* not a dict"):
         next_token_targets({"tokens": np.zeros((1, 2), int)})
     with pytest.raises(ValueError, match=r"begin_token \(-1\)"):
         next_token_targets(microbatch, begin_token=-1)

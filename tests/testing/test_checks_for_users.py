@@ -161,14 +161,26 @@ def test_the_mean_of_means_is_found_where_all_weights_are_equal():
 def test_what_shards_add_is_found():
     def counts_shards(params, microbatch):
         loss_sum, weight_sum = right(params, microbatch)
-        try:
-            return loss_sum + params["b"] * jax.lax.axis_index("data"), weight_sum
-        except NameError:  # no shards
-            return loss_sum, weight_sum
+        return loss_sum + params["b"] * jax.lax.axis_index("data"), weight_sum
 
     assert_partition_invariant(counts_shards, PARAMS, make_rows(), num_shards=[1])
     with pytest.raises(AssertionError, match=r"(?s)3 of 5 splits .*rows 2×2, shards 2: .*gradient\['b'\]"):
         assert_partition_invariant(counts_shards, PARAMS, make_rows(), num_shards=[2])
+
+
+def test_a_loss_that_communicates_over_the_data_axis_is_checked():
+    def normalised_over_all_rows(params, microbatch):
+        losses = losses_of(params, microbatch)
+        mean = jax.lax.psum((losses * microbatch.weights).sum(), "data") / jax.lax.psum(
+            microbatch.weights.sum(), "data"
+        )
+        return jnp.sum(losses**2 * microbatch.weights) + 0 * mean, jnp.sum(microbatch.weights)
+
+    for num_shards in ([1], [2]):
+        splits = assert_partition_invariant(normalised_over_all_rows, PARAMS, make_rows(), num_shards=num_shards)
+        assert len(splits) > 3
+    layouts = testing.assert_layout_invariant(normalised_over_all_rows, PARAMS, make_rows(), ["data2"], num_steps=1)
+    assert len(layouts) == 1
 
 
 def test_rounding_passes_where_it_is_allowed():
