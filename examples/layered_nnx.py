@@ -14,11 +14,13 @@ import optax
 from flax import nnx
 
 import jvarlen
+from jvarlen import testing
 from jvarlen.batches import next_token_targets
 from jvarlen.distributed import split_cpu
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
+    layered_loss_fn,
 )
 
 split_cpu(4)  # before anything is computed; leave it out on a machine with accelerators
@@ -104,6 +106,9 @@ samples = make_samples(2_000)
 packing = jvarlen.pack_samples(jvarlen.measure_lengths(samples, progress=False), ROW_LENGTH, order="shuffle")
 plan = jvarlen.make_plan(packing, [(4, ROW_LENGTH)], order="shuffle", microbatches_per_step=4)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+# Samples that share a row do not know of each other. In float32, as Flax's layers ask for, and without dropout.
+testing.assert_packing_invariant(layered_loss_fn(model, takes_key=False), params, samples[:6], dtype="float32")
 
 
 def train(train_step, layout):

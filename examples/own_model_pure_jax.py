@@ -61,6 +61,7 @@ params = jax.jit(init_params)(jax.random.key(0))
 
 (batch,) = jvarlen.load(jvarlen.make_plan(lengths[:6], [(6, 49)], order="length"), samples[:6])
 splits = testing.assert_partition_invariant(loss_fn, params, batch, num_shards=[1])
+testing.assert_finite_on_padding_rows(loss_fn, params, [batch])
 print("the same loss and gradient, in float64, on all of:", *splits, sep="\n  ")
 
 buckets = jvarlen.make_buckets(lengths, max_tokens=1024, max_shapes=2)

@@ -14,7 +14,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.train import TrainStep, make_train_step
-from jvarlen.testing.partition import in_float64
+from jvarlen.testing.partition import FloatDtype, floats_in
 from jvarlen.training.losses import LossFn
 
 __all__ = ["assert_layout_invariant"]
@@ -29,23 +29,26 @@ def assert_layout_invariant(
     optimizer: optax.GradientTransformation | None = None,
     num_steps: int = 10,
     seed: int = 0,
-    rtol: float = 1e-12,
+    dtype: FloatDtype = "float64",
+    rtol: float | None = None,
     **options: Any,
 ) -> list[Layout]:
     """Asserts that some steps give the same losses, gradient norms and parameters on any layout as on one device.
 
-    All steps are on the same batch, in float64, and parameters are compared after the first and the last one. Layouts
+    All steps are on the same batch, and parameters are compared after the first and the last one. Layouts
     need devices: `jvarlen.distributed.split_cpu` splits the CPU into several.
 
     Args:
       model: as for `make_train_step`.
-      params: as for `TrainStep.init`; floats are cast to float64.
-      batch: pytree of arrays that begin with axis M, or are scalars, such as a `Batch`; floats are cast to float64.
+      params: as for `TrainStep.init`; floats are cast to `dtype`.
+      batch: pytree of arrays that begin with axis M, or are scalars, such as a `Batch`; floats are cast to `dtype`.
       layouts: `Layout`s or their texts. Data shards must divide M, and data · context too if rows are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient.
       num_steps: steps on each layout.
       seed: for a model that takes keys.
+      dtype: what to compute in; `"float32"` for a model that takes nothing else.
       rtol: the largest difference allowed, relative to the loss, the norm, and the largest entry of each parameter.
+        None: 1e-12, or 1e-5 in float32.
       **options: of `make_train_step`, such as `accumulate`.
 
     Returns:
@@ -66,8 +69,8 @@ def assert_layout_invariant(
         optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-5))
     whole_loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
-    with jax.enable_x64(True):
-        params, batch = in_float64((params, batch))
+    with floats_in(dtype, rtol) as (cast, rtol):
+        params, batch = cast((params, batch))
         on_one = make_train_step(whole_loss_fn, optimizer, layout="data1", norms=True)  # it has the axis "data", too
         expected = _take_steps(on_one, params, batch, num_steps, seed)
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
 
@@ -17,7 +16,14 @@ from jvarlen.loading.collate import StepSamples, collate_for
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.samples import WeightedTokens, to_tokens
-from jvarlen.testing.partition import check_finite, differences_of, hint_of_rounding, in_float64, make_step_values
+from jvarlen.testing.partition import (
+    FloatDtype,
+    check_finite,
+    differences_of,
+    floats_in,
+    hint_of_rounding,
+    make_step_values,
+)
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import new_state
 
@@ -45,13 +51,19 @@ _NO_SAMPLE = (
 
 
 def assert_packing_invariant(
-    loss_fn: LossFn, params: Any, samples: Iterable[Any], *, extra: Any = None, rtol: float = 1e-12
+    loss_fn: LossFn,
+    params: Any,
+    samples: Iterable[Any],
+    *,
+    extra: Any = None,
+    dtype: FloatDtype = "float64",
+    rtol: float | None = None,
 ) -> None:
     """Asserts that samples packed into rows give the same sums and gradients as the same samples padded.
 
     Padded, each sample has a row. Packed, they fill two rows in the given order, or one if they are fewer than four,
-    with padding at the end. Σ loss, Σ weight, further sums, the gradient and the change of `extra` must agree, in
-    float64, where a mistake stands out from rounding. Samples that differ by themselves are named, and so is the
+    with padding at the end. Σ loss, Σ weight, further sums, the gradient and the change of `extra` must agree;
+    in float64, a mistake stands out from rounding. Samples that differ by themselves are named, and so is the
     neighbour that they depend on.
 
     Use a few short samples of different lengths and tokens, and parameters that are not all 0, so that every part of
@@ -61,11 +73,13 @@ def assert_packing_invariant(
       loss_fn: as for `make_train_step`, for a `Batch` and a `PackedBatch`; of pairs, for a `PairBatch` and a
         `PackedPairBatch`. One that reads `segment_ids` or `positions` of the padded rows gets these packed, one sample
         a row.
-      params: pytree of arrays; floats are cast to float64.
+      params: pytree of arrays; floats are cast to `dtype`.
       samples: N ≥ 2 of them, 1-D integers or `WeightedTokens`; or pairs (source, target) of these.
-      extra: for a loss that takes it; floats are cast to float64.
+      extra: for a loss that takes it; floats are cast to `dtype`.
+      dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
       rtol: the largest difference allowed, relative to the sums, and for any entry of the gradient relative to the
-        largest. A loss that computes in float32 inside, as `jax.nn.dot_product_attention` does, needs about 1e-5.
+        largest. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside, as
+        `jax.nn.dot_product_attention` does, needs about 1e-5.
 
     Raises:
       AssertionError: packed rows differ, or the loss cannot take them; the message names values, errors, samples, and
@@ -95,20 +109,31 @@ def assert_packing_invariant(
     key = inspect.signature(loss_fn).parameters.get("key")
     if key is not None and key.default is key.empty:
         raise UserError("loss_fn needs a key, whose random numbers differ in rows of another shape: leave out dropout")
-    with jax.enable_x64(True):
-        state = new_state(in_float64(params), optax.identity(), extra=in_float64(extra))
-        values_of = make_step_values(loss_fn, state, Layout(data=1).on())
-        padded, packed = _rows_of(list(samples))
+    padded, packed = _rows_of(list(samples))
+    with floats_in(dtype, rtol) as (cast, rtol):
+        state = new_state(cast(params), optax.identity(), extra=cast(extra))
+        step = make_step_values(loss_fn, state, Layout(data=1).on())
+
+        def values_of(batch: Any) -> dict[str, np.ndarray]:
+            try:
+                return step(cast(batch))
+            except AttributeError as error:
+                if not isinstance(error.obj, PackedBatch | PackedPairBatch):
+                    raise
+                raise AssertionError(f"loss_fn cannot take packed rows: {error}") from error
+
+        expected: dict[str, np.ndarray] | None
         try:
             expected = values_of(padded.batch())
         except AttributeError as error:  # of what packed rows alone have
             if not isinstance(error.obj, Batch | PairBatch):
                 raise
+            expected = None
+        if expected is None:
             padded = padded._replace(ids_BxP=padded.ids_BxP[:, None])
-            expected = _values_of_packed(values_of, padded)
+            expected = values_of(padded.batch())
         check_finite(expected)
-        found = _values_of_packed(values_of, packed)
-        differing = differences_of(found, expected, rtol)
+        differing = differences_of(values_of(packed.batch()), expected, rtol)
         if not differing:
             return
         hint = hint_of_rounding(differing)
@@ -132,7 +157,7 @@ class _Layout(NamedTuple):
         """The only microbatch of a step."""
         collate = collate_for(len(self.bucket.lengths), is_packed=self.ids_BxP.ndim == 2)
         in_order = [self.samples[i] for i in self.ids_BxP.ravel().tolist() if i >= 0]
-        return in_float64(collate(StepSamples(self.bucket, self.ids_BxP[None], [in_order], None, False, len(in_order))))
+        return collate(StepSamples(self.bucket, self.ids_BxP[None], [in_order], None, False, len(in_order)))
 
     def owners(self) -> np.ndarray:
         """The sample of each place of `weights`, 1 for the first; 0 where there is no token."""
@@ -181,15 +206,6 @@ def _mapped(sample: Any, change: Callable[[np.ndarray, int], np.ndarray]) -> Any
 
 def _renumbered(sample: Any, number: int) -> Any:
     return _mapped(sample, lambda tokens, side: np.full(len(tokens), number))
-
-
-def _values_of_packed(values_of: Callable[[Any], dict[str, np.ndarray]], rows: _Layout) -> dict[str, np.ndarray]:
-    try:
-        return values_of(rows.batch())
-    except AttributeError as error:
-        if not isinstance(error.obj, PackedBatch | PackedPairBatch):
-            raise
-        raise AssertionError(f"loss_fn cannot take packed rows: {error}") from error
 
 
 def _explain(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
@@ -20,11 +21,14 @@ from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
 __all__ = [
-    "Difference", "Partition", "assert_partition_invariant", "check_finite", "differences_of", "hint_of_rounding",
-    "in_float64", "make_step_values",
+    "Difference", "FloatDtype", "Partition", "assert_partition_invariant", "check_finite", "differences_of",
+    "floats_in", "hint_of_rounding", "make_step_values",
 ]  # fmt: skip
 
 _ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
+_RTOL = {"float64": 1e-12, "float32": _ROUNDING}
+
+FloatDtype = Literal["float64", "float32"]
 
 
 class Partition(NamedTuple):
@@ -56,7 +60,8 @@ def assert_partition_invariant(
     extra: Any = None,
     seed: int = 0,
     num_shards: Sequence[int] | None = None,
-    rtol: float = 1e-12,
+    dtype: FloatDtype = "float64",
+    rtol: float | None = None,
 ) -> list[Partition]:
     """Asserts that a step has the same loss and gradient however it is split, and that padding rows change nothing.
 
@@ -73,14 +78,16 @@ def assert_partition_invariant(
 
     Args:
       loss_fn: as for `make_train_step`.
-      params: pytree of arrays; floats are cast to float64.
+      params: pytree of arrays; floats are cast to `dtype`.
       batch: pytree of arrays that begin with axes M and B, or are scalars, with an attribute `num_sequences`, such as a
-        `jvarlen.batches.Batch`. Floats are cast to float64. A row of zeros is a padding row.
-      extra: for a loss that takes it; floats are cast to float64.
+        `jvarlen.batches.Batch`. Floats are cast to `dtype`. A row of zeros is a padding row.
+      extra: for a loss that takes it; floats are cast to `dtype`.
       seed: for a loss that takes `key`.
       num_shards: numbers of shards to try; None for all for which there are devices. Each split compiles.
+      dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
       rtol: the largest difference allowed, relative to the sums of loss and weight, and for any entry of the gradient
-        relative to the largest. A loss that computes in float32 inside needs about 1e-5, in bfloat16 1e-2.
+        relative to the largest. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside needs about
+        1e-5, in bfloat16 1e-2.
 
     Returns:
       The splits, which all agree; the first is the one that the others were compared with.
@@ -112,9 +119,9 @@ def assert_partition_invariant(
       Unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation Fix".
     """
     is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
-    with jax.enable_x64(True):
-        state = new_state(in_float64(params), optax.identity(), extra=in_float64(extra), seed=seed)
-        batch = jax.tree.map(np.asarray, in_float64(batch))
+    with floats_in(dtype, rtol) as (cast, rtol):
+        state = new_state(cast(params), optax.identity(), extra=cast(extra), seed=seed)
+        batch = jax.tree.map(np.asarray, cast(batch))
         num_microbatches, rows = _leading_axes(batch)
         shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
         placements = {p: Layout(data=p).on() for p in {1, *shards}}  # one shard has the axis "data", too
@@ -181,14 +188,22 @@ def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any, placement: 
         )
 
 
-def in_float64(tree: Any) -> Any:
-    """A pytree with its floating-point leaves in float64."""
+@contextlib.contextmanager
+def floats_in(dtype: FloatDtype, rtol: float | None) -> Iterator[tuple[Callable[[Any], Any], float]]:
+    """A context in which JAX computes in this type, a function that casts floats to it, and `rtol`, or its default."""
+    check_choices(dtype=(dtype, FloatDtype))
 
     def cast(leaf: Any) -> jax.Array:
         array = jnp.asarray(leaf)
-        return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
-    return jax.tree.map(cast, tree)
+    with jax.enable_x64(dtype == "float64"):
+        try:
+            yield lambda tree: jax.tree.map(cast, tree), _RTOL[dtype] if rtol is None else rtol
+        except (TypeError, ValueError) as error:  # of a carry, say, that would change its type
+            if "float64" in str(error):
+                error.add_note('The check computes in float64. For a loss that asks for float32, give dtype="float32".')
+            raise
 
 
 def _leading_axes(batch: Any) -> tuple[int, int]:

@@ -169,18 +169,33 @@ def test_what_shards_add_is_found():
 
 
 def test_a_loss_that_communicates_over_the_data_axis_is_checked():
-    def normalised_over_all_rows(params, microbatch):
+    def beside_the_largest(params, microbatch):
         losses = losses_of(params, microbatch)
-        mean = jax.lax.psum((losses * microbatch.weights).sum(), "data") / jax.lax.psum(
-            microbatch.weights.sum(), "data"
-        )
-        return jnp.sum(losses**2 * microbatch.weights) + 0 * mean, jnp.sum(microbatch.weights)
+        largest = jax.lax.pmax(jax.lax.stop_gradient(losses).max(), "data")  # of all rows, as in a stable log-sum
+        return jnp.sum(jnp.exp(losses - largest) * jnp.exp(largest) * microbatch.weights), jnp.sum(microbatch.weights)
 
     for num_shards in ([1], [2]):
-        splits = assert_partition_invariant(normalised_over_all_rows, PARAMS, make_rows(), num_shards=num_shards)
+        splits = assert_partition_invariant(beside_the_largest, PARAMS, make_rows(), num_shards=num_shards)
         assert len(splits) > 3
-    layouts = testing.assert_layout_invariant(normalised_over_all_rows, PARAMS, make_rows(), ["data2"], num_steps=1)
+    layouts = testing.assert_layout_invariant(beside_the_largest, PARAMS, make_rows(), ["data2"], num_steps=1)
     assert len(layouts) == 1
+
+
+def test_a_loss_whose_carry_is_float32_is_checked_in_float32():
+    def scanned(params, microbatch):
+        losses = (losses_of(params, microbatch) * microbatch.weights).ravel()
+        loss_sum, _ = jax.lax.scan(lambda total, loss: (total + loss, None), jnp.zeros((), np.float32), losses)
+        return loss_sum, jnp.sum(microbatch.weights)
+
+    with pytest.raises(TypeError) as error:
+        assert_partition_invariant(scanned, PARAMS, make_rows(), num_shards=[1])
+    assert any('give dtype="float32"' in note for note in error.value.__notes__)
+    assert len(assert_partition_invariant(scanned, PARAMS, make_rows(), num_shards=[1], dtype="float32")) == 6
+    testing.assert_layout_invariant(scanned, PARAMS, make_rows(), ["data1"], num_steps=1, dtype="float32")
+    with pytest.raises(AssertionError, match=r"means of"):
+        assert_partition_invariant(mean_of_means, PARAMS, make_rows(), num_shards=[1], dtype="float32")
+    with pytest.raises(ValueError, match=r"dtype \('bfloat16'\) must be one of 'float64', 'float32'"):
+        assert_partition_invariant(scanned, PARAMS, make_rows(), dtype="bfloat16")
 
 
 def test_rounding_passes_where_it_is_allowed():

@@ -180,6 +180,7 @@ def test_rounding_of_float32_passes_where_it_is_allowed():
     with pytest.raises(AssertionError, match=r"relative error \d.\de-0[678].*\nlikely: .* give rtol=1e-5"):
         assert_packing_invariant(loss_fn, PARAMS, SAMPLES)
     assert_packing_invariant(loss_fn, PARAMS, SAMPLES, rtol=1e-5)
+    assert_packing_invariant(loss_fn, PARAMS, SAMPLES, dtype="float32")
 
 
 def test_what_cannot_be_compared_is_refused():
