@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +14,22 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.data.line_files import read_json
+from jvarlen.data.line_files import read_json, size_of_mark
 from jvarlen.data.token_files import as_narrow, check_tokens
 from jvarlen.data.tokens import Concatenated, FileDataset, TokenDataset
 
 __all__ = ["ColumnDataset", "ColumnRecords", "holds_messages", "saved_shards"]
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_MOST_LINES = 5  # that an error lists
+_QUOTED = {  # a quoted value, and its closing quote if what follows ends the value
+    delimiter: re.compile(
+        rb'"(?:(?<![^%b\r\n]")|(?<=\A\xef\xbb\xbf"))(?:[^"]++|"")*+(?P<close>"(?=[%b\r\n]|\Z))?'
+        % (delimiter.encode(), delimiter.encode())
+    )
+    for delimiter in _DELIMITERS.values()
+}
+_BLANK_LINE = re.compile(rb"\n(?=\r?\n)")
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
 
 
@@ -201,6 +212,7 @@ def _read_csv(path: Path, field: str) -> Any:
     import pyarrow as pa
     from pyarrow import csv
 
+    _check_quotes_and_rows(path)
     parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix], newlines_in_values=True)
     with csv.open_csv(path, parse_options=parsing) as reader:
         _check_field(reader.schema.names, field)
@@ -209,6 +221,35 @@ def _read_csv(path: Path, field: str) -> Any:
         parse_options=parsing,
         convert_options=csv.ConvertOptions(column_types={field: pa.large_string()}, include_columns=[field]),
     ).column(field)
+
+
+def _check_quotes_and_rows(path: Path) -> None:
+    """Raises ValueError for quotes by which rows would run into each other, and for blank lines, by the line."""
+    # pyarrow reads on after a quote that closes in the middle of a value, and passes over blank lines.
+    if size_of_mark(path) == path.stat().st_size:
+        return
+    content, quoted = np.memmap(path, np.uint8, "r").data, _QUOTED[_DELIMITERS[path.suffix]]
+
+    def line_of(place: int) -> int:
+        return bytes(content[:place]).count(b"\n") + 1
+
+    for value in quoted.finditer(content):
+        if not value["close"]:
+            how = "closes before other text" if value.end() < len(content) else "never closes"
+            raise UserError(
+                f"line {line_of(value.start()):,}: the quote that opens a value {how}: a quote is missing, or one in "
+                "the text is not doubled"
+            )
+    if not _BLANK_LINE.search(content):
+        return
+    places, start = [], 0
+    for begin, end in itertools.chain((value.span() for value in quoted.finditer(content)), [(len(content), 0)]):
+        places += [found.end() for found in _BLANK_LINE.finditer(content, start, begin)]
+        start = end
+    if places:
+        listed = ", ".join(f"{line_of(place):,}" for place in places[:_MOST_LINES])
+        more = f" and {len(places) - _MOST_LINES:,} more" if len(places) > _MOST_LINES else ""
+        raise UserError(f"blank lines, which are no rows: remove {listed}{more}")
 
 
 def _check_field(names: list[str], field: str) -> None:

@@ -5,6 +5,7 @@ Files are untrusted: a line without text is a ValueError that gives the reason.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import reprlib
@@ -32,7 +33,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
     _loads = orjson.loads
 
-__all__ = ["LineDataset", "parse_record", "read_json"]
+__all__ = ["LineDataset", "parse_record", "read_json", "size_of_mark"]
 
 _CHUNK_BYTES = 1 << 19  # fits a cache
 _NEWLINE, _RETURN = b"\n\r"
@@ -47,6 +48,7 @@ class LineDataset(FileDataset):
         super().__init__(path)
         self._field = field
         self._starts, self._ends = _find_lines(path, self._num_bytes)
+        self._starts[0] = size_of_mark(path)
         if field is None:
             self._ends -= self._opened[self._ends - 1] == _RETURN
             self._ends = np.maximum(self._ends, self._starts)
@@ -99,6 +101,15 @@ class LineDataset(FileDataset):
         if self._field is not None:
             raise AttributeError("lengths of texts in fields are to be measured")
         return self._ends - self._starts
+
+
+def size_of_mark(path: Path) -> int:
+    """Bytes of the byte order mark with which a text begins; raises ValueError for that of UTF-16 or UTF-32."""
+    with path.open("rb") as file:
+        begin = file.read(len(codecs.BOM_UTF8))
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path} is UTF-16 or UTF-32: save it as UTF-8")
+    return len(begin) if begin == codecs.BOM_UTF8 else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Files are untrusted: nothing in them is unpickled or evaluated, and bad content 
 
 from __future__ import annotations
 
+import codecs
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -315,6 +316,7 @@ def _holds_messages(file: DataFile, record_format: RecordFormat) -> bool:
         return holds_messages(file.path, field)
     try:
         with file.path.open("rb") as lines:
-            return isinstance(parse_record(lines.readline()).get(field), list)
+            first = lines.readline().removeprefix(codecs.BOM_UTF8)
+            return isinstance(parse_record(first).get(field), list)
     except ValueError:  # which reading the lines will tell
         return False

@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import reprlib
 import string
 from collections.abc import Iterable, Sequence
@@ -161,7 +162,7 @@ def _marked(pieces: list[tuple[str, bool]], loss_on: frozenset[str]) -> MarkedTe
 
 
 def _text_of(field: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     if not isinstance(value, str):
         raise UserError(f"no string in {field!r}, but {reprlib.repr(value)}")

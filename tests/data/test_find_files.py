@@ -108,6 +108,37 @@ def test_a_column_of_a_delimited_file_is_read(tmp_path, ending, delimiter, compr
         open_data(path, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("text,id\n" + '"a",1\n"b,2\n"c",3\n"d",4\n', "line 3: the quote that opens a value closes before other text"),
+        ('text,id\na,1\n"b\nc,2\nd,3\n', "line 3: the quote that opens a value never closes"),
+        ('text\n"two\n\nlines"\n"b\nc', "line 5: the quote that opens a value never closes"),
+        ('text\n"say ""hi""\nb\n', "line 2: the quote that opens a value never closes"),
+        ('text\n"say "hi""\n', "line 2: the quote that opens a value closes before other text"),
+        ('\ufeff"text\na\n', "line 1: the quote that opens a value never closes"),
+        ("text,id\na,1\n\nb,2\n\r\n", "blank lines, which are no rows: remove 3, 5$"),
+        ("text\r\na\r\n\r\nb\r\n", "blank lines, which are no rows: remove 3$"),
+        ('text\n"two\n\nlines"\n\n' + "\n" * 6, "blank lines, which are no rows: remove 5, 6, 7, 8, 9 and 2 more$"),
+    ],
+)
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
+def test_rows_that_would_run_together_or_vanish_are_refused_by_line(tmp_path, content, said, ending):
+    content = (content.replace(",", "\t") if ending == ".tsv" else content).encode()
+    path = write(tmp_path / f"t{ending}", gzip.compress(content) if ending.endswith("gz") else content)
+    for options in ({}, {"template": "Q: {text}"}):
+        with pytest.raises(UserError, match=rf"t\.(csv|tsv): .*{said}"):
+            open_data(path, progress=False, **options)
+
+
+def test_quotes_and_lines_that_belong_to_values_are_read(tmp_path):
+    content = 'text,id\n"two\n\nlines",1\n"say ""hi"", he said",2\n5" pipe,3\n"",4\n'.encode("utf-8-sig")
+    with pytest.raises(UserError, match=r"id 3: empty$"):
+        open_data(write(tmp_path / "t.csv", content))
+    texts = ["two\n\nlines", 'say "hi", he said', '5" pipe']
+    assert texts_of(open_data(write(tmp_path / "t.csv", content[:-5]))) == texts
+
+
 def test_numbers_in_a_delimited_file_are_texts_and_empty_values_are_refused_by_row(tmp_path):
     assert texts_of(open_data(write(tmp_path / "t.csv", b"text\n007\n1.50\nnull\n"))) == ["007", "1.50", "null"]
     with pytest.raises(UserError, match=r"t\.csv.*id 1: empty$"):

@@ -158,6 +158,29 @@ def test_any_lines_are_read_whole_or_refused_by_file_and_line(tmp_path_factory, 
         assert "line " in refusal
 
 
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "csv"])
+def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_by_name(tmp_path, ending):
+    if ending == "csv":
+        pytest.importorskip("pyarrow")
+    text = {"txt": "one\ntwo\n", "jsonl": '{"text": "one"}\n{"text": "two"}\n', "csv": "text\none\ntwo\n"}[ending]
+    path = tmp_path / f"t.{ending}"
+    path.write_text(text, encoding="utf-8-sig")
+    dataset = open_data(path, progress=False)
+    assert samples_of(dataset) == [b"one", b"two"]
+    assert dataset.lengths.tolist() == [3, 3]
+    for encoding in ("utf-16", "utf-32"):
+        path.write_text(text, encoding=encoding)
+        with pytest.raises(ValueError, match=rf"t\.{ending} is UTF-16 or UTF-32: save it as UTF-8"):
+            open_data(path, progress=False)
+
+
+def test_a_chat_after_a_byte_order_mark_is_a_chat(tmp_path):
+    chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    path = tmp_path / "t.jsonl"
+    path.write_text(chat, encoding="utf-8-sig")
+    assert samples_of(open_data(path, field="messages", progress=False)) == [b"user: hi\n"]
+
+
 def test_a_line_that_changed_is_named_when_it_is_read(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", ["one", "two"])
     dataset = open_data(path, progress=False)
@@ -358,5 +381,5 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"its own settings; these differ: data: .*t\.jsonl, .*other\.jsonl$"):
         fit(other)
     jsonl(path, texts[:-1], "body")
-    with pytest.raises(ValueError, match="the data differ"):
+    with pytest.raises(ValueError, match=r"began with another content of .*t\.jsonl: put it back"):
         fit(changed(saved, resume=first.run_dir))

@@ -221,6 +221,8 @@ def test_a_chat_is_written_by_the_template_beside_the_tokenizer(tmp_path, tokeni
         ({"question": "x", "answer": None}, "no string in 'answer', but None"),
         ({"question": "x", "answer": True}, "no string in 'answer', but True"),
         ({"question": "x", "answer": ["y"]}, r"no string in 'answer', but \['y'\]"),
+        ({"question": "x", "answer": float("nan")}, "no string in 'answer', but nan"),
+        ({"question": "x", "answer": float("inf")}, "no string in 'answer', but inf"),
         ({"question": "x", "answer": ""}, "no token to learn from"),
         ({"question": "x", "answer": "\ud800"}, "half a surrogate pair"),
         ([], "no JSON object"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import regular_file, write_atomically
 from jvarlen._common.pytree import is_key, leaves_by_name
 from jvarlen.experimental.asynchronous.programs import StepPrograms, Version, host_batches, split_microbatches
 from jvarlen.planning.plan import Plan
@@ -112,14 +111,14 @@ class ArrivalLog:
           ValueError: it is no arrival log, or damaged.
         """
         try:
-            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with regular_file(Path(path)).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 found = {field.name: arrays[field.name] for field in dataclasses.fields(cls)}
             fields: dict[str, Any] = {name: found[name] if name in _ARRAYS else found[name].item() for name in found}
             bound = fields["staleness_bound"]
             return cls(**fields | {"staleness_bound": None if bound < 0 else bound})
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no arrival log {path}") from None
-        except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # damage shows in many ways: as zip, as header of an array
             raise UserError(f"{path} holds no arrival log: {error}") from error
 
 
