@@ -6,13 +6,17 @@ Only the subcommand that was typed is imported, and of it only the settings unti
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import importlib
+import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jvarlen import __version__
+from jvarlen._common.terminal import Unbroken, escape_controls, say
 
 if TYPE_CHECKING:
     from jvarlen.runs.config import FitConfig
@@ -43,12 +47,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 2 for a user's mistake, 130 after an interrupt, or 143 after SIGTERM."""
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
-        print(f"jvarlen {__version__}")
+        say(f"jvarlen {__version__}")
         return 0
     if args[:1] in (["--help"], ["-h"]):
-        print(f"usage: jvarlen [-h] [--version] {{{','.join(COMMANDS)}}} ...\n")
-        print(*(f"  {name:9}{about}" for name, (_, _, about) in COMMANDS.items()), sep="\n")
-        print("\n`jvarlen COMMAND --help` lists the settings of a command.")
+        say(f"usage: jvarlen [-h] [--version] {{{','.join(COMMANDS)}}} ...\n")
+        say(*(f"  {name:9}{about}" for name, (_, _, about) in COMMANDS.items()))
+        say("\n`jvarlen COMMAND --help` lists the settings of a command.")
         return 0
     command: Any = None
     try:
@@ -60,11 +64,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _TRACEBACK in args or not _is_of_user(error):
             raise
-        return _end(command, error, _USER_ERROR)
+        return _end(args, command, error, _USER_ERROR)
     except KeyboardInterrupt as error:
         from jvarlen._common.interrupts import exit_code_of_interrupt
 
-        return _end(command, error, exit_code_of_interrupt())
+        return _end(args, command, error, exit_code_of_interrupt())
+    finally:
+        Unbroken(sys.stdout).flush()  # help, which may have no reader
 
 
 def run() -> None:
@@ -73,6 +79,8 @@ def run() -> None:
     # half a second at the end.
     gc.set_threshold(100_000, 20, 100)
     atexit.register(gc.freeze)
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: escape_controls(usual(*args, **kwargs))
     sys.exit(main())
 
 
@@ -104,7 +112,7 @@ def _is_of_user(error: Exception) -> bool:
     return isinstance(error, ProcessesError)
 
 
-def _end(command: Any, error: object, code: int) -> int:
+def _end(args: list[str], command: Any, error: object, code: int) -> int:
     """Prints what went wrong in one line, and bounds the wait for other processes."""
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
@@ -113,7 +121,8 @@ def _end(command: Any, error: object, code: int) -> int:
     # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     told = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-    print(f"jvarlen: {' '.join('; '.join([told, *notes]).split())}", file=sys.stderr)
+    text = " ".join("; ".join([told, *notes]).split())
+    say(f"jvarlen: {_as_typed(text, _class_of(args[0])) if args and args[0] in COMMANDS else text}", error=True)
     return code
 
 
@@ -129,8 +138,7 @@ def _parse(args: list[str]) -> Any:
     name = args[0] if args else ""
     if name not in COMMANDS:
         raise UserError(f"{_not_a_command(name)}: the commands are {', '.join(COMMANDS)}")
-    module, class_name, _ = COMMANDS[name]
-    command: Any = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
+    command = _class_of(name)
     about = command.__doc__
     options: dict[str, Any] = {}
     if name == "train":
@@ -140,12 +148,46 @@ def _parse(args: list[str]) -> Any:
         about += f" {_EXIT_CODES_OF_TRAINING}"
     errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(Unbroken(sys.stdout)):
             return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
     except SystemExit as stopped:
         if stopped.code:
             raise UserError(_unframed(errors.getvalue())) from None
         raise
+
+
+def _class_of(name: str) -> Any:
+    """The settings of a command."""
+    module, class_name, _ = COMMANDS[name]
+    return getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
+
+
+def _as_typed(text: str, command: Any) -> str:
+    """A message with its options as they are typed: `--plan.pack` for pack=True, `--max-steps` for max_steps."""
+    flags = dict(_flags(command))
+    names = "|".join(sorted(flags, key=len, reverse=True))
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        # Words of one part are also words of English, unless a value follows them.
+        if value is None and "_" not in name and not re.match(" (\\(|must |[\"'])", text[found.end() :]):
+            return found[0]
+        if value == "False":
+            return re.sub("(--|\\.)(?!.*\\.)", r"\1no-", flags[name])
+        return flags[name] if value in (None, "", "True") else f"{flags[name]} {value.strip(chr(34) + chr(39))}"
+
+    value = r"""(=(?P<value>"[^"]*"|'[^']*'|[\w.+-]*))"""
+    return re.sub(rf"(?<![\w./-])(?P<name>{names})(?![\w/]|[.-]\w){value}?", typed, text)
+
+
+def _flags(settings: Any, prefix: str = "--") -> Iterator[tuple[str, str]]:
+    """The options of a command, by the names of their settings."""
+    for field in dataclasses.fields(settings):
+        name = field.metadata.get("name", field.name).replace("_", "-")
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from _flags(field.default_factory, prefix + field.metadata.get("prefix", f"{name}."))
+        elif "Positional" not in str(field.type):
+            yield field.name, prefix + name
 
 
 def _not_a_command(name: str) -> str:
@@ -159,8 +201,6 @@ def _not_a_command(name: str) -> str:
 
 def _unframed(text: str) -> str:
     """The first paragraph inside the frame that tyro prints around an error, and what it guesses."""
-    import re
-
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     rules = [i for i, line in enumerate(lines) if re.fullmatch("─+|-+", line)]
     if "╭" not in text and rules:  # a terminal without such characters: the title stands above a rule

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import io
 import json
 import os
 import re
@@ -15,12 +16,13 @@ import pytest
 import jvarlen
 from jvarlen import Budget, Order, Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.cli import COMMANDS, main
+from jvarlen.cli import COMMANDS, _as_typed, main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.buckets import cost_of_candidates
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
+from jvarlen.runs.commands import PlanCommand
 from jvarlen.runs.config import (
     CheckpointConfig,
     DataConfig,
@@ -189,17 +191,20 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ("plan LENGTHS --max-tokens 4096 --overlong split", "overlong split packs"),
-        ("plan LENGTHS --max-tokens 4096 --max-samples-per-row 3", "max_samples_per_row (3) is for"),
+        ("plan LENGTHS --max-tokens 4096 --overlong split", "--overlong split packs"),
+        (
+            "plan LENGTHS --max-tokens 4096 --max-samples-per-row 3",
+            "--max-samples-per-row (3) is for packed rows: it needs --pack",
+        ),
         (
             "plan LENGTHS --max-tokens 4096 --pack --overlong split --compare",
-            "compare has strategies that cannot split",
+            "--compare has strategies that cannot split: choose another --overlong for it",
         ),
-        ("plan LENGTHS --max-tokens 100", "max_tokens 100 leaves no row for a bucket"),
+        ("plan LENGTHS --max-tokens 100", "--max-tokens 100 leaves no row for a bucket"),
         ("plan LENGTHS --max-tokens many", "--max-tokens"),
         ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
-        ("plan LENGTHS --max-tokens 0", "max_tokens"),
-        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "cluster and model go together"),
+        ("plan LENGTHS --max-tokens 0", "at least 1 and below 2**63: --max-tokens (0)"),
+        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "--cluster and --model go together"),
         (
             "plan LENGTHS --max-tokens 4096 --cluster dgx --model TEXT",
             "there is no cluster dgx, and no preset; there are dgx-a100",
@@ -207,9 +212,29 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
         ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT", "holds no model"),
         (
             "plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT --compare --html page.html",
-            "compare, cluster and html exclude each other",
+            "--compare, --cluster and --html exclude each other",
         ),
         ("plan LENGTHS", "--max-tokens"),
+        ("plan LENGTHS --max-tokens 4096 --html LENGTHS", "which is read"),
+        ("plan LENGTHS --max-tokens 4096 --out LENGTHS", "--out ("),
+        ("plan LENGTHS --max-tokens 4096 --out LINK", "which is read"),
+        ("plan LENGTHS --max-tokens 4096 --out HARD", "which is read"),
+        (
+            "plan LENGTHS --max-tokens 4096 --out same --html ./same",
+            "--out (same) would overwrite same, which is also html",
+        ),
+        ("plan LENGTHS --max-tokens 4096 --cost-model COST --html COST", "cost.json, which is read"),
+        ("plan LENGTHS --max-tokens 4096 --out RUN/plan.npz", "is one of the files of the run"),
+        ("plan LENGTHS --max-tokens 4096 --out RUN/checkpoints/7", "is one of the files of the run"),
+        ("plan LENGTHS --max-tokens 4096 --out /dev/null", "/dev/null is a pipe or a device"),
+        ("sort LENGTHS --out RUN/config.json", "--out (run/config.json) is one of the files of the run"),
+        ("measure --out RUN/cost_model.json", "--out (run/cost_model.json) is one of the files of the run"),
+        ("measure --memory-out memory.json --out memory.json", "which is also --memory-out"),
+        ("export RUN RUN/config.json", "run/config.json) is one of the files of the run"),
+        ("sample RUN --prompts TEXT --out TEXT", "--out (text.npy) would overwrite text.npy, which is read"),
+        ("sample RUN --prompts TEXT --out RUN/metrics.jsonl", "is one of the files of the run"),
+        ("report RUN --html RUN/metrics.jsonl", "--html (run/metrics.jsonl) is one of the files of the run"),
+        ("report RUN --html RUN", "run is a directory"),
         ("plan LENGTHS --max-tokens 4096 --order random", "random"),
         ("plan LENGTHS --max-tokens 4096 --colour red", "--colour"),
         ("plan nowhere.npy --max-tokens 4096", "there is no lengths file nowhere.npy"),
@@ -220,17 +245,17 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
         ("sort NAN", "keys are NaN"),
         ("sort TABLE", "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
         pytest.param("sort LONG", "at most 64 bits, not float128[3]", marks=no_long_doubles),
-        ("sort LENGTHS --devices 0", "devices (0)"),
+        ("sort LENGTHS --devices 0", "--devices (0)"),
         ("train --devices 2", "1 microbatches a step do not spread over 2 shards"),
-        ("train --devices 9", "devices must be between 1 and 8, not 9"),
+        ("train --devices 9", "--devices must be between 1 and 8, not 9"),
         ("train --optimizer.schedule-unit epochs", "schedule-unit"),
-        ("sort LENGTHS --out .", "must be a file, and another one than the lengths"),
-        ("sort LENGTHS --out LENGTHS", "must be a file, and another one than the lengths"),
+        ("sort LENGTHS --out .", ". is a directory"),
+        ("sort LENGTHS --out LENGTHS", "lengths.npy, which is read"),
         ("sort LENGTHS --devices 9", "devices must be between 1 and 8, not 9"),
         ("sort LENGTHS --out nowhere/order.npy", "there is no directory nowhere"),
-        ("train --plan.max-tokens 0", "max_tokens"),
-        ("train --plan.max-tokens 12", "max_tokens 12 leaves no row for a bucket"),
-        ("train --decoder.width 7", "width (7)"),
+        ("train --plan.max-tokens 0", "--plan.max-tokens (0)"),
+        ("train --plan.max-tokens 12", "--plan.max-tokens 12 leaves no row for a bucket"),
+        ("train --decoder.width 7", "--decoder.width (7)"),
         ("train --optimiser.b1 0.5", "--optimiser.b1"),
         ("train --resume nowhere", "there is no run to resume"),
         ("train --resume", "--resume"),
@@ -252,7 +277,16 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
     np.save("nan.npy", np.array([1.0, np.nan]))
     np.save("table.npy", np.zeros((2, 2)))
     np.save("long.npy", np.zeros(3, np.longdouble))
+    (tmp_path / "link").symlink_to(lengths_file)
+    (tmp_path / "hard").hardlink_to(lengths_file)
+    (tmp_path / "cost.json").write_text("{}")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name in ("config.json", "data.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("{}" * (name != "metrics.jsonl"))
     names = {
+        "LINK": "link",
+        "HARD": "hard",
+        "COST": "cost.json",
         "LONG": "long.npy",
         "LENGTHS": lengths_file,
         "FLOATS": "floats.npy",
@@ -260,7 +294,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
         "NAN": "nan.npy",
         "TABLE": "table.npy",
     }
-    assert main([names.get(arg, arg) for arg in args.split()]) == 2
+    assert main([names.get(arg, arg).replace("RUN", "run") for arg in args.split()]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jvarlen: ")
     assert said in error
@@ -442,7 +476,7 @@ def test_learning_rates_are_shown_where_asked_for(lengths_file, tmp_path, capsys
     assert f"learning rate {expected.min():.3g} to {expected.max():.3g}" in capsys.readouterr().out
     assert "Learning rate" in page.read_text()
     assert main(["plan", str(lengths_file), "--max-tokens", "4096", "--learning-rate", "1e-3"]) == 2
-    assert "base_batch_size" in capsys.readouterr().err
+    assert "--base-batch-size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["--resume", "--run-dir"])
@@ -473,3 +507,43 @@ def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, mon
     assert called == [
         FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "new"), plan=PlanConfig(max_shapes="auto"))
     ]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_plan_is_saved_where_its_table_cannot_be_printed(encoding, lengths_file, tmp_path, monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding=encoding) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        args = ["--max-tokens", "4096", "--compare", "--out", str(tmp_path / "plan.npz")]
+        assert main(["plan", lengths_file, *args]) == 0
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", "--help"])
+        assert stopped.value.code == 0
+        monkeypatch.undo()
+    assert Plan.load(tmp_path / "plan.npz").num_samples == len(LENGTHS)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_of_ascii_gets_tables_and_help_in_ascii(lengths_file, tmp_path, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["plan", lengths_file, "--max-tokens", "4096", "--out", str(tmp_path / "plan\x1b[2J.npz")]) == 0
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert rb"rows \xd7 length" in written.getvalue()
+    assert rb"plan\x1b[2J.npz" in written.getvalue()
+    assert b"--max-steps" in written.getvalue()
+
+
+def test_options_are_named_as_they_are_typed():
+    names = 'set pack=True, not overlong="drop"; max_steps (0), devices must be 1, resume_from= data, block_size=False'
+    assert _as_typed(names, FitConfig) == (
+        "set --plan.pack, not --plan.overlong drop; --max-steps (0), --devices must be 1, --from data, "
+        "--plan.no-block-size"
+    )
+    untouched = (
+        "/x/max_steps/cost_model.json, --max-steps, order of the data, lengths must be, seedling (3), a.max_steps"
+    )
+    assert _as_typed(untouched, FitConfig) == untouched
+    assert _as_typed("order 'length', out=x", PlanCommand) == "--order 'length', --out x"

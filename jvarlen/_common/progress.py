@@ -9,20 +9,27 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jvarlen._common.terminal import Unbroken, escape_controls
+
 __all__ = ["progress_bar", "show_line"]
 
 
 def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **settings: Any) -> tqdm:
     """A tqdm bar with tqdm's settings on a terminal; otherwise one line at the end, as a log shows no redrawn bar."""
+    settings |= {
+        "desc": escape_controls(settings.get("desc") or ""),
+        "file": Unbroken(sys.stderr),
+        "disable": not progress,
+    }
     if progress and not sys.stderr.isatty():
         return _FinalLine(iterable, delay=math.inf, **settings)
-    return tqdm(iterable, disable=not progress, **settings)
+    return tqdm(iterable, **settings)
 
 
 def show_line(text: str, *, progress: bool = True) -> None:
     """Prints a line on standard error, above the bar if there is one; False prints nothing."""
     if progress:
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(escape_controls(text), file=Unbroken(sys.stderr))
 
 
 class _FinalLine(tqdm):

@@ -27,6 +27,7 @@ from jaxtyping import Shaped
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import interrupt_signal, take_interrupt
+from jvarlen._common.terminal import say
 
 __all__ = [
     "Heartbeat",
@@ -162,7 +163,7 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
             raise
         message = f"{doing} failed, as where a process is lost; {_who_is_lost()}: {error}"
         # At once: what is closed on the way out may wait for all, and JAX ends this process meanwhile.
-        print(f"jvarlen: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        say(f"jvarlen: {' '.join(message.split())}", error=True)
         raise ProcessesError(message) from error
 
 
@@ -273,7 +274,7 @@ def _who_is_behind(steps: Mapping[int, int]) -> str:
 
 def _end(message: str, steps: Mapping[int, int]) -> None:
     """Ends this process; one that is behind also prints where in the code it is."""
-    print(f"jvarlen: {message}", file=sys.stderr, flush=True)
+    say(f"jvarlen: {message}", error=True)
     if steps[jax.process_index()] == min(steps.values()):
         faulthandler.dump_traceback(sys.stderr)
     if is_main_process():

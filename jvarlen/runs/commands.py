@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
 
 import numpy as np
 import tyro
@@ -18,14 +18,15 @@ from jaxtyping import Int32
 
 from jvarlen import __version__, models
 from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
-from jvarlen._common.files import check_place, load_array, regular_file, write_atomically
+from jvarlen._common.files import check_outputs, load_array, regular_file, write_atomically
+from jvarlen._common.terminal import say
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import TransformerConfig
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.planning.lengths import PackedOverlong, check_lengths
+from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths
 from jvarlen.planning.order import OrderWord
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, changed_contents, is_run_dir, load_config
@@ -101,14 +102,15 @@ class PlanCommand(PlanConfig):
         from jvarlen.training.rates import lr_sequence
 
         if (self.cluster is None) != (self.model is None):
-            raise UserError("cluster and model go together: layouts are chosen for a model on a cluster")
+            raise UserError("cluster= and model= go together: layouts are chosen for a model on a cluster")
         if self.compare and self.cluster is not None and self.html is not None:
-            raise UserError("compare, cluster and html exclude each other: the page shows layouts, and no comparison")
+            raise UserError("compare=, cluster= and html= exclude each other: the page shows layouts, no comparison")
         if (self.learning_rate is None) != (self.base_batch_size is None):
             raise UserError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
-        for path in (self.html, self.out):
-            if path is not None:
-                check_place(path)
+        if self.compare and self.overlong == "split":
+            raise UserError("compare=True has strategies that cannot split: choose another overlong= for it")
+        read = self.lengths, self.model, self.cluster, self.cost_model, self.memory_model
+        check_outputs({"out": self.out, "html": self.html}, *read)
         described = None
         if self.cluster is not None and self.model is not None:
             from jvarlen.targets.cluster import Cluster  # here: they import JAX
@@ -122,25 +124,22 @@ class PlanCommand(PlanConfig):
         if self.learning_rate is not None and self.base_batch_size is not None:
             rule = None if self.batch_size_rule == "none" else self.batch_size_rule
             rates = lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
-        print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
-        if note := note_on_candidates(self, shapes, lengths):
-            print(note)
-        print(f"digest {plan.digest}")
-        if self.compare:
-            if self.overlong == "split":
-                raise UserError("compare has strategies that cannot split: choose another overlong for it")
-            comparison = compare_strategies(lengths, self.budget, overlong=self.overlong)
-            print(f"\n{comparison_table(comparison)}")
         if self.out is not None:
-            plan.save(self.out)
-            print(self.out)
+            plan.save(self.out)  # first: the rest only shows it
+        notes = filter(None, [note_on_candidates(self, shapes, lengths)])
+        say(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds), *notes, f"digest {plan.digest}")
+        if self.compare:
+            comparison = compare_strategies(lengths, self.budget, overlong=cast("Overlong", self.overlong))
+            say(f"\n{comparison_table(comparison)}")
+        if self.out is not None:
+            say(self.out)
         if described is not None:
             self._choose_layout(plan, *described)
         elif self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
             write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
-            print(self.html)
+            say(self.html)
 
     def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
         from jvarlen.batches.batches import packed_batch_spec, token_batch_spec  # here: they import JAX
@@ -155,12 +154,12 @@ class PlanCommand(PlanConfig):
             cost=self.cost,
             batch_spec=packed_batch_spec if plan.is_packed else token_batch_spec,
         )
-        print(f"\n{choice}")
+        say(f"\n{choice}")
         if self.html is not None:
             from jvarlen.reports.choice_page import write_choice_page  # here: it draws with matplotlib
 
             write_choice_page(self.html, plan, choice, cluster)
-            print(self.html)
+            say(self.html)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,11 +176,12 @@ class ReportCommand:
         """Prints the table, then writes the page."""
         from jvarlen.reports.run_page import read_runs
 
-        report = read_runs(self.run_dirs)
-        print(report.table())
         page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
+        check_outputs({"html": self.html})
+        report = read_runs(self.run_dirs)
+        say(report.table())
         report.write_html(page)
-        print(f"\n{page}")
+        say(f"\n{page}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class SampleCommand:
     """Text before which a sample ends, such as the one that follows every answer in the data."""
     seed: int = 0
     """Seed of the random choice of tokens."""
-    checkpoint: _WhichCheckpoint = "latest"
+    checkpoint: _WhichCheckpoint = dataclasses.field(default="latest", metadata={"name": "from"})
     """The checkpoint to take: the latest, or the one with the best evaluation."""
     tokenizer: Path | None = None
     """Tokenizer file, if it is not at the place that the run's settings name, or if they name none."""
@@ -224,8 +224,7 @@ class SampleCommand:
     def run(self) -> None:
         """Samples, writes the file, and prints prompts with their continuations."""
         layout = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
-        if self.out is not None:
-            check_place(self.out)
+        check_outputs({"out": self.out}, self.prompts, self.tokenizer)
         prompts = self._named_prompts()
         trained = _read_trained(self.run_dir, self.checkpoint)
         codec = trained.codec(self.tokenizer)
@@ -254,9 +253,9 @@ class SampleCommand:
             with write_atomically(self.out) as file:
                 file.write("".join(lines).encode())
         for name, text in zip(prompts, texts, strict=True):
-            print(text if len(texts) == 1 else f"── {name}\n{text}")
+            say(text if len(texts) == 1 else f"── {name}\n{text}")
         if self.out is not None:
-            print(self.out)
+            say(self.out)
 
     def _named_prompts(self) -> dict[str, str]:
         """All prompts, by where they come from."""
@@ -280,17 +279,18 @@ class ExportCommand:
     """Run directory."""
     out: tyro.conf.Positional[Path]
     """Where to write the model (.safetensors)."""
-    checkpoint: _WhichCheckpoint = "latest"
+    checkpoint: _WhichCheckpoint = dataclasses.field(default="latest", metadata={"name": "from"})
     """The checkpoint to take: the latest, or the one with the best evaluation."""
     tokenizer: Path | None = None
     """Tokenizer file, if it is not at the place that the run's settings name, or if they name none."""
 
     def run(self) -> None:
         """Writes the file, and prints what it holds."""
-        check_place(self.out)
+        check_outputs({"out": self.out})
         trained = _read_trained(self.run_dir, self.checkpoint)
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
         tokenizer = self.tokenizer or trained.settings.data.tokenizer
+        check_outputs({"out": self.out}, tokenizer)
         if tokenizer is not None:
             codec = trained.codec(self.tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
@@ -298,7 +298,7 @@ class ExportCommand:
                 metadata["end_token"] = str(end_token)
         models.save_params(self.out, trained.params, trained.model, metadata=metadata)
         size = sum(np.size(leaf) for leaf in trained.arrays.values())
-        print(f"{self.out}: {size:,} parameters after {trained.num_steps:,} steps")
+        say(f"{self.out}: {size:,} parameters after {trained.num_steps:,} steps")
 
 
 class _Trained(NamedTuple):
@@ -472,8 +472,7 @@ class MeasureCommand(DeviceConfig):
         if self.devices is not None or self.has_processes:
             raise UserError("steps are measured on one device: devices and processes are for --links")
         out = self.out or Path("cost.json")
-        for path in (out, self.memory_out):
-            check_place(path)
+        check_outputs({"out": out, "memory_out": self.memory_out})
         costs = measure_costs(
             self.decoder,
             max_tokens=self.max_tokens,
@@ -484,14 +483,14 @@ class MeasureCommand(DeviceConfig):
         )
         for fitted, path in ((costs.seconds, out), (costs.num_bytes, self.memory_out)):
             fitted.save(path)
-            print(f"{path}: {fitted}")
-        print(f"compiling a bucket took {costs.compile_seconds:.2f} s")
+            say(f"{path}: {fitted}")
+        say(f"compiling a bucket took {costs.compile_seconds:.2f} s")
 
     def _measure_links(self, out: Path) -> None:
         from jvarlen.distributed.processes import is_main_process
         from jvarlen.targets.links import measure_cluster
 
-        check_place(out)
+        check_outputs({"out": out})
         placement, dtype = launch(self), self.decoder.compute_dtype or "float32"
         cluster = measure_cluster(placement, dtype=dtype, progress=self.progress)
         if not is_main_process():
@@ -500,8 +499,8 @@ class MeasureCommand(DeviceConfig):
         flops, num_bytes, bandwidth = (
             value / 1e9 for value in (cluster.flops_per_second, cluster.memory_bytes, cluster.memory_bytes_per_second)
         )
-        print(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
-        print(f"  {flops:,.1f} GFLOP/s, {num_bytes:,.1f} GB of memory at {bandwidth:,.2f} GB/s")
+        say(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
+        say(f"  {flops:,.1f} GFLOP/s, {num_bytes:,.1f} GB of memory at {bandwidth:,.2f} GB/s")
         for name, link in (("link", cluster.link), ("host link", cluster.host_link))[: 1 + (cluster.num_hosts > 1)]:
-            print(f"  {name}: {link.bytes_per_second / 1e9:,.2f} GB/s, {1e6 * link.latency_s:,.1f} µs")
-        print(cluster.sources)
+            say(f"  {name}: {link.bytes_per_second / 1e9:,.2f} GB/s, {1e6 * link.latency_s:,.1f} µs")
+        say(cluster.sources)

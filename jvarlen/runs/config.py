@@ -148,7 +148,7 @@ class DataConfig:
             if (given := getattr(self, name)) and len(given) != len(self.files):
                 raise UserError(f"{name} {given} must be one for each file of data, of which are {len(self.files)}")
         if self.mixture_samples is not None and not self.weights:
-            raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
+            raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights=: without, all come once")
         names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
@@ -194,7 +194,7 @@ class HardwareConfig(DeviceConfig):
         super().__post_init__()
         _ = self.layout  # which raises ValueError for a text that names no layout
         if self.cluster is not None and self.parallel != AUTO:
-            raise UserError(f"cluster ({self.cluster}) is for parallel auto, not {self.parallel}")
+            raise UserError(f"cluster ({self.cluster}) is for parallel='auto', not {self.parallel}")
 
     @property
     def layout(self) -> Layout | None:
@@ -229,13 +229,15 @@ class DirectoryConfig:
     resume: Path | None = None
     """Directory of a run to resume. On the command line its settings are the defaults;
     those that would make it another run cannot be changed."""
-    resume_from: Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")] = "latest"
+    resume_from: Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")] = dataclasses.field(
+        default="latest", metadata={"name": "from"}
+    )
     """The checkpoint to resume from: the latest, or the one with the best evaluation.
     Later checkpoints and records are then discarded."""
 
     def __post_init__(self):
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
-            raise UserError(f"from {self.resume_from} needs resume, the directory of a run")
+            raise UserError(f"resume_from={self.resume_from!r} needs resume=, the directory of a run")
         if self.run_dir is not None and self.resume is not None:
             raise UserError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
 

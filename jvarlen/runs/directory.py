@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from jvarlen._common.checks import UserError
-from jvarlen._common.files import save_dataclass, write_atomically
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import RUN_FILES, is_same_file, save_dataclass, write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
@@ -92,6 +92,11 @@ def new_run_dir(
     held.enter_context(lock_run_dir(run_dir))
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
+    own = [path for path in (run_dir / name for name in RUN_FILES) if path.exists()]
+    files = *config.data.files, *config.data.eval_data, *(getattr(config.plan, name) for name in MODEL_FILES)
+    read = [file for file in (*files, config.data.tokenizer, config.hardware.cluster) if file is not None]
+    if overwritten := [str(file) for file in read if any(is_same_file(path, file) for path in own)]:
+        raise UserError(f"run_dir ({run_dir}) would overwrite {list_first(overwritten)}, which the run reads")
     plan.save(run_dir / "plan.npz")
     save_dataclass(shapes, run_dir / SHAPES_FILE)
     with write_atomically(run_dir / "data.json") as file:

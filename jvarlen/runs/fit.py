@@ -18,6 +18,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jvarlen._common import terminal
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.progress import show_line
@@ -486,5 +487,5 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
             write_summary(run.run_dir, summary, report)
             say("Compile report", report.table())
             say("Summary", str(summary))
-            print(run.run_dir, flush=True)
+            terminal.say(run.run_dir)
     return summary

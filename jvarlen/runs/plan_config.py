@@ -101,10 +101,10 @@ class PlanConfig(BudgetSettings, OrderSettings):
             self._check_packing()
             return
         if self.overlong == "split":
-            raise UserError("overlong split packs long samples in pieces: set pack as well")
+            raise UserError("overlong='split' packs long samples in pieces: it needs pack=True")
         for name in ("row_lengths", "max_samples_per_row", "chunks_in_order"):
             if value := getattr(self, name):
-                raise UserError(f"{name} ({value}) is for packed rows: set pack as well")
+                raise UserError(f"{name} ({value}) is for packed rows: it needs pack=True")
 
     def _check_packing(self) -> None:
         """Raises ValueError for settings that do not apply to packed rows."""

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
+from jvarlen._common import terminal
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
@@ -260,7 +261,7 @@ def show_estimates(prepared: Prepared) -> None:
 def say(title: str, *texts: str) -> None:
     """Prints a part of what a run tells, on the main process."""
     if is_main_process():
-        print(f"\n{title}", *texts, sep="\n", flush=True)
+        terminal.say(f"\n{title}", *texts)
 
 
 def _lengths_of(dataset: DataSource, task: Task, progress: bool) -> Int64[np.ndarray, " N"]:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jvarlen._common.terminal import Unbroken, say
 from jvarlen.loading.loader import Loader
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.training.checkpoint import Place
@@ -106,7 +107,14 @@ class StepDisplay:
         self._is_shown = progress
         self._num_steps = num_steps
         self._in_bits = in_bits
-        self._bar = tqdm(total=num_steps, initial=num_steps_done, desc="train", unit="step", disable=not is_bar)
+        self._bar = tqdm(
+            total=num_steps,
+            initial=num_steps_done,
+            desc="train",
+            unit="step",
+            disable=not is_bar,
+            file=Unbroken(sys.stderr),
+        )
         self._seconds = _BAR_S if is_bar else _LINE_S
         self._next_line = -math.inf
         self._unshown: tuple[Mapping[str, Any], Sequence[AnyBucket]] | None = None
@@ -151,7 +159,7 @@ class StepDisplay:
         )
         if self._bar.disable:
             line = (f"step {record['step'] + 1:,}/{self._num_steps:,}", *figures, f"{record['time_s']:,.0f} s")
-            print(*line, sep=" · ", file=sys.stderr, flush=True)
+            say(" · ".join(line), error=True)
         else:
             self._bar.set_postfix_str(" · ".join(figures), refresh=False)
         self._unshown = None

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jvarlen import CompileOptions, FitConfig, fit
+from jvarlen._common.terminal import escape_controls
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig, flat_params, generate, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
@@ -74,7 +75,7 @@ def test_sample_continues_prompts_with_the_model_of_the_checkpoint(run, tmp_path
         for prompt, text, tokens in zip(prompts, texts, new, strict=True)
     ]
     names = ["prompt 1", "prompt 2", *(f"{tmp_path / 'prompts.txt'} line {i}" for i in (1, 2, 3))]
-    printed = "".join(f"── {name}\n{text}\n" for name, text in zip(names, texts, strict=True))
+    printed = "".join(f"── {name}\n{escape_controls(text)}\n" for name, text in zip(names, texts, strict=True))
     assert capsys.readouterr().out == f"{printed}{tmp_path / 'out.jsonl'}\n"
 
 
@@ -225,15 +226,15 @@ def test_prompts_and_targets_that_are_none_are_listed_and_nothing_is_written(run
         (["sample", run, "--prompts", binary], f"{binary}: line 2 is not UTF-8"),
         (
             ["sample", run, "--prompts", prompts, "--prompt", "\ud800", "--max-tokens", "50"],
-            f"prompt 1: half a surrogate pair, which has no UTF-8; {prompts} line 2: 100 tokens, but max_tokens leaves "
-            "room for 44",
+            f"prompt 1: half a surrogate pair, which has no UTF-8; {prompts} line 2: 100 tokens, but --max-tokens "
+            "leaves room for 44",
         ),
         (
             ["sample", run, "--tokenizer", tokenizer, "--prompt", "a w399 w7 w300"],
             "prompt 1: tokens 399, 300, but the model's are below 256",
         ),
         (["sample", run, "--prompt", "a", "--temperature", "-1"], "temperature (-1.0)"),
-        (["sample", run, "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens (0)"),
+        (["sample", run, "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens (0)"),
         (["sample", run, "--prompt", "a", "--out", nowhere], "there is no directory"),
     ):
         assert message in said(capsys, *args[:2], *out, *args[2:])

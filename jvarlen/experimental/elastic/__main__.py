@@ -14,6 +14,7 @@ import tyro
 
 import jvarlen.runs.fit  # noqa: F401  # once, for all workers, which are forks of this process
 from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.elastic.supervisor import Start, keep_training
 from jvarlen.experimental.elastic.survivors import surviving_layout
@@ -43,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _supervise(given.num_workers, given.command[2:])
     except (UserError, OSError) as error:
-        print(f"jvarlen: {error}", file=sys.stderr)
+        say(f"jvarlen: {error}", error=True)
         return _USER_ERROR
 
 

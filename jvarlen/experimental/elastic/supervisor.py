@@ -28,6 +28,7 @@ from typing import NamedTuple, NoReturn
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.interrupts import exit_code_of_interrupt
+from jvarlen._common.terminal import say
 
 __all__ = ["Start", "keep_training"]
 
@@ -379,4 +380,4 @@ def _how(code: int | None) -> str:
 
 
 def _say(message: str) -> None:
-    print(f"jvarlen: {message}", file=sys.stderr, flush=True)
+    say(f"jvarlen: {message}", error=True)

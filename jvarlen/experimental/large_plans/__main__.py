@@ -9,7 +9,8 @@ from pathlib import Path
 import tyro
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import load_array
+from jvarlen._common.files import check_outputs, load_array
+from jvarlen._common.terminal import say
 from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.lengths import Overlong
@@ -49,6 +50,7 @@ class Command:
 
     def run(self) -> None:
         """Plans, and prints the plan."""
+        check_outputs({"out": self.out}, self.lengths)
         lengths = load_array(self.lengths, "lengths")
         buckets = make_buckets(
             lengths,
@@ -71,7 +73,7 @@ class Command:
             overlong=self.overlong,
             progress=self.progress,
         )
-        print(f"{plan.report()}\ndigest {plan.digest}\n{self.out}")
+        say(plan.report(), f"digest {plan.digest}", self.out)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -79,7 +81,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         tyro.cli(Command, args=args).run()
     except (UserError, OSError) as error:
-        print(f"large_plans: {error}", file=sys.stderr)
+        say(f"large_plans: {error}", error=True)
         return 2
     return 0
 

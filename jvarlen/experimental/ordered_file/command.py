@@ -16,7 +16,8 @@ import numpy as np
 import tyro
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import load_array
+from jvarlen._common.files import check_outputs, load_array
+from jvarlen._common.terminal import say
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_arrays, is_main_process, together
@@ -48,20 +49,19 @@ class SortCommand(DeviceConfig):
 
     def run(self) -> None:
         """Sorts, writes the order, and prints how evenly it was spread over the devices."""
-        if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
-            raise UserError(f"out {self.out} must be a file, and another one than the lengths")
+        check_outputs({"out": self.out}, self.lengths)
         sorted_file = sort_file(self.lengths, self.out, launch(self), progress=self.progress)
         if is_main_process():
-            print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
             sent = "what each sent depends on the keys"
             if volume is not None:
                 sent = f"each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB"
-            print(
+            say(
+                balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}),
                 f"{sorted_file.num_rows:,} keys on {sorted_file.num_shards} devices: {sorted_file.seconds:.2f} s with "
-                f"compilation; {sent}"
+                f"compilation; {sent}",
+                self.out,
             )
-            print(self.out)
 
 
 class SortedFile(NamedTuple):

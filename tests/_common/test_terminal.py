@@ -1,0 +1,76 @@
+"""What is printed: names cannot steer the terminal, and no output that fails ends the work."""
+
+import io
+import os
+import sys
+
+import pytest
+
+from jvarlen._common.progress import progress_bar, show_line
+from jvarlen._common.terminal import escape_controls, say
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plan\n\tof größe ×", "plan\n\tof größe ×"),
+        ("\x1b[2Jgone\r\b\x7f", r"\x1b[2Jgone\r\x08\x7f"),
+        ("\x9b31m\u202egnp.exe", r"\x9b31m\u202egnp.exe"),
+        (os.fsdecode(b"n\xffme"), r"n\udcffme"),
+    ],
+)
+def test_control_characters_are_shown_as_escapes(text, shown):
+    assert escape_controls(text) == shown
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_no_name_reaches_the_terminal_raw(error, capsys):
+    say("a\x1b[31m", "b\x07", error=error)
+    for progress in (progress_bar([1], desc="c\x1b]0;"), progress_bar([1], desc="c\x1b]0;", progress=False)):
+        list(progress)
+    show_line("d\x1b[1A")
+    written = capsys.readouterr()
+    assert "\x1b" not in written.out + written.err
+    assert (written.err if error else written.out).startswith("a\\x1b[31m\nb\\x07\n")
+
+
+def test_what_an_encoding_lacks_is_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    say("8×128 → ü")
+    assert written.getvalue() == rb"8\xd7128 \u2192 \xfc" + b"\n"
+
+
+@pytest.fixture
+def without_reader():
+    """A stream into a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_ends_nothing(name, without_reader, monkeypatch, capsys):
+    monkeypatch.setattr(sys, name, without_reader)
+    for _ in range(2):
+        say("x" * 100_000, error=name == "stderr")
+    list(progress_bar([1, 2], desc="work"))
+    say("the end", error=name != "stderr")
+    monkeypatch.undo()
+    assert "the end" in "".join(capsys.readouterr())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
+def test_a_full_disk_under_standard_output_is_told_once(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        say("one")
+        say("two")
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "jvarlen: standard output cannot be written: No space left on device\n"
+
+
+def test_a_process_without_streams_goes_on(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    say("nowhere")
