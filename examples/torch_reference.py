@@ -1,7 +1,7 @@
 """The same plan in PyTorch: digests and learning rates of both packages are equal, and torch trains by them.
 
 Run it: python examples/torch_reference.py, which needs PyTorch. With the argument compile, torch.compile compiles every
-shape before the first step. Letters: B rows, T positions.
+shape before the first step.
 """
 
 import sys
@@ -15,14 +15,14 @@ import torch_ref
 
 
 class Countings(Dataset):
-    """Counting in bytes from somewhere on; sample -1 stands for a padding row."""
+    """Counting in bytes from somewhere on."""
 
     def __init__(self, num_samples):
         rng = np.random.default_rng(0)
         self.starts, self.lengths = rng.integers(200, size=num_samples), rng.geometric(0.05, num_samples).clip(max=56)
 
     def __getitem__(self, index):
-        return torch.arange(self.lengths[index] if index >= 0 else 0) + int(self.starts[index])
+        return torch.arange(self.lengths[index]) + int(self.starts[index])
 
 
 def base_rate(step):
@@ -42,19 +42,6 @@ print(f"digests are equal: {plans[0].digest == plans[1].digest}")
 print(f"largest difference of the learning rates: {np.abs(rates[0] - rates[1]).max():.1e}")
 plan = plans[1]
 
-
-def pad_to_bucket(samples):
-    """A microbatch as a step of one. It was planned for the shortest bucket that holds its longest sample."""
-    edges = [length for _, length in plan.buckets]
-    lengths_B = torch.tensor([len(sample) for sample in samples])
-    length = edges[np.searchsorted(edges, int(lengths_B.max()))]
-    tokens_BxT = torch.zeros(len(samples), length, dtype=torch.int64)
-    for row, sample in zip(tokens_BxT, samples, strict=True):
-        row[: len(sample)] = sample
-    weights_BxT = (torch.arange(length) < lengths_B[:, None]).float()
-    return torch_ref.Batch(tokens_BxT[None], lengths_B[None], weights_BxT[None], float((lengths_B > 0).sum()))
-
-
 torch.manual_seed(0)
 model = torch_ref.Transformer(embed_dim=32, num_layers=1, num_heads=1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -62,7 +49,8 @@ warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: base_rate(st
 scheduler = torch_ref.VariableBatchSizeLR(warm_up, plan.num_sequences, 32, rule="sqrt")
 step = torch_ref.compile_buckets(model, plan) if sys.argv[1:] == ["compile"] else None
 losses, used_rates = [], []
-for batch in DataLoader(dataset, batch_sampler=torch_ref.PlanBatchSampler(plan), collate_fn=pad_to_bucket):
+planned = torch_ref.PlannedDataset(plan, dataset)  # whose items know their bucket
+for batch in DataLoader(planned, batch_sampler=torch_ref.PlanBatchSampler(plan), collate_fn=planned.collate):
     used_rates += scheduler.get_last_lr()
     metrics = step(optimizer, batch) if step else torch_ref.train_step(model, optimizer, batch)
     scheduler.step()

@@ -8,7 +8,7 @@ from torch_ref.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.graphs import no_recompiles
 from torch_ref.lengths import check_lengths
-from torch_ref.loader import Batch, PlanBatchSampler, load
+from torch_ref.loader import Batch, PlanBatchSampler, PlannedDataset, PlannedRow, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
@@ -43,6 +43,8 @@ __all__ = [
     "PairBucket",
     "Plan",
     "PlanBatchSampler",
+    "PlannedDataset",
+    "PlannedRow",
     "StreamBatches",
     "StreamStep",
     "Transformer",

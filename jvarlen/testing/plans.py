@@ -20,7 +20,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
 
     Args:
       plan: a plan of this package or of `torch_ref`; or a result of `batch_by_tokens` or `pack_samples`; or, from a
-        loader or anything else, an iterable of arrays of sample ids, −1 for a padding row.
+        loader or anything else, an iterable of arrays or lists of sample ids, −1 for a padding row.
       num_samples: N: ids are 0 to N − 1. None: as many as came, plus those that the plan says it dropped; then missing
         last samples go unnoticed.
       dropped: integers, ids that must not come because they were left out on purpose. None: as many as the plan says it
@@ -47,7 +47,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
     elif hasattr(plan, "sample_ids"):
         ids = np.asarray(plan.sample_ids)
     else:
-        ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(item).ravel() for item in plan)])
+        ids = _flat_ids(list(plan))
     ids = ids[ids != -1]
     if (starts := getattr(plan, "piece_starts", None)) is not None:  # then a sample is its first piece
         ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
@@ -98,6 +98,13 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
             f"all {num_same} steps are the same, but the digests differ, as buckets that no step uses do: "
             f"{list_first(map(tuple, plan_a.buckets), ', ')}, and {list_first(map(tuple, plan_b.buckets), ', ')}"
         )
+
+
+def _flat_ids(ids: Any) -> np.ndarray:
+    """The ids in an array, or in lists of different sizes."""
+    if isinstance(ids, list):
+        return np.concatenate([np.zeros(0, np.int64), *map(_flat_ids, ids)])
+    return np.asarray(ids).ravel()
 
 
 def _is_plan(plan: Any) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, Dataset
 
 import torch_ref
 from torch_ref.train import to_device
@@ -45,7 +46,7 @@ def test_replicas_partition_every_step(arguments, share):
     assert {len(share) for share in microbatches} == {plan.num_steps * per_replica}
     for step in range(plan.num_steps):
         together = [rows for share in microbatches for rows in share[step * per_replica : (step + 1) * per_replica]]
-        assert together == plan.rows(step).tolist()
+        assert together == [[i for i in rows if i >= 0] for rows in plan.rows(step).tolist()]
 
 
 @pytest.mark.parametrize(("rank", "num_replicas", "named"), [(0, 3, "3"), (4, 4, "rank"), (-1, 2, "rank"), (0, 0, "0")])
@@ -131,6 +132,13 @@ def packed_plans(draw, num_microbatches):
     return lengths, plan
 
 
+@st.composite
+def single_plans(draw, num_microbatches):
+    """Draw lengths, and a plan with one sample a row, the longest cut."""
+    arguments = draw(plan_arguments()) | {"microbatches_per_step": num_microbatches, "overlong": "truncate"}
+    return arguments["lengths"], make_plan(torch_ref, arguments)
+
+
 @few
 @given(drawn=packed_plans(num_microbatches=4), rank=st.integers(0, 1))
 def test_packed_batches_hold_the_samples_row_by_row(drawn, rank):
@@ -173,7 +181,148 @@ def test_the_sampler_gives_the_samples_of_packed_rows():
         torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], order="length", microbatches_per_step=2
     )
     shares = [list(torch_ref.PlanBatchSampler(plan, rank, 2)) for rank in range(2)]
-    assert [[share[0]] for share in shares] == [[[row]] for row in plan.rows(0)[:, 0].tolist()]
+    held = [[i for i in row if i >= 0] for row in plan.rows(0)[:, 0].tolist()]
+    assert [share[0] for share in shares] == [[row] for row in held]
+
+
+# A plain DataLoader
+
+
+class Letters(Dataset):
+    """Map-style, and answers to any index, -1 too."""
+
+    def __init__(self, num_samples):
+        self.samples = [chr(97 + i) for i in range(num_samples)]
+
+    def __getitem__(self, index):
+        return "".join(self.samples[i] for i in index) if isinstance(index, list) else self.samples[index]
+
+
+PLANS = {
+    "one a row": lambda: torch_ref.make_plan([3] * 10, [(4, 3)], microbatches_per_step=4),
+    "packed": lambda: torch_ref.make_plan(
+        torch_ref.pack_samples([3, 2, 1, 4, 5, 6, 1, 2, 2, 3], 6), [(2, 6)], microbatches_per_step=4
+    ),
+    "pairs": lambda: torch_ref.make_plan([[3, 2]] * 10, [(4, 3, 2)], microbatches_per_step=4),
+}
+
+
+def letters_of(items):
+    """Return what is real, and what is not, of the items of one microbatch."""
+    return [row.sample for row in items if row.is_real], [row.sample for row in items if not row.is_real]
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_plain_data_loader_reads_every_sample_once(kind, num_replicas):
+    """No padding row is a sample: the last one was read seven times."""
+    plan = PLANS[kind]()
+    samplers = [torch_ref.PlanBatchSampler(plan, rank, num_replicas) for rank in range(num_replicas)]
+    shares = [list(DataLoader(Letters(10), batch_sampler=sampler, collate_fn=list)) for sampler in samplers]
+    assert {len(share) for share in shares} == {plan.num_steps * 4 // num_replicas}
+    assert sorted("".join(item for share in shares for items in share for item in items)) == Letters(10).samples
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
+    """B rows a microbatch, of which the real ones hold every sample once."""
+    plan = PLANS[kind]()
+    sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
+    with pytest.raises(TypeError, match="Repeated"):
+        list(DataLoader(Letters(10), batch_sampler=sampler, collate_fn=list))
+    planned = torch_ref.PlannedDataset(plan, Letters(10))
+    microbatches = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
+    assert {len(rows) for rows in microbatches} == {plan.buckets[0].rows}
+    assert {row.bucket for rows in microbatches for row in rows} == set(plan.buckets)
+    real, repeated = zip(*map(letters_of, microbatches), strict=True)
+    assert sorted(letter for samples in real for row in samples for letter in row) == Letters(10).samples
+    assert sum(map(len, repeated)) == 4 * plan.buckets[0].rows * plan.num_steps - plan.num_rows > 0
+
+
+@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
+def test_items_know_their_bucket_even_where_a_microbatch_is_empty(padding_rows):
+    """A collate function finds the shape in any item."""
+    plan = torch_ref.make_plan([2, 2, 5], [(2, 2), (1, 5)], order="length", microbatches_per_step=2)
+    planned = torch_ref.PlannedDataset(plan, Letters(3))
+    sampler = torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows)
+    found = [
+        (items[0].bucket, letters_of(items)) for items in DataLoader(planned, batch_sampler=sampler, collate_fn=list)
+    ]
+    again = padding_rows == "repeat"
+    assert found == [
+        ((2, 2), (["a"], ["a"] * again)),
+        ((2, 2), (["b"], ["a"] * again)),
+        ((1, 5), (["c"], [])),
+        ((1, 5), ([], ["c"] if again else [None])),
+    ]
+
+
+@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
+@few
+@given(drawn=st.one_of(packed_plans(num_microbatches=4), single_plans(num_microbatches=4)), rank=st.integers(0, 1))
+def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
+    """Of static shape; repeated rows have their tokens, and no weight. A run goes on after any step."""
+    lengths, plan = drawn
+    samples = dataset_of(lengths)
+    planned = torch_ref.PlannedDataset(plan, samples)
+    sampler = torch_ref.PlanBatchSampler(plan, rank, 2, padding_rows=padding_rows)
+    start = plan.num_steps // 2
+    later = DataLoader(planned, batch_sampler=list(sampler)[2 * start :], collate_fn=planned.collate)
+    expected = [
+        torch_ref.train.take_microbatch(batch, m)
+        for batch in torch_ref.load(plan, samples, rank=rank, num_replicas=2, start_step=start)
+        for m in range(2)
+    ]
+    for batch, other in zip(later, expected, strict=True):
+        assert torch.equal(batch.weights[0], other.weights)
+        is_real = batch.weights[0].sum(dim=-1) > 0
+        assert batch.num_sequences <= other.num_sequences
+        for name in ("tokens", "lengths", "segment_ids", "positions"):
+            one, two = getattr(batch, name), getattr(other, name)
+            assert (one is None) == (two is None)
+            if one is not None:
+                assert torch.equal(one[0][is_real], two[is_real])
+                assert one[0].shape == two.shape
+        assert bool((batch.lengths[0] > 0).all()) or padding_rows == "omit"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_get_the_bucket_of_an_empty_microbatch():
+    """And the marks of repeated rows."""
+    plan = torch_ref.make_plan([3, 3, 3], [(2, 3)], microbatches_per_step=4)
+    planned = torch_ref.PlannedDataset(plan, dataset_of([3, 3, 3]))
+    ways = [torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows) for padding_rows in ("omit", "repeat")]
+    sampler = [indices for way in ways for indices in way]
+    assert [] in sampler
+    one, other = (
+        [
+            (batch.tokens.tolist(), batch.weights.tolist())
+            for batch in DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate, **workers)
+        ]
+        for workers in ({}, {"num_workers": 1, "multiprocessing_context": "spawn"})
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("index", [-1, 3, 1])
+def test_a_planned_dataset_has_the_samples_of_its_plan(index):
+    """Not the last for -1, nor one that was dropped."""
+    plan = torch_ref.make_plan([2, 9, 2], [(2, 2)], overlong="drop")
+    with pytest.raises(ValueError if index == 1 else IndexError, match=str(index)):
+        torch_ref.PlannedDataset(plan, Letters(3))[index]
+
+
+def test_what_a_sampler_cannot_say_is_refused():
+    """Other words, and pieces of samples, which no index names."""
+    with pytest.raises(ValueError, match=r"padding_rows.*'zeros'"):
+        torch_ref.PlanBatchSampler(PLANS["packed"](), padding_rows="zeros")
+    split = torch_ref.make_plan(torch_ref.pack_samples([9, 3], 6, overlong="split"), [(2, 6)])
+    with pytest.raises(ValueError, match=r"splits samples.*load"):
+        torch_ref.PlanBatchSampler(split)
+    pairs = torch_ref.PlannedDataset(PLANS["pairs"](), Letters(10))
+    with pytest.raises(ValueError, match="pairs"):
+        pairs.collate([pairs[0]])
 
 
 def test_packed_rows_that_grew_are_named():

@@ -261,6 +261,7 @@ def changed(**arrays):
         pack_samples(LENGTHS, 30),
         [PLAN.rows(step) for step in range(PLAN.num_steps)],
         torch_ref.PlanBatchSampler(PLAN),
+        torch_ref.PlanBatchSampler(torch_ref.make_plan(torch_ref.pack_samples(LENGTHS, 30), [(4, 30)])),
         reversed(range(90)),
     ],
     ids=lambda plan: type(plan).__name__,
