@@ -5,6 +5,7 @@ Pipelines, ZeRO-3, tensor and sequence parallelism split it. Letters: L layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "axes_at", "bind_axes", "check_layer", "check_layers_divide",
-    "layered_loss_fn", "num_layers_of", "rematerialized", "staged_specs",
+    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "bind_axes", "check_layer",
+    "check_layers_divide", "first_paths", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
+    "rematerialized", "staged_specs", "unstack_own",
 ]  # fmt: skip
 
 
@@ -195,3 +197,49 @@ def check_layer(given: Any, returned: Any) -> None:
         raise UserError(
             f"a layer must return x with the shapes and dtypes that it takes: {list_first(differing, '; ')}"
         )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class OwnLeaf:
+    """Where a layout has a parameter of the model; a node without leaves."""
+
+    place: int  # which of the arrays of the layout
+    layer: int | None  # which layer of it; None: it is that array
+
+
+class OwnLeavesState(NamedTuple):
+    """The state of an optimizer that sees the model's own parameters, which the layout stacks.
+
+    Attributes:
+      own: a tree like the model's own parameters, of `OwnLeaf`.
+      inner_state: of the optimizer. Where it has an array for each layer, they are stacked in the place of the first
+        one, and the other places are empty.
+    """
+
+    own: Any
+    inner_state: Any
+
+
+def first_paths(own: Any) -> list[Any]:
+    """The path, in trees like the own one, at which each array of the layout lies."""
+    first: dict[int, Any] = {}
+    for path, at in jax.tree.leaves_with_path(own, is_leaf=is_own_leaf):
+        first.setdefault(at.place, path)
+    return [path for _, path in sorted(first.items())]
+
+
+def unstack_own(stacked: Any, own: Any) -> Any:
+    """The model's own parameters, from the arrays of a layout."""
+    arrays = jax.tree.leaves(stacked)
+    return map_own(lambda at: arrays[at.place] if at.layer is None else arrays[at.place][at.layer], own)
+
+
+def is_own_leaf(node: Any) -> bool:
+    """Whether a node is an `OwnLeaf`."""
+    return isinstance(node, OwnLeaf)
+
+
+def map_own(change: Callable[[OwnLeaf], Any], own: Any) -> Any:
+    """A tree like the model's own parameters, from one of `OwnLeaf`."""
+    return jax.tree.map(change, own, is_leaf=is_own_leaf)

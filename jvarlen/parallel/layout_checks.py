@@ -18,7 +18,8 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
     """A layout is not supported, or not for this model or these parameters; a model of None is unknown."""
     check_model(model, layout)
     if isinstance(model, LayeredModel):
-        num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
+        params = params if model.stack is None else jax.eval_shape(model.stack, params)
+        num_layers_of(params)
     elif layout.zero == 3 and not isinstance(params, LayeredParams):
         raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
     if layout.stage > 1:
@@ -41,8 +42,8 @@ def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
         if is_there and getattr(layout, axis) == 1:
             raise UserError(f"{word} of the layout {layout} needs {axis}N, with several devices")
     layered = model if isinstance(model, LayeredModel) else None
-    if layout.tensor > 1 and (layered is None or layered.specs is None or layered.stack is not None):
-        raise UserError(f"tensor{layout.tensor} takes a LayeredModel of LayeredParams, with specs")
+    if layout.tensor > 1 and (layered is None or layered.specs is None):
+        raise UserError(f"tensor{layout.tensor} takes a LayeredModel with specs")
     if model is None:
         return
     if layout.context > 1 and (layered is None or not layered.by_positions):
@@ -58,11 +59,6 @@ def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
             raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
         if layout.remat_in_force == "full":
             raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
-    elif layout.stage > 1 and layered.stack is not None:
-        raise UserError(
-            f"stage{layout.stage} takes LayeredParams, and the model has parameters of another form: stack them once, "
-            "before step.init, and leave out LayeredModel.stack"
-        )
 
 
 def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step: int) -> None:

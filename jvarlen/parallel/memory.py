@@ -20,7 +20,7 @@ from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
-from jvarlen.parallel.sharded import other_specs_of, state_specs
+from jvarlen.parallel.sharded import other_specs_of, stacked_for, state_specs
 from jvarlen.parallel.train import Accumulate, accumulates_shards
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
@@ -126,6 +126,8 @@ def estimate_memory(
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
     check_layout(layout, params, model)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+    model, params, optimizer = stacked_for(layout, model, params, optimizer)
     params = shapes_on(layout, params, model)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra), params)
     held = state_bytes(layout, state, model, accumulate)
@@ -248,7 +250,7 @@ def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | Non
     moved = bytes_of(params.layers, other_specs.layers, layout) if layout.virtual > 1 else 0
     if layout.zero < 3:
         return moved
-    if layout.stage == 1 and isinstance(model, LayeredModel) and model.stack is not None:
+    if isinstance(model, LayeredModel) and model.stack is not None:
         params, other_specs = jax.eval_shape(model.stack, params), None
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = shard_specs(params, layout, padded=False, other_specs=beside)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,23 +20,15 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
-from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.sharded import crop, pad_to
+from jvarlen.parallel.layers import LayeredModel, OwnLeaf, is_own_leaf
+from jvarlen.parallel.own_leaves import own_leaves_of, places_in
+from jvarlen.parallel.sharded import crop, pad_to, stacks_layers
 from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
 
-__all__ = ["PortableForm", "check_portable", "portable_form", "portable_params", "stack_for"]
-
-
-def stack_for(layout: Layout, model: LayeredModel | LossFn | None, params: Any) -> tuple[Any, Any]:
-    """A model and its parameters, arrays or shapes, as layouts take them: with stages or `tensorN` stacked already."""
-    stack = _stack_for(layout, model)
-    if stack is None or not isinstance(model, LayeredModel):
-        return model, params
-    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    return model._replace(stack=None), jax.eval_shape(stack, params) if is_abstract else stack(params)
+__all__ = ["PortableForm", "check_portable", "portable_form", "portable_params"]
 
 
 def check_portable(
@@ -92,8 +84,7 @@ def portable_form(
 
 def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredModel | LossFn | None) -> Any:
     """The parameters of one device, in the shapes of `whole`, from whole ones of a state of a layout; may be traced."""
-    on_layout = stack_for(layout, model, whole)[1]
-    sources = _sources(whole, on_layout, whole, on_layout, layout, model)
+    sources = _sources_of_params(whole, layout, model)[0]
     return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources, layout.tensor))
 
 
@@ -180,9 +171,6 @@ class PortableForm:
         return jax.jit(take, out_shardings=out_shardings).lower(given).compile()
 
 
-_Path = tuple[Any, ...]
-
-
 class _Split(NamedTuple):
     """A dimension along `"tensor"` whose values have another order there, or are padded."""
 
@@ -214,95 +202,50 @@ def _sources_of_state(
 ) -> tuple[list[_Source], Any]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    on_layout = stack_for(layout, model, params)[1]
-    whole, there = (
-        jax.eval_shape(lambda params: new_state(params, optimizer), of_form)[:2] for of_form in (params, on_layout)
-    )
-    return _sources(params, on_layout, whole, there, layout, model), jax.tree.structure(whole)
-
-
-def _sources(
-    params: Any, on_layout: Any, whole: Any, there: Any, layout: Layout, model: LayeredModel | LossFn | None
-) -> list[_Source]:
-    """Where the leaves of the tree `whole` lie in the tree `there`, both without padding."""
-    # Their paths end in those of parameters, `params` in the one and `on_layout` in the other.
-    origins = _origins(params, on_layout, layout, model)
-    splits = _splits(on_layout, layout, model)
-    of_params = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
-    places = {path: (place, leaf.shape) for place, (path, leaf) in enumerate(jax.tree.leaves_with_path(there))}
-    sources, problems = [], []
-    for path, leaf in jax.tree.leaves_with_path(whole):
-        begin = next((begin for begin in range(len(path) + 1) if path[begin:] in origins), len(path))  # longest end
-        origin = origins.get(path[begin:], _Origin(path[begin:]))
-        of_param = of_params.get(path[begin:], ())
-        num_leading = len(leaf.shape) - len(of_param)  # such as the history of L-BFGS
-        is_like = num_leading >= 0 and leaf.shape[num_leading:] == of_param
-        axis = num_leading if is_like else 0
-        shape_there = leaf.shape
-        if origin.layer is not None:
-            shape_there = (*leaf.shape[:axis], origin.num_layers, *leaf.shape[axis:])
-        split = splits.get(origin.path)
-        place, found = places.get(path[:begin] + origin.path, (-1, None))
-        if found != shape_there or (split and split.num_blocks > 1 and not is_like and leaf.size > 1):
+    sources, own, splits = _sources_of_params(params, layout, model)
+    whole = jax.eval_shape(lambda params: new_state(params, optimizer), params)[:2]
+    paths, at = jax.tree.leaves_with_path(params), jax.tree.leaves(own, is_leaf=is_own_leaf)
+    of_params = {path: (at, leaf) for (path, leaf), at in zip(paths, at, strict=True)}
+    num_layers = max(source.layer or 0 for source in sources) + 1
+    num_params, problems = 1 + max(source.leaf for source in sources), []
+    orders = {place: (split.dim, split.num_blocks) for place, split in splits.items()}
+    leaves = jax.tree.leaves_with_path(whole[1])
+    for (path, leaf), place in zip(leaves, places_in(whole[1], of_params, orders), strict=True):
+        shape = leaf.shape
+        if place.layer is not None:
+            shape = (*shape[: place.axis], num_layers, *shape[place.axis :])
+        split = None if place.order is None else _Split(*place.order)
+        if split is None and leaf.size > 1 and place.param in orders and orders[place.param][1] > 1:
             problems.append(f"{jax.tree_util.keystr(path)} {describe(leaf)}")
-        split = split._replace(dim=axis + split.dim) if split and is_like else None
-        sources.append(_Source(place, leaf.shape, shape_there, origin.layer, axis, split))
-    taken = {source.leaf for source in sources}
-    problems += [jax.tree_util.keystr(path) for path, (place, _) in places.items() if place not in taken]
+        sources.append(_Source(num_params + place.array, leaf.shape, shape, place.layer, place.axis, split))
     if problems:
         raise UserError(
             f"the states of the layout {layout} cannot be restored on others: the optimizer has arrays that are not "
-            f"those of one device, with layers stacked and features in the order of the devices: {list_first(problems)}"
+            f"like parameters, with features in the order of the devices: {list_first(problems)}"
         )
-    return sources
+    return sources, jax.tree.structure(whole)
 
 
-class _Origin(NamedTuple):
-    """Where a parameter of one device lies on a layout: its path there, and which of how many layers it is."""
-
-    path: _Path
-    layer: int | None = None
-    num_layers: int = 1
-
-
-def _stack_for(layout: Layout, model: LayeredModel | LossFn | None) -> Callable[[Any], Any] | None:
-    """What stacks the parameters of one device before `TrainStep.init`; None if nothing does."""
-    return model.stack if isinstance(model, LayeredModel) and (layout.stage > 1 or layout.tensor > 1) else None
-
-
-def _origins(params: Any, on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None) -> dict[_Path, _Origin]:
-    """The `_Origin` of each parameter, by its path."""
-    leaves, structure = jax.tree.flatten_with_path(params)
-    stack = _stack_for(layout, model)
-    if stack is None:
-        return {path: _Origin(path) for path, _ in leaves}
-    # Which arrays become which is seen by stacking their numbers, in arrays of as many dimensions.
-    numbers = [np.full((1,) * len(leaf.shape), number, np.int32) for number, (_, leaf) in enumerate(leaves)]
-    with jax.ensure_compile_time_eval():  # numbers while a caller is traced as well
-        stacked = stack(jax.tree.unflatten(structure, numbers))
-    origins: dict[_Path, _Origin] = {}
-    num_places = 0
-    of_numbers = zip(jax.tree.leaves_with_path(stacked), jax.tree.leaves(on_layout), strict=True)
-    for (there, of_numbers_there), leaf_there in of_numbers:
-        found = np.asarray(of_numbers_there).ravel().tolist()
-        for layer, number in enumerate(found):
-            path, leaf = leaves[number]
-            num_places += 1
-            if leaf.shape == leaf_there.shape and len(found) == 1:
-                origins[path] = _Origin(there)
-            elif leaf_there.shape == (len(found), *leaf.shape):
-                origins[path] = _Origin(there, layer, len(found))
-    if not len(origins) == num_places == len(leaves):
-        missing = [jax.tree_util.keystr(path) for path, _ in leaves if path not in origins]
-        raise UserError(
-            f"the layout {layout} takes parameters that are stacked once, and the model's stack does not have each of "
-            f"its {len(leaves)} arrays once, whole or as one of the layers: {list_first(missing) or num_places}"
-        )
-    return origins
+def _sources_of_params(
+    params: Any, layout: Layout, model: LayeredModel | LossFn | None
+) -> tuple[list[_Source], Any, dict[int, _Split]]:
+    """Where parameters lie; also as a tree of `OwnLeaf`, and what of the arrays is split."""
+    if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
+        own, on_layout = own_leaves_of(params, model.stack), jax.eval_shape(model.stack, params)
+    else:
+        leaves, structure = jax.tree.flatten(params)
+        own, on_layout = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(leaves))]), params
+    splits = _splits(on_layout, layout, model)
+    there = jax.tree.leaves(on_layout)
+    sources = [
+        _Source(at.place, leaf.shape, there[at.place].shape, at.layer, 0, splits.get(at.place))
+        for at, leaf in zip(jax.tree.leaves(own, is_leaf=is_own_leaf), jax.tree.leaves(params), strict=True)
+    ]
+    return sources, own, splits
 
 
-def _splits(on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None) -> dict[_Path, _Split]:
-    """The parameters that lie along `"tensor"` in another order, or with padding, by their path on the layout."""
+def _splits(on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None) -> dict[int, _Split]:
+    """The parameters that lie along `"tensor"` in another order, or with padding, by their place on the layout."""
     if layout.tensor == 1 or not isinstance(model, LayeredModel) or model.specs is None:
         return {}
 
@@ -311,8 +254,8 @@ def _splits(on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None)
         return leaf if is_same else _Split(dim, spec.num_blocks)
 
     found = map_splits(split, model.specs, on_layout)
-    with_path = jax.tree.leaves_with_path(found, is_leaf=lambda leaf: isinstance(leaf, _Split))
-    return {path: leaf for path, leaf in with_path if isinstance(leaf, _Split)}
+    leaves = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, _Split))
+    return {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, _Split)}
 
 
 def _taken(leaves: Mapping[int, Any] | Sequence[Any], sources: Sequence[_Source], num_parts: int) -> list[Any]:

@@ -19,7 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, axes_in, replicate
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized, staged_specs
+from jvarlen.parallel.layers import (
+    Axes,
+    LayeredModel,
+    LayeredParams,
+    OwnLeavesState,
+    first_paths,
+    layered_loss_fn,
+    rematerialized,
+    staged_specs,
+)
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.training.losses import LossFn
 from jvarlen.training.reduction import sum_over_shards
@@ -28,8 +37,9 @@ from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
 __all__ = [
-    "crop", "init_sharded", "make_sharded_step", "model_on_axes", "other_specs_of", "pad_to", "padded_shape",
-    "split_specs", "state_specs", "sum_on_layout", "sums_on_layout", "unpadded",
+    "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of", "pad_to",
+    "padded_shape", "split_specs", "stacked_for", "stacks_layers", "state_specs", "sum_on_layout",
+    "sums_on_layout", "unpadded",
 ]  # fmt: skip
 
 _WHOLE = PartitionSpec()
@@ -49,6 +59,7 @@ def init_sharded(
     check_layout(layout, params, model)
     is_abstract = has_shapes(params)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
+    model, params, optimizer = stacked_for(layout, model, params, optimizer)
     other_specs = other_specs_of(params, model, layout)
     if (specs := split_specs(model, layout)) is not None:
         from jvarlen.parallel.tensor_params import split_params
@@ -83,6 +94,7 @@ def make_sharded_step(
 ) -> StepFn:
     """A train step of states that lie as a layout says; `sum_of` as for `sums_on_layout`."""
     layout, mesh = placement.layout, placement.program_mesh
+    optimizer, model = optimizer_on(layout, model, optimizer), _of_stacked(model, layout)
     sums_of, values_of = (
         sums_on_layout(model, placement, sum_of, with_grads=with_grads) for with_grads in (True, False)
     )
@@ -114,6 +126,7 @@ def sums_on_layout(
     """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
     # They are those of `sum_of(model, state, batch, **options)`, for the model on this layout's axes.
     layout, mesh = placement.layout, placement.program_mesh
+    model = _of_stacked(model, layout)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         params, other_specs = state.params, other_specs_of(state.params, model, layout)
@@ -192,6 +205,46 @@ def model_on_axes(
     return model, rows_along
 
 
+def stacks_layers(model: LayeredModel | LossFn | None, layout: Layout) -> bool:
+    """Whether states of the layout have the arrays that the model's own parameters are stacked to."""
+    return isinstance(model, LayeredModel) and model.stack is not None and (layout.stage > 1 or layout.tensor > 1)
+
+
+def _of_stacked(model: Any, layout: Layout) -> Any:
+    return model._replace(stack=None) if stacks_layers(model, layout) else model
+
+
+def stacked_for(
+    layout: Layout,
+    model: LayeredModel | LossFn | None,
+    params: Any,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> tuple[Any, Any, Any]:
+    """A model, its parameters, arrays or shapes, and its optimizer, for the arrays that a layout has."""
+    own = None
+    if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
+        from jvarlen.parallel.own_leaves import own_leaves_of
+
+        own = own_leaves_of(params, model.stack)
+        params = jax.eval_shape(model.stack, params) if has_shapes(params) else model.stack(params)
+    return _of_stacked(model, layout), params, optimizer_on(layout, model, optimizer, own)
+
+
+def optimizer_on(
+    layout: Layout,
+    model: LayeredModel | LossFn | None,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    own: Any = None,
+) -> optax.GradientTransformation | optax.MultiSteps:
+    """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
+    specs = split_specs(model, layout)
+    if not stacks_layers(model, layout) and all(getattr(spec, "num_blocks", 1) == 1 for spec in jax.tree.leaves(specs)):
+        return optimizer
+    from jvarlen.parallel.own_leaves import on_own_leaves
+
+    return on_own_leaves(optimizer, own, specs=specs, num_devices=layout.tensor)
+
+
 def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredParams | None:
     """How a model is split over "tensor"; None if that has one device."""
     if layout.tensor == 1:
@@ -236,8 +289,8 @@ def _map_arrays(
 
         lie = shard_specs(state.params, layout, other_specs=other_specs)
     specs = [] if lie is None else jax.tree.leaves(lie)
-    paths = jax.tree.leaves_with_path(state.params) if specs else []
-    params = {path: (np.shape(leaf), spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state.params)] if specs else []
+    params = dict(zip(_paths(state) if specs else [], zip(shapes, specs, strict=True), strict=True))
 
     # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
     def of_array(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -250,6 +303,13 @@ def _map_arrays(
         return change(leaf, _WHOLE, found)
 
     return jax.tree.map_with_path(of_array, state.opt_state)
+
+
+def _paths(state: TrainState) -> list[Any]:
+    """The paths of parameters as arrays of the optimizer have them."""
+    if isinstance(state.opt_state, OwnLeavesState):
+        return first_paths(state.opt_state.own)
+    return [path for path, _ in jax.tree.leaves_with_path(state.params)]
 
 
 def unpadded(state: TrainState, layout: Layout, other_specs: Any) -> TrainState:

@@ -19,7 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
-from jvarlen.parallel.layers import LayeredModel, layered_loss_fn, num_layers_of, rematerialized
+from jvarlen.parallel.layers import (
+    LayeredModel,
+    OwnLeavesState,
+    layered_loss_fn,
+    num_layers_of,
+    rematerialized,
+    unstack_own,
+)
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
@@ -125,8 +132,8 @@ class TrainStep:
 
             assert isinstance(self.model, LayeredModel)
             assert self.model.specs is not None
-            return merge_params(params, self.model.specs, self.placement.layout.tensor)
-        return params
+            params = merge_params(params, self.model.specs, self.placement.layout.tensor)
+        return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
 
     def state_shardings(self, params: Any) -> TrainState:
         """How the state of some parameters lies on the devices.

@@ -29,7 +29,8 @@ from jvarlen.loading.plan_source import read_sample
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
-from jvarlen.parallel.portable import check_portable, stack_for
+from jvarlen.parallel.portable import check_portable
+from jvarlen.parallel.sharded import stacked_for
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
@@ -165,13 +166,13 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
     if cluster is None:
         dtype = config.decoder.compute_dtype or "float32"
         cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
-    model, params = stack_for(Layout(data=1, stage=2), task.loss_fn, task.params)
+    model, params, _ = stacked_for(Layout(data=1, stage=2), task.loss_fn, task.params, training_plan.optimizer)
     plan = training_plan.plan_of_epoch(0)
 
     def is_taken(layout: Layout) -> bool:
         try:
             _check_layout(layout, task, training_plan, training_plan.eval_buckets)
-        except ValueError:  # also of an optimizer whose masks have the tree of the parameters on one device
+        except ValueError:
             return False
         return True
 
@@ -231,13 +232,12 @@ def show_estimates(prepared: Prepared) -> None:
     training_plan, batch_spec = prepared.training_plan, prepared.batch_spec()
     bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = Layout(data=1) if placement is None else placement.layout
-    model, params = stack_for(layout, task.loss_fn, task.params)
     memory = estimate_memory(
         layout,
-        params,
+        task.params,
         training_plan.optimizer,
         bucket,
-        model=model,
+        model=task.loss_fn,
         extra=task.extra,
         batch_spec=batch_spec,
         microbatches_per_step=config.plan.microbatches_per_step,

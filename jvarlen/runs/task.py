@@ -27,7 +27,8 @@ from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout_checks import check_layout
-from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
+from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
+from jvarlen.parallel.sharded import stacked_for
 from jvarlen.parallel.tensor_params import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
@@ -81,8 +82,8 @@ class Task:
                     f"tensor{layout.tensor} of the layout {layout} does not divide the model's num_heads "
                     f"({model.num_heads})"
                 )
-        loss_fn, params = stack_for(layout, loss_fn, params)
         check_layout(layout, params, loss_fn)
+        loss_fn, params, _ = stacked_for(layout, loss_fn, params, optax.identity())
         if layout.tensor > 1:
             split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
             jax.eval_shape(split, params)
@@ -104,19 +105,14 @@ class Task:
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
-        model: Any = self.loss_fn
-        if placement is not None:
-            model, _ = stack_for(placement.layout, model, self._shapes)
-        return make_train_step(model, optimizer, layout=placement)
+        assert self.loss_fn is not None  # there is one after `with_model`
+        return make_train_step(self.loss_fn, optimizer, layout=placement)
 
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
         """The state before the first step; it has keys if a loss takes one."""
         losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
         takes_key = any(takes_argument(whole_loss(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
-        params = self.params
-        if step.placement is not None:
-            _, params = stack_for(step.placement.layout, self.loss_fn, params)
-        return step.init(params, extra=self.extra, seed=seed if takes_key else None)
+        return step.init(self.params, extra=self.extra, seed=seed if takes_key else None)
 
     def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:
         """The form of states on one device, which checkpoints hold; None if states have it already."""
@@ -132,7 +128,7 @@ class Task:
             return make_eval_step(loss_fn, layout=placement)
         layout = placement.layout
         if isinstance(loss_fn, LayeredModel) and isinstance(trained, LayeredModel) and loss_fn.stack is trained.stack:
-            return make_eval_step(stack_for(layout, loss_fn, self._shapes)[0], layout=placement)
+            return make_eval_step(loss_fn, layout=placement)
         step = make_eval_step(loss_fn, layout=Layout().on(placement.mesh, axes={"data": "data"}))
 
         def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

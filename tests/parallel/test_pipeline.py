@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jvarlen import compile_buckets, load, make_eval_step, make_plan, no_recompiles
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import layered, make_loss_fn, stack_layers
+from jvarlen.models import layered, make_loss_fn
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
@@ -340,8 +340,6 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         init("data1.stage2", {"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
         make_layout_step(make_loss_fn(TRANSFORMER), optimizer, layout="data1.stage2")
-    with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, and .* leave out LayeredModel.stack"):
-        make_layout_step(model._replace(stack=stack_layers), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):
         sum_scheduled(SIMPLE, mesh=jax.make_mesh((2,), ("data",)))
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jvarlen
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
-from jvarlen.parallel.portable import check_portable, portable_form, portable_params, stack_for
+from jvarlen.parallel.layers import OwnLeavesState, first_paths
+from jvarlen.parallel.portable import check_portable, portable_form, portable_params
+from jvarlen.parallel.sharded import stacked_for
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
@@ -74,8 +76,7 @@ def saved(tmp_path_factory):
 def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp_path, text, name):
     layout, optimizer = Layout.parse(text), OPTIMIZERS[name]
     whole, folder = saved[name]
-    model, on_layout = stack_for(layout, MODEL, whole.params)
-    state = jvarlen.make_train_step(model, optimizer, layout=layout).init(on_layout)
+    state = jvarlen.make_train_step(MODEL, optimizer, layout=layout).init(whole.params)
     form = portable_form(state, whole.params, optimizer, layout=layout, model=MODEL)
     with open_checkpoints(folder, form=form) as checkpoints:
         restored, _ = checkpoints.restore_latest(zeros_like(state))
@@ -84,9 +85,15 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
     # Parameters, and what lies like them, are as `init` places them.
     assert_equal(restored.params, state.params)
     if name == "adamw":
-        moments = stack_for(layout, MODEL, whole.opt_state[0].mu)[1]
-        moments = jvarlen.make_train_step(model, optimizer, layout=layout).init(moments).params
-        assert_equal(cropped(restored.opt_state[0].mu, on_layout), cropped(moments, on_layout))
+        opt_state = restored.opt_state
+        if isinstance(opt_state, OwnLeavesState):
+            mu = dict(jax.tree.leaves_with_path(opt_state.inner_state[0].mu))
+            mu = jax.tree.unflatten(jax.tree.structure(state.params), [mu[path] for path in first_paths(opt_state.own)])
+        else:
+            mu = opt_state[0].mu
+        moments = jvarlen.make_train_step(MODEL, optimizer, layout=layout).init(whole.opt_state[0].mu).params
+        unpadded = stacked_for(layout, MODEL, whole.params, optimizer)[1]
+        assert_equal(cropped(mu, unpadded), cropped(moments, unpadded))
 
     with open_checkpoints(tmp_path, form=form) as checkpoints:
         checkpoints.save(restored, PLACE)
@@ -134,22 +141,17 @@ def test_a_model_of_ones_own_keeps_the_form_that_its_parameters_have(tmp_path):
         check_portable(params, optax.adafactor(0.1, min_dim_size_to_factor=2), layout=layout, model=model)
 
 
+@pytest.mark.parametrize("text", ["data4.zero2", "data1.stage2", "data1.tensor2"])
 @pytest.mark.parametrize(
-    ("text", "optimizer", "message"),
+    "optimizer",
     [
-        (
-            "data1.stage2",
-            optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
-            "scale",
-        ),
-        ("data1.tensor2", optax.novograd(1e-3), r"nu.'blocks'..0..'down'..'kernel'.* float32\[\]"),
+        optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+        optax.novograd(1e-3),
     ],
 )
-def test_states_that_are_no_rearrangement_are_rejected_by_array(text, optimizer, message):
+def test_masks_and_numbers_of_each_array_are_those_of_one_device(text, optimizer):
     params = jax.eval_shape(lambda: init_params(CONFIG, seed=0))
-    check_portable(params, optimizer, layout=Layout.parse("data4.zero2"), model=MODEL)
-    with pytest.raises(ValueError, match=f"the layout {text} cannot be restored on others: .*{message}"):
-        check_portable(params, optimizer, layout=Layout.parse(text), model=MODEL)
+    check_portable(params, optimizer, layout=Layout.parse(text), model=MODEL)
 
 
 def test_a_stack_that_does_more_than_stack_is_rejected():

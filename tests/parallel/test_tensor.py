@@ -496,8 +496,8 @@ def test_what_cannot_be_trained_over_tensor_is_refused():
     layout = Layout.parse("data2.tensor2")
     on = {"layout": layout}
     optimizer = optax.sgd(0.1)
-    needs = "tensor2 takes a LayeredModel of LayeredParams, with specs"
-    for model in (make_loss_fn(MODEL), OWN._replace(specs=None), layered(MODEL)._replace(stack=stack_layers)):
+    needs = "tensor2 takes a LayeredModel with specs"
+    for model in (make_loss_fn(MODEL), OWN._replace(specs=None)):
         for make in (functools.partial(make_train_step, optimizer=optimizer), make_eval_step):
             with pytest.raises(ValueError, match=needs):
                 make(model, **on)

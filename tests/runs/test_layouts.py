@@ -210,7 +210,7 @@ def test_models_of_ones_own_are_compared_with_the_layout_as_well(config):
         (
             "data1.tensor2",
             {"loss_fn": model._replace(specs=None)},
-            "tensor2 takes a LayeredModel of LayeredParams, with specs",
+            "tensor2 takes a LayeredModel with specs",
         ),
         ("data1.stage2", {"loss_fn": layered_loss_fn(model)}, "stage2 takes a LayeredModel"),
         (

@@ -1,0 +1,401 @@
+"""Optimizers that see the model's own parameters, where a layout stacks the layers or reorders features."""
+
+# Arrays stay stacked. The update is traced for the model's own leaves; where it does the same to all layers, which is
+# nearly everywhere, it runs once on the stacked arrays, so that each stage updates its own layers. What differs between
+# layers, or mixes them, such as a global norm, takes each layer's value out of the stack. Letters: L layers.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.jaxprs import primitives_in
+from jvarlen.parallel.layers import LayeredParams, OwnLeaf, OwnLeavesState, is_own_leaf, map_own, unstack_own
+from jvarlen.parallel.tensor_params import TensorSpec, map_splits, swap_blocks
+from jvarlen.training.step import with_extra_args
+from jvarlen.training.train_state import MasterWeightsOptimizer
+
+__all__ = ["Place", "on_own_leaves", "own_leaves_of", "places_in"]
+
+# What does not depend on the order of features, which the layout may then leave as it is.
+_ORDER_FREE = {
+    "abs", "add", "and", "broadcast_in_dim", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "div",
+    "dot_general", "eq", "exp", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min",
+    "reduce_or", "reduce_sum", "rem", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "squeeze", "sub", "tanh",
+    "transpose", "xor",
+}  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where an array of an own tree, such as the optimizer's, lies among those of the layout."""
+
+    array: int  # which of them
+    layer: int | None = None
+    axis: int = 0  # of the layers
+    order: tuple[int, int] | None = None  # the dimension whose features have another order, and how many blocks it has
+    param: int | None = None  # the place of the parameter that it belongs to
+
+
+def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams]) -> Any:
+    """A tree of `OwnLeaf`; raises ValueError if `stack` does more than regroup and stack parameters."""
+    leaves, structure = jax.tree.flatten(params)
+    # Which arrays become which is seen by stacking their numbers, in arrays of as many dimensions.
+    numbers = [np.full((1,) * np.ndim(leaf), number, np.int32) for number, leaf in enumerate(leaves)]
+    with jax.ensure_compile_time_eval():  # numbers while a caller is traced as well
+        stacked = stack(jax.tree.unflatten(structure, numbers))
+    found: dict[int, OwnLeaf] = {}
+    num_found = 0
+    of_shapes = jax.tree.leaves(jax.eval_shape(stack, params))
+    for place, (of_numbers, there) in enumerate(zip(jax.tree.leaves(stacked), of_shapes, strict=True)):
+        of_layers = np.asarray(of_numbers).ravel().tolist()
+        for layer, number in enumerate(of_layers):
+            num_found += 1
+            shape = np.shape(leaves[number])
+            if there.shape == shape and len(of_layers) == 1:
+                found[number] = OwnLeaf(place, None)
+            elif there.shape == (len(of_layers), *shape):
+                found[number] = OwnLeaf(place, layer)
+    if not len(found) == num_found == len(leaves):
+        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+        missing = [jax.tree_util.keystr(path) for number, path in enumerate(paths) if number not in found]
+        raise UserError(
+            "stages and tensorN take parameters that are stacked once, and the model's stack does not have each of its "
+            f"{len(leaves)} arrays once, whole or as one of the layers: {list_first(missing) or num_found}"
+        )
+    return jax.tree.unflatten(structure, [found[number] for number in range(len(leaves))])
+
+
+def on_own_leaves(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    own: Any = None,
+    *,
+    specs: LayeredParams | None = None,
+    num_devices: int = 1,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of the arrays of a layout that gives each own parameter the update that `optimizer` gives it."""
+    # `own` as of `own_leaves_of`; None: parameters are not stacked, or the state says how they are. `specs` and
+    # `num_devices` as of `split_params`, whose arrays have features in the order of the devices.
+    inner = with_extra_args(optimizer)
+
+    def init(params: Any) -> Any:
+        form = _Form(own, params, specs, num_devices)
+        (inner_state,) = form.run(lambda params: (inner.init(params),), (form.shapes, form.in_own_order(params)))
+        return inner_state if own is None else OwnLeavesState(own, inner_state)
+
+    @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
+    def update(grads: Any, state: Any, params: Any = None, **told: Any) -> tuple[Any, Any]:
+        own, inner_state = state if isinstance(state, OwnLeavesState) else (None, state)
+        form = _Form(own, params, specs, num_devices)
+
+        def update_own(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return inner.update(grads, inner_state, params, **form.told(told, grads))
+
+        shapes = jax.eval_shape(inner.init, form.shapes)
+        given = (form.shapes, form.in_own_order(grads)), (shapes, inner_state), (form.shapes, form.in_own_order(params))
+        updates, inner_state = form.run(update_own, *given)
+        return form.in_layout_order(updates), inner_state if own is None else OwnLeavesState(own, inner_state)
+
+    if isinstance(inner, MasterWeightsOptimizer):
+        return MasterWeightsOptimizer(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[int, tuple[int, int]]) -> list[Place]:
+    """Where the arrays of an own tree lie, whose paths end in those of parameters; `orders` by `OwnLeaf.place`."""
+    # The layers of an array are in one stack if all layers have it, and none otherwise.
+    found: list[Any] = []
+    layers: dict[Any, list[int | None]] = {}
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        begin = next((i for i in range(len(path) + 1) if path[i:] in params), len(path))
+        at, param = params.get(path[begin:], (OwnLeaf(-1, None), None))
+        num_leading = -1 if param is None else leaf.ndim - len(param.shape)  # such as the history of L-BFGS
+        is_like = num_leading >= 0 and leaf.shape[num_leading:] == param.shape
+        found.append((at, num_leading if is_like else 0, is_like, (path[:begin], at.place, leaf.shape, leaf.dtype)))
+        layers.setdefault(found[-1][-1], []).append(at.layer)
+    num_layers = max((at.layer for at, _ in params.values() if at.layer is not None), default=0) + 1
+    places: list[Place] = []
+    array_of: dict[Any, int] = {}
+    for number, (at, axis, is_like, stack) in enumerate(found):
+        is_stacked = at.layer is not None and len(layers[stack]) == num_layers
+        array = array_of.setdefault(stack if is_stacked else number, len(array_of))
+        order = orders.get(at.place) if is_like else None
+        if order is not None:
+            order = axis + order[0] - (at.layer is not None and not is_stacked), order[1]
+        places.append(Place(array, at.layer if is_stacked else None, axis, order, at.place))
+    return places
+
+
+class _Form:
+    """How own trees, parameters and states of an optimizer, lie in those of a layout."""
+
+    def __init__(self, own: Any, params: Any, specs: LayeredParams | None, num_devices: int):
+        arrays, structure = jax.tree.flatten(params)
+        if own is None:
+            own = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(arrays))])
+
+        def shape_of(at: OwnLeaf) -> jax.ShapeDtypeStruct:
+            array = arrays[at.place]
+            return jax.ShapeDtypeStruct(array.shape if at.layer is None else array.shape[1:], array.dtype)
+
+        self.own, self.num_devices = own, num_devices
+        self.structure: Any = structure
+        self.shapes = map_own(shape_of, own)
+        at = jax.tree.leaves(own, is_leaf=is_own_leaf)
+        paths = jax.tree.leaves_with_path(self.shapes)
+        self.params = {path: (at, shape) for (path, shape), at in zip(paths, at, strict=True)}
+        self.orders: dict[int, tuple[int, int]] = {}
+        if specs is not None and num_devices > 1:
+
+            def add(spec: TensorSpec, place: int, dim: int) -> int:
+                if spec.num_blocks > 1:
+                    self.orders[place] = dim, spec.num_blocks
+                return place
+
+            map_splits(add, specs, jax.tree.unflatten(structure, range(len(arrays))))
+
+    def stacked(self, own_params: Any) -> Any:
+        """Parameters as the layout has them."""
+        arrays: dict[int, dict[int | None, Any]] = {}
+        for leaf, (at, _) in zip(jax.tree.leaves(own_params), self.params.values(), strict=True):
+            arrays.setdefault(at.place, {})[at.layer] = leaf
+        leaves = [
+            of_layers[None] if None in of_layers else jnp.stack([of_layers[layer] for layer in range(len(of_layers))])
+            for _, of_layers in sorted(arrays.items())
+        ]
+        return jax.tree.unflatten(self.structure, self._swapped(leaves, self._places_of_params, to_own=False))
+
+    def unstacked(self, params: Any) -> Any:
+        """Own parameters of those that the layout has."""
+        return unstack_own(self._swapped(jax.tree.leaves(params), self._places_of_params, to_own=True), self.own)
+
+    @property
+    def _places_of_params(self) -> list[Place]:
+        return [Place(place, order=self.orders.get(place)) for place in range(self.structure.num_leaves)]
+
+    def in_own_order(self, params: Any) -> list[Any]:
+        """The arrays of parameters, or of what is like them, in the order of the first of their own leaves."""
+        arrays = jax.tree.leaves(params)
+        return [arrays[place] for place in dict.fromkeys(at.place for at, _ in self.params.values())]
+
+    def in_layout_order(self, packed: Any) -> Any:
+        """The inverse of `in_own_order`."""
+        places = dict.fromkeys(at.place for at, _ in self.params.values())
+        arrays = dict(zip(places, jax.tree.leaves(packed), strict=True))
+        return jax.tree.unflatten(self.structure, [array for _, array in sorted(arrays.items())])
+
+    def told(self, told: dict[str, Any], grads: Any) -> dict[str, Any]:
+        """The extra arguments of the update of own parameters."""
+        told = told | ({"grad": grads} if "grad" in told else {})
+        if value_fn := told.get("value_fn"):
+
+            @functools.wraps(value_fn)  # whose signature line searches look at
+            def of_own(params: Any, *others: Any, **named: Any) -> Any:
+                return value_fn(self.stacked(params), *others, **named)
+
+            told["value_fn"] = of_own
+        if grad_fn := told.get("grad_fn"):
+            told["grad_fn"] = lambda params, *others: self.unstacked(grad_fn(self.stacked(params), *others))
+        return told
+
+    def run(self, function: Callable[..., tuple[Any, ...]], *given: tuple[Any, Any]) -> list[Any]:
+        """What a function of own trees returns, from trees of the layout to such trees; given are shapes and trees."""
+        arrays: list[Any] = []
+        places: list[Place] = []
+        structures: list[Any] = []
+        for shapes, tree in given:
+            here = places_in(shapes, self.params, self.orders)
+            places += [place._replace(array=place.array + len(arrays)) for place in here]
+            arrays += jax.tree.leaves(tree)
+            structures.append(jax.tree.structure(shapes))
+
+        def of_leaves(*leaves: Any) -> tuple[Any, ...]:
+            taken = iter(leaves)
+            trees = (jax.tree.unflatten(each, [next(taken) for _ in range(each.num_leaves)]) for each in structures)
+            return function(*trees)
+
+        traced, returned = _traced(of_leaves, [_own_shape(arrays[place.array], place) for place in places])
+        is_reordered = bool(self.orders) and not _is_order_free(traced)
+        if is_reordered:
+            arrays = self._swapped(arrays, places, to_own=True)
+        outputs = iter(_run_by_layers(traced, arrays, places))
+        trees = []
+        for shapes in returned:
+            here = places_in(shapes, self.params, self.orders)
+            packed = _packed([next(outputs) for _ in here], here)
+            if is_reordered:
+                packed = self._swapped(packed, here, to_own=False)
+            first = {place.array: number for number, place in reversed([*enumerate(here)])}
+            leaves = [packed[place.array] if first[place.array] == i else () for i, place in enumerate(here)]
+            trees.append(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+        return trees
+
+    def _swapped(self, arrays: list[Any], places: list[Place], *, to_own: bool) -> list[Any]:
+        swapped = list(arrays)
+        for index, (dim, num_blocks) in {place.array: place.order for place in places if place.order}.items():
+            sizes = (self.num_devices, num_blocks) if to_own else (num_blocks, self.num_devices)
+            swapped[index] = swap_blocks(arrays[index], dim, *sizes)
+        return swapped
+
+
+def _own_shape(array: Any, place: Place) -> jax.ShapeDtypeStruct:
+    shape = array.shape if place.layer is None else np.delete(array.shape, place.axis)
+    return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
+
+
+def _traced(function: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Any]:
+    """A function without inner ones, so that the operations of each layer can be told apart; and what it returns."""
+    traced, returned = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    return jax.make_jaxpr(lambda *args: _inlined(traced.jaxpr, traced.consts, args))(*shapes), returned
+
+
+def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        given = [read(atom) for atom in equation.invars]
+        name, params = equation.primitive.name, equation.params
+        inner: Any = params.get("jaxpr", params.get("call_jaxpr"))
+        if name == "cond" and not any("shard_map" in primitives_in(branch.jaxpr) for branch in params["branches"]):
+            which, *given = given
+            branches = [_inlined(branch.jaxpr, branch.consts, given) for branch in params["branches"]]
+            made = [jax.lax.select_n(which, *cases) for cases in zip(*branches, strict=True)]
+        elif name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
+            made = _inlined(inner.jaxpr, inner.consts, given)
+        else:
+            call, variables = _function_of(equation, jaxpr)
+            made = call(*(values[variable] for variable in variables))
+        values.update(zip(equation.outvars, made, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _function_of(equation: JaxprEqn, jaxpr: Jaxpr) -> tuple[Callable[..., Any], list[Any]]:
+    """An operation of a traced function, as a function of its variables, and these."""
+    variables = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
+    parts = {"constvars": [], "invars": variables, "outvars": equation.outvars, "effects": equation.effects}
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=[equation], **parts), ())), variables
+
+
+def _is_order_free(traced: ClosedJaxpr) -> bool:
+    has_constants = any(np.ndim(const) for const in traced.consts)
+    return not has_constants and {equation.primitive.name for equation in traced.jaxpr.eqns} <= _ORDER_FREE
+
+
+class _Value(NamedTuple):
+    """A value of a traced function: that of one layer, which all layers have alike, or one by itself."""
+
+    key: int  # of the array of all layers together, or of the value
+    layer: int | None = None
+
+
+class _Output(NamedTuple):
+    value: _Value
+    array: Any  # with a leading axis L where it is that of all layers
+
+    @property
+    def alone(self) -> Any:
+        return self.array if self.value.layer is None else self.array[self.value.layer]
+
+
+def _run_by_layers(traced: ClosedJaxpr, arrays: list[Any], places: list[Place]) -> list[_Output]:
+    """The outputs of a function of own leaves; what all layers do alike is done at once."""
+    equations = traced.jaxpr.eqns
+    keys: dict[Any, int] = {}  # of what makes a value
+    arrays_of: dict[int, Any] = {}  # by key
+
+    def key_of(*what: Any) -> int:
+        return keys.setdefault(what, len(keys))
+
+    def value_of(atom: Any) -> _Value:
+        if isinstance(atom, Literal):
+            return _Value(key_of("literal", str(atom.aval), np.asarray(atom.val).tobytes()))
+        return values[atom]
+
+    given: dict[Any, _Value] = {}
+    for variable, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):
+        given[variable] = _Value(key_of("constant", variable))
+        arrays_of[given[variable].key] = jnp.array(const) if isinstance(const, np.ndarray) else const
+    for variable, place in zip(traced.jaxpr.invars, places, strict=True):
+        given[variable] = _Value(key_of("given", place.array), place.layer)
+        array = arrays[place.array]
+        arrays_of[given[variable].key] = array if place.layer is None else jnp.moveaxis(array, place.axis, 0)
+
+    texts = [_text_of(equation, number) for number, equation in enumerate(equations)]
+    every_layer = {place.layer for place in places} - {None}
+    alone: set[int] = set()  # what only some layers do
+    while True:
+        values, operations = dict(given), []
+        layers_of: dict[int, set[int | None]] = {}
+        for equation, text in zip(equations, texts, strict=True):
+            operands = [value_of(atom) for atom in equation.invars]
+            layers = {operand.layer for operand in operands} - {None}
+            layer = next(iter(layers)) if len(layers) == 1 else None
+            key = key_of("layers", text, *((operand.key, operand.layer is None) for operand in operands))
+            if layer is None or key in alone:
+                layer, key = None, key_of("alone", text, *operands)
+            else:
+                layers_of.setdefault(key, set()).add(layer)
+            operations.append(_Value(key, layer))
+            values |= {out: _Value(key_of("output", key, i), layer) for i, out in enumerate(equation.outvars)}
+        incomplete = {key for key, layers in layers_of.items() if layers != every_layer}
+        if not incomplete:
+            break
+        alone |= incomplete
+
+    def output_of(atom: Any) -> _Output:
+        value = value_of(atom)
+        return _Output(value, jnp.array(atom.val) if isinstance(atom, Literal) else arrays_of[value.key])
+
+    done: set[int] = set()
+    for equation, (key, layer) in zip(equations, operations, strict=True):
+        if key in done:
+            continue
+        done.add(key)
+        call, variables = _function_of(equation, traced.jaxpr)
+        taken = [output_of(variable) for variable in variables]
+        if layer is None:
+            made = call(*(operand.alone for operand in taken))
+        else:
+            axes = [None if operand.value.layer is None else 0 for operand in taken]
+            made = jax.vmap(call, axes)(*(operand.array for operand in taken))
+        arrays_of |= {key_of("output", key, i): array for i, array in enumerate(made)}
+    return [output_of(atom) for atom in traced.jaxpr.outvars]
+
+
+def _text_of(equation: JaxprEqn, number: int) -> str:
+    """What an operation is; two that have the same text are the same."""
+    text = f"{equation.primitive.name} {equation.params}"
+    has_arrays = any(
+        isinstance(value, np.ndarray | jax.Array) or (isinstance(value, ClosedJaxpr) and value.consts)
+        for value in jax.tree.leaves(equation.params)
+    )
+    return f"{text} {number}" if has_arrays else text
+
+
+def _packed(outputs: Sequence[_Output], places: Sequence[Place]) -> list[Any]:
+    """The arrays of the layout, from those of own leaves."""
+    members: dict[int, list[tuple[Place, _Output]]] = {}
+    for place, output in zip(places, outputs, strict=True):
+        members.setdefault(place.array, []).append((place, output))
+    packed = []
+    for _, of_array in sorted(members.items()):
+        of_array.sort(key=lambda member: member[0].layer or 0)
+        (place, first), values = of_array[0], [output.value for _, output in of_array]
+        if place.layer is None:
+            packed.append(first.alone)
+        elif values == [_Value(first.value.key, layer) for layer in range(len(values))]:
+            packed.append(jnp.moveaxis(first.array, 0, place.axis))
+        else:
+            packed.append(jnp.stack([output.alone for _, output in of_array], place.axis))
+    return packed
