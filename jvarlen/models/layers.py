@@ -77,8 +77,8 @@ def _tensor_specs(config: TransformerConfig) -> LayeredParams:
     specs: dict[str, PartitionSpec | TensorSpec] = {
         "['embed']['embedding']": TensorSpec(rows, num_values=config.vocab_size + 1),
         "['head']['kernel']": TensorSpec(columns, num_values=config.vocab_size),
-        "['qkv']['kernel']": TensorSpec(columns, num_blocks=3),
-        "['out']['kernel']": rows,
+        "['qkv']['kernel']": TensorSpec(columns, num_blocks=3, num_heads=config.num_heads),
+        "['out']['kernel']": TensorSpec(rows, num_heads=config.num_heads),
         "['up']['kernel']": columns,
         "['down']['kernel']": rows,
     }

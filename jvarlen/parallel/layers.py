@@ -66,8 +66,8 @@ class LayeredModel(NamedTuple):
         layer; and optionally a dict of further sums.
       specs: a `PartitionSpec` or a `TensorSpec` for every leaf of the parameters, without the layer axis, that tells
         what lies along the axis `"tensor"`; None if nothing does.
-      stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only stack arrays. None:
-        they are `LayeredParams`.
+      stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only regroup and stack
+        arrays. Optimizers and their masks see the parameters as they were before. None: they are `LayeredParams`.
       by_positions: whether the functions work on some positions of a row, those of `axes.positions`, so that rows can
         be spread over `"context"`: they get whole rows in the microbatch and take their positions, x is `[B, S, …]` for
         S positions, and a position depends on earlier ones only through `attend_over_axis`. The loss sums over these

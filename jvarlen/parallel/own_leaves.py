@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen.parallel.layers import LayeredParams, OwnLeaf, OwnLeavesState, is_own_leaf, map_own, unstack_own
 from jvarlen.parallel.tensor_params import TensorSpec, map_splits, swap_blocks
+from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer
 
@@ -80,21 +84,22 @@ def on_own_leaves(
     *,
     specs: LayeredParams | None = None,
     num_devices: int = 1,
+    mesh: Mesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of the arrays of a layout that gives each own parameter the update that `optimizer` gives it."""
     # `own` as of `own_leaves_of`; None: parameters are not stacked, or the state says how they are. `specs` and
-    # `num_devices` as of `split_params`, whose arrays have features in the order of the devices.
+    # `num_devices` as of `split_params`, whose arrays have features in the order of the devices. `mesh`: of the step.
     inner = with_extra_args(optimizer)
 
     def init(params: Any) -> Any:
-        form = _Form(own, params, specs, num_devices)
+        form = _Form(own, params, specs, num_devices, mesh)
         (inner_state,) = form.run(lambda params: (inner.init(params),), (form.shapes, form.in_own_order(params)))
         return inner_state if own is None else OwnLeavesState(own, inner_state)
 
     @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
     def update(grads: Any, state: Any, params: Any = None, **told: Any) -> tuple[Any, Any]:
         own, inner_state = state if isinstance(state, OwnLeavesState) else (None, state)
-        form = _Form(own, params, specs, num_devices)
+        form = _Form(own, params, specs, num_devices, mesh)
 
         def update_own(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **form.told(told, grads))
@@ -137,7 +142,7 @@ def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[
 class _Form:
     """How own trees, parameters and states of an optimizer, lie in those of a layout."""
 
-    def __init__(self, own: Any, params: Any, specs: LayeredParams | None, num_devices: int):
+    def __init__(self, own: Any, params: Any, specs: LayeredParams | None, num_devices: int, mesh: Mesh | None):
         arrays, structure = jax.tree.flatten(params)
         if own is None:
             own = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(arrays))])
@@ -146,7 +151,7 @@ class _Form:
             array = arrays[at.place]
             return jax.ShapeDtypeStruct(array.shape if at.layer is None else array.shape[1:], array.dtype)
 
-        self.own, self.num_devices = own, num_devices
+        self.own, self.num_devices, self.mesh = own, num_devices, mesh
         self.structure: Any = structure
         self.shapes = map_own(shape_of, own)
         at = jax.tree.leaves(own, is_leaf=is_own_leaf)
@@ -180,6 +185,14 @@ class _Form:
     @property
     def _places_of_params(self) -> list[Place]:
         return [Place(place, order=self.orders.get(place)) for place in range(self.structure.num_leaves)]
+
+    def gather(self, array: Any) -> Any:
+        """A small array, whole on all devices."""
+        return (
+            array
+            if self.mesh is None
+            else lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
+        )
 
     def in_own_order(self, params: Any) -> list[Any]:
         """The arrays of parameters, or of what is like them, in the order of the first of their own leaves."""
@@ -226,7 +239,7 @@ class _Form:
         is_reordered = bool(self.orders) and not _is_order_free(traced)
         if is_reordered:
             arrays = self._swapped(arrays, places, to_own=True)
-        outputs = iter(_run_by_layers(traced, arrays, places))
+        outputs = iter(_run_by_layers(traced, arrays, places, self.gather))
         trees = []
         for shapes in returned:
             here = places_in(shapes, self.params, self.orders)
@@ -270,7 +283,7 @@ def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         if name == "cond" and not any("shard_map" in primitives_in(branch.jaxpr) for branch in params["branches"]):
             which, *given = given
             branches = [_inlined(branch.jaxpr, branch.consts, given) for branch in params["branches"]]
-            made = [jax.lax.select_n(which, *cases) for cases in zip(*branches, strict=True)]
+            made = [lax.select_n(which, *cases) for cases in zip(*branches, strict=True)]
         elif name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
             made = _inlined(inner.jaxpr, inner.consts, given)
         else:
@@ -302,13 +315,16 @@ class _Value(NamedTuple):
 class _Output(NamedTuple):
     value: _Value
     array: Any  # with a leading axis L where it is that of all layers
+    whole: Any  # the same, gathered once where it is small, as for a norm of all layers
 
     @property
     def alone(self) -> Any:
-        return self.array if self.value.layer is None else self.array[self.value.layer]
+        return self.array if self.value.layer is None else self.whole[self.value.layer]
 
 
-def _run_by_layers(traced: ClosedJaxpr, arrays: list[Any], places: list[Place]) -> list[_Output]:
+def _run_by_layers(
+    traced: ClosedJaxpr, arrays: list[Any], places: list[Place], gather: Callable[[Any], Any]
+) -> list[_Output]:
     """The outputs of a function of own leaves; what all layers do alike is done at once."""
     equations = traced.jaxpr.eqns
     keys: dict[Any, int] = {}  # of what makes a value
@@ -355,9 +371,17 @@ def _run_by_layers(traced: ClosedJaxpr, arrays: list[Any], places: list[Place]) 
 
     def output_of(atom: Any) -> _Output:
         value = value_of(atom)
-        return _Output(value, jnp.array(atom.val) if isinstance(atom, Literal) else arrays_of[value.key])
+        if isinstance(atom, Literal):
+            return _Output(value, jnp.array(atom.val), None)
+        array = arrays_of[value.key]
+        if value.layer is None or math.prod(array.shape[1:]) >= MIN_SHARDED:
+            return _Output(value, array, array)
+        if value.key not in gathered:
+            gathered[value.key] = gather(array)
+        return _Output(value, array, gathered[value.key])
 
     done: set[int] = set()
+    gathered: dict[int, Any] = {}
     for equation, (key, layer) in zip(equations, operations, strict=True):
         if key in done:
             continue

@@ -59,7 +59,7 @@ def init_sharded(
     check_layout(layout, params, model)
     is_abstract = has_shapes(params)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
-    model, params, optimizer = stacked_for(layout, model, params, optimizer)
+    model, params, optimizer = stacked_for(layout, model, params, optimizer, mesh)
     other_specs = other_specs_of(params, model, layout)
     if (specs := split_specs(model, layout)) is not None:
         from jvarlen.parallel.tensor_params import split_params
@@ -94,7 +94,7 @@ def make_sharded_step(
 ) -> StepFn:
     """A train step of states that lie as a layout says; `sum_of` as for `sums_on_layout`."""
     layout, mesh = placement.layout, placement.program_mesh
-    optimizer, model = optimizer_on(layout, model, optimizer), _of_stacked(model, layout)
+    optimizer, model = optimizer_on(layout, model, optimizer, mesh=mesh), _of_stacked(model, layout)
     sums_of, values_of = (
         sums_on_layout(model, placement, sum_of, with_grads=with_grads) for with_grads in (True, False)
     )
@@ -219,6 +219,7 @@ def stacked_for(
     model: LayeredModel | LossFn | None,
     params: Any,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Any, Any]:
     """A model, its parameters, arrays or shapes, and its optimizer, for the arrays that a layout has."""
     own = None
@@ -227,7 +228,7 @@ def stacked_for(
 
         own = own_leaves_of(params, model.stack)
         params = jax.eval_shape(model.stack, params) if has_shapes(params) else model.stack(params)
-    return _of_stacked(model, layout), params, optimizer_on(layout, model, optimizer, own)
+    return _of_stacked(model, layout), params, optimizer_on(layout, model, optimizer, own, mesh)
 
 
 def optimizer_on(
@@ -235,6 +236,7 @@ def optimizer_on(
     model: LayeredModel | LossFn | None,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     own: Any = None,
+    mesh: Mesh | None = None,
 ) -> optax.GradientTransformation | optax.MultiSteps:
     """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
     specs = split_specs(model, layout)
@@ -242,7 +244,7 @@ def optimizer_on(
         return optimizer
     from jvarlen.parallel.own_leaves import on_own_leaves
 
-    return on_own_leaves(optimizer, own, specs=specs, num_devices=layout.tensor)
+    return on_own_leaves(optimizer, own, specs=specs, num_devices=layout.tensor, mesh=mesh)
 
 
 def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredParams | None:

@@ -36,11 +36,14 @@ class TensorSpec:
       num_blocks: arrays that lie side by side along that dimension, such as 3 for queries, keys and values in one
         kernel. Each is split, so that a device has its part of every one.
       num_values: of a vocabulary, its size, which zeros extend to a multiple of N; None if N must divide it.
+      num_heads: heads of attention along that dimension, or in each block of it, such as 2 of keys and values; N must
+        divide them, so that none is cut. None if there are none.
     """
 
     spec: PartitionSpec
     num_blocks: int = 1
     num_values: int | None = None
+    num_heads: int | None = None
 
 
 def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
@@ -174,6 +177,8 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
             blocks = f" in {spec.num_blocks} blocks" if spec.num_blocks > 1 else ""
             values = "" if spec.num_values is None else f", not {spec.num_values}"
             offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{blocks}{values})")
+        elif spec.num_heads is not None and spec.num_heads % num_devices:
+            offenders.append(f"{name} {describe(leaf)} (num_heads: {spec.num_heads}, which would be cut)")
 
     names = [jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params]
     map_splits(check, specs, params, LayeredParams(*names))

@@ -1,5 +1,7 @@
 """Optimizers and masks see the model's own parameters on any layout: a step has the numbers of one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jvarlen
+from jvarlen.batches import Batch
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, row_linear
+from jvarlen.parallel.layers import unstack_own
+from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
 from jvarlen.testing import assert_layout_invariant
 
 WIDTH, HIDDEN, NUM_VALUES = 24, 96, 13  # with more than 1,024 elements, kernels are sharded; nothing divides 13
@@ -101,3 +108,52 @@ LAYOUTS = ["data2.zero1", "data4.zero3", "data2.stage2", "data1.tensor2", "data2
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_gives_the_numbers_of_one_device_on_any_layout(name):
     assert_layout_invariant(MODEL, own_params(), batch_of(), LAYOUTS, optimizer=OPTIMIZERS[name], num_steps=3)
+
+
+@pytest.mark.parametrize("name", ["decay of a tree", "rates of layers", "adafactor", "noise", "accumulated"])
+def test_an_update_of_stacked_layers_is_that_of_each(name):
+    """Without a layout; what differs between layers, and what mixes them, as well."""
+    optimizer, params = OPTIMIZERS[name], jax.tree.map(np.float32, own_params())
+    rng = np.random.default_rng(2)
+    grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params)
+    own = own_leaves_of(params, stack)
+    stacking = on_own_leaves(optimizer, own)
+    states = optimizer.init(params), stacking.init(stack(params))
+    for _ in range(2):
+        expected, one = optimizer.update(grads, states[0], params)
+        found, other = jax.jit(stacking.update)(stack(grads), states[1], stack(params))
+        states = one, other
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), unstack_own(found, own), expected
+        )
+
+
+def test_as_many_values_decay_with_stages_as_on_one_device():
+    """Stacked scales have two dimensions, as matrices have."""
+    config = TransformerConfig(num_layers=2, width=16, num_heads=2, vocab_size=64)
+    model, params = layered(config)._replace(stack=stack_layers), init_params(config, seed=0)
+    optimizer = optax.chain(optax.add_decayed_weights(0.1, matrices), optax.sgd(1.0))
+    tokens = np.zeros((2, 1, 4), np.int32)
+    batch = Batch(
+        tokens, np.full((2, 1), 4, np.int32), np.zeros(tokens.shape, np.float32), np.float32(2)
+    )  # no gradient
+    num_changed = []
+    for layout in (None, "data1.stage2"):
+        step = jvarlen.make_train_step(model, optimizer, layout=layout)
+        state = step.init(params)
+        before = step.gather_params(state)
+        after = step.gather_params(jax.jit(step)(state, batch)[0])
+        num_changed.append(sum(jax.tree.leaves(jax.tree.map(lambda a, b: int(np.sum(a != b)), before, after))))
+    assert num_changed[0] == num_changed[1] == sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+
+
+def test_a_head_is_not_cut():
+    """Two heads of keys and values do not go over four devices, and four of queries do."""
+    specs = LayeredParams(
+        {}, {"q": TensorSpec(P(None, "tensor"), num_heads=4), "k": TensorSpec(P(None, "tensor"), num_heads=2)}
+    )
+    model = LayeredModel(*(lambda *args: args[0],) * 3, specs=specs)
+    params = LayeredParams({}, {"q": np.ones((2, 8, 16)), "k": np.ones((2, 8, 8))})
+    step = jvarlen.make_train_step(model, optax.sgd(0.1), layout="data1.tensor4")
+    with pytest.raises(ValueError, match=r"the 4 devices of the axis 'tensor' do not divide \['k'\].*\(num_heads: 2, "):
+        step.init(params)
