@@ -4,6 +4,7 @@
 - `tensor`, `tensor_params`: matrix products and parameters split over devices, and sequence parallelism between them.
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
+- `own_leaves`: optimizers that see the model's own parameters where layers are stacked or features reordered.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `communication`: what a compiled step communicates.

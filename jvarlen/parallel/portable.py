@@ -39,7 +39,7 @@ def check_portable(
     model: LayeredModel | LossFn | None = None,
 ) -> None:
     """Raises ValueError if the states of a layout are no rearrangement of those of one device."""
-    # Such as of an optimizer with one number for each array, where parameters are stacked.
+    # Such as of an optimizer with a number for each feature, where features have another order.
     _sources_of_state(params, optimizer, layout, model)
 
 
@@ -65,8 +65,8 @@ def portable_form(
       A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.
 
     Raises:
-      ValueError: parameters are stacked or reordered, and arrays of the optimizer are not those of one device,
-        likewise stacked and reordered; or `stack` does more than stack arrays. They are listed.
+      ValueError: features of parameters are reordered, and arrays of the optimizer are not like the parameters; or
+        `stack` does more than stack arrays. They are listed.
 
     Example:
       >>> from jvarlen.parallel import LayeredParams, make_train_step

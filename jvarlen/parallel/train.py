@@ -78,7 +78,7 @@ class TrainStep:
           largest dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
           whole. With `tensorN`, parameters are those of `split_params`, and with `stageN` each stage has consecutive
-          layers; arrays of the optimizer lie as their parameters.
+          layers; either has `LayeredParams`. Arrays of the optimizer lie as their parameters.
 
         Raises:
           ValueError: parameters that are not those of the model, or not by layers at ZeRO-3 or with stages; layers that
