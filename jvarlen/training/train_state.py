@@ -82,7 +82,9 @@ class Metrics(NamedTuple):
 
 
 class MetricSums:
-    """Sums of the metrics of steps, added up on the host in float64: counts are exact up to 2**53.
+    """Sums of the metrics of steps, added up on the host in float64.
+
+    Counts are exact up to 2**53; those of a single step, in float32, up to 2**24.
 
     Example:
       >>> sums = MetricSums()
