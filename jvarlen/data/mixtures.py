@@ -196,7 +196,7 @@ class Mixture(Dataset):
         if loss_weights is not None:
             _check_numbers(sizes, loss_weights, "loss weights")
             if not any(share and factor for share, factor in zip(weights or sizes, loss_weights, strict=True)):
-                raise UserError("loss weights of datasets that are drawn must not all be 0: nothing would be learned")
+                raise UserError("loss_weights of datasets that are drawn must not all be 0: nothing would be learned")
         self._loss_weights = loss_weights
         self.counts = np.array(counts, np.int64)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
@@ -56,7 +56,8 @@ def assert_layout_invariant(
 
     Raises:
       AssertionError: some layouts differ; the message names them, what differs, and by how much.
-      ValueError: too few devices, or a layout that is not for this model, its parameters or this batch.
+      ValueError: the batch has no weight; too few devices; or a layout that is not for this model, its parameters or
+        this batch.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,6 +97,8 @@ def _take_steps(step: TrainStep, params: Any, batch: Any, num_steps: int, seed: 
     state, compiled = step.init(params, seed=seed), jax.jit(step)
     for number in range(num_steps):
         state, metrics = compiled(state, batch)
+        if metrics.weight_sum == 0:
+            raise UserError("the weights of the batch add up to 0.0: there is nothing to compare")
         if number in (0, num_steps - 1):
             gathered = leaves_by_name(step.gather_params(state))
             values |= {f"params{name} after step {number}": np.asarray(leaf) for name, leaf in gathered.items()}

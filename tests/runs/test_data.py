@@ -145,7 +145,7 @@ def test_a_side_without_samples_is_refused_by_the_name_of_its_file(tmp_path, fil
     ("settings", "said"),
     [
         ({"loss_on": ("a",)}, "none of 36 training samples has a target"),
-        ({"loss_weights": (0.0,)}, "loss weights of datasets that are drawn must not all be 0"),
+        ({"loss_weights": (0.0,)}, "loss_weights of datasets that are drawn must not all be 0"),
     ],
 )
 def test_a_run_in_which_nothing_has_weight_is_refused(settings, said, tmp_path):
@@ -165,4 +165,6 @@ def test_a_run_in_which_nothing_has_weight_ends_with_exit_code_2(tmp_path, capsy
     options = f"--field q a --loss-on a --plan.max-length 16 --held-out-fraction 0.1 --runs-dir {tmp_path / 'runs'}"
     model = "--decoder.width 8 --decoder.num-heads 1 --decoder.num-layers 1 --plan.max-tokens 64"
     assert main(["train", "--data", str(path), *options.split(), *model.split(), "--plan.overlong", "truncate"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("jvarlen: none of 36 training samples has a target")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("jvarlen: none of 36 training samples has a target")
+    assert "(--loss-on, --loss-weights), or cut less (--plan.max-length)" in error

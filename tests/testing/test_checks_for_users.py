@@ -215,6 +215,12 @@ def test_a_batch_that_shows_nothing_is_refused(change, message):
         assert_partition_invariant(right, PARAMS, make_rows()._replace(**change), num_shards=[1])
 
 
+def test_layouts_are_not_compared_on_a_batch_without_weight():
+    without_weight = make_rows()._replace(weights=np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="nothing to compare"):
+        testing.assert_layout_invariant(right, PARAMS, without_weight, ["data1"], num_steps=1)
+
+
 def test_shards_that_cannot_be_tried_are_listed():
     with pytest.raises(ValueError, match=r"num_shards \[0, 3, 9\] must be from 1 to 8, .* and divide 2 or 4 micro"):
         assert_partition_invariant(right, PARAMS, make_rows(), num_shards=[0, 2, 3, 9])
