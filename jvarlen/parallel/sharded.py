@@ -32,7 +32,7 @@ from jvarlen.parallel.layers import (
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.training.losses import LossFn
 from jvarlen.training.reduction import sum_over_shards
-from jvarlen.training.step import StepFn, step_of_sums
+from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
 
@@ -115,7 +115,9 @@ def make_sharded_step(
 
             params = jax.tree.map(on_shards, params, shard_specs(state.params, layout, other_specs=other_specs))
         following = _padded(following, layout, other_specs)._replace(params=params, key=None)
-        return _constrain(following, shardings._replace(key=None))._replace(key=state.key), metrics  # as it was
+        following = _constrain(following, shardings._replace(key=None))._replace(key=state.key)  # as it was
+        metrics = metrics._replace(params_finite=are_finite((following.params, following.extra)))  # as they lie
+        return following, metrics
 
     return train_step
 

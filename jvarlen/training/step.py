@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.training.step_sums import StepSums, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, TrainState, divide_once
 
-__all__ = ["StepFn", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
+__all__ = ["StepFn", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
 
 StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 
@@ -76,13 +77,29 @@ def update_state(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
+    grads_finite, extra = are_finite(jax.tree.map(_sum_of_squares, grads)), state.extra
+    if sums.extra:  # of which an optimizer that rejects such a gradient does not know
+        extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         opt_state=opt_state,
-        extra=next_extra(state.extra, sums) if sums.extra else state.extra,
+        extra=extra,
         step=None if state.step is None else state.step + 1,
     )
-    return state, metrics
+    return state, metrics._replace(grads_finite=grads_finite, params_finite=are_finite((state.params, state.extra)))
+
+
+def are_finite(tree: Any) -> jax.Array:
+    """Whether all floats of a tree are finite."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.array(True))
+
+
+def _sum_of_squares(grad: jax.Array) -> jax.Array:
+    """In 32 bits at least. It is not finite if a value is not, and takes less than a test of each."""
+    # Without a barrier, squares that the optimizer computes as well are kept in memory for both.
+    grad = jax.lax.optimization_barrier(jax.lax.stop_gradient(grad))
+    return jnp.sum(jnp.square(jnp.abs(grad.astype(np.promote_types(grad.dtype, np.float32)))))
 
 
 def _value_fn(

@@ -54,6 +54,10 @@ class Metrics(NamedTuple):
       sums: further sums that the loss returns, by name.
       grad_norm: float[], global norm of the gradient of the step's loss; None unless requested, and in a sum of steps.
       update_norm: float[], global norm of the update of the parameters; likewise.
+      grads_finite: bool[], whether the gradient of the step's loss is finite, and its square. Where it is not, `extra`
+        keeps its value, and the optimizer may reject the step, as `optax.apply_if_finite` does. None in evaluations,
+        and in a sum of steps.
+      params_finite: bool[], whether the parameters after the step are finite, and `extra`; likewise.
     """
 
     loss_sum: Any
@@ -62,6 +66,8 @@ class Metrics(NamedTuple):
     sums: Mapping[str, Any] = {}
     grad_norm: Any = None
     update_norm: Any = None
+    grads_finite: Any = None
+    params_finite: Any = None
 
     @property
     def loss(self) -> jax.Array | np.ndarray:
@@ -103,9 +109,9 @@ class MetricSums:
         """Adds the metrics of a step: at once if the device has computed them, or in a later call. Never waits for it.
 
         Args:
-          metrics: of a step; all have the same names in `sums`. Norms are left out.
+          metrics: of a step; all have the same names in `sums`. Norms, and what is finite, are left out.
         """
-        self._pending.append(metrics._replace(grad_norm=None, update_norm=None))
+        self._pending.append(metrics._replace(grad_norm=None, update_norm=None, grads_finite=None, params_finite=None))
         while self._pending and all(leaf.is_ready() for leaf in _device_arrays(self._pending[0])):
             self._add_first()
 

@@ -72,7 +72,7 @@ def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbat
     rows, length = bucket
     batch_bytes = num_microbatches // layout.data * (rows * length * 8 + rows * 4)
     assert row.argument_bytes == on_first + batch_bytes
-    assert 1 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.15
+    assert 1 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
 
 
 def test_activations_are_those_of_the_backward_pass():

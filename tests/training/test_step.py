@@ -19,9 +19,11 @@ from jvarlen import (
     make_train_step,
     scale_by_batch_size,
 )
+from jvarlen._common.pytree import is_key
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.testing import assert_partition_invariant
+from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, new_state
 from tests.conftest import random_dataset
 from tests.meshes import batch_shardings, data_mesh
@@ -473,3 +475,89 @@ def test_a_loss_may_change_what_it_is_given_in_place():
     assert state.extra["count"] == 4
     np.testing.assert_allclose(state.extra["mean"], x.mean() / 2, rtol=1e-5)
     assert metrics.num_tokens == 0 + 1 + 2 + 3
+
+
+def root_loss(params, microbatch, extra):
+    """Finite at a root of 0, where its gradient is not."""
+    loss_sum = jnp.sum(jnp.sqrt(params * microbatch.x[:, 0]))
+    return loss_sum, jnp.float32(1), {"mean": jnp.mean(microbatch.x), "count": extra["count"] + 1, "key": extra["key"]}
+
+
+def rows_of(*values):
+    return Rows(np.float32(values).reshape(-1, 1, 1), np.ones((len(values), 1), np.float32), np.float32(len(values)))
+
+
+def host_arrays(tree):
+    return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), tree)
+
+
+def root_state(optimizer, layout=None):
+    step = make_train_step(root_loss, optimizer, layout=layout)
+    extra = {"mean": jnp.float32(0), "count": jnp.int32(0), "key": jax.random.key(3)}
+    params = jnp.linspace(1, 2, 2048)  # enough for ZeRO to shard them
+    return step, step.init(params, extra=extra)
+
+
+LAYOUTS_WITH_EXTRA = [None, "data2", "data2.zero1", "data2.zero2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_the_step_that_breaks_a_state_says_so(optimizer, layout):
+    step, state = root_state(optimizer, layout)
+    found = []
+    for batch in (rows_of(1, 1), rows_of(1, 0), rows_of(1, 1)):
+        state, metrics = jax.jit(step)(state, batch)
+        found.append((np.isfinite(metrics.loss), bool(metrics.grads_finite), bool(metrics.params_finite)))
+    assert found == [(True, True, True), (True, False, False), (False, False, False)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.apply_if_finite(optax.adam(0.1), 3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.apply_if_finite(optax.adam(0.1), 3)),
+        optax.MultiSteps(optax.adam(0.1), 1, should_skip_update_fn=optax.transforms.skip_not_finite),
+    ],
+    ids=["apply_if_finite", "inside a chain", "skip_not_finite"],
+)
+def test_a_step_that_the_optimizer_rejects_leaves_no_trace_in_parameters_or_extra(optimizer, layout):
+    step, begun = root_state(optimizer, layout)
+    before, _ = jax.jit(step)(begun, rows_of(1, 1))
+    rejected, metrics = jax.jit(step)(before, rows_of(1, 0))
+    assert (bool(metrics.grads_finite), bool(metrics.params_finite)) == (False, True)
+    jax.tree.map(np.testing.assert_array_equal, *(host_arrays(state[::2]) for state in (rejected, before)))
+    after, metrics = jax.jit(step)(rejected, rows_of(4, 4))
+    expected, _ = jax.jit(step)(before, rows_of(4, 4))
+    assert bool(metrics.grads_finite)
+    np.testing.assert_array_equal(after.params, expected.params)
+    assert (float(after.extra["mean"]), int(after.extra["count"])) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss_fn"),
+    [
+        (optax.sgd(1e30), lambda params, x, extra: (jnp.sum(params * x) * 1e10, jnp.float32(1), extra)),
+        (optax.sgd(0.1), lambda params, x, extra: (jnp.sum(params * x), jnp.float32(1), jnp.log(-extra))),
+    ],
+    ids=["update", "extra"],
+)
+def test_a_finite_gradient_can_break_a_state(optimizer, loss_fn):
+    step = make_train_step(loss_fn, optimizer)
+    _, metrics = jax.jit(step)(step.init(jnp.ones(3), extra=jnp.float32(1)), np.ones((1, 3), np.float32))
+    assert (bool(metrics.grads_finite), bool(metrics.params_finite)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64", "complex64"]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_value_that_is_not_finite_is_found_among_many(dtype, value):
+    if dtype == "float8_e4m3fn" and np.isinf(value):
+        pytest.skip("it has no infinity")
+    with jax.enable_x64(dtype == "float64"):
+        ones = jnp.ones((3, 1000), dtype)
+        largest = jnp.full(2, np.nan_to_num(float(jnp.finfo(dtype).max)), dtype)
+        assert are_finite({"ones": ones, "largest": -largest, "none": ones[:0], "ids": jnp.arange(3)})
+        assert not are_finite((ones, ones.at[1, 500].set(value)))
