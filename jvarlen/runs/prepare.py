@@ -95,6 +95,11 @@ class Prepared(NamedTuple):
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
+    if config.data.on_mismatch == "adjust" and not task.compares_lengths:
+        raise UserError(
+            'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or length_fn '
+            "of your own"
+        )
     layout = config.hardware.layout
     num_devices = 1 if placement is None else placement.layout.num_devices
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)

@@ -157,6 +157,12 @@ def test_a_checkpoint_has_the_keys(whole):
     assert (jax.random.key_data(state.key) == jax.random.key_data(whole.state.key)).all()
 
 
+@pytest.mark.parametrize("changes", [{}, {"collate": None}, {"length_fn": None}])
+def test_samples_whose_length_only_you_know_are_not_adjusted(changes, tmp_path):
+    with pytest.raises(ValueError, match="cannot go with a collate or length_fn"):
+        fit(make_config(tmp_path, on_mismatch="adjust"), DATA, **own(**changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
