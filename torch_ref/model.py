@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         if (segment_ids is None) != (positions is None):
             raise ValueError("segment_ids and positions go together")
         positions_BxT, mask_Bx1xTxT = rows_of(tokens_BxT, segment_ids, positions)
-        hidden_BxTxD = self.embed(inputs_of(tokens_BxT, positions, begin=self.vocab_size))
+        hidden_BxTxD = self.embed(inputs_of(tokens_BxT, segment_ids, positions, begin=self.vocab_size))
         for block in self.blocks:
             hidden_BxTxD = block(hidden_BxTxD, positions_BxT, mask_Bx1xTxT)
         logits_BxTxV: Tensor = self.head(self.norm(hidden_BxTxD))

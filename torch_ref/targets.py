@@ -35,23 +35,29 @@ def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> 
         [[[5, 6, 7, 8]], [[6, 7, 8, 5]], [[1.0, 0.0, 1.0, 0.0]]]
     """
     tokens, weights = microbatch.tokens, microbatch.weights
+    segment_ids, positions = microbatch.segment_ids, microbatch.positions
     if begin_token is not None:
         begin = check_integer("begin_token", begin_token, minimum=0)
-        return inputs_of(tokens, microbatch.positions, begin=begin), tokens, weights
-    positions = microbatch.positions
-    if positions is None:
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
-    return tokens, tokens.roll(-1, -1), weights.masked_fill(positions == 0, 0.0).roll(-1, -1)
+        return inputs_of(tokens, segment_ids, positions, begin=begin), tokens, weights
+    is_first = _is_first(tokens, segment_ids, positions)
+    return tokens, tokens.roll(-1, -1), weights.masked_fill(is_first, 0.0).roll(-1, -1)
 
 
-def inputs_of(tokens: Tensor, positions: Tensor | None, *, begin: int) -> Tensor:
+def inputs_of(tokens: Tensor, segment_ids: Tensor | None, positions: Tensor | None, *, begin: int) -> Tensor:
     """Return the token before each, int64[..., T], and at the beginning of a sample `begin`.
 
     Args:
         tokens: int64[..., T].
-        positions: int64[..., T] of packed rows, the place of each token in its sample; None where a row is a sample.
+        segment_ids: int64[..., T] of packed rows, the sample of each token; None where a row is a sample.
+        positions: int64[..., T] likewise, the place of each token in its sample.
         begin: the input at the beginning of a sample.
     """
-    begins = tokens.new_full((*tokens.shape[:-1], 1), begin)
-    inputs = torch.cat([begins, tokens[..., :-1]], dim=-1)
-    return inputs if positions is None else torch.where(positions == 0, begin, inputs)
+    return tokens.roll(1, -1).masked_fill(_is_first(tokens, segment_ids, positions), begin)
+
+
+def _is_first(tokens: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Tensor:
+    """Return where a sample begins: the token before is of another segment, or not at the place before."""
+    is_first = torch.arange(tokens.shape[-1], device=tokens.device) == 0
+    if segment_ids is None or positions is None:
+        return is_first
+    return is_first | (segment_ids != segment_ids.roll(1, -1)) | (positions != positions.roll(1, -1) + 1)

@@ -63,7 +63,10 @@ def next_token_targets(
     check_at_least_zero(**if_given(begin_token=begin_token))
     arrays: dict[str, Any] = {name.removeprefix("target_"): array for name, array in microbatch._asdict().items()}
     tokens, weights = jnp.asarray(arrays["tokens"]), jnp.asarray(arrays["weights"])
-    is_first = arrays.get("positions", jnp.arange(tokens.shape[-1])) == 0
+    is_first = jnp.arange(tokens.shape[-1]) == 0
+    if "segment_ids" in arrays:  # a token goes on with its sample if the one before it has the place before in the same
+        segments, positions = arrays["segment_ids"], arrays["positions"]
+        is_first |= (segments != jnp.roll(segments, 1, axis=-1)) | (positions != jnp.roll(positions, 1, axis=-1) + 1)
     if begin_token is None:
         return tokens, jnp.roll(tokens, -1, axis=-1), jnp.roll(jnp.where(is_first, 0, weights), -1, axis=-1)
     # As an array: a Python number would take the type of the tokens, and could wrap around in it.

@@ -49,7 +49,7 @@ class _Chunk(nn.Module):
     def forward(self, x_BxTxD: Tensor, *, segment_ids: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Return what the next chunk gets [B, T, D], or logits [B, T, V]; the first chunk gets tokens [B, T]."""
         if self.is_first:
-            x_BxTxD = self.embed(inputs_of(x_BxTxD, positions, begin=self.vocab_size))
+            x_BxTxD = self.embed(inputs_of(x_BxTxD, segment_ids, positions, begin=self.vocab_size))
         positions_BxT, mask_Bx1xTxT = rows_of(x_BxTxD, segment_ids, positions)
         for block in self.blocks.values():
             x_BxTxD = block(x_BxTxD, positions_BxT, mask_Bx1xTxT)
