@@ -143,7 +143,7 @@ def count_without_target(step: StepSamples) -> int:
     """How many samples have no target: weight 0 on all tokens that are left, of a pair on those of its target."""
     is_pairs = len(step.bucket.lengths) > 1
     flat = [sample[1] if is_pairs else sample for microbatch in step.samples for sample in microbatch]
-    if WeightedTokens not in set(map(type, flat)):
+    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, flat))):
         return 0
     chunks = _chunks(step, -1) or [slice(None)] * len(flat)
     return sum(

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import UserError, load, make_buckets, make_plan, pack_samples, stream_batches
+from jvarlen import UserError, WeightedTokens, load, make_buckets, make_plan, pack_samples, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
@@ -637,3 +637,11 @@ def test_a_stream_that_truncates_is_loaded_with_its_samples_cut():
     (batch,) = load(stream, samples)
     assert batch.lengths.tolist() == [[3, 4, 1]]
     assert stream.num_truncated == 1
+
+
+def test_a_stream_counts_samples_without_a_target_as_they_are_cut():
+    samples = [WeightedTokens(np.arange(6), np.arange(6) >= first) for first in (3, 4, 5)]
+    stream = stream_batches(map(len, samples), [(2, 4)], overlong="truncate")
+    batches = load(stream, samples)
+    assert len(list(batches)) == 2
+    assert (batches.num_samples, batches.num_without_target) == (3, 2)
