@@ -13,22 +13,29 @@ import json
 import math
 import reprlib
 import string
-from collections.abc import Iterable, Sequence
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
+import jinja2.visitor
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import regular_file
 from jvarlen.data.line_files import read_json
 
 __all__ = ["ChatTemplate", "MarkedText", "RecordFormat"]
 
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
+_MOST_CHARACTERS = 2**26  # that a chat template puts together for a text
+_CHARACTERS_PER_ROUND = 2**9  # as which a round of its loops counts
 _TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
 
 
@@ -172,34 +179,45 @@ def _text_of(field: str, value: Any) -> str:
 class ChatTemplate:
     """The Jinja template of chats that comes with a tokenizer, and the texts of the tokenizer's special tokens."""
 
-    def __init__(self, source: str, special_tokens: Iterable[str] = (), variables: dict[str, str] | None = None):
-        self._arguments = source, sorted(special_tokens), variables or {}
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Iterable[str] = (),
+        variables: dict[str, str] | None = None,
+        name: str = "the chat template",
+    ):
+        self._arguments, self._name = (source, sorted(special_tokens), variables or {}), name
         self.key = json.dumps(self._arguments, sort_keys=True)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template is no Jinja template: {error}") from None
+            self._template = environment.from_string(_Counting().visit(environment.parse(source)))
+        except Exception as error:  # also of Python's compiler, to which the template goes
+            place = f", line {error.lineno}," if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise UserError(f"{name}{place} is no Jinja template: {_reason(error)}") from None
 
     @classmethod
     def beside(cls, tokenizer: Path, special_tokens: Iterable[str]) -> ChatTemplate | None:
         """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer file, if there is one."""
         config, own = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
         settings = read_json(config)
-        source = settings.get("chat_template")
+        source, name = settings.get("chat_template"), config
         if isinstance(source, list):  # several by name
-            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-            source = named.get("default")
-        if own.is_file():
-            source = own.read_text(errors="replace")
-        if not isinstance(source, str):
+            named = (each for each in source if isinstance(each, dict) and each.get("name") == "default")
+            source = next(named, {}).get("template", source)
+        if own.exists():
+            source, name = regular_file(own).read_bytes(), own
+            try:
+                source = source.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{own} is not UTF-8 at byte {error.start}") from None
+        if source is None:
             return None
-        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
-        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-        variables = {name: text for name, text in texts.items() if isinstance(text, str)}
-        try:
-            return cls(source, special_tokens, variables)
-        except UserError as error:
-            raise UserError(f"{own if own.is_file() else config}: {error}") from None
+        if not isinstance(source, str):
+            raise UserError(f"{config} has no text as chat_template, nor one of the name 'default'")
+        tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+        variables = {key: text for key, text in texts.items() if isinstance(text, str)}
+        return cls(source, special_tokens, variables, str(name))
 
     def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
         """The text of a chat; of messages of the roles `loss_on`, the content and the token after it are learned."""
@@ -213,13 +231,13 @@ class ChatTemplate:
         for i, (message, mark) in enumerate(zip(messages, marks, strict=True)):
             before, found, rest = rest.partition(mark)
             if not found:
-                raise UserError(f"the chat template leaves out message {i + 1}, of role {message['role']!r}")
+                raise UserError(f"{self._name} leaves out message {i + 1}, of role {message['role']!r}")
             written += before
             content = message["content"]
             if not text.startswith(written + content):
                 content = content.strip()  # as many templates do
             if not text.startswith(written + content):
-                raise UserError(f"the chat template changes the content of message {i + 1}: loss_on cannot find it")
+                raise UserError(f"{self._name} changes the content of message {i + 1}: loss_on cannot find it")
             start = len(written)
             written += content
             if message["role"] in loss_on:
@@ -227,10 +245,21 @@ class ChatTemplate:
         return MarkedText(text, tuple(learned), True)
 
     def _fill(self, messages: list[dict[str, Any]]) -> str:
+        written: list[str] = []
+        num_characters = 0
+        _environment().start()
         try:
-            return self._template.render(messages=messages, add_generation_prompt=False, **self._arguments[2])
+            for text in self._template.generate(messages=messages, add_generation_prompt=False, **self._arguments[2]):
+                written.append(text)
+                num_characters += len(text)
+                if num_characters > _MOST_CHARACTERS:
+                    raise UserError("its loops or texts do not end")
         except Exception as error:  # the template may do anything
-            raise UserError(f"the chat template rejects it: {error}") from None
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            place = f", line {lines[-1]}," if lines else ""
+            raise UserError(f"{self._name}{place} rejects it: {_reason(error)}") from None
+        return "".join(written)
 
     def _end_of(self, text: str, end: int) -> int:
         """The end of the special token that follows, or `end`."""
@@ -239,7 +268,7 @@ class ChatTemplate:
         return start + max(map(len, fitting)) if fitting else end
 
     def __getstate__(self) -> Any:
-        return self._arguments
+        return *self._arguments, self._name
 
     def __setstate__(self, state: Any) -> None:
         ChatTemplate.__init__(self, *state)
@@ -255,8 +284,85 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Counting(jinja2.visitor.NodeTransformer):
+    """Makes loops and macros count their rounds, and `~` the characters that it joins."""
+
+    def visit_For(self, node: Any) -> Any:  # as jinja2 has it
+        self.generic_visit(node)
+        node.iter = jinja2.nodes.Filter(node.iter, "counted", [], [], None, None)
+        return self._counted(node) if node.recursive else node
+
+    def _counted(self, node: Any) -> Any:
+        self.generic_visit(node)
+        call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("spend"), [], [], None, None)
+        node.body.insert(0, jinja2.nodes.ExprStmt(call))
+        return node
+
+    visit_Macro = visit_CallBlock = _counted
+
+    def visit_Concat(self, node: Any) -> Any:
+        self.generic_visit(node)
+        return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("join"), node.nodes, [], None, None)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox in which loops end, and texts do not grow without end."""
+
+    intercepted_binops = frozenset(["+", "*", "**"])
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.filters["counted"] = self._counted
+        self._left = threading.local()
+
+    def start(self) -> None:
+        """Begins a text."""
+        self._left.characters = _MOST_CHARACTERS
+
+    def spend(self, characters: float = _CHARACTERS_PER_ROUND) -> None:
+        """Counts the characters of a text, or a round of a loop as some; raises ValueError for more than a chat has."""
+        self._left.characters -= characters
+        if self._left.characters < 0:
+            raise UserError("its loops or texts do not end")
+
+    def _counted(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.spend()
+            yield value
+
+    def join(self, *values: Any) -> str:
+        """The values one after the other."""
+        self.spend(sum(map(_size, values)))
+        return "".join(map(str, values))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The result of `+` or `*`, counted by its size."""
+        if operator == "**":
+            raise UserError("it raises to a power, which a chat does not need")
+        size = _size(left) + _size(right)
+        if operator == "*":
+            repeats = hasattr(left, "__len__") or hasattr(right, "__len__")
+            size = math.prod(each if repeats and isinstance(each, int) else _size(each) for each in (left, right))
+        if size > _CHARACTERS_PER_ROUND:
+            self.spend(size)
+        return self.binop_table[operator](left, right)
+
+
+def _size(value: Any) -> float:
+    """Characters of a text, entries of a list, bytes of an integer."""
+    if type(value) is str:
+        return len(value)
+    return len(value) if hasattr(value, "__len__") else value.bit_length() / 8 if isinstance(value, int) else 0
+
+
+def _reason(error: Exception) -> str:
+    """What an error of a template says."""
+    is_told = isinstance(error, jinja2.TemplateError | UserError)
+    return str(error) if is_told else f"{type(error).__name__}: {error}"
+
+
 @functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> _Sandbox:
     """What chat templates of Hugging Face may use."""
 
     def raise_exception(message: str) -> None:
@@ -265,9 +371,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
     return environment

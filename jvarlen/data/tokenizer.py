@@ -157,7 +157,7 @@ def _load(path: Path) -> Any:
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
     with _only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
-        tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8-sig"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode("")  # what is added to every text is looked up only here

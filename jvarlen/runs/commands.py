@@ -293,7 +293,7 @@ class ExportCommand:
         check_outputs({"out": self.out}, tokenizer)
         if tokenizer is not None:
             codec = trained.codec(self.tokenizer)
-            metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
+            metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8-sig")
             if (end_token := trained.end_token(codec)) is not None:
                 metadata["end_token"] = str(end_token)
         models.save_params(self.out, trained.params, trained.model, metadata=metadata)

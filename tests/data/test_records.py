@@ -2,7 +2,10 @@
 
 import json
 import pickle
+import re
+import tracemalloc
 
+import jinja2
 import numpy as np
 import pytest
 from hypothesis import given
@@ -144,13 +147,95 @@ def test_what_a_chat_template_cannot_write_is_refused(source, chat, said):
         ChatTemplate(source).render(chat, frozenset(["user", "assistant"]))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}{% for j in range(99999) %}0123456789abcdef{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in [1, 1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% set n = namespace(t='ab') %}{% for i in range(90) %}{% set n.t = n.t + n.t %}{% endfor %}",
+        "{% set n = namespace(t='ab') %}{% for i in range(90) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+        "{% set n = namespace(t=9) %}{% for i in range(90) %}{% set n.t = n.t * n.t %}{% endfor %}",
+        "{{ 'a' * 9999999999 }}",
+        "{{ 9999999999 * [0] }}",
+    ],
+)
+def test_a_chat_template_without_end_is_refused_before_it_takes_the_memory(source, monkeypatch):
+    monkeypatch.setattr("jvarlen.data.records._MOST_CHARACTERS", 2**20)
+    template = ChatTemplate("\n" + source, name="chat_template.jinja")
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"chat_template\.jinja, line 2, rejects it: its loops or texts do not end"):
+        template.render(CHATS[0], frozenset())
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 3e7
+
+
+def test_counting_changes_no_text():
+    source = (
+        "{% macro m(x) %}<{{ x ~ 1 ~ none }}>{% endmacro %}{% for i in messages if i.role != 'x' %}{{ loop.index }}/"
+        "{{ loop.length }}{{ m(i.role) + 'a' * 3 }}{{ 2 * 3 + 1.5 }}{{ -2 * 'b' }}{% else %}none{% endfor %}"
+        "{% for i in nothing %}{% else %}-{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
+    )
+    plain = jinja2.Template(source).render(messages=CHATS[0])
+    assert ChatTemplate(source).render(CHATS[0], frozenset()).text == plain
+
+
+def test_a_long_chat_is_no_chat_without_end():
+    chat = [{"role": "user", "content": "x" * 1000}] * 5000
+    template = ChatTemplate("{% for m in messages %}{{ m.role + ': ' ~ m.content + '\n' }}{% endfor %}")
+    assert len(template.render(chat, frozenset()).text) == 5000 * 1007
+
+
 def test_a_chat_has_the_same_tokens_on_every_day():
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHATS[1], frozenset()).text == "26 Jul 2024"
 
 
-def test_a_damaged_chat_template_is_refused():
-    with pytest.raises(UserError, match="is no Jinja template"):
-        ChatTemplate("{% for %}")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("\n{% for %}", "jinja, line 2, is no Jinja template: "),
+        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "jinja is no Jinja template: RecursionError"),
+        ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "jinja is no Jinja template: SyntaxError: too many"),
+        ("{% break %}", "jinja is no Jinja template: SyntaxError: 'break' outside loop"),
+        ("\n{{ 1 + messages }}", "jinja, line 2, rejects it: TypeError: unsupported operand"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}", "jinja, line 1, rejects it: RecursionError"),
+        ("{{ '%(a)s' % {} }}", "jinja, line 1, rejects it: KeyError: 'a'"),
+        ("\n\n{% include 'x' %}", "jinja, line 3, rejects it: TypeError: no loader"),
+    ],
+)
+def test_a_damaged_chat_template_is_refused_by_path_and_line(source, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        ChatTemplate(source, name="chat_template.jinja").render(CHATS[0], frozenset())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"chat_template": {"default": "x"}}, "has no text as chat_template"),
+        ({"chat_template": [{"name": "tools", "template": "x"}]}, "nor one of the name 'default'"),
+        ({"chat_template": [{"name": ["default"]}, 3, {"name": "default"}]}, "has no text as chat_template"),
+    ],
+)
+def test_settings_without_a_usable_chat_template_are_refused_by_path(tmp_path, config, said):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"tokenizer_config\.json {said}|tokenizer_config\.json .*{said}"):
+        ChatTemplate.beside(tmp_path / "tokenizer.json", SPECIAL)
+
+
+def test_chat_templates_are_found_beside_a_tokenizer_and_read_as_utf_8(tmp_path):
+    place, own = tmp_path / "tokenizer.json", tmp_path / "chat_template.jinja"
+    assert ChatTemplate.beside(place, SPECIAL) is None
+    config = {"bos_token": {"no": "content"}, "eos_token": {"content": "</s>"}}
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ eos_token ~ bos_token }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "</s>"
+    own.write_text("ö", encoding="utf-8-sig")
+    assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "ö"
+    own.write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8 at byte 2"):
+        ChatTemplate.beside(place, SPECIAL)
 
 
 @pytest.fixture
@@ -206,10 +291,11 @@ def test_a_chat_is_written_by_the_template_beside_the_tokenizer(tmp_path, tokeni
     keys.add(newer.content_key)
     assert len(keys) == 3
     write_lines(path, [{"messages": CHATS[0]}, {"messages": [{"role": "tool", "content": "x"}]}])
-    with pytest.raises(UserError, match=r"t\.jsonl: .* line 2: the chat template rejects it: unknown role tool"):
+    said = r"t\.jsonl: .* line 2: .*chat_template\.jinja, line \d+, rejects it: unknown role tool"
+    with pytest.raises(UserError, match=said):
         open_data(path, field="messages", loss_on=["assistant"], tokenizer=tokenizer, progress=False)
     tokenizer.with_name("chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(UserError, match=r"chat_template\.jinja: the chat template is no Jinja template"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja, line \d, is no Jinja template"):
         open_data(path, field="messages", tokenizer=tokenizer, progress=False)
 
 
