@@ -8,12 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["describe", "have_same_containers", "is_key", "leaves_by_name", "zeros_of"]
+from jvarlen._common.checks import UserError, list_first
+
+__all__ = ["check_arrays", "describe", "have_same_containers", "is_key", "leaves_by_name", "zeros_of"]
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by where they are, such as `.tokens`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def check_arrays(tree: Any, what: str = "parameters") -> None:
+    """Raises ValueError if leaves are no arrays, such as the functions in a whole module of Equinox."""
+
+    def is_array(leaf: Any) -> bool:
+        return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+
+    if others := [f"{name} {describe(leaf)}" for name, leaf in leaves_by_name(tree).items() if not is_array(leaf)]:
+        raise UserError(
+            f"{what} must hold arrays alone, not {list_first(others)}: split a module into its arrays and the rest, as "
+            "eqx.partition(module, eqx.is_inexact_array) or nnx.split(module, nnx.Param, ...) do"
+        )
 
 
 def describe(leaf: Any) -> str:

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compile_row import CompileRow, row_of
@@ -272,6 +272,7 @@ def _retraced(traced: jax.stages.Traced, hoisted: tuple[int, ...], *, metrics_on
 
 def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
     """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it."""
+    check_arrays(state, "the state")
 
     def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding: Any = getattr(leaf, "sharding", None)

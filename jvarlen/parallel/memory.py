@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jvarlen._common.pytree import check_arrays
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
@@ -125,6 +126,7 @@ def estimate_memory(
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
+    check_arrays(params)
     check_layout(layout, params, model)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     model, params, optimizer = stacked_for(layout, model, params, optimizer)

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.pytree import check_arrays
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
 from jvarlen.parallel.layers import (
     LayeredModel,
@@ -30,7 +31,15 @@ from jvarlen.parallel.layers import (
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
-from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
+from jvarlen.training.train_state import (
+    Metrics,
+    TrainState,
+    check_state,
+    has_shapes,
+    new_state,
+    own_copy,
+    with_sharding,
+)
 
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
@@ -60,6 +69,7 @@ class TrainStep:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
+        check_state(state)
         return self.function(state, batch)
 
     def init(self, params: Any, *, extra: Any = None, seed: int | None = None) -> TrainState:
@@ -81,8 +91,8 @@ class TrainStep:
           layers; either has `LayeredParams`. Arrays of the optimizer lie as their parameters.
 
         Raises:
-          ValueError: parameters that are not those of the model, or not by layers at ZeRO-3 or with stages; layers that
-            do not divide into stages.
+          ValueError: parameters that are no arrays, or not those of the model, or not by layers at ZeRO-3 or with
+            stages; layers that do not divide into stages.
 
         Example:
           >>> step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
@@ -90,6 +100,7 @@ class TrainStep:
           >>> state.params.tolist(), int(state.step)
           ([1.0, 1.0], 0)
         """
+        check_arrays(params)
         if isinstance(self.model, LayeredModel):
             num_layers_of(params if self.model.stack is None else jax.eval_shape(self.model.stack, params))
             if extra is not None:
@@ -144,6 +155,7 @@ class TrainStep:
         Returns:
           `TrainState` of `jax.sharding.Sharding`, without `extra`, `key` and `step`, which are whole everywhere.
         """
+        check_arrays(params)
         shapes = jax.tree.map(lambda leaf: with_sharding(_sharding_on(leaf), leaf), params)
         return jax.tree.map(lambda leaf: leaf.sharding or self._whole, self.init(shapes))
 
@@ -297,6 +309,8 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
         sums_of = sums_on_layout(model, placement, sum_of, with_grads=False)
 
     def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
+        if hasattr(state, "opt_state"):
+            check_state(state)
         given = state if isinstance(state, TrainState) else TrainState(state, None)
         if isinstance(model, LayeredModel):
             given = given._replace(key=None)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, check_choices, list_first
-from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.pytree import check_arrays, leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
@@ -118,6 +118,7 @@ def assert_partition_invariant(
     References:
       Unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation Fix".
     """
+    check_arrays(params)
     is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
     with floats_in(dtype, rtol) as (cast, rtol):
         state = new_state(cast(params), optax.identity(), extra=cast(extra), seed=seed)

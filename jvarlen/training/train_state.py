@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jvarlen._common.checks import UserError
+
 __all__ = [
     "MasterWeightsOptimizer",
     "MetricSums",
     "Metrics",
     "TrainState",
+    "check_state",
     "divide_once",
     "has_shapes",
     "new_state",
@@ -161,6 +164,16 @@ def new_state(
     if seed is None:
         return TrainState(params, opt_state, extra)
     return TrainState(params, opt_state, extra, jax.random.key(seed), jnp.zeros((), np.int32))
+
+
+def check_state(state: Any) -> None:
+    """Raises ValueError for a state of another library."""
+    if not isinstance(state, TrainState):
+        kind = type(state)
+        raise UserError(
+            f"the state must be a jvarlen.TrainState, as train_step.init(params) makes it, not a {kind.__module__}."
+            f"{kind.__qualname__}"
+        )
 
 
 def has_shapes(tree: Any) -> bool:

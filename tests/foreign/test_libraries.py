@@ -9,11 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
+from flax.training import train_state as flax_state
+
+from jvarlen import Layout, UserError, compile_buckets, make_eval_step, make_plan, make_train_step
+from jvarlen.parallel import estimate_memory
+from jvarlen.testing import assert_partition_invariant
 
 from .harness import Model, assert_trains_as_a_plain_loop, on_devices, random_rows, unequal_weights
 
 T, D, HIDDEN = 4, 3, 5
+PLAN = make_plan([3, 4, 5], [(2, 8)])
 
 
 def rows_batch(**more):
@@ -210,3 +217,39 @@ MODELS = [
 @on_devices(MODELS)
 def test_it_trains_as_in_a_plain_loop(model, num_devices):
     assert_trains_as_a_plain_loop(model, num_devices)
+
+
+def one_loss(params, batch):
+    return jnp.sum(batch), jnp.float32(1)
+
+
+def mlp():
+    return eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("take", "what"),
+    [
+        (lambda module: make_train_step(one_loss, optax.sgd(0.1)).init(module), "parameters"),
+        (lambda module: make_train_step(one_loss, optax.sgd(0.1), layout="data2.zero1").init(module), "parameters"),
+        (lambda module: make_train_step(one_loss, optax.sgd(0.1)).state_shardings(module), "parameters"),
+        (lambda module: compile_buckets(make_eval_step(one_loss), module, PLAN, progress=False), "the state"),
+        (lambda module: estimate_memory(Layout(data=1), module, optax.sgd(0.1)), "parameters"),
+        (lambda module: assert_partition_invariant(one_loss, module, {"x": np.ones((2, 1))}), "parameters"),
+    ],
+    ids=["init", "zero1", "state_shardings", "evaluation", "memory", "check"],
+)
+def test_a_module_whose_leaves_are_not_all_arrays_is_refused_by_them(take, what):
+    with pytest.raises(UserError, match=rf"{what} must hold arrays alone, not \.activation a Python .*eqx\.partition"):
+        take(mlp())
+
+
+@pytest.mark.parametrize(
+    "make_step", [lambda: make_train_step(one_loss, optax.sgd(0.1)), lambda: make_eval_step(one_loss)]
+)
+def test_a_state_of_another_library_is_refused_by_its_name(make_step):
+    state = flax_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
+    message = r"must be a jvarlen\.TrainState, as train_step\.init\(params\) makes it, not a flax\..*TrainState"
+    for take in (lambda step: jax.jit(step)(state, jnp.ones((1, 2))), lambda step: compile_buckets(step, state, PLAN)):
+        with pytest.raises(UserError, match=message):
+            take(make_step())
