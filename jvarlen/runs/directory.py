@@ -158,6 +158,9 @@ def resumed_run_dir(
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
     save_config(config, config_path)
+    (run_dir / "summary.json").unlink(
+        missing_ok=True
+    )  # otherwise the run looks as if it had ended, until it logs a step
     return run_dir, changes
 
 
@@ -203,6 +206,7 @@ class Summary:
       num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
         their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
       num_steps_without_weight: steps in which no sample had one: they have no loss, and a gradient of 0.
+      num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
       compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
       stall_s: seconds that steps and evaluations waited for the compiler.
@@ -225,6 +229,7 @@ class Summary:
     num_adjusted: int
     num_without_target: int
     num_steps_without_weight: int
+    num_nonfinite_grads: int
     compilations_after_first_step: int
     interrupted: bool
     stall_s: float = 0.0
@@ -252,6 +257,7 @@ class Summary:
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
             **({"samples without a target": f"{self.num_without_target:,}"} if self.num_without_target else {}),
             **({"steps without weight": f"{self.num_steps_without_weight:,}"} if self.num_steps_without_weight else {}),
+            **({"steps rejected": f"{self.num_nonfinite_grads:,}"} if self.num_nonfinite_grads else {}),
             "compilations after the first step": f"{self.compilations_after_first_step}",
         }
         return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
@@ -262,10 +268,10 @@ def _told(metric: float | None) -> str:
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
-    """Writes `summary.json`, `curves.png`, and, if the run took steps, `compile_report.json`."""
-    with write_atomically(run_dir / "summary.json") as file:
-        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
+    """Writes `curves.png`, if the run took steps `compile_report.json`, and last, when all is done, `summary.json`."""
     if interrupt_signal() != signal.SIGTERM:  # after which time may be short, and the run is mostly resumed
         plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if report.times_used or not (run_dir / "compile_report.json").exists():
         report.save(run_dir / "compile_report.json")
+    with write_atomically(run_dir / "summary.json") as file:
+        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())

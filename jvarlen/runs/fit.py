@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -22,10 +23,11 @@ from jvarlen._common import terminal
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.progress import show_line
+from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.recompiles import no_recompiles
+from jvarlen.compiling.recompiles import no_recompiles, uncounted_in_thread
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
@@ -54,6 +56,7 @@ from jvarlen.runs.task import Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
+from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = ["FitResult", "dry_run", "fit"]
@@ -133,7 +136,9 @@ def fit(
       FileNotFoundError: there is no run to resume, or a data file is missing.
       OSError: the run directory or a checkpoint cannot be written.
       RecompileError: something other than the planned shapes was compiled after the first step.
-      FloatingPointError: the loss is not finite; the last checkpoint is from before that.
+      FloatingPointError: parameters, `extra` or arrays of the optimizer are not finite after a step, or its loss is not
+        and its gradient is; the message names the step, and the last checkpoint is from before it. A step whose
+        gradient the optimizer rejects, as `optax.apply_if_finite` does, is counted, and the run goes on.
       ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.
     """
@@ -247,6 +252,9 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         state, place = restore(state)
         place = training.resumed_place(place)
         checkpoints.discard_after(place.num_steps_done)
+    if broken := _nonfinite_arrays(state):
+        what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"
+        raise UserError(f"{what} holds values that are not finite: {list_first(broken)}")
     is_main = is_main_process()
     log = held.enter_context(
         open_trackers(
@@ -359,8 +367,12 @@ def _train(run: _Run) -> _Trained:
 
             def end_step(record: dict[str, Any], metrics: Metrics) -> None:
                 """Waits for the end of a step, logs it and shows it."""
+                metrics = jax.device_get(metrics)
                 record = _with_metrics(record, metrics)
-                record |= meter.end_step(has_weight=record["loss"] is not None)
+                _check_finite(record, metrics, state)
+                if not metrics.grads_finite:
+                    record["grads_finite"] = False
+                record |= meter.end_step(has_weight=record["loss"] is not None, grads_finite=bool(metrics.grads_finite))
                 run.trackers.log(record)
                 display.update(record, pending=run.train_step.pending)
                 if record["loss"] is None:
@@ -416,16 +428,49 @@ def _has_program(run: _Run, bucket: Bucket) -> bool:
 
 
 def _with_metrics(record: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
-    """The record of a step with its metrics; raises FloatingPointError if the loss is not finite."""
+    """The record of a step with its metrics, which are on the host."""
     sums = MetricSums()
     sums.add(metrics)
     means = means_of(sums.total)
     record["loss"] = means.loss
     if clashing := means.sums.keys() & (record.keys() | {"time_s"}):
         raise UserError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")
-    if means.loss is not None and not math.isfinite(means.loss):
-        raise FloatingPointError(f"the loss is {means.loss} at step {record['step']}; the run ends")
     return record | means.sums
+
+
+def _check_finite(record: Mapping[str, Any], metrics: Metrics, newest: TrainState) -> None:
+    """Raises FloatingPointError where a step was not rejected, and left, or is, what is not finite."""
+    loss, step = record["loss"], f"step {record['step']} (counted from 0)"
+    gradient = "finite" if metrics.grads_finite else "not finite"
+    if not metrics.params_finite:
+        raise FloatingPointError(
+            f"parameters or extra are not finite after {step}: the loss is {loss}, the gradient is {gradient}; "
+            "the run ends, with its last checkpoint from before"
+        )
+    if metrics.grads_finite and loss is not None and not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} at {step}, and the gradient is finite; the run ends")
+    if not metrics.grads_finite and (broken := _nonfinite_arrays(newest)):
+        raise FloatingPointError(
+            f"the gradient of {step} is not finite, and the optimizer has not rejected it: not finite are "
+            f"{list_first(broken)}; the run ends, with its last checkpoint from before"
+        )
+
+
+def _nonfinite_arrays(state: TrainState) -> list[str]:
+    """Names of the arrays of a state that are not finite; waits for it."""
+    named = {
+        name: leaf
+        for name, leaf in leaves_by_name(state).items()
+        # Scalars of an optimizer, such as the best loss so far, may begin as infinity.
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or not name.startswith(".opt_state"))
+    }
+    with uncounted_in_thread():
+        return [name for name, is_finite in jax.device_get(_each_finite(named)).items() if not is_finite]
+
+
+@jax.jit
+def _each_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(are_finite, arrays)
 
 
 def _check_weight(run: _Run, meter: StepMeter, record: Mapping[str, Any]) -> None:
@@ -475,6 +520,7 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         num_adjusted=place.num_adjusted_done,
         num_without_target=place.num_without_target_done,
         num_steps_without_weight=place.num_steps_without_weight,
+        num_nonfinite_grads=place.num_nonfinite_grads,
         compilations_after_first_step=trained.num_compilations,
         interrupted=evaluations is None,
         evaluated_in=evaluated_in,

@@ -41,6 +41,7 @@ class StepMeter:
         self._device = jax.local_devices()[0]
         self._last_end: float | None = None
         self._wait_s = 0.0
+        self._num_nonfinite_grads = place.num_nonfinite_grads
         self.num_without_weight = place.num_steps_without_weight
         # Steps without weight up to now, with none between them that had some, as far as that is known after a resume.
         self.num_in_a_row = self.num_without_weight if self.num_without_weight == place.num_steps_done else 0
@@ -56,8 +57,9 @@ class StepMeter:
             self._wait_s += end - start
         return batch
 
-    def end_step(self, *, has_weight: bool = True) -> dict[str, Any]:
+    def end_step(self, *, has_weight: bool = True, grads_finite: bool = True) -> dict[str, Any]:
         """The figures of a step whose metrics have just been read; device memory may be unknown, None."""
+        self._num_nonfinite_grads += not grads_finite
         self.num_without_weight += not has_weight
         self.num_in_a_row = 0 if has_weight else self.num_in_a_row + 1
         assert self._last_end is not None
@@ -87,6 +89,7 @@ class StepMeter:
             num_adjusted_done=self._before.num_adjusted_done + self._batches.num_adjusted,
             num_without_target_done=self._before.num_without_target_done + self._batches.num_without_target,
             num_steps_without_weight=self.num_without_weight,
+            num_nonfinite_grads=self._num_nonfinite_grads,
         )
 
 

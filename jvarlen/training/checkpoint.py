@@ -58,6 +58,7 @@ class Place:
       num_adjusted_done: samples of process 0 that were cut or left shorter than planned.
       num_without_target_done: samples of process 0 without a token that has weight in the loss.
       num_steps_without_weight: steps in which no sample had one.
+      num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
       held_out_before: from the evaluation before the first step; None until then, or where that has no value.
     """
 
@@ -73,6 +74,7 @@ class Place:
     num_adjusted_done: int = 0
     num_without_target_done: int = 0
     num_steps_without_weight: int = 0
+    num_nonfinite_grads: int = 0
     held_out_before: float | None = None
 
 
