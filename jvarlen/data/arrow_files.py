@@ -31,6 +31,7 @@ _QUOTED = {  # a quoted value, and its closing quote if what follows ends the va
 }
 _BLANK_LINE = re.compile(rb"\n(?=\r?\n)")
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
+_ARROW_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ColumnDataset(FileDataset):
@@ -205,7 +206,15 @@ def _read_arrow(path: Path) -> Any:
     with pa.memory_map(str(path)) as file:
         is_file = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
         file.seek(0)
-        return (pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)).read_all()
+        if is_file:
+            return pa.ipc.open_file(file).read_all()
+        table, size = pa.ipc.open_stream(file).read_all(), file.size()
+        if (
+            file.tell() != size
+            or file.read_at(len(_ARROW_STREAM_END), size - len(_ARROW_STREAM_END)) != _ARROW_STREAM_END
+        ):
+            raise UserError(f"the stream does not end where the file does, after {size:,} bytes: it may be cut short")
+        return table
 
 
 def _read_csv(path: Path, field: str) -> Any:

@@ -169,8 +169,9 @@ def _downloaded(url: str, progress: bool) -> Path:
         key = hashlib.sha256(f"{url} {versions}".encode()).hexdigest()
 
         def download(from_root: str, part: Path) -> None:
+            size = store.size(from_root)  # None: the store does not tell
             with (
-                _bar(f"downloading {from_root}", store.size(from_root), progress) as shown,
+                _bar(f"downloading {from_root}", size, progress) as shown,
                 store.open(from_root) as file,
                 part.open("wb") as out,
             ):
@@ -178,6 +179,8 @@ def _downloaded(url: str, progress: bool) -> Path:
                     raise_if_interrupted()
                     out.write(chunk)
                     shown.update(len(chunk))
+                if size not in (None, out.tell()):
+                    raise UserError(f"{url} was cut short: {out.tell():,} of {size:,} bytes came")
 
         paths = [_made_once(key, PurePosixPath(each).name, url, functools.partial(download, each)) for each in roots]
         return paths[0]

@@ -198,6 +198,19 @@ def test_the_shards_of_a_saved_dataset_are_read_in_their_order(tmp_path):
     assert one.content_key != dataset.content_key
 
 
+def test_a_stream_cut_between_its_batches_or_with_more_behind_it_is_refused(tmp_path):
+    table = pa.table({"text": ["a" * 8] * 12})
+    path = tmp_path / "t.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        ends = [writer.write_table(table, max_chunksize=4) or file.tell() for table in (table[:4], table[4:])]
+    whole = path.read_bytes()
+    assert len(open_data(path, progress=False)) == 12
+    for content in (whole[: ends[0]], whole[:-8], whole + b"\0" * 8, whole * 2):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"t\.arrow: .*the stream does not end where the file does"):
+            open_data(path, progress=False)
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [

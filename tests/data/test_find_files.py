@@ -221,6 +221,15 @@ def test_an_object_store_is_read_through_fsspec(store, name, cache):
     assert texts_of(open_data(f"memory://{name}", progress=False)) == ["newer"]
 
 
+def test_a_download_cut_short_is_named_and_not_kept(store, monkeypatch, cache):
+    store.pipe("/data/t.txt", b"line")
+    monkeypatch.setattr(type(store), "size", lambda *_: 5)
+    with pytest.raises(UserError, match=r"memory:///data/t\.txt was cut short: 4 of 5 bytes came"):
+        open_data("memory:///data/t.txt", progress=False)
+    monkeypatch.setattr(type(store), "size", lambda *_: None)
+    assert texts_of(open_data("memory:///data/t.txt", progress=False)) == ["line"]
+
+
 def test_a_store_that_cannot_be_read_is_named(store, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"there is no data file memory://missing\.txt"):
         open_data("memory://missing.txt")
