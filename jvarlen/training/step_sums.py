@@ -17,6 +17,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
+from jvarlen.training.random_state import MicrobatchKeys, keys_of_microbatches, kinds_of
 from jvarlen.training.train_state import TrainState, divide_once
 
 __all__ = [
@@ -62,13 +63,13 @@ def sum_step(loss_fn: LossFn, *, with_grads: bool = True) -> Callable[[TrainStat
 
 
 def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, Any]:
-    """The batch, with a leading axis M on all its arrays, and key[M]; None without keys."""
+    """The batch, with a leading axis M on all its arrays, and the keys of all microbatches; None without keys."""
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
-    key = step_key(state) if takes_key else None
-    if key is None:
-        return microbatches, None
-    return microbatches, jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_microbatches))
+    keys = step_key(state) if takes_key else None
+    if keys is not None:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_microbatches))
+    return microbatches, keys_of_microbatches(state.extra, state.step, num_microbatches, keys)
 
 
 def step_key(state: TrainState) -> jax.Array | None:
@@ -81,7 +82,7 @@ def step_key(state: TrainState) -> jax.Array | None:
 
 
 def next_extra(extra: Any, sums: StepSums) -> Any:
-    """The next `extra`: floats change by the weighted mean of the microbatches' changes, integers by their sum."""
+    """The next `extra`: floats change by the weighted mean of the microbatches' changes, others by the sum of them."""
     leaves, structure = jax.tree.flatten(extra)
     changes = iter(sums.extra)
 
@@ -112,7 +113,12 @@ def field_of(batch: Any, name: str) -> Any:
 def sum_microbatch(
     loss_fn: LossFn, state: TrainState, microbatch: Any, key: Any = None, *, with_grads: bool = True
 ) -> StepSums:
-    """The sums of one call of the loss."""
+    """The sums of one call of the loss; the key is one of those of `split_step`."""
+    is_first = None
+    if isinstance(key, MicrobatchKeys):
+        state, key, is_first = state._replace(extra=key.put_in(state.extra)), key.key, key.is_first
+    elif state.extra is not None and "key" in kinds_of(state.extra):
+        raise UserError("this step has no keys for the random state in extra: take it out, and let the loss take key")
     loss = bind_loss(loss_fn, state)
     grads = None
     if with_grads:
@@ -133,7 +139,7 @@ def sum_microbatch(
         weight_sum=weight_sum,
         num_tokens=num_tokens,
         sums=jax.tree.map(lambda leaf: leaf.astype(sum_type), outputs.sums),
-        extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight_sum),
+        extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight_sum, is_first),
         grads=grads,
     )
 
@@ -183,10 +189,11 @@ def _bits(leaf: jax.Array) -> int:
     return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
 
 
-def _changes(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
+def _changes(old: Any, new: Any, weight_sum: jax.Array, is_first: Any) -> tuple[jax.Array, ...]:
     """The change by a microbatch of each numeric leaf of `extra`; 0 without weight, never NaN."""
+    # Counts of the uses of a key advance by those of the first microbatch: each has counted them with its own key.
     changes = []
-    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+    for before, after, kind in zip(jax.tree.leaves(old), jax.tree.leaves(new), kinds_of(old), strict=True):
         if jnp.issubdtype(before.dtype, jnp.floating):
             change = weight_sum * (after.astype(weight_sum.dtype) - before.astype(weight_sum.dtype))
         elif jnp.issubdtype(before.dtype, jnp.integer):
@@ -194,5 +201,6 @@ def _changes(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]
             change = change if change.dtype.itemsize >= 4 else change.astype(jnp.int32)  # that collectives always have
         else:
             continue
-        changes.append(jnp.where(weight_sum == 0, jnp.zeros_like(change), change))
+        counts = weight_sum != 0 if kind != "count" or is_first is None else is_first
+        changes.append(jnp.where(counts, change, jnp.zeros_like(change)))
     return tuple(changes)

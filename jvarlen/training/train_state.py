@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
+from jvarlen.training.random_state import kinds_of
 
 __all__ = [
     "MasterWeightsOptimizer",
@@ -37,7 +38,7 @@ class TrainState(NamedTuple):
       extra: pytree of arrays that are not parameters, such as running statistics, which the loss takes and returns;
         None if it has none.
       key: typed key[], from which the keys of all microbatches are derived; None if the loss takes no key.
-      step: int32[], steps taken; None if the loss takes no key.
+      step: int32[], steps taken; None if the loss takes no key, and `extra` holds none.
     """
 
     params: Any
@@ -161,9 +162,10 @@ def new_state(
 ) -> TrainState:
     """The state before the first step, where its parameters are. `TrainStep.init` places it."""
     opt_state = optimizer.init(params)
-    if seed is None:
+    if seed is None and "key" not in kinds_of(extra):
         return TrainState(params, opt_state, extra)
-    return TrainState(params, opt_state, extra, jax.random.key(seed), jnp.zeros((), np.int32))
+    key = None if seed is None else jax.random.key(seed)
+    return TrainState(params, opt_state, extra, key, jnp.zeros((), np.int32))
 
 
 def check_state(state: Any) -> None:
