@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["OperationCounts", "count_operations", "primitives_in", "scan_parts"]
+__all__ = ["OperationCounts", "count_operations", "draws_by_itself", "primitives_in", "scan_parts"]
 
 OperationCounts = collections.Counter
 """Operations of products under `"flops"`; of collectives, how often under (kind, `"times"`), and (kind, `"bytes"`)."""
@@ -31,6 +31,22 @@ def primitives_in(jaxpr: Jaxpr) -> set[str]:
     """The names of all primitives, those of inner functions too."""
     names = {equation.primitive.name for equation in jaxpr.eqns}
     return names.union(*(primitives_in(inner) for equation in jaxpr.eqns for inner in _inner(equation)))
+
+
+def draws_by_itself(jaxpr: Jaxpr, are_given: Sequence[bool]) -> list[tuple[int, ...]]:
+    """The shapes of random numbers whose key follows from none of the given arguments."""
+    given = {variable for variable, is_given in zip(jaxpr.invars, are_given, strict=True) if is_given}
+    shapes: list[tuple[int, ...]] = []
+    for equation in jaxpr.eqns:
+        takes = [not hasattr(atom, "val") and atom in given for atom in equation.invars]
+        if equation.primitive.name == "random_bits" and not any(takes):
+            shapes.append(cast(Any, equation.outvars[0].aval).shape)
+        for inner in _inner(equation):
+            of_last = [True] * len(inner.invars) + takes  # the first may be of the operation, such as which branch
+            shapes += draws_by_itself(inner, of_last[len(of_last) - len(inner.invars) :])
+        if any(takes):
+            given.update(equation.outvars)
+    return shapes
 
 
 def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1) -> OperationCounts:

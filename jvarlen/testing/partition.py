@@ -13,10 +13,12 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, check_choices, list_first
+from jvarlen._common.jaxprs import draws_by_itself
 from jvarlen._common.pytree import check_arrays, leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.random_state import kinds_of
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
@@ -93,7 +95,8 @@ def assert_partition_invariant(
       The splits, which all agree; the first is the one that the others were compared with.
 
     Raises:
-      AssertionError: some splits differ; the message names splits, leaves, values, errors, and the likely mistake.
+      AssertionError: some splits differ; the message names splits, leaves, values, errors, and the likely mistake. Or
+        random numbers of each row come from a key that is the same for all microbatches.
       ValueError: the batch has no weight, or leaves without those axes; shards without devices, or that divide no
         number of microbatches; or a loss that `make_train_step` rejects.
 
@@ -130,6 +133,7 @@ def assert_partition_invariant(
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
         expected = values_on[1](whole)
         check_finite(expected)
+        _check_draws(loss_fn, state, whole, placements[1])
         _warn_of_weights(loss_fn, state, whole, placements[1])
         differences = {
             split: differences_of(values_on[split.num_shards](part), expected, rtol) for split, part in others
@@ -162,16 +166,37 @@ def make_step_values(
         values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
         grads = leaves_by_name(sums.grads)
         values |= {f"gradient{name}": divide_once(grad, sums.weight_sum) for name, grad in grads.items()}
-        changes = [
-            divide_once(change, sums.weight_sum) if jnp.issubdtype(change.dtype, jnp.floating) else change.astype(float)
-            for change in sums.extra
-        ]
-        return values | {f"change of extra[{i}]": change for i, change in enumerate(changes)}
+        # Counts of the uses of a key are no result: a step of padding rows has uses, too.
+        leaves = zip(jax.tree.leaves(state.extra), kinds_of(state.extra), strict=True)
+        kinds = [kind for leaf, kind in leaves if jnp.issubdtype(leaf.dtype, jnp.number)]
+        for i, (change, kind) in enumerate(zip(sums.extra, kinds, strict=bool(sums.extra))):
+            if jnp.issubdtype(change.dtype, jnp.floating):
+                values[f"change of extra[{i}]"] = divide_once(change, sums.weight_sum)
+            elif kind != "count":
+                values[f"change of extra[{i}]"] = change.astype(float)
+        return values
 
     def values_of(batch: Any) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, step(state, jax.device_put(batch, placement.batch_shardings(batch))))
 
     return values_of
+
+
+def _check_draws(loss_fn: LossFn, state: TrainState, batch: Any, placement: Placement) -> None:
+    """Raises AssertionError for random numbers of each row that come from no key of the step."""
+
+    def draws(batch: Any) -> list[tuple[int, ...]]:
+        traced = jax.make_jaxpr(sum_over_shards(loss_fn, mesh=placement.mesh, with_grads=False))(state, batch)
+        return draws_by_itself(traced.jaxpr, [True] * len(traced.jaxpr.invars))
+
+    def with_a_row(leaf: np.ndarray) -> np.ndarray:
+        return np.pad(leaf, [(0, 0), (0, 1)] + [(0, 0)] * (leaf.ndim - 2)) if leaf.ndim else leaf
+
+    if (shapes := draws(batch)) and shapes != draws(jax.tree.map(with_a_row, batch)):
+        raise AssertionError(
+            f"loss_fn draws random numbers {list_first(shapes)} from a key of its own: all microbatches of a step have "
+            "the same, and they depend on how it is split. Draw them with the key of loss_fn(params, microbatch, key)"
+        )
 
 
 def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any, placement: Placement) -> None:
