@@ -527,7 +527,7 @@ def test_a_step_that_the_optimizer_rejects_leaves_no_trace_in_parameters_or_extr
     before, _ = jax.jit(step)(begun, rows_of(1, 1))
     rejected, metrics = jax.jit(step)(before, rows_of(1, 0))
     assert (bool(metrics.grads_finite), bool(metrics.params_finite)) == (False, True)
-    jax.tree.map(np.testing.assert_array_equal, *(host_arrays(state[::2]) for state in (rejected, before)))
+    jax.tree.map(np.testing.assert_array_equal, *(host_arrays(state[:3:2]) for state in (rejected, before)))
     after, metrics = jax.jit(step)(rejected, rows_of(4, 4))
     expected, _ = jax.jit(step)(before, rows_of(4, 4))
     assert bool(metrics.grads_finite)
