@@ -108,7 +108,7 @@ for name, steps in (("first", sharded[:10]), ("last", sharded[-10:])):
     for metrics in steps:
         sums.add(metrics)
     total = sums.total
-    print(f"{name} ten steps: loss {float(total.loss):.3f}, {total.sums['correct'] / total.weight_sum:.0%} correct")
+    print(f"{name} ten steps: loss {sums.loss:.3f}, {total.sums['correct'] / total.weight_sum:.0%} correct")
 
 trained = train_step.gather_params(state)  # whole NumPy arrays, to be saved or evaluated
 for leaf, expected_leaf in zip(jax.tree.leaves(trained), jax.tree.leaves(whole.params), strict=True):

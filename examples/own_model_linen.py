@@ -74,4 +74,4 @@ for epoch, plan in enumerate(plans):
     for batch in jvarlen.load(plan, samples):
         state, metrics = step(state, batch)
         sums.add(metrics)
-    print(f"epoch {epoch}: {sums.total.weight_sum:,.0f} samples, loss {sums.total.loss:.3f}")
+    print(f"epoch {epoch}: {sums.total.weight_sum:,.0f} samples, loss {sums.loss:.3f}")

@@ -70,4 +70,4 @@ for epoch, plan in enumerate(plans):
             sums.add(metrics)
     total = sums.total
     num_samples, accuracy = float(total.weight_sum), float(total.sums["correct"] / total.weight_sum)
-    print(f"epoch {epoch}: {num_samples:,.0f} samples, loss {float(total.loss):.3f}, accuracy {accuracy:.3f}")
+    print(f"epoch {epoch}: {num_samples:,.0f} samples, loss {sums.loss:.3f}, accuracy {accuracy:.3f}")

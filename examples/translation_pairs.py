@@ -73,4 +73,4 @@ for epoch, plan in enumerate(plans):
     for batch in jvarlen.load(plan, pairs):
         state, metrics = step(state, batch)
         sums.add(metrics)
-    print(f"epoch {epoch}: {sums.total.weight_sum:,.0f} words, loss {sums.total.loss:.3f}")
+    print(f"epoch {epoch}: {sums.total.weight_sum:,.0f} words, loss {sums.loss:.3f}")

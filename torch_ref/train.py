@@ -103,7 +103,7 @@ def train_step(
 
     Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
     split of a step over replicas and microbatches gives the same gradient up to rounding. Where the weights add up to 0
-    the gradient is 0, and there is no loss.
+    the loss and the gradient are 0.
 
     Args:
         model: gives logits [B, T, V] for tokens int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
@@ -117,8 +117,8 @@ def train_step(
         max_norm: global norm to which gradients are clipped; None for no clipping.
 
     Returns:
-        `loss`: mean nats a token, a scalar without gradient, NaN where the weights add up to 0; `weight`: their sum;
-        `num_sequences`: real samples; all three over the whole step. Both scalars are float32 at least. To add up
+        `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
+        samples; all three over the whole step. Both scalars are float32 at least. To add up
         steps, take `float(loss) * float(weight)`, a step late, in Python's floats: sums in float32 lose counts above
         2**24.
 
@@ -215,7 +215,7 @@ def update(
             gradient.mul_(scale)
     optimizer.step()
     return {
-        "loss": (loss / divisor).masked_fill(weight == 0, torch.nan),
+        "loss": loss / divisor,
         "weight": weight,
         "num_sequences": batch.num_sequences,
     }

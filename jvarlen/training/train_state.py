@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -75,14 +76,14 @@ class Metrics(NamedTuple):
 
     @property
     def loss(self) -> jax.Array | np.ndarray:
-        """Σ loss / Σ weight, and NaN where Σ weight is 0: without weight there is no loss.
+        """Σ loss / Σ weight, and 0 where Σ weight is 0.
 
         Outside traced functions the division is on the host: it waits for the step and compiles nothing.
         """
         if isinstance(self.loss_sum, jax.core.Tracer):
-            return divide_once(self.loss_sum, self.weight_sum, without_weight=jnp.nan)
+            return divide_once(self.loss_sum, self.weight_sum)
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
-        return divide_once(loss_sum, weight_sum, np, without_weight=np.nan)
+        return divide_once(loss_sum, weight_sum, np)
 
     def __add__(self, other: Any) -> Any:
         raise TypeError("add up metrics with MetricSums().add(metrics): sums in float32 lose count above 2**24")
@@ -100,7 +101,7 @@ class MetricSums:
       >>> sums = MetricSums()
       >>> for loss_sum in (3.0, 6.0):
       ...     sums.add(Metrics(jnp.float32(loss_sum), jnp.float32(2)))
-      >>> float(sums.total.weight_sum), float(sums.total.loss)
+      >>> float(sums.total.weight_sum), sums.loss
       (4.0, 2.25)
     """
 
@@ -125,6 +126,11 @@ class MetricSums:
         while self._pending:
             self._add_first()
         return self._total
+
+    @property
+    def loss(self) -> float:
+        """Σ loss / Σ weight of all steps, and NaN where nothing has weight: then there is no loss. Waits like `total`."""
+        return float(self.total.loss) if self.total.weight_sum else math.nan
 
     @property
     def num_steps(self) -> int:
@@ -193,8 +199,8 @@ def own_copy(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
-def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp, *, without_weight: float = 0.0) -> Any:
-    """Total / weight_sum, and `without_weight` where that is exactly 0; `numpy` is JAX's or NumPy itself."""
+def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp) -> Any:
+    """Total / weight_sum, and 0 where the weight is exactly 0; `numpy` is JAX's or NumPy itself."""
     weight_sum = weight_sum.astype(total.dtype)
     is_zero = weight_sum == 0
-    return numpy.where(is_zero, without_weight, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)
+    return numpy.where(is_zero, 0, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)
