@@ -129,7 +129,7 @@ class MetricSums:
 
     @property
     def loss(self) -> float:
-        """Σ loss / Σ weight of all steps, and NaN where nothing has weight: then there is no loss. Waits like `total`."""
+        """Σ loss / Σ weight of all steps; NaN if nothing has weight, for then there is no loss. Waits like `total`."""
         return float(self.total.loss) if self.total.weight_sum else math.nan
 
     @property
