@@ -33,6 +33,7 @@ __all__ = [
     "load_dataclass",
     "mapped_file",
     "move_into_place",
+    "read_object",
     "read_slice",
     "regular_file",
     "save_dataclass",
@@ -175,6 +176,17 @@ def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> 
     return read.reshape(stop - start, *array.shape[1:])
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises ValueError by its path for anything else."""
+    try:
+        read = json.loads(regular_file(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if not isinstance(read, dict):
+        raise UserError(f"{path} is damaged: it holds no JSON object")
+    return read
+
+
 def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
     """Writes a frozen dataclass as JSON, atomically; an existing file is replaced, or stays if that fails."""
     with write_atomically(Path(path)) as file:
@@ -184,7 +196,7 @@ def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
 def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T:
     """Reads what `save_dataclass` wrote, or a user: `what` it is in messages. Integers are taken as floats."""
     try:
-        given = json.loads(regular_file(Path(path)).read_bytes())
+        given = read_object(Path(path))
         fields = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted({*given} - {*fields}):
             raise UserError(f"unknown keys: {list_first(unknown)}")
@@ -192,7 +204,7 @@ def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T
         return dacite.from_dict(cls, given | floats, dacite.Config(cast=[tuple], strict=True))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what} {path}") from None
-    except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no {what}: {error}") from error
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jvarlen._common.checks import UserError
-from jvarlen._common.files import regular_file, write_atomically
+from jvarlen._common.checks import UserError, is_integer, is_number
+from jvarlen._common.files import read_object, write_atomically
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.compile_row import CompileRow
 from jvarlen.planning.buckets import AnyBucket, check_buckets
@@ -156,18 +156,29 @@ class CompileReport(tuple[CompileRow, ...]):
           ValueError: it holds no compile report; the message says what is wrong.
         """
         try:
-            document = json.loads(regular_file(Path(path)).read_bytes())
+            document = read_object(Path(path))
             if document["format"] != _FORMAT:
                 raise UserError(f"its format is {document['format']}, and this version of jvarlen reads {_FORMAT}")
             return cls(map(_row_from, document["rows"]))
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise UserError(f"{path} holds no compile report: {error!r}") from error
 
 
 def _row_from(fields: dict[str, Any]) -> CompileRow:
     figures = {name: value for name, value in dict(fields).items() if name not in _DERIVED}
     figures |= {name: math.nan for name in ("flops", "step_s") if figures[name] is None}
-    return CompileRow(**figures | {"bucket": check_buckets([figures["bucket"]])[0]})
+    figures["bucket"] = check_buckets([figures["bucket"]])[0]
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "float": lambda value: is_number(value) and not (is_integer(value) and abs(value) >= 2**63),
+        "int": lambda value: is_integer(value) and 0 <= value < 2**63,
+        "bool": lambda value: isinstance(value, bool),
+    }
+    for field in dataclasses.fields(CompileRow):
+        kind, *others = str(field.type).split(" | ")
+        value = figures.get(field.name, field.default)
+        if kind in kinds and not kinds[kind](value) and not (value is None and others):
+            raise UserError(f"{field.name} is {value!r}")
+    return CompileRow(**figures)
 
 
 def _text(figure: float | str | None, unit: float) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import regular_file
+from jvarlen._common.files import read_object
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.threads import in_parts
 from jvarlen.data.tokens import FileDataset
@@ -114,15 +114,7 @@ def size_of_mark(path: Path) -> int:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty without a file; raises ValueError if it is damaged."""
-    if not path.exists():
-        return {}
-    try:
-        read = json.loads(regular_file(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(read, dict):
-        raise UserError(f"{path} is damaged: it holds no JSON object")
-    return read
+    return read_object(path) if path.exists() else {}
 
 
 def _find_lines(path: Path, num_bytes: int) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:

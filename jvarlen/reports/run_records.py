@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from jvarlen._common.checks import UserError
-from jvarlen._common.files import check_run_format, regular_file
+from jvarlen._common.checks import UserError, is_number, list_first
+from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen.compiling.report import CompileReport, CompileRow
 
 __all__ = ["BucketUse", "Run", "bucket_uses", "loss_unit", "read_metrics", "read_run", "run_names", "run_of_records"]
@@ -103,12 +103,15 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
             raise FileNotFoundError(f"{path} is not the directory of a run: there is no {file}")
     try:
         recorded = run_of_records(_iterate_metrics(metrics))
-    except TypeError as error:
-        raise UserError(f"{metrics} is damaged: {error}") from None
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        reason = str(error) if isinstance(error, TypeError) else repr(error)
+        raise UserError(f"{metrics} is damaged: {reason}") from None
     return dataclasses.replace(
         recorded,
         path=path.resolve(),
-        summary=_read_object(summary) if summary.exists() else None,
+        summary=_read_summary(summary) if summary.exists() else None,
         report=CompileReport.load(report) if report.exists() else None,
         settings=_read_settings(config),
     )
@@ -138,8 +141,9 @@ def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 raise wrong
             try:
                 row = json.loads(line)
-                row["step"]
-            except (ValueError, KeyError, TypeError) as error:
+                if not is_number(row["step"]):
+                    raise TypeError(f"step is {row['step']!r}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 wrong = UserError(f"{path}, line {number}, is no record of a step: {error!r}")
             else:
                 yield row
@@ -158,7 +162,7 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
         elif "evaluation" in record:
             in_bits &= "bits_per_token" in record
             loss = record["bits_per_token" if in_bits else "mean_loss"]
-            evaluations.setdefault(record["evaluation"], []).append(
+            evaluations.setdefault(str(record["evaluation"]), []).append(
                 (record["step"], math.nan if loss is None else loss)
             )
     return Run(
@@ -184,7 +188,8 @@ def loss_unit(runs: Iterable[Run]) -> str:
 
 def bucket_uses(run: Run) -> list[BucketUse]:
     """How a run used its buckets, in the log and in the compile report, by length."""
-    shapes = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1).astype(np.int64)
+    logged = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1)
+    shapes = np.where(np.abs(logged) < 2**31, logged, 0).astype(np.int64)  # 0 where it is not known
     rows = {tuple(row.bucket): row for row in run.report or ()}
     uses = []
     for bucket in sorted({*rows, *map(tuple, shapes.tolist())}, key=lambda bucket: bucket[::-1]):
@@ -198,7 +203,7 @@ def bucket_uses(run: Run) -> list[BucketUse]:
 
 def _read_settings(path: Path) -> dict[str, str]:
     """Settings as JSON, by name; those of a group by `group.name`."""
-    settings = _read_object(path)
+    settings = read_object(path)
     try:
         check_run_format(settings)
     except UserError as error:
@@ -209,11 +214,13 @@ def _read_settings(path: Path) -> dict[str, str]:
     return {name: json.dumps(value, ensure_ascii=False) for name, value in flat.items()}
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(regular_file(path).read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} is damaged: it holds no JSON object")
-    return document
+def _read_summary(path: Path) -> dict[str, Any]:
+    """What a run ended with, of which reports take some figures."""
+    summary = read_object(path)
+    wrong = [
+        name for name in ("num_steps", "compile_s") if not is_number(summary.get(name)) or abs(summary[name]) >= 2**63
+    ]
+    wrong += [name for name in ("interrupted",) if not isinstance(summary.get(name), bool)]
+    if wrong:
+        raise UserError(f"{path} is damaged: {list_first(wrong)}: missing or of another type")
+    return summary

@@ -18,7 +18,7 @@ import dacite
 import tyro
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
-from jvarlen._common.files import RUN_FORMAT, check_run_format, regular_file, write_atomically
+from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote
 from jvarlen.data.records import RecordFormat
@@ -329,11 +329,14 @@ def save_config(config: FitConfig, path: Path) -> None:
 def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote; what belongs to a single call is that of this one. Cost models lie beside it."""
     try:
-        settings = json.loads(regular_file(path).read_bytes())
+        settings = read_object(path)
         check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
-        models = {name: path.parent.absolute() / model for name in MODEL_FILES if (model := getattr(config.plan, name))}
+        models = {name: model for name in MODEL_FILES if (model := getattr(config.plan, name)) is not None}
+        if outside := [f"{name} {str(model)!r}" for name, model in models.items() if str(model) != model.name]:
+            raise UserError(f"the run's cost models are files beside it, not {list_first(outside)}")
+        models = {name: path.parent.absolute() / model for name, model in models.items()}
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
@@ -345,9 +348,9 @@ def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str
     """The files, data and tokenizer, that had other content keys when the run began."""
     path = run_dir / "data.json"
     try:
-        saved = dict(json.loads(regular_file(path).read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} holds no keys of data: {error}") from None
+        saved = read_object(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: it tells which data the run has") from None
     return [name for name, key in content_keys.items() if saved.get(name, key) != key]
 
 

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import move_into_place, regular_file, write_atomically
+from jvarlen._common.checks import UserError, is_number, list_first
+from jvarlen._common.files import move_into_place, read_object, regular_file, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
 
@@ -38,7 +38,8 @@ __all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params
 _MANIFEST = "manifest.json"
 _NUM_THREADS = 4  # that hash: they leave the interpreter to others
 _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
-_UNREADABLE = (ValueError, LookupError, TypeError, OSError)  # what reading damaged files raises
+# What reading damaged files raises.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -390,7 +391,7 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     run = _read_run(directory)  # first: that this is damaged does not make a checkpoint so
     try:
         _check_manifest(path)
-        about = json.loads(regular_file(path / "about.json").read_bytes())
+        about = read_object(path / "about.json")
         place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
         if place.num_steps_done != step:
             raise UserError(f"{path} is of {place.num_steps_done} steps")
@@ -427,7 +428,7 @@ def _run_of(directory: Path) -> str:
 
 def _read_run(directory: Path) -> str:
     try:
-        return json.loads(regular_file(directory / _RUN).read_bytes())["run"]
+        return read_object(directory / _RUN)["run"]
     except _UNREADABLE as error:
         raise UserError(
             f"{directory / _RUN} is missing or damaged: {error!r}. Write it again; "
@@ -451,7 +452,8 @@ def _read_metrics(directory: Path) -> dict[int, float | None]:
         if re.fullmatch("0|[1-9][0-9]*", path.name):
             metrics[int(path.name)] = None
             with contextlib.suppress(*_UNREADABLE):
-                metrics[int(path.name)] = json.loads(regular_file(path / "about.json").read_bytes())["metric"]
+                metric = read_object(path / "about.json")["metric"]
+                metrics[int(path.name)] = metric if is_number(metric) else None
     return metrics
 
 
@@ -478,6 +480,7 @@ def _check_manifest(directory: Path) -> None:
     try:
         raw = regular_file(directory / _MANIFEST).read_bytes()
         listed = json.loads(raw)["files"]
+        _ = {name: (each["size"], each["sha256"]) for name, each in listed.items()}
     except _UNREADABLE:
         raw, listed = b"", {}
     if raw != _encode(listed):

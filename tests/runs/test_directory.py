@@ -147,7 +147,7 @@ def test_a_moved_directory_is_continued(tmp_path):
 def test_damaged_keys_of_the_data_are_refused_by_name(tmp_path, content):
     run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
     (run_dir / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data\.json holds no keys of data"):
+    with pytest.raises(ValueError, match=r"data\.json is damaged"):
         changed_contents(run_dir, {})
 
 

@@ -22,8 +22,8 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError, check_choices, if_given
-from jvarlen._common.files import check_place, mapped_file, move_into_place
+from jvarlen._common.checks import UserError, check_choices, if_given, list_first
+from jvarlen._common.files import check_place, mapped_file, move_into_place, read_object
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans import stages
 from jvarlen.experimental.large_plans.columns import PartFiles, run_ahead
@@ -207,12 +207,16 @@ class _Kept:
         self.directory = directory
         self._path = directory / "state.json"
         self._state: dict[str, Any] = {"settings": settings, "boot": _boot(), "done": {}, "num_pieces": {}, "sizes": {}}
-        state = json.loads(self._path.read_text()) if self._path.exists() else None
+        state = read_object(self._path) if self._path.exists() else None
+        if state is not None:
+            kinds = {"settings": dict, "boot": str, "done": dict, "num_pieces": dict, "sizes": dict}
+            if wrong := [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]:
+                raise UserError(f"{self._path} is damaged ({list_first(wrong)}): delete {directory} to begin again")
         if state is None or state["boot"] != _boot():  # what was written before a power cut may not be on disk
             self._write()
             return
         begun = state["settings"]
-        if begun["lengths"] != settings["lengths"]:
+        if begun.get("lengths") != settings["lengths"]:
             raise UserError(f"the lengths changed since planning began; delete {directory} to begin again")
         differing = [
             f"{name} was {begun.get(name)!r}, not {value!r}"
