@@ -25,6 +25,8 @@ from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step
 
 __all__ = ["Rates", "TrainingPlan"]
 
+_MOST_STEPS = 2**31 - 1  # optimizers count in int32
+_MOST_RATES = 2**26  # that are held for schedules in samples or tokens, 0.8 GB
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
 
 
@@ -65,6 +67,10 @@ class TrainingPlan:
         else:
             all_steps = self.steps_per_epoch * (config.num_epochs or 1)
             self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
+        if self.num_steps > _MOST_STEPS:
+            given = {"max_steps": config.max_steps, "num_epochs": config.num_epochs}
+            named = ", ".join(f"{name} ({value:,})" for name, value in given.items() if value is not None)
+            raise UserError(f"{named}: that is {self.num_steps:,} steps, and at most {_MOST_STEPS:,} are counted")
         self.num_epochs = -(-self.num_steps // self.steps_per_epoch)  # begun, if not finished
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
@@ -77,11 +83,17 @@ class TrainingPlan:
         """Sets the optimizer of the settings, and its rates."""
         plan_of_epoch = self.plan_of_epoch
         unit = settings.schedule_unit
-        if unit == "steps":
-            counted = np.ones(self.num_steps, np.int64)
-        else:  # in samples or tokens, how far training has come depends on all epochs before
+        total = self.num_steps
+        counted: Int64[np.ndarray, " S"] | None = None
+        if unit != "steps":  # how far training has come depends on all epochs before
+            if self.num_steps > _MOST_RATES:
+                raise UserError(
+                    f"schedule_unit={unit!r} needs the rates of all {self.num_steps:,} steps at once, and at most "
+                    f"{_MOST_RATES:,} are held: take schedule_unit='steps', or fewer steps"
+                )
             counted = step_sizes(map(plan_of_epoch, range(self.num_epochs)))[unit][: self.num_steps]
-        total, lowest_rate = int(counted.sum()), settings.learning_rate * settings.final_fraction
+            total = int(counted.sum())
+        lowest_rate = settings.learning_rate * settings.final_fraction
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=lowest_rate,
             peak_value=settings.learning_rate,
@@ -89,12 +101,12 @@ class TrainingPlan:
             decay_steps=total,
             end_value=lowest_rate,
         )
-        rates_of_all_steps = base_rates(schedule, before_each(counted))
+        rates_of_all_steps = None if counted is None else base_rates(schedule, before_each(counted))
         rule: Rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(settings.max_gradient_norm),
             optax.adamw(
-                schedule if unit == "steps" else table_schedule(rates_of_all_steps),
+                schedule if rates_of_all_steps is None else table_schedule(rates_of_all_steps),
                 b1=settings.b1,
                 b2=settings.b2,
                 weight_decay=settings.weight_decay,
@@ -105,11 +117,14 @@ class TrainingPlan:
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:
             start = epoch * self.steps_per_epoch
-            base = rates_of_all_steps[start : start + self.steps_per_epoch]  # training may end within the epoch
+            steps = np.arange(start, start + self.steps_per_epoch)  # as many in each epoch, so that JAX compiles once
+            base = base_rates(schedule, steps) if rates_of_all_steps is None else rates_of_all_steps[steps[0] :]
+            base = base[: min(self.steps_per_epoch, self.num_steps - start)]  # training may end within the epoch
             sizes = step_sizes(plan_of_epoch(epoch))[settings.batch_size_unit][: len(base)]
             scale = lr_scale(sizes, settings.base_batch_size, rule)
             return Rates(base, scale, base * scale)
 
+        rates_of_epoch(0)
         self.rates_of_epoch = rates_of_epoch
 
     def describe(self) -> str:

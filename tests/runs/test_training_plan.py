@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import tracemalloc
 from itertools import pairwise
 
 import jax
@@ -297,3 +298,32 @@ def test_a_place_of_another_plan_is_refused():
         training.resumed_place(dataclasses.replace(place, seed=3))
     with pytest.raises(ValueError, match="training takes"):
         training.resumed_place(dataclasses.replace(place, num_steps_done=10**6))
+
+
+def test_rates_of_a_training_of_billions_of_steps_are_made_by_the_epoch():
+    tracemalloc.start()
+    training = TrainingPlan(dataclasses.replace(CONFIG, num_epochs=None, max_steps=2**31 - 1), LENGTHS, EVAL_LENGTHS)
+    far = training.num_epochs - 1
+    rates = [training.rates_of_epoch(epoch).base for epoch in (0, 10**6, far)]
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    tracemalloc.stop()
+    steps = [epoch * training.steps_per_epoch for epoch in (0, 10**6, far)]
+    assert len(rates[2]) == training.num_steps - steps[2]
+    for base, step in zip(rates, steps, strict=True):
+        assert base[0] == pytest.approx(base_rate(step, training.num_steps), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_epochs": None, "max_steps": 5 * 10**9}, r"max_steps \(5,000,000,000\): that is 5,000,000,000 steps"),
+        ({"num_epochs": 10**9}, r"num_epochs \(1,000,000,000\): that is"),
+        (
+            {"num_epochs": None, "max_steps": 10**9, "optimizer": OptimizerConfig(schedule_unit="tokens")},
+            "schedule_unit='tokens' needs the rates of all 1,000,000,000 steps at once",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_counted_are_refused_with_their_number(settings, said):
+    with pytest.raises(ValueError, match=said):
+        TrainingPlan(dataclasses.replace(CONFIG, **settings), LENGTHS, EVAL_LENGTHS)
