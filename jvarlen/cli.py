@@ -107,6 +107,8 @@ def _is_of_user(error: Exception) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
+    if str(error).startswith("Unable to initialize backend"):  # as for a wrong JAX_PLATFORMS
+        return True
     from jvarlen.distributed.processes import ProcessesError  # here: it imports JAX
 
     return isinstance(error, ProcessesError)

@@ -19,6 +19,7 @@ __all__ = [
     "check_at_least_one",
     "check_at_least_zero",
     "check_choices",
+    "check_counts",
     "check_fraction",
     "check_setting",
     "if_given",
@@ -117,6 +118,12 @@ def check_at_least(config: object, limit: int, *names: str) -> None:
     """Raises ValueError for fields below `limit` or infinite; None is left alone."""
     wanted = f"finite and at least {limit}"
     check_setting(config, names, lambda value: value is None or limit <= value < math.inf, wanted)
+
+
+def check_counts(config: object, least: int, *names: str) -> None:
+    """Raises ValueError for fields that are not integers from `least` to 2**31 − 1; None is left alone."""
+    wanted = f"integers from {least} to 2**31 - 1"
+    check_setting(config, names, lambda value: value is None or (is_integer(value) and least <= value < 2**31), wanted)
 
 
 def check_above(config: object, limit: int, *names: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, is_integer
 from jvarlen._common.files import regular_file, write_atomically
 
 __all__ = ["read_compiled", "write_compiled"]
@@ -48,8 +48,14 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
             f"{path} is damaged, or not signed with the key of this user, {key_path}: loading what was made elsewhere "
             "could run anything. Compile and save it here, or copy the key from the machine that made it"
         )
-    _, described, joined = content.split(b"\n", 2)
-    header = json.loads(described)
+    try:
+        _, described, joined = content.split(b"\n", 2)
+        header = json.loads(described)
+        # Sizes below 0 would give out the same bytes again and again.
+        if not all(is_integer(size) and size >= 0 for size in header["sizes"]) or sum(header["sizes"]) != len(joined):
+            raise UserError(f"its header has other sizes of programs than {len(joined):,} bytes in all")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
     ends = list(itertools.accumulate(header["sizes"], initial=0))
     return header, [joined[begin:end] for begin, end in itertools.pairwise(ends)]
 

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from jvarlen._common.checks import UserError, check_at_least, list_first
+from jvarlen._common.checks import UserError, check_counts, list_first
 from jvarlen.distributed.layout import Layout
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class DeviceConfig:
     """Index of this process, from 0."""
 
     def __post_init__(self):
-        check_at_least(self, 1, "devices", "num_processes")
-        check_at_least(self, 0, "process_id")
+        check_counts(self, 1, "devices", "num_processes")
+        check_counts(self, 0, "process_id")
 
     @property
     def has_processes(self) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,7 +27,7 @@ from jax._src import distributed  # private: `jax.distributed` gives no client o
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
 from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 from jvarlen._common.terminal import say
 
@@ -83,8 +85,10 @@ def initialize_processes(
 
     Raises:
       RuntimeError: JAX has used its devices already, or was initialized before.
-      ValueError: an argument is None and JAX does not find it in the environment.
+      ValueError: an argument is None and JAX does not find it in the environment; no host and port, a host that is not
+        known, a port that process 0 cannot listen at or where no process answers in time, or no index of a process.
     """
+    _check_meeting(coordinator_address, num_processes, process_id, initialization_timeout)
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -104,6 +108,36 @@ def initialize_processes(
         # JAX has replaced the handler below Python, which takes it for the one in force.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     atexit.register(_leave_after_error, heartbeat_timeout_seconds)
+
+
+def _check_meeting(address: str | None, num_processes: int | None, process_id: int | None, timeout_s: float) -> None:
+    """Raises ValueError for what JAX ends the process at, by an abort."""
+    check_at_least_one(**if_given(num_processes=num_processes))
+    check_at_least_zero(**if_given(process_id=process_id))
+    if num_processes is not None and process_id is not None and process_id >= num_processes:
+        raise UserError(f"process_id ({process_id}) must be below num_processes ({num_processes})")
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) < 2**16):
+        raise UserError(f"coordinator ({address!r}) must be a host and a port from 1 to 65535, as host0:29400")
+    host = host.removeprefix("[").removesuffix("]")
+    end = time.monotonic() + timeout_s
+    while True:  # names of hosts that have just started may follow, and so may process 0
+        try:
+            socket.getaddrinfo(host, int(port))
+            if process_id == 0:  # which listens at all addresses
+                socket.create_server(("", int(port))).close()
+            elif process_id is not None:
+                socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
+            return
+        except (OSError, UnicodeError) as error:
+            is_taken = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+            if is_taken or time.monotonic() > end:
+                reason = getattr(error, "strerror", None) or error
+                waited = "" if is_taken else f", after {timeout_s:g} s of waiting"
+                raise UserError(f"coordinator ({address!r}): {reason}{waited}") from None
+        time.sleep(_LOOK_S / 10)
 
 
 def agree(name: str, value: str | bytes | int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, check_counts, is_number
 from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
 
-__all__ = ["TransformerConfig"]
+__all__ = ["TransformerConfig", "check_temperature"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,15 @@ class TransformerConfig:
     None uses the type of the parameters."""
 
     def __post_init__(self):
-        if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
-            raise UserError(
-                f"num_layers ({self.num_layers}) and vocab_size ({self.vocab_size}) must be at least 1 and width "
-                f"({self.width}) a multiple of 2 * num_heads ({2 * self.num_heads})"
-            )
+        check_counts(self, 1, "num_layers", "width", "vocab_size", "num_heads")
+        if self.width % (2 * self.num_heads):
+            raise UserError(f"width ({self.width}) must be a multiple of 2 * num_heads ({2 * self.num_heads})")
         wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
         if wrong and self.compute_dtype is None:
             raise UserError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError where logits cannot be divided by it in float32; 0 means the likeliest token."""
+    if not is_number(temperature) or not (temperature == 0 or 1e-30 <= temperature <= 1e30):
+        raise UserError(f"temperature ({temperature!r}) must be 0, or from 1e-30 to 1e30")

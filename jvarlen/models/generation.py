@@ -7,7 +7,6 @@ K head size, V values of a token.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
 from jvarlen._common.progress import progress_bar
 from jvarlen.attention.attention import attend, attend_by_mask
 from jvarlen.batches.shapes import BatchShapes
@@ -27,7 +26,7 @@ from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replicate
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
-from jvarlen.models.config import TransformerConfig
+from jvarlen.models.config import TransformerConfig, check_temperature
 from jvarlen.models.transformer import Transformer
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
@@ -85,8 +84,7 @@ def generate(
       [(4,), (4,)]
     """
     check_at_least_one(max_new_tokens=max_new_tokens)
-    if not is_number(temperature) or not 0 <= temperature < math.inf:
-        raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
+    check_temperature(temperature)
     if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
         raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
     placement = placement_of(layout)

@@ -17,17 +17,24 @@ import tyro
 from jaxtyping import Int32
 
 from jvarlen import __version__, models
-from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
+from jvarlen._common.checks import (
+    UserError,
+    check_above,
+    check_at_least_one,
+    check_at_least_zero,
+    check_counts,
+    list_first,
+)
 from jvarlen._common.files import check_outputs, load_array, regular_file, write_atomically
 from jvarlen._common.terminal import say
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.models.config import TransformerConfig
+from jvarlen.models.config import TransformerConfig, check_temperature
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths
-from jvarlen.planning.order import OrderWord
+from jvarlen.planning.order import OrderWord, check_seed
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, changed_contents, is_run_dir, load_config
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, note_on_candidates, shapes_for
@@ -95,6 +102,12 @@ class PlanCommand(PlanConfig):
     four hosts. Needs model."""
     model: Path | None = None
     """JSON file of the model: layers, width, heads, vocabulary, params_dtype, compute_dtype, optimizer."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_seed(self.seed, self.epoch)
+        rates = [name for name in ("learning_rate", "base_batch_size") if getattr(self, name) is not None]
+        check_above(self, 0, *rates)
 
     def run(self) -> None:
         """Prints the plan, the comparison and the layouts, and writes the requested files."""
@@ -218,8 +231,9 @@ class SampleCommand:
     """Show progress bars."""
 
     def __post_init__(self):
-        check_at_least(self, 1, "max_new_tokens", "max_tokens", "max_shapes", "devices")
-        check_at_least(self, 0, "temperature", "seed")
+        check_counts(self, 1, "max_new_tokens", "max_tokens", "max_shapes", "devices")
+        check_at_least_zero(seed=self.seed)
+        check_temperature(self.temperature)
 
     def run(self) -> None:
         """Samples, writes the file, and prints prompts with their continuations."""
@@ -463,6 +477,10 @@ class MeasureCommand(DeviceConfig):
     """Show progress bars."""
     decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     """The shape of the built-in model."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, 1, "max_tokens", "microbatches_per_step")
 
     def run(self) -> None:
         """Measures, prints and saves."""

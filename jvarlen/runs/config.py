@@ -10,6 +10,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
@@ -17,7 +18,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import dacite
 import tyro
 
-from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
+from jvarlen._common.checks import (
+    UserError,
+    check_above,
+    check_at_least,
+    check_at_least_one,
+    check_counts,
+    check_fraction,
+    check_setting,
+    if_given,
+    list_first,
+)
 from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote
@@ -26,6 +37,7 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import TransformerConfig
+from jvarlen.planning.order import check_seed
 from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
 
 __all__ = [
@@ -141,8 +153,8 @@ class DataConfig:
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
-        check_at_least(self, 0, "num_workers", "end_token")
-        check_at_least(self, 1, "mixture_samples")
+        check_counts(self, 0, "num_workers", "end_token")
+        check_at_least_one(**if_given(mixture_samples=self.mixture_samples))
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         for name in ("weights", "loss_weights"):
             if (given := getattr(self, name)) and len(given) != len(self.files):
@@ -214,8 +226,8 @@ class CheckpointConfig:
     """Number of checkpoints to keep as well, those with the fewest held-out bits per token; needs eval_every."""
 
     def __post_init__(self):
-        check_at_least(self, 1, "checkpoint_every", "keep_last")
-        check_at_least(self, 0, "keep_best")
+        check_counts(self, 1, "checkpoint_every", "keep_last")
+        check_counts(self, 0, "keep_best")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,9 +309,11 @@ class FitConfig:
     """How the step is compiled and run."""
 
     def __post_init__(self):
-        check_at_least(self, 1, "max_steps", "num_epochs", "eval_every")
-        check_at_least(self, 0, "seed", "profile")
-        check_above(self, 0, "stall_timeout_s")
+        check_counts(self, 1, "max_steps", "num_epochs", "eval_every")
+        check_counts(self, 0, "profile")
+        check_seed(self.seed, epoch=0)
+        most = threading.TIMEOUT_MAX
+        check_setting(self, ("stall_timeout_s",), lambda seconds: 0 < seconds <= most, f"above 0 and at most {most:g}")
         if self.checkpoints.keep_best and self.eval_every is None:
             raise UserError(
                 f"keep_best ({self.checkpoints.keep_best}) needs eval_every: which is best only evaluations tell"

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import UserError, check_at_least, check_setting
+from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen.planning.buckets import check_buckets, cost_of_candidates, make_buckets
-from jvarlen.planning.budget import Budget, BudgetSettings, Strategy
+from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
@@ -88,7 +88,12 @@ class PlanConfig(BudgetSettings, OrderSettings):
     def __post_init__(self):
         if self.buckets:
             check_buckets(self.buckets)
-        check_at_least(self, 1, "max_samples_per_row", "pacing_steps", "pacing_stages")
+        if self.row_lengths:
+            try:
+                check_bucket_lengths(self.row_lengths)
+            except UserError as error:
+                raise UserError(f"row_lengths: {error}") from None
+        check_counts(self, 1, "max_samples_per_row", "pacing_steps", "pacing_stages")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:

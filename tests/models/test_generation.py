@@ -119,8 +119,9 @@ def test_no_prompts_have_no_continuations():
         ([[1], [50, -1], [1.5], [[1]]], {}, r"from 0 to 49: prompt 1: 50, -1; prompt 2: float64\[1\]; prompt 3: int64"),
         ([[1], [1] * 60], {"max_tokens": 60}, r"max_tokens 60 leaves no row .* id 1: 69"),
         ([[1]], {"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
-        ([[1]], {"temperature": -1.0}, "temperature must be finite and at least 0"),
-        ([[1]], {"temperature": float("nan")}, "temperature must be finite and at least 0"),
+        ([[1]], {"temperature": 1e-320}, "temperature .* must be 0, or from 1e-30 to 1e30"),
+        ([[1]], {"temperature": -1.0}, "temperature .* must be 0, or from 1e-30 to 1e30"),
+        ([[1]], {"temperature": float("nan")}, "temperature .* must be 0, or from 1e-30 to 1e30"),
         ([[1]], {"end_token": 50}, "end_token must be at least 0 and below 50"),
     ],
 )
