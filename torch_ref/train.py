@@ -120,7 +120,8 @@ def train_step(
         `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
         samples; all three over the whole step. Both scalars are float32 at least. To add up
         steps, take `float(loss) * float(weight)`, a step late, in Python's floats: sums in float32 lose counts above
-        2**24.
+        2**24. `grads_finite` and `params_finite`, scalars: whether the gradient, and its square, and the trained
+        parameters after the step are finite. Where they are not, save nothing: a finite loss may have such a gradient.
 
     References:
         `DistributedDataParallel.no_sync` for reducing once a step: Li et al. 2020, "PyTorch Distributed: Experiences on
@@ -198,17 +199,12 @@ def update(
     loss, weight = total
     # Sums are 0 where weights are: dividing by 1 then keeps them 0.
     divisor = torch.where(weight != 0, weight, torch.ones_like(weight))
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    reached = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in reached if parameter.grad is not None]
     for gradient in gradients:
         gradient.div_(divisor / num_averaged)
+    norm = _norm(gradients, 2, stage_group)
     if max_norm is not None:
-        norm = nn.utils.get_total_norm(gradients)
-        if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
-            norm = norm.full_tensor()
-        if stage_group is not None:
-            squared = norm**2
-            distributed.all_reduce(squared, group=stage_group)
-            norm = squared.sqrt()
         # Without the 1e-6 that torch's own clipping adds to the norm.
         scale = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
         for gradient in gradients:
@@ -218,7 +214,21 @@ def update(
         "loss": loss / divisor,
         "weight": weight,
         "num_sequences": batch.num_sequences,
+        "grads_finite": norm.isfinite(),
+        "params_finite": _norm([parameter.detach() for parameter in reached], 1, stage_group).isfinite(),
     }
+
+
+def _norm(tensors: list[Tensor], order: int, stage_group: "distributed.ProcessGroup | None") -> Tensor:
+    """Return the norm of all tensors, over the processes that hold shards and stages; NaN if a value is."""
+    norm = nn.utils.get_total_norm(tensors, order)
+    if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
+        norm = norm.full_tensor()
+    if stage_group is None:
+        return norm
+    power = norm**order
+    distributed.all_reduce(power, group=stage_group)
+    return power ** (1 / order)
 
 
 def _reduce(model: nn.Module, total: Tensor) -> Tensor:

@@ -89,14 +89,14 @@ def test_each_process_holds_its_share(trained, name):
 def test_steps_communicate_as_often_as_they_must(trained):
     """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
     num_layers = WAYS["tensor2"].num_layers
-    of_loss, of_clipping, of_norms = 3, 1, 2 * num_layers + 1
+    of_loss, of_clipping, of_params, of_norms = 3, 1, 1, 2 * num_layers + 1  # whether parameters are finite: one number
     for result in results_of(trained, "tensor2"):
         reduced = int(result["c10d_functional.all_reduce"])
-        assert reduced == 2 * (2 * num_layers + 1) + of_loss + of_clipping
+        assert reduced == 2 * (2 * num_layers + 1) + of_loss + of_clipping + of_params
     for result in results_of(trained, "tensor2.sequence_parallel"):
         assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * num_layers + 2
         assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * num_layers + 2
-        assert int(result["c10d_functional.all_reduce"]) == of_loss + of_clipping + of_norms
+        assert int(result["c10d_functional.all_reduce"]) == of_loss + of_clipping + of_params + of_norms
 
 
 @pytest.mark.slow

@@ -555,6 +555,24 @@ def test_a_step_without_weight_has_zero_loss_and_gradient():
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_the_step_whose_gradient_breaks_the_parameters_says_so(max_norm):
+    """At a root of 0 the loss is finite."""
+
+    def root_loss(model, microbatch):
+        return torch.sqrt(model.weight * microbatch.weights.sum()).sum(), torch.ones(())
+
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for weight in (1.0, 0.0, 1.0):
+        tokens = torch.zeros(1, 1, 1, dtype=torch.int64)
+        batch = torch_ref.Batch(tokens, tokens[..., 0], torch.full((1, 1, 1), weight), 1.0)
+        metrics = torch_ref.train_step(model, optimizer, batch, loss_fn=root_loss, max_norm=max_norm)
+        found.append((math.isfinite(metrics["loss"]), bool(metrics["grads_finite"]), bool(metrics["params_finite"])))
+    assert found == [(True, True, True), (True, False, False), (False, False, False)]
+
+
 def test_a_batch_moves_with_all_its_tensors():
     """And keeps what is none; to where it is it needs no copy."""
     plan = torch_ref.make_plan(torch_ref.pack_samples([3, 5], 8), [(1, 8)], order="length")
