@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import default_cache_dir, write_atomically
+from jvarlen._common.files import default_cache_dir, regular_file, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import measure_integers
 from jvarlen.data.shard_files import ShardsError
@@ -164,7 +164,7 @@ def _read_first(stems: list[Path], kind: str, key: str, *, warn: bool = True) ->
     for stem in stems:
         cache = Path(f"{stem}.npz")
         try:
-            content = cache.read_bytes()
+            content = regular_file(cache).read_bytes()
         except OSError:
             continue
         try:

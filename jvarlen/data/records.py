@@ -288,17 +288,17 @@ class _Counting(jinja2.visitor.NodeTransformer):
     """Makes loops and macros count their rounds, and `~` the characters that it joins."""
 
     def visit_For(self, node: Any) -> Any:  # as jinja2 has it
-        self.generic_visit(node)
+        node = self.visit_Macro(node) if node.recursive else self.generic_visit(node)
         node.iter = jinja2.nodes.Filter(node.iter, "counted", [], [], None, None)
-        return self._counted(node) if node.recursive else node
+        return node
 
-    def _counted(self, node: Any) -> Any:
+    def visit_Macro(self, node: Any) -> Any:
         self.generic_visit(node)
         call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("spend"), [], [], None, None)
         node.body.insert(0, jinja2.nodes.ExprStmt(call))
         return node
 
-    visit_Macro = visit_CallBlock = _counted
+    visit_CallBlock = visit_Macro
 
     def visit_Concat(self, node: Any) -> Any:
         self.generic_visit(node)

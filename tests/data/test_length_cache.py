@@ -1,5 +1,6 @@
 """The length cache: measured once, kept whole, never used for other data."""
 
+import os
 import threading
 import time
 import warnings
@@ -94,6 +95,16 @@ def test_a_damaged_cache_is_named_and_made_again(path):
             assert cache.read_bytes() == whole
             num_refused += 1
     assert num_refused > len(cuts) + len(flips) // 2
+
+
+def test_a_pipe_in_place_of_a_cache_is_named_and_not_read(path, monkeypatch):
+    cached_lengths(Counted(LENGTHS), path, KEY, progress=False)
+    (kept,) = path.parent.glob("*.lengths-*.npz")
+    kept.unlink()
+    os.mkfifo(kept)
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail(f"{path} is read"))
+    with pytest.raises(ValueError, match=rf"{kept} is a pipe"):
+        cached_lengths(Counted(LENGTHS), path, KEY, progress=False)
 
 
 @pytest.mark.parametrize("key", [OTHER_KEY, KEY])
