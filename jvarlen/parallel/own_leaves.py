@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -335,7 +336,7 @@ def _run_by_layers(
 
     def value_of(atom: Any) -> _Value:
         if isinstance(atom, Literal):
-            return _Value(key_of("literal", str(atom.aval), np.asarray(atom.val).tobytes()))
+            return _Value(key_of(*_literal(atom)))
         return values[atom]
 
     given: dict[Any, _Value] = {}
@@ -349,6 +350,7 @@ def _run_by_layers(
 
     texts = [_text_of(equation, number) for number, equation in enumerate(equations)]
     every_layer = {place.layer for place in places} - {None}
+    num_uses = _num_uses(traced.jaxpr, texts, places)
     alone: set[int] = set()  # what only some layers do
     while True:
         values, operations = dict(given), []
@@ -358,7 +360,12 @@ def _run_by_layers(
             layers = {operand.layer for operand in operands} - {None}
             layer = next(iter(layers)) if len(layers) == 1 else None
             key = key_of("layers", text, *((operand.key, operand.layer is None) for operand in operands))
-            if layer is None or key in alone:
+            # A value that fewer operations take than there are layers, such as a part of a norm, is of no use to all.
+            is_partial = any(
+                operand.layer is None and not isinstance(atom, Literal) and num_uses[atom] < len(every_layer)
+                for atom, operand in zip(equation.invars, operands, strict=True)
+            )
+            if layer is None or is_partial or key in alone:
                 layer, key = None, key_of("alone", text, *operands)
             else:
                 layers_of.setdefault(key, set()).add(layer)
@@ -395,6 +402,26 @@ def _run_by_layers(
             made = jax.vmap(call, axes)(*(operand.array for operand in taken))
         arrays_of |= {key_of("output", key, i): array for i, array in enumerate(made)}
     return [output_of(atom) for atom in traced.jaxpr.outvars]
+
+
+def _literal(literal: Literal) -> tuple[Any, ...]:
+    """What a literal is; two that have the same are the same."""
+    return "literal", literal.aval, np.asarray(literal.val).tobytes()
+
+
+def _num_uses(jaxpr: Jaxpr, texts: list[str], places: list[Place]) -> dict[Any, int]:
+    """How many operations take each variable, or one that differs from it by the layer alone."""
+    numbers: dict[Any, int] = {}
+    kinds: dict[Any, int] = {variable: -1 - i for i, variable in enumerate(jaxpr.constvars)}
+    for variable, place in zip(jaxpr.invars, places, strict=True):
+        kinds[variable] = numbers.setdefault(("given", place.array), len(numbers))
+    uses: collections.Counter[int] = collections.Counter()
+    for equation, text in zip(jaxpr.eqns, texts, strict=True):
+        operands = [_literal(atom) if isinstance(atom, Literal) else kinds[atom] for atom in equation.invars]
+        uses.update({operand for operand in operands if isinstance(operand, int)})
+        for i, out in enumerate(equation.outvars):
+            kinds[out] = numbers.setdefault((text, *operands, i), len(numbers))
+    return {variable: uses[kind] for variable, kind in kinds.items()}
 
 
 def _text_of(equation: JaxprEqn, number: int) -> str:
