@@ -40,7 +40,8 @@ class Order:
             or an array [n] of unique sample ids, which may leave samples out. Ties go by ascending id.
         block_size: shuffle within blocks of this many consecutive places, so that the order is kept roughly. With
             "shuffle" these are blocks of ids, and the blocks come in random order: neighbours in storage stay near each
-            other.
+            other. Where shuffled samples are packed, it is how many of them are packed at a time, as `pack_samples`
+            says. "auto" is no blocks, but for these.
         shuffle_steps: shuffle the steps as well, whatever the order of the samples.
         longest_first: swap the first step of the longest bucket in use to the front.
         new_shape_every: number the buckets in use by their first step; step t is then the earliest one left of those
@@ -57,7 +58,7 @@ class Order:
 
     by: str | ArrayLike = "shuffle"
     _: KW_ONLY
-    block_size: int | None = None
+    block_size: int | str | None = "auto"
     shuffle_steps: bool = False
     longest_first: bool = False
     new_shape_every: int = 0
@@ -67,12 +68,17 @@ class Order:
         """Check what does not depend on the samples."""
         if isinstance(self.by, str) and self.by not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)} or an array of sample ids, got {self.by!r}")
-        if self.block_size is not None:
+        if self.block_size is not None and self.block_size != "auto":
             object.__setattr__(self, "block_size", check_integer("block_size", self.block_size))
         every = check_integer("new_shape_every", self.new_shape_every, minimum=0)
         object.__setattr__(self, "new_shape_every", every)
         if self.chunks_in_order and (self.shuffle_steps or every):
             raise ValueError("chunks_in_order goes with neither shuffle_steps nor new_shape_every")
+
+    @property
+    def blocks(self) -> int | None:
+        """The block size of samples that are not packed: None for "auto"."""
+        return self.block_size if isinstance(self.block_size, int) else None
 
     @property
     def name(self) -> str:
@@ -120,16 +126,16 @@ def sample_order(
     order = as_order(order)
     if not isinstance(order.by, str):
         ids = _check_order_array(order.by, len(lengths))
-    elif order.by == "dataset" or (order.by == "shuffle" and order.block_size is not None):
+    elif order.by == "dataset" or (order.by == "shuffle" and order.blocks is not None):
         ids = np.arange(len(lengths), dtype=np.int64)
     elif order.by == "shuffle":
         ids = stable_argsort(random_keys(seed, epoch, 0, len(lengths)))
     else:
         ids = stable_argsort(values, descending=order.by == "length_descending")
-    if order.block_size is None:
+    if order.blocks is None:
         return ids
     keys = random_keys(seed, epoch, 0, len(lengths))
-    block = np.arange(len(ids), dtype=np.int64) // order.block_size
+    block = np.arange(len(ids), dtype=np.int64) // order.blocks
     columns = [ids, keys[ids], block]
     if order.name == "shuffle":
         columns.append(random_keys(seed, epoch, _BLOCK_KEYS, int(block[-1]) + 1)[block])

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -16,10 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch_ref.checks import check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.joint import check_sizes, fill_joint_rows, fit_joint, place_samples
 from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_joint_lengths, check_lengths, fit_lengths
-from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
+from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.placing import fill_rows
 
 __all__ = ["PackedHistogram", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
+
+_LEAST_BLOCK = 256
+_MOST_TRIED = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,7 +121,7 @@ def pack_samples(
     *,
     counts: None = None,
     max_samples_per_row: int | None = None,
-    order: str | ArrayLike = "dataset",
+    order: str | Order | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
@@ -142,7 +145,7 @@ def pack_samples(
     *,
     counts: ArrayLike | None = None,
     max_samples_per_row: int | None = None,
-    order: str | ArrayLike = "dataset",
+    order: str | Order | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
@@ -166,6 +169,12 @@ def pack_samples(
     Rows are then filled as `torch_ref.joint.fill_joint_rows` says: one after the other, each time with the sample whose
     lengths best match the space that is left. Such samples cannot be split.
 
+    Shuffled samples are packed in blocks of `Order.block_size` consecutive ones (long samples before they are split or
+    dropped count), so that rows are others in every epoch. The last row of a block is opened again: its samples are
+    packed with those of the next block. "auto" takes the smallest of 256, 512, 1024, ..., each below the number of
+    samples, for which epoch 0 has at most R / 1000 rows more, rounded up, than the R of all at once; or all at once, if
+    there is none. Of more than 2**20 samples the first 2**20 of that epoch decide. None is all at once.
+
     The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
     out.
 
@@ -176,7 +185,7 @@ def pack_samples(
         counts: [N] integers >= 1: there are `counts[i]` samples of `lengths[i]`. They have no ids and no order.
         max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
-            every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
+            every epoch. It has random keys of its own, independent of those of a plan, and alone has blocks.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes pieces of them,
@@ -204,38 +213,150 @@ def pack_samples(
     if counts is not None:
         numbers = _check_counts(counts, len(checked), order)
         return _pack_histogram(checked, numbers, sizes, max_samples_per_row, overlong)
-    ids = _packing_order(checked, order, seed, epoch)
-    starts = None
-    if overlong == "split" and (checked[ids] > sizes[-1]).any():
-        fitted, starts = split_samples(checked, ids, sizes[-1])
-    else:
-        rule = "error" if overlong == "split" else overlong
-        fitted = fit_lengths(checked, ids, sizes[-1], rule, name="the longest row")
-    longest_first = stable_argsort(fitted.lengths, descending=True)
-    ordered = fitted.lengths[longest_first]
-    distinct, numbers = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
-    rows = fill_rows(sizes, distinct.tolist(), numbers.tolist(), max_samples_per_row)
-    row, capacity = rows.row_of_samples(), rows.capacity()
-    by_row = stable_argsort(row)
-    return Packing(
-        sample_ids=fitted.sample_ids[longest_first][by_row],
-        row_offsets=np.concatenate([[0], np.cumsum(np.bincount(row, minlength=len(capacity)))]),
-        sample_lengths=ordered[by_row],
-        capacity=capacity,
-        row_lengths=sizes,
-        overlong=overlong,
-        num_dropped=fitted.num_dropped,
-        num_truncated=fitted.num_truncated,
-        piece_starts=None if starts is None else starts[longest_first][by_row],
-    )
+    packed = _Packer(checked, sizes, max_samples_per_row, overlong).pack(as_order(order), seed, epoch)
+    return Packing(row_lengths=sizes, overlong=overlong, **packed)
 
 
-def _packing_order(lengths: NDArray[np.int64], order: str | ArrayLike, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the ids in the order that decides between samples of equal length."""
-    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-    if isinstance(order, str) and order == "shuffle":
-        return stable_argsort(random_keys(seed, epoch, 0, len(lengths), PACKING_STREAM))
-    return sample_order(lengths, order)
+class _Chunks(NamedTuple):
+    """What is packed, in order.
+
+    Attributes:
+        sample_ids: int64[n].
+        lengths: int64[n] or int64[n, D], cut.
+        starts: int64[n], the tokens of its sample before each; None if no sample was split.
+        place: int64[n], the place of its sample in the order.
+        num_dropped: samples left out.
+        num_truncated: samples cut.
+    """
+
+    sample_ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64] | None
+    place: NDArray[np.int64]
+    num_dropped: int
+    num_truncated: int
+
+
+class _Rows(NamedTuple):
+    """Rows of some chunks: their indices by row, how many each row holds, and the length of each row."""
+
+    chunks: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+
+
+class _Packer:
+    """Packs samples in any order, all at once or in blocks.
+
+    Args:
+        lengths: int64[N] or int64[N, D].
+        sizes: the lengths of rows.
+        most: samples of a row, or None.
+        overlong: the rule for samples that no row holds.
+    """
+
+    def __init__(
+        self, lengths: NDArray[np.int64], sizes: Sequence[int] | NDArray[np.int64], most: int | None, overlong: str
+    ) -> None:
+        self._lengths, self._sizes, self._most, self._overlong = lengths, sizes, most, overlong
+
+    def pack(self, order: Order, seed: int, epoch: int) -> dict[str, Any]:
+        """Return the arrays and counts of a `Packing`."""
+        seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+        sums = self._lengths if self._lengths.ndim == 1 else self._lengths.sum(axis=1)
+        block_size: int | str | None = None
+        if order.name == "shuffle":
+            fitted, block_size = self._fit(self._shuffled(seed, epoch)), order.block_size
+            if block_size == "auto":
+                block_size = self._least_block_size(seed)
+        elif order.blocks is not None:
+            raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
+        else:
+            fitted = self._fit(sample_order(sums, order))
+        rows = self._in_blocks(fitted, block_size)
+        return {
+            "sample_ids": fitted.sample_ids[rows.chunks],
+            "row_offsets": np.concatenate([[0], np.cumsum(rows.sizes)]),
+            "sample_lengths": fitted.lengths[rows.chunks],
+            "capacity": rows.capacity,
+            "num_dropped": fitted.num_dropped,
+            "num_truncated": fitted.num_truncated,
+            "piece_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
+        }
+
+    def _shuffled(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        return stable_argsort(random_keys(seed, epoch, 0, len(self._lengths), PACKING_STREAM))
+
+    def _least_block_size(self, seed: int) -> int | None:
+        """Return what "auto" stands for."""
+        ids = self._shuffled(seed, 0)
+        fitted, num_samples = self._fit(ids), min(len(ids), _MOST_TRIED)
+        first = fitted.place < num_samples
+        fitted = fitted._replace(lengths=fitted.lengths[first], place=fitted.place[first])
+        if num_samples <= _LEAST_BLOCK or not first.any():
+            return None
+        num_rows = len(self._in_blocks(fitted, None).capacity)
+        allowed = num_rows + -(-num_rows // 1000)
+        block_size = _LEAST_BLOCK
+        while block_size < num_samples:
+            if len(self._in_blocks(fitted, block_size).capacity) <= allowed:
+                return block_size
+            block_size *= 2
+        return None
+
+    def _fit(self, ids: NDArray[np.int64]) -> _Chunks:
+        """Apply the rule for long samples to those of the ordered ids."""
+        starts = None
+        if self._lengths.ndim == 2:
+            fitted = fit_joint(self._lengths, ids, np.asarray(self._sizes), self._overlong)
+        elif self._overlong == "split" and (self._lengths[ids] > self._sizes[-1]).any():
+            fitted, starts = split_samples(self._lengths, ids, int(self._sizes[-1]))
+        else:
+            rule = "error" if self._overlong == "split" else self._overlong
+            fitted = fit_lengths(self._lengths, ids, int(self._sizes[-1]), rule, name="the longest row")
+        places = np.empty(len(self._lengths), dtype=np.int64)
+        places[ids] = np.arange(len(ids))
+        return _Chunks(
+            fitted.sample_ids,
+            fitted.lengths,
+            starts,
+            places[fitted.sample_ids],
+            fitted.num_dropped,
+            fitted.num_truncated,
+        )
+
+    def _in_blocks(self, fitted: _Chunks, block_size: int | str | None) -> _Rows:
+        """Pack chunks of so many samples at a time, each time with those of the last row before; None: all at once."""
+        block = fitted.place // (block_size if isinstance(block_size, int) else len(self._lengths))
+        *ends, num_chunks = np.append(np.flatnonzero(np.diff(block)) + 1, len(block)).tolist()
+        begin, left, parts = 0, np.empty(0, dtype=np.int64), []
+        for end in ends:
+            indices = np.concatenate([left, np.arange(begin, end)])
+            rows = self._at_once(fitted.lengths[indices])
+            begin, chunks, last = end, indices[rows.chunks], len(indices) - int(rows.sizes[-1])
+            left = np.sort(chunks[last:])
+            parts.append(_Rows(chunks[:last], rows.sizes[:-1], rows.capacity[:-1]))
+        indices = np.concatenate([left, np.arange(begin, num_chunks)])
+        rows = self._at_once(fitted.lengths[indices])
+        parts.append(rows._replace(chunks=indices[rows.chunks]))
+        return _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def _at_once(self, lengths: NDArray[np.int64]) -> _Rows:
+        """Pack chunks of these lengths."""
+        if lengths.ndim == 2:
+            distinct, inverse = np.unique(lengths, axis=0, return_inverse=True)
+            kind = inverse.reshape(-1)
+            numbers = np.bincount(kind, minlength=len(distinct)).tolist()
+            samples, offsets = place_samples(
+                kind, fill_joint_rows(distinct, numbers, np.asarray(self._sizes), self._most)
+            )
+            return _Rows(samples, np.diff(offsets), np.tile(self._sizes, (len(offsets) - 1, 1)))
+        longest_first = stable_argsort(lengths, descending=True)
+        distinct, counts = torch.unique_consecutive(to_tensor(lengths[longest_first]), return_counts=True)
+        filled = fill_rows(tuple(self._sizes), distinct.tolist(), counts.tolist(), self._most)
+        row, capacity = filled.row_of_samples(), filled.capacity()
+        by_row = stable_argsort(row)
+        return _Rows(longest_first[by_row], np.bincount(row, minlength=len(capacity)), capacity)
 
 
 def _pack_joint(
@@ -243,7 +364,7 @@ def _pack_joint(
     row_lengths: Any,
     counts: ArrayLike | None,
     most: int | None,
-    order: str | ArrayLike,
+    order: str | Order | ArrayLike,
     seed: int,
     epoch: int,
     overlong: str,
@@ -255,38 +376,25 @@ def _pack_joint(
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
     most = None if most is None else check_integer("max_samples_per_row", most)
     if counts is None:
-        each, ids = np.ones(len(checked), dtype=np.int64), _packing_order(checked.sum(axis=1), order, seed, epoch)
-    else:
-        each, ids = _check_counts(counts, len(checked), order), np.arange(len(checked))
+        packed = _Packer(checked, sizes, most, overlong).pack(as_order(order), seed, epoch)
+        return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
+    each, ids = _check_counts(counts, len(checked), order), np.arange(len(checked))
     fitted = fit_joint(checked, ids, sizes, overlong)
     distinct, inverse = np.unique(fitted.lengths, axis=0, return_inverse=True)
-    kind = inverse.reshape(-1)
     by_kind = Counter[int]()
-    for k, number in zip(kind.tolist(), each[fitted.sample_ids].tolist(), strict=True):
+    for k, number in zip(inverse.reshape(-1).tolist(), each[fitted.sample_ids].tolist(), strict=True):
         by_kind[k] += number
     rows = fill_joint_rows(distinct, [by_kind[k] for k in range(len(distinct))], sizes, most)
-    if counts is not None:
-        too_long = int(each[np.any(checked > sizes, axis=1)].sum())
-        return PackedHistogram(
-            sample_lengths=distinct[np.concatenate([row.kinds for row in rows])],
-            row_offsets=np.array(list(accumulate((len(row.kinds) for row in rows), initial=0)), dtype=np.int64),
-            capacity=np.tile(sizes, (len(rows), 1)),
-            counts=np.array([row.number for row in rows], dtype=np.int64),
-            row_lengths=tuple(sizes.tolist()),
-            overlong=overlong,
-            num_dropped=too_long if overlong == "drop" else 0,
-            num_truncated=too_long if overlong == "truncate" else 0,
-        )
-    samples, row_offsets = place_samples(kind, rows)
-    return Packing(
-        sample_ids=fitted.sample_ids[samples],
-        row_offsets=row_offsets,
-        sample_lengths=fitted.lengths[samples],
-        capacity=np.tile(sizes, (len(row_offsets) - 1, 1)),
+    too_long = int(each[np.any(checked > sizes, axis=1)].sum())
+    return PackedHistogram(
+        sample_lengths=distinct[np.concatenate([row.kinds for row in rows])],
+        row_offsets=np.array(list(accumulate((len(row.kinds) for row in rows), initial=0)), dtype=np.int64),
+        capacity=np.tile(sizes, (len(rows), 1)),
+        counts=np.array([row.number for row in rows], dtype=np.int64),
         row_lengths=tuple(sizes.tolist()),
         overlong=overlong,
-        num_dropped=fitted.num_dropped,
-        num_truncated=fitted.num_truncated,
+        num_dropped=too_long if overlong == "drop" else 0,
+        num_truncated=too_long if overlong == "truncate" else 0,
     )
 
 
@@ -328,7 +436,7 @@ def _pack_histogram(
     )
 
 
-def _check_counts(counts: ArrayLike, num_lengths: int, order: str | ArrayLike) -> NDArray[np.int64]:
+def _check_counts(counts: ArrayLike, num_lengths: int, order: str | Order | ArrayLike) -> NDArray[np.int64]:
     if not isinstance(order, str) or order != "dataset":
         raise ValueError(f"order must not be given for a histogram (counts=), got {order!r}")
     values = integer_array("counts", counts)

@@ -300,14 +300,17 @@ def make_plan(
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")
         limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
-        num_microbatches, checked = limits.microbatches_per_step, _choose(lengths, limits, overlong, packing)
+        num_microbatches, checked = (
+            limits.microbatches_per_step,
+            _choose(lengths, limits, overlong, packing, order, seed),
+        )
     check_steps(checked, num_microbatches)
     if packing is not None:
         assert not isinstance(lengths, Packing)
-        by = order.by if order.name in ("shuffle", "array") else "dataset"
+        by = order if order.name == "shuffle" else order.by if order.name == "array" else "dataset"
         sizes = [bucket[1] for bucket in checked]
         lengths = pack_samples(lengths, sizes, order=by, seed=seed, epoch=epoch, overlong=overlong)
-        order = replace(order, by="dataset") if order.name == "array" else order
+        order = replace(order, by="dataset" if order.name == "array" else order.by, block_size=None)
         overlong = "error"
     packed = lengths if isinstance(lengths, Packing) else None
     if packed is not None:
@@ -334,7 +337,7 @@ def make_plan(
     if pacing is not None:
         first = sums if difficulty is None else np.asarray(split_difficulty(difficulty)[0])
         items = _pace(items, pacing, first, rows_per_step, seed, epoch)
-    by_arrival = order.name in ("dataset", "array") or not by_length or order.block_size is not None
+    by_arrival = order.name in ("dataset", "array") or not by_length or order.blocks is not None
     by_arrival = by_arrival or pacing is not None
     steps = emit_steps(
         items.bucket,
@@ -407,12 +410,12 @@ def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
 
 
 def _choose(
-    lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str | None
+    lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str | None, order: Order, seed: int
 ) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
     """Choose the buckets of samples, pairs, or packed rows."""
     if packing is not None:
         assert not isinstance(lengths, Packing)
-        return choose_packed_buckets(lengths, budget, overlong)
+        return choose_packed_buckets(lengths, budget, overlong, order if order.name == "shuffle" else "dataset", seed)
     values = _check_values(lengths)
     if values.ndim == 2:
         return make_pair_buckets(values, budget, overlong=overlong)
@@ -426,8 +429,10 @@ def _check_packing_word(packing: str, lengths: ArrayLike | Packing, order: Order
         raise ValueError(f'packing must be None or "best_fit", got {packing!r}')
     if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
         raise ValueError(f"packing={packing!r} packs samples with one length each")
-    if is_ranked or order.block_size is not None:
-        raise ValueError(f"packing={packing!r} goes with neither difficulty nor pacing nor block_size")
+    if is_ranked:
+        raise ValueError(f"packing={packing!r} goes with neither difficulty nor pacing")
+    if order.blocks is not None and order.name != "shuffle":
+        raise ValueError(f'packing={packing!r} takes a block_size for "shuffle", not for {order.name!r}')
 
 
 def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
@@ -437,7 +442,7 @@ def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
         raise ValueError(f'pacing needs order="length" or "length_descending", got {order.name!r}')
     if isinstance(pacing, ValuePacing) and order.name != "length":
         raise ValueError(f'a ValuePacing admits low values first: order must be "length", got {order.name!r}')
-    if order.block_size is not None:
+    if order.blocks is not None:
         raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {order.block_size}")
     if order.shuffle_steps:
         raise ValueError("pacing decides when steps come: shuffle_steps must be False")

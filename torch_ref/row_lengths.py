@@ -16,6 +16,7 @@ from torch_ref.budget import Budget, as_budget
 from torch_ref.checks import check_integer
 from torch_ref.fitting import fit_budget
 from torch_ref.lengths import check_lengths
+from torch_ref.order import Order
 from torch_ref.packing import pack_samples, split_samples
 from torch_ref.placing import fill_rows
 
@@ -110,13 +111,15 @@ def choose_row_lengths(
     return tuple(distinct[place] for place in _Search(len(distinct), max_shapes, most, plan_cost).run(best_by_class))
 
 
-def choose_packed_buckets(lengths: ArrayLike, budget: Budget, overlong: str) -> tuple[Bucket, ...]:
-    """Choose the buckets of packed rows, of one length where there is neither a cost nor a given list of lengths."""
+def choose_packed_buckets(
+    lengths: ArrayLike, budget: Budget, overlong: str, order: Order | str, seed: int
+) -> tuple[Bucket, ...]:
+    """Choose the buckets of the packed rows of epoch 0, of one length without a cost and a given list of lengths."""
     sizes = budget.given_lengths
     if sizes is None:
         limits = budget if budget.cost is not None else replace(budget, max_shapes=1)
         sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
-    tokens = pack_samples(lengths, sizes, overlong=overlong).num_tokens
+    tokens = pack_samples(lengths, sizes, order=order, seed=seed, overlong=overlong).num_tokens
     return make_buckets(tokens, replace(budget, strategy=sizes, max_length=None))
 
 

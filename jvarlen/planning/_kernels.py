@@ -20,6 +20,7 @@ __all__ = [
     "Kernel",
     "close_by_budget",
     "close_by_capacity",
+    "fill_blocks",
     "fill_joint_rows",
     "halved_order",
     "paced_arrival",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _FEW = 2**16  # samples
+_FEW_PACKED = 2**14  # samples of blocks, likewise
 _FEW_SEARCHED = 2**12  # lengths in a search tree, where Python takes far longer
 
 
@@ -330,3 +332,146 @@ def fill_joint_rows(
         num_rows += 1
         ends[num_rows], numbers[num_rows - 1] = num_kinds, 1 + again
     return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
+
+
+@Kernel
+def _place_of(space: int, spaces: Int64[np.ndarray, " s"], num_spaces: int) -> int:
+    """The place of the first of the ascending spaces that is at least this large."""
+    low, high = 0, num_spaces
+    while low < high:
+        middle = (low + high) // 2
+        if spaces[middle] < space:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@functools.partial(Kernel, few=_FEW_PACKED)
+def fill_blocks(
+    lengths: Int64[np.ndarray, " n"],
+    descending: Int64[np.ndarray, " n"],
+    ends: Int64[np.ndarray, " b"],
+    sizes: Int64[np.ndarray, " K"],
+    most_rows: int,
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
+    """Packs blocks by best fit, each with the samples of the last row of the one before, which is not kept.
+
+    `descending` has the samples of each block in the order of placing. Returns them in rows, where rows end, and their
+    capacity; nothing as soon as there must be more than `most_rows`.
+    """
+    num_samples = len(lengths)
+    samples, row_ends, capacity = np.empty_like(lengths), np.empty_like(lengths), np.empty_like(lengths)
+    num_out = num_rows = num_carried = room = 0
+    tokens_later = lengths.sum()
+    carried = placed = row_of = descending[:0]  # places of this block's samples, and their rows
+    # Open rows: those with the same space in a queue, the one that has had it longest first. An entry is several rows
+    # in turn.
+    spaces = queue_head = queue_tail = first_row = num_alike = next_entry = carried
+    begin = 0
+    for end in ends:
+        num_here = num_carried + end - begin
+        if num_here > room:
+            room = 2 * num_here
+            spaces, queue_head, queue_tail = (
+                np.empty(room, np.int64),
+                np.empty(room, np.int64),
+                np.empty(room, np.int64),
+            )
+            first_row, num_alike, next_entry = (
+                np.empty(2 * room, np.int64),
+                np.empty(2 * room, np.int64),
+                np.empty(2 * room, np.int64),
+            )
+            placed, row_of = np.empty(room, np.int64), np.empty(room, np.int64)
+        i = 0
+        for place in range(num_here):
+            if begin == end or (i < num_carried and lengths[carried[i]] >= lengths[descending[begin]]):
+                placed[place] = carried[i]
+                i += 1
+            else:
+                placed[place] = descending[begin]
+                tokens_later -= lengths[descending[begin]]
+                begin += 1
+        num_spaces = num_entries = opened = start = 0
+        while start < num_here:
+            length = lengths[placed[start]]
+            stop = start + 1
+            while stop < num_here and lengths[placed[stop]] == length:
+                stop += 1
+            while start < stop:
+                at = _place_of(length, spaces, num_spaces)
+                if at < num_spaces:
+                    space, entry = spaces[at], queue_head[at]
+                    row = first_row[entry]
+                    per_row = space // length
+                    used = min(num_alike[entry], -((start - stop) // per_row))
+                    first_row[entry] += used
+                    num_alike[entry] -= used
+                    if num_alike[entry] == 0:
+                        if entry == queue_tail[at]:
+                            num_spaces -= 1
+                            for k in range(at, num_spaces):
+                                spaces[k] = spaces[k + 1]
+                                queue_head[k] = queue_head[k + 1]
+                                queue_tail[k] = queue_tail[k + 1]
+                        else:
+                            queue_head[at] = next_entry[entry]
+                else:
+                    size = 0
+                    while sizes[size] < length:
+                        size += 1
+                    space, row = sizes[size], opened
+                    per_row = space // length
+                    used = -((start - stop) // per_row)
+                    for k in range(opened, opened + used):
+                        capacity[num_rows + k] = space
+                    opened += used
+                number = min(stop - start, used * per_row)
+                for k in range(number):
+                    row_of[start + k] = row + k // per_row
+                start += number
+                full, rest = number // per_row, number % per_row
+                for part in range(2):
+                    alike, each = (full, per_row) if part == 0 else (min(rest, 1), rest)
+                    left = space - each * length
+                    if alike == 0 or left == 0:
+                        continue
+                    first_row[num_entries], num_alike[num_entries] = row + part * full, alike
+                    at = _place_of(left, spaces, num_spaces)
+                    if at < num_spaces and spaces[at] == left:
+                        next_entry[queue_tail[at]] = num_entries
+                    else:
+                        for k in range(num_spaces, at, -1):
+                            spaces[k] = spaces[k - 1]
+                            queue_head[k] = queue_head[k - 1]
+                            queue_tail[k] = queue_tail[k - 1]
+                        num_spaces += 1
+                        spaces[at], queue_head[at] = left, num_entries
+                    queue_tail[at] = num_entries
+                    num_entries += 1
+        # Into rows, in order; `spaces` counts what each holds.
+        for row in range(opened):
+            spaces[row] = 0
+        for place in range(num_here):
+            spaces[row_of[place]] += 1
+        for row in range(opened):
+            begins, num_out = num_out, num_out + spaces[row]
+            row_ends[num_rows + row] = num_out
+            spaces[row] = begins
+        for place in range(num_here):
+            row = row_of[place]
+            samples[spaces[row]] = placed[place]
+            spaces[row] += 1
+        num_rows += opened
+        num_carried = 0
+        if end < num_samples:
+            num_rows -= 1
+            first = row_ends[num_rows - 1] if num_rows else 0
+            num_carried, carried, num_out = num_out - first, samples[first:num_out].copy(), first
+        tokens_carried = 0
+        for place in range(num_carried):
+            tokens_carried += lengths[carried[place]]
+        if num_rows - (-(tokens_later + tokens_carried) // sizes[-1]) > most_rows:
+            return samples[:0], row_ends[:0], capacity[:0]
+    return samples, row_ends[:num_rows].copy(), capacity[:num_rows].copy()

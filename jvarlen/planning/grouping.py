@@ -19,6 +19,7 @@ from jvarlen.planning.order import (
     CHUNK,
     Difficulty,
     Order,
+    block_size_of,
     is_by,
     random_key_chunks,
     random_keys,
@@ -58,7 +59,7 @@ class Ordering(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether samples come by a word alone."""
-        return isinstance(self.order.by, str) and self.order.block_size is self.difficulty is self.pacing is None
+        return isinstance(self.order.by, str) and block_size_of(self.order) is self.difficulty is self.pacing is None
 
     @property
     def emits_by_arrival(self) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "OrderWord",
     "as_order",
     "block_order",
+    "block_size_of",
     "check_difficulty",
     "check_seed",
     "is_by",
@@ -51,9 +52,11 @@ PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would f
 class OrderSettings:
     """The fields of an `Order` that are plain values, which the settings of runs have as well."""
 
-    block_size: int | None = None
+    block_size: int | Literal["auto"] | None = "auto"
     """Shuffle within blocks of this many places of the order, so that a sorted order gets local disorder.
-    With order shuffle these are blocks of consecutive ids in random order, which keeps reading local."""
+    With order shuffle these are blocks of consecutive ids in random order, which keeps reading local.
+    Packed and shuffled: pack blocks of so many shuffled samples, so that rows differ in every epoch; auto for as few
+    as fill rows as well as all at once, None for all at once. Elsewhere auto means no blocks."""
     shuffle_steps: bool = False
     """Shuffle the steps, whatever the order of the samples."""
     longest_first: bool = False
@@ -95,10 +98,16 @@ class Order(OrderSettings):
             raise UserError(
                 f"order must be one of {', '.join(get_args(OrderWord))} or an array of sample ids, not {self.by!r}"
             )
-        check_at_least_one(**if_given(block_size=self.block_size))
+        if self.block_size != "auto":
+            check_at_least_one(**if_given(block_size=self.block_size))
         check_at_least_zero(new_shape_every=self.new_shape_every)
         if self.chunks_in_order and (self.shuffle_steps or self.new_shape_every):
             raise UserError("chunks_in_order excludes shuffle_steps and new_shape_every: they decide when steps come")
+
+
+def block_size_of(order: Order) -> int | None:
+    """The places of a block in which single samples (or rows) are shuffled; None for no blocks."""
+    return None if order.block_size is None or order.block_size == "auto" else int(order.block_size)
 
 
 def is_by(order: Order, *words: OrderWord) -> bool:
@@ -147,10 +156,10 @@ def sample_order(
     check_seed(seed, epoch)
     order, num_samples = as_order(order), len(lengths)
     by = lengths if difficulty is None else check_difficulty(difficulty, num_samples)
-    is_shuffle = is_by(order, "shuffle")
+    is_shuffle, block_size = is_by(order, "shuffle"), block_size_of(order)
     if not isinstance(order.by, str):
         ids = _check_order_array(order.by, num_samples)
-    elif order.by == "dataset" or (is_shuffle and order.block_size is not None):
+    elif order.by == "dataset" or (is_shuffle and block_size is not None):
         ids = np.arange(num_samples, dtype=np.int64)
     elif order.by == "length":
         ids = stable_argsort(by)
@@ -159,9 +168,9 @@ def sample_order(
         ids = num_samples - 1 - stable_argsort(by[::-1])[::-1]
     else:
         ids = stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
-    if order.block_size is None:
+    if block_size is None:
         return ids
-    return _shuffle_within_blocks(ids, num_samples, int(order.block_size), is_shuffle, seed, epoch)
+    return _shuffle_within_blocks(ids, num_samples, block_size, is_shuffle, seed, epoch)
 
 
 def _shuffle_within_blocks(

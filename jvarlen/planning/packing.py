@@ -23,7 +23,7 @@ from jvarlen._common.checks import (
     list_offenders,
     offenders_where,
 )
-from jvarlen.planning._kernels import take_segments
+from jvarlen.planning._kernels import fill_blocks, take_segments
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
@@ -36,7 +36,17 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     fit_lengths,
 )
-from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
+from jvarlen.planning.order import (
+    PACKING_STREAM,
+    Order,
+    as_order,
+    block_size_of,
+    check_seed,
+    is_by,
+    random_keys,
+    sample_order,
+    stable_argsort,
+)
 from jvarlen.planning.packings import PackedRows, Packing
 from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
@@ -53,6 +63,8 @@ __all__ = [
     "with_samples",
 ]
 
+_LEAST_BLOCK = 256  # samples
+_MOST_TRIED = 2**20  # samples that tell the block size
 _MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
@@ -105,7 +117,7 @@ def pack_samples(  # type: ignore[misc]
     *,
     counts: npt.ArrayLike | None = None,
     max_samples_per_row: int | None = None,
-    order: str | npt.ArrayLike = "dataset",
+    order: str | Order | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: PackedOverlong = "error",
@@ -130,7 +142,12 @@ def pack_samples(  # type: ignore[misc]
     every d, then, after the first sample, only those of at most ⌊s_d / k⌋ tokens are considered, if there are any,
     where k is how many samples the row may still take. The same row is repeated as often as its samples last.
 
-    The sizes of the rows depend only on the lengths: another epoch fills rows of the same sizes with other samples.
+    Shuffled samples are packed in blocks, so that every epoch has other rows. A block is `Order.block_size` samples
+    that follow each other in the shuffled order, and the samples of the last row of the block before, which is not
+    kept. A block size of `"auto"` is the least power of two, from 256 on and below the number of samples, with
+    which the rows of epoch 0 (for more than 2**20 samples, of the first 2**20) are at most 0.1 %, rounded up, more
+    than without blocks, or else none. Without blocks, and in other orders, the sizes of the rows depend only on the
+    lengths.
 
     Args:
       lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
@@ -139,7 +156,8 @@ def pack_samples(  # type: ignore[misc]
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order;
         time no longer depends on the number of samples.
       max_samples_per_row: the most samples in a row; None: any number.
-      order: as in `sample_order`; `"shuffle"` draws from a stream that is independent of that of plans.
+      order: a word, an array of sample ids or an `Order`, of which `by` and, of `"shuffle"`, `block_size` count;
+        `"shuffle"` draws from a stream that is independent of that of plans.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (in every
@@ -178,24 +196,22 @@ def pack_samples(  # type: ignore[misc]
             raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
         return _pack_histogram(given, check_counts(counts, len(given)), sizes, max_samples_per_row, overlong)
     check_seed(seed, epoch)
-    if isinstance(order, str) and order == "shuffle":
-        ids = stable_argsort(random_keys(len(given), seed=seed, epoch=epoch, stream=PACKING_STREAM))
-    else:
+    order = as_order(order)
+    if not is_by(order, "shuffle"):
+        if block_size_of(order) is not None:
+            raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
         ids = sample_order(given.sum(axis=1) if is_joint else given, order)
-    fitted = _fit(given[ids], sizes, overlong, ids)
-    if is_joint:
-        rows, kind = distinct_joint_rows(fitted.lengths, None, sizes, max_samples_per_row)
-        which, row_offsets = rows.filled(kind)
-        capacity = np.tile(sizes, (len(row_offsets) - 1, 1))
+        fitted = _fit(given[ids], sizes, overlong, ids)
+        rows = _pack(fitted.lengths, None, sizes, max_samples_per_row)
     else:
-        descending = stable_argsort(-fitted.lengths)
-        ordered = fitted.lengths[descending]
-        first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
-        num_of_each = np.diff(first, append=len(ordered))
-        placed = place_samples(ordered[first].tolist(), num_of_each.tolist(), sizes.tolist(), max_samples_per_row)
-        row, capacity = placed.row_of_samples(), placed.capacity()
-        which = descending[stable_argsort(row)]
-        row_offsets = ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity))))
+        ids, fitted = _shuffled(given, sizes, overlong, seed, epoch)
+        block_size = order.block_size
+        if block_size == "auto":
+            first = fitted if epoch == 0 else _shuffled(given, sizes, overlong, seed, 0)[1]
+            num_tried = min(len(ids), _MOST_TRIED)
+            block_size = _least_block_size(first.of_samples(num_tried), num_tried, sizes, max_samples_per_row)
+        rows = _pack(fitted.lengths, fitted.block_ends(block_size), sizes, max_samples_per_row)
+    which, row_offsets, capacity = rows
     return Packing(
         sample_ids=ids[fitted.which][which],
         row_offsets=row_offsets,
@@ -207,6 +223,96 @@ def pack_samples(  # type: ignore[misc]
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
     )
+
+
+class _Rows(NamedTuple):
+    """What rows hold: indices of what is packed, row by row, where each row begins, and the length of each."""
+
+    which: Int64[np.ndarray, " n"]
+    offsets: Int64[np.ndarray, " R_plus_1"]
+    capacity: Int64[np.ndarray, " R *features"]
+
+
+def _shuffled(
+    lengths: Int64[np.ndarray, " N *features"],
+    sizes: Int64[np.ndarray, " K"],
+    overlong: PackedOverlong,
+    seed: int,
+    epoch: int,
+) -> tuple[Int64[np.ndarray, " N"], _Fitted]:
+    """The ids of shuffled samples, and what is packed of them."""
+    ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    return ids, _fit(lengths[ids], sizes, overlong, ids)
+
+
+def _least_block_size(
+    fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"], max_samples_per_row: int | None
+) -> int | None:
+    """The block size of `"auto"`; None for no blocks."""
+    block_size = _LEAST_BLOCK
+    if block_size >= num_samples or not len(fitted.lengths):
+        return None
+    num_rows = len(_pack(fitted.lengths, None, sizes, max_samples_per_row).capacity)
+    most_rows = num_rows - (-num_rows // 1000)
+    while block_size < num_samples:
+        rows = _pack(fitted.lengths, fitted.block_ends(block_size), sizes, max_samples_per_row, most_rows)
+        if 0 < len(rows.capacity) <= most_rows:
+            return block_size
+        block_size *= 2
+    return None
+
+
+def _pack(
+    lengths: Int64[np.ndarray, " n *features"],
+    block_ends: Int64[np.ndarray, " b"] | None,
+    sizes: Int64[np.ndarray, " K"],
+    max_samples_per_row: int | None,
+    most_rows: int = 2**62,
+) -> _Rows:
+    """Packs all at once, or block by block; not to the end where the rows are more than `most_rows`."""
+    if block_ends is not None and lengths.ndim == 1 and max_samples_per_row is None:
+        block = np.repeat(np.arange(len(block_ends)), np.diff(block_ends, prepend=0))
+        descending = stable_argsort(-lengths)
+        descending = descending[stable_argsort(block[descending])]
+        which, ends, capacity = fill_blocks(lengths, descending, block_ends, sizes, most_rows)
+        return _Rows(which, ends_to_offsets(ends), capacity)
+    if block_ends is not None:
+        return _pack_blocks(lengths, block_ends, sizes, max_samples_per_row, most_rows)
+    if lengths.ndim == 2:
+        joint, kind = distinct_joint_rows(lengths, None, sizes, max_samples_per_row)
+        which, offsets = joint.filled(kind)
+        return _Rows(which, offsets, np.tile(sizes, (len(offsets) - 1, 1)))
+    descending = stable_argsort(-lengths)
+    ordered = lengths[descending]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
+    num_of_each = np.diff(first, append=len(ordered))
+    placed = place_samples(ordered[first].tolist(), num_of_each.tolist(), sizes.tolist(), max_samples_per_row)
+    row, capacity = placed.row_of_samples(), placed.capacity()
+    offsets = ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity))))
+    return _Rows(descending[stable_argsort(row)], offsets, capacity)
+
+
+def _pack_blocks(
+    lengths: Int64[np.ndarray, " n *features"],
+    block_ends: Int64[np.ndarray, " b"],
+    sizes: Int64[np.ndarray, " K"],
+    max_samples_per_row: int | None,
+    most_rows: int,
+) -> _Rows:
+    """`_pack` of blocks by the rules that have no kernel for it."""
+    parts = []
+    carried, begin, num_rows = np.empty(0, np.int64), 0, 0
+    for end in block_ends.tolist():
+        samples = np.concatenate([carried, np.arange(begin, end)])
+        rows = _pack(lengths[samples], None, sizes, max_samples_per_row)
+        num_kept = len(rows.capacity) - (end < len(lengths))
+        placed, last = np.split(samples[rows.which], rows.offsets[num_kept : num_kept + 1])
+        parts.append((placed, np.diff(rows.offsets[: num_kept + 1]), rows.capacity[:num_kept]))
+        carried, begin, num_rows = np.sort(last), end, num_rows + num_kept
+        if num_rows > most_rows:
+            break
+    which, num_in_row, capacity = map(np.concatenate, zip(*parts, strict=True))
+    return _Rows(which, ends_to_offsets(np.cumsum(num_in_row)), capacity)
 
 
 def _pack_histogram(
@@ -256,6 +362,25 @@ class _Fitted(NamedTuple):
     starts: Int64[np.ndarray, " n"] | None  # the token with which each begins; None where no sample is split
     num_dropped: int = 0
     num_truncated: int = 0
+
+    @property
+    def place(self) -> Int64[np.ndarray, " n"]:
+        """The place of each in the order of samples."""
+        if isinstance(self.which, slice):
+            return np.arange(len(self.lengths))
+        return np.flatnonzero(self.which) if self.which.dtype == bool else self.which
+
+    def of_samples(self, num_samples: int) -> _Fitted:
+        """What is packed of the first samples."""
+        num_packed = int(np.searchsorted(self.place, num_samples))
+        return _Fitted(self.place[:num_packed], self.lengths[:num_packed], None)
+
+    def block_ends(self, block_size: int | None) -> Int64[np.ndarray, " b"] | None:
+        """Where blocks of samples end; None where there are none, or one."""
+        place = self.place
+        if block_size is None or block_size > place[-1]:
+            return None
+        return np.append(np.flatnonzero(np.diff(place // block_size)) + 1, len(place))
 
 
 def _fit(

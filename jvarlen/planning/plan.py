@@ -28,6 +28,7 @@ from jvarlen.planning.order import (
     Difficulty,
     Order,
     as_order,
+    block_size_of,
     check_difficulty,
     check_seed,
     is_by,
@@ -229,9 +230,10 @@ def make_plan(
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes; or a `ValuePacing`. As long as admitted samples are left, no step holds
         another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that orders steps.
-      packing: `"best_fit"` packs the samples into rows as `pack_samples` does; a shuffled order packs others together
-        in every epoch. Rows are as long as the buckets, which, where they are not given, have one length, that of the
-        longest sample, or with a cost those of `choose_row_lengths`. Not with difficulty, pacing and block size.
+      packing: `"best_fit"` packs the samples into rows as `pack_samples` does; a shuffled order packs others
+        together in every epoch, in blocks of `Order.block_size`. Rows are as long as the buckets, which, where they
+        are not given, have one length, that of the longest sample, or with a cost those of `choose_row_lengths`.
+        Not with difficulty or pacing, and in other orders not with a block size.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -266,7 +268,7 @@ def make_plan(
     limits = in_place_of_buckets(buckets, budget)
     if limits is not None:
         num_microbatches = limits.microbatches_per_step
-        checked = _choose_buckets(lengths, limits, packing, overlong)
+        checked = _choose_buckets(lengths, limits, packing, overlong, order, seed)
     else:
         num_microbatches = given_microbatches(budget, buckets)
         checked = check_buckets(cast("Sequence[tuple[int, ...]]", buckets))
@@ -276,12 +278,12 @@ def make_plan(
         lengths = pack_samples(
             cast("npt.ArrayLike", lengths),
             [bucket.lengths[0] for bucket in checked],
-            order=order.by if is_by(order, "shuffle") or not isinstance(order.by, str) else "dataset",
+            order=order if is_by(order, "shuffle") else "dataset" if isinstance(order.by, str) else order.by,
             seed=seed,
             epoch=epoch,
             overlong=overlong,
         )
-        order = order if isinstance(order.by, str) else dataclasses.replace(order, by="dataset")
+        order = dataclasses.replace(order, by=order.by if isinstance(order.by, str) else "dataset", block_size=None)
         overlong = "error"
     ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
@@ -301,13 +303,18 @@ def make_plan(
 
 
 def _choose_buckets(
-    lengths: npt.ArrayLike | Packing, limits: Budget, packing: str | None, overlong: PackedOverlong
+    lengths: npt.ArrayLike | Packing,
+    limits: Budget,
+    packing: str | None,
+    overlong: PackedOverlong,
+    order: Order,
+    seed: int,
 ) -> tuple[AnyBucket, ...]:
     """The buckets of what is planned, by the budget."""
     if packing is not None:
         from jvarlen.planning.row_lengths import choose_packed_buckets
 
-        return choose_packed_buckets(cast("npt.ArrayLike", lengths), limits, overlong)
+        return choose_packed_buckets(cast("npt.ArrayLike", lengths), limits, overlong, order=order, seed=seed)
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if np.ndim(values) == 2:
         from jvarlen.planning.pair_buckets import make_pair_buckets
@@ -324,7 +331,7 @@ def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
         return
     from jvarlen.planning.pacing import ValuePacing
 
-    if not is_by(order, "length", "length_descending") or order.block_size is not None or order.shuffle_steps:
+    if not is_by(order, "length", "length_descending") or block_size_of(order) is not None or order.shuffle_steps:
         raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
     if isinstance(pacing, ValuePacing) and order.by != "length":
         raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order.by!r}')
@@ -344,7 +351,9 @@ def _check_packing(
     check_choices(packing=(packing, Literal["best_fit"]))
     if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
         raise UserError(f"packing={packing!r} is for samples of one length each that are not packed yet")
-    given = {"difficulty": difficulty, "pacing": pacing, "block_size": order.block_size}
+    given = {"difficulty": difficulty, "pacing": pacing}
+    if not is_by(order, "shuffle"):
+        given["block_size"] = block_size_of(order)
     if unfit := [name for name, value in given.items() if value is not None]:
         raise UserError(f"{', '.join(unfit)}: packed rows mix samples, so that they have no order among themselves")
 

@@ -27,6 +27,7 @@ from jvarlen.planning.buckets import (
 )
 from jvarlen.planning.budget import Budget, as_budget, bucket_costs
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
+from jvarlen.planning.order import Order, is_by
 from jvarlen.planning.packing import pack_samples, split_lengths
 from jvarlen.planning.placing import rows_by_tokens
 
@@ -113,7 +114,13 @@ def choose_row_lengths(
 
 
 def choose_packed_buckets(
-    lengths: npt.ArrayLike, budget: Budget, overlong: PackedOverlong, max_samples_per_row: int | None = None
+    lengths: npt.ArrayLike,
+    budget: Budget,
+    overlong: PackedOverlong,
+    max_samples_per_row: int | None = None,
+    *,
+    order: Order,
+    seed: int,
 ) -> tuple[Bucket, ...]:
     """The buckets of packed rows: of the given lengths, else of `choose_row_lengths`."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
@@ -122,8 +129,15 @@ def choose_packed_buckets(
     else:
         limits = budget if budget.cost else dataclasses.replace(budget, max_shapes=1)
         row_lengths = choose_row_lengths(lengths, limits, max_samples_per_row=max_samples_per_row, overlong=overlong)
-    # Of the same sizes in any order.
-    rows = pack_samples(lengths, row_lengths, max_samples_per_row=max_samples_per_row, overlong=overlong)
+    # Those of epoch 0; of other orders than shuffled ones they have the same sizes in all.
+    rows = pack_samples(
+        lengths,
+        row_lengths,
+        max_samples_per_row=max_samples_per_row,
+        order=order if is_by(order, "shuffle") else "dataset",
+        seed=seed,
+        overlong=overlong,
+    )
     return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None)
 
 

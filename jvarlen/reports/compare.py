@@ -20,6 +20,7 @@ from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, Strategy, as_budget, checked_cost, round_up
 from jvarlen.planning.lengths import FittedLengths, Overlong, check_lengths, fit_lengths
+from jvarlen.planning.order import Order
 from jvarlen.planning.packing import pack_samples
 from jvarlen.planning.packings import Packing
 from jvarlen.planning.plan import make_plan
@@ -111,7 +112,7 @@ def compare_strategies(
         return _planned(fitted.lengths, make_buckets(lengths, limits, strategy=strategy, overlong=overlong), limits)
 
     def in_packed_rows() -> _Steps:
-        buckets = choose_packed_buckets(lengths, limits, overlong)
+        buckets = choose_packed_buckets(lengths, limits, overlong, order=Order("length"), seed=0)
         return _planned(pack_samples(fitted.lengths, [bucket.length for bucket in buckets]), buckets, limits)
 
     def in_sorted_batches() -> _Steps:

@@ -131,7 +131,7 @@ class PlanCommand(PlanConfig):
 
             described = Cluster.named(self.cluster), ModelFile.load(self.model)
         lengths = check_lengths(load_array(self.lengths, "lengths"))
-        shapes = shapes_for(self, lengths)
+        shapes = shapes_for(self, lengths, seed=self.seed)
         plan = epoch_plan(self, shapes, lengths, seed=self.seed, epoch=self.epoch)
         rates = comparison = None
         if self.learning_rate is not None and self.base_batch_size is not None:

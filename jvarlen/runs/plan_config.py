@@ -119,8 +119,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
             )
         if self.pacing != "none":
             raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
-        if self.block_size is not None:
-            raise UserError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
+        if self.order != "shuffle" and self.block_size not in (None, "auto"):
+            raise UserError(f"block_size {self.block_size} of packed rows is for order shuffle, not {self.order}")
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
         if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
@@ -188,14 +188,21 @@ class ChosenShapes:
     new_shape_every: int = 0  # in the first epoch; in later ones all shapes have appeared
 
 
-def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"]) -> ChosenShapes:
+def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: int = 0) -> ChosenShapes:
     """The shapes for int64[N] tokens of samples, where the settings say how many there are."""
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     if not buckets:
         if plan.max_shapes == "auto":
             raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
         if plan.pack:
-            buckets = choose_packed_buckets(lengths, plan.budget, plan.packed_overlong, plan.max_samples_per_row)
+            buckets = choose_packed_buckets(
+                lengths,
+                plan.budget,
+                plan.packed_overlong,
+                plan.max_samples_per_row,
+                order=plan._make_order(0),
+                seed=seed,
+            )
         else:
             buckets = make_buckets(lengths, plan.budget, overlong=plan.bucket_overlong)
     pairs = tuple((rows, length) for rows, length in buckets)
@@ -217,11 +224,12 @@ def epoch_plan(
     plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"], *, seed: int, epoch: int
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
+    order = plan._make_order(shapes.new_shape_every if epoch == 0 else 0)
     return make_plan(
-        _rows_of(plan, shapes.buckets, lengths, "shuffle" if plan.order == "shuffle" else "dataset", seed, epoch),
+        _rows_of(plan, shapes.buckets, lengths, order if plan.order == "shuffle" else "dataset", seed, epoch),
         shapes.buckets,
         microbatches_per_step=plan.microbatches_per_step,
-        order=plan._make_order(shapes.new_shape_every if epoch == 0 else 0),
+        order=dataclasses.replace(order, block_size=None) if plan.pack else order,
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
@@ -256,7 +264,7 @@ def _rows_of(
     plan: PlanConfig,
     buckets: Sequence[tuple[int, int]],
     lengths: Integer[np.ndarray, " N"],
-    order: OrderWord,
+    order: str | Order,
     seed: int,
     epoch: int,
 ) -> Integer[np.ndarray, " N"] | Packing:

@@ -60,7 +60,7 @@ class ShapeChooser:
         if plan.max_shapes != "auto" or plan.pack or plan.strategy != "optimal":  # not chosen by seconds
             max_shapes = DEFAULT_MAX_SHAPES if plan.max_shapes == "auto" else plan.max_shapes
             with together("plan the training"):
-                return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths)
+                return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths, seed=self._config.seed)
         if run_dir is not None and is_run_dir(run_dir):
             return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
         with together("choose the shapes"):

@@ -50,7 +50,7 @@ class TrainingPlan:
         shapes: ChosenShapes | None = None,
     ):
         self._seed = config.seed
-        chosen = shapes_for(config.plan, lengths) if shapes is None else shapes
+        chosen = shapes_for(config.plan, lengths, seed=config.seed) if shapes is None else shapes
         self.eval_plans = evaluation_plans(config.plan, chosen, eval_lengths)
         used = {bucket: None for plan in self.eval_plans.values() for bucket, n in plan.steps_of_buckets().items() if n}
         self.eval_buckets = sorted(used, key=lambda bucket: bucket.lengths)

@@ -50,7 +50,7 @@ from jvarlen.planning.lengths import (
     histogram_of,
     overlong_counts,
 )
-from jvarlen.planning.order import Order, as_order, block_order, check_seed
+from jvarlen.planning.order import Order, as_order, block_order, block_size_of, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 
 __all__ = ["plan_on_disk"]
@@ -141,7 +141,7 @@ def _write_plan(
         "buckets": [list(bucket) for bucket in buckets],
         "microbatches_per_step": microbatches_per_step,
         "order": order.by,
-        "block_size": order.block_size and int(order.block_size),
+        "block_size": block_size_of(order),
         "seed": ordering.seed,
         "epoch": ordering.epoch,
         "shuffle_steps": bool(order.shuffle_steps),
@@ -339,7 +339,7 @@ def _sort_stages(
     directory: Path, lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, ordering: Ordering
 ) -> tuple[list[Stage], Pieces]:
     """The stages that order the samples, and the pieces in order once these are done."""
-    order, block_size, num_samples = ordering.order.by, ordering.order.block_size, len(lengths)
+    order, block_size, num_samples = ordering.order.by, block_size_of(ordering.order), len(lengths)
     has_keys, by_length = order == "shuffle" or block_size is not None, str(order).startswith("length")
     length_dtype = np.min_scalar_type(int(histogram.lengths[-1]))
     pieces: Pieces = Source(lengths, length_dtype, (ordering.seed, ordering.epoch) if has_keys else None)
