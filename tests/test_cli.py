@@ -188,6 +188,15 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
     assert plan.digest in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("block_size", ["auto", 300, None])
+def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys):
+    settings = f"--max-tokens 2048 --pack --order shuffle --seed 3 --epoch 1 --block-size {block_size}"
+    assert main(["plan", lengths_file, *settings.split()]) == 0
+    order = Order(block_size=block_size)
+    plan = make_plan(LENGTHS, max_tokens=2048, packing="best_fit", order=order, seed=3, epoch=1)
+    assert plan.digest in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

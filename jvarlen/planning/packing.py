@@ -64,6 +64,7 @@ __all__ = [
 ]
 
 _LEAST_BLOCK = 256  # samples
+_MOST_BLOCKS = 64  # of rules without a kernel
 _MOST_TRIED = 2**20  # samples that tell the block size
 _MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
@@ -146,8 +147,8 @@ def pack_samples(  # type: ignore[misc]
     that follow each other in the shuffled order, and the samples of the last row of the block before, which is not
     kept. A block size of `"auto"` is the least power of two, from 256 on and below the number of samples, with
     which the rows of epoch 0 (for more than 2**20 samples, of the first 2**20) are at most 0.1 %, rounded up, more
-    than without blocks, or else none. Without blocks, and in other orders, the sizes of the rows depend only on the
-    lengths.
+    than without blocks, or else none; with `max_samples_per_row` or several features, there are at most 64 blocks.
+    Without blocks, and in other orders, the sizes of the rows depend only on the lengths.
 
     Args:
       lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
@@ -208,9 +209,8 @@ def pack_samples(  # type: ignore[misc]
         block_size = order.block_size
         if block_size == "auto":
             first = fitted if epoch == 0 else _shuffled(given, sizes, overlong, seed, 0)[1]
-            num_tried = min(len(ids), _MOST_TRIED)
-            block_size = _least_block_size(first.of_samples(num_tried), num_tried, sizes, max_samples_per_row)
-        rows = _pack(fitted.lengths, fitted.block_ends(block_size), sizes, max_samples_per_row)
+            block_size = _least_block_size(first, len(ids), sizes, max_samples_per_row)
+        rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, max_samples_per_row)
     which, row_offsets, capacity = rows
     return Packing(
         sample_ids=ids[fitted.which][which],
@@ -249,17 +249,28 @@ def _least_block_size(
     fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"], max_samples_per_row: int | None
 ) -> int | None:
     """The block size of `"auto"`; None for no blocks."""
-    block_size = _LEAST_BLOCK
-    if block_size >= num_samples or not len(fitted.lengths):
+    block_size, num_tried = _LEAST_BLOCK, min(num_samples, _MOST_TRIED)
+    if fitted.lengths.ndim == 2 or max_samples_per_row is not None:
+        while _MOST_BLOCKS * block_size < num_samples:
+            block_size *= 2
+    lengths, place = (column[fitted.place < num_tried] for column in (fitted.lengths, fitted.place))
+    if block_size >= num_tried or not len(lengths):
         return None
-    num_rows = len(_pack(fitted.lengths, None, sizes, max_samples_per_row).capacity)
+    num_rows = len(_pack(lengths, None, sizes, max_samples_per_row).capacity)
     most_rows = num_rows - (-num_rows // 1000)
-    while block_size < num_samples:
-        rows = _pack(fitted.lengths, fitted.block_ends(block_size), sizes, max_samples_per_row, most_rows)
+    while block_size < num_tried:
+        rows = _pack(lengths, _block_ends(place, block_size), sizes, max_samples_per_row, most_rows)
         if 0 < len(rows.capacity) <= most_rows:
             return block_size
         block_size *= 2
     return None
+
+
+def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64[np.ndarray, " b"] | None:
+    """Where blocks of so many samples end; None where there are none, or one."""
+    if block_size is None or block_size > place[-1]:
+        return None
+    return np.append(np.flatnonzero(np.diff(place // block_size)) + 1, len(place))
 
 
 def _pack(
@@ -369,18 +380,6 @@ class _Fitted(NamedTuple):
         if isinstance(self.which, slice):
             return np.arange(len(self.lengths))
         return np.flatnonzero(self.which) if self.which.dtype == bool else self.which
-
-    def of_samples(self, num_samples: int) -> _Fitted:
-        """What is packed of the first samples."""
-        num_packed = int(np.searchsorted(self.place, num_samples))
-        return _Fitted(self.place[:num_packed], self.lengths[:num_packed], None)
-
-    def block_ends(self, block_size: int | None) -> Int64[np.ndarray, " b"] | None:
-        """Where blocks of samples end; None where there are none, or one."""
-        place = self.place
-        if block_size is None or block_size > place[-1]:
-            return None
-        return np.append(np.flatnonzero(np.diff(place // block_size)) + 1, len(place))
 
 
 def _fit(

@@ -480,7 +480,8 @@ def _check_weight(run: _Run, meter: StepMeter, record: Mapping[str, Any]) -> Non
         text = f"step {num_done:,} has no loss: none of its tokens has weight"
         show_line(text, progress=run.prepared.config.progress)
     is_whole_run = num_done == training.num_steps == meter.num_in_a_row
-    is_whole_epoch = num_done % training.steps_per_epoch == 0 and meter.num_in_a_row >= training.steps_per_epoch
+    num_of_epoch = training.steps_of_epoch_before(num_done)
+    is_whole_epoch = num_of_epoch is not None and meter.num_in_a_row >= num_of_epoch
     if is_whole_run or is_whole_epoch:
         raise UserError(
             f"no token has weight in the loss in any of the last {meter.num_in_a_row:,} steps, "

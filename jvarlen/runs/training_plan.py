@@ -5,9 +5,11 @@ Letters: S steps of an epoch.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,17 +63,28 @@ class TrainingPlan:
 
         self.plan_of_epoch = plan_of_epoch
         self.buckets = plan_of_epoch(0).buckets
-        self.steps_per_epoch = plan_of_epoch(0).num_steps  # no shuffle changes how many samples a bucket has
-        if config.num_epochs is None and config.max_steps is not None:
-            self.num_steps = config.max_steps
-        else:
-            all_steps = self.steps_per_epoch * (config.num_epochs or 1)
-            self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
-        if self.num_steps > _MOST_STEPS:
+        # The steps before each epoch that is begun, and those at its end. No shuffle changes how many samples a bucket
+        # has, but rows that are packed again may be more or fewer.
+        self.epoch_starts: Sequence[int]
+        self._steps_of_buckets: list[dict[AnyBucket, int]] | None = None
+        most_steps = math.inf if config.max_steps is None else config.max_steps
+        most_epochs = config.num_epochs or (1 if config.max_steps is None else math.inf)
+        num_steps = plan_of_epoch(0).num_steps
+        if (about := min(most_steps, most_epochs * num_steps)) > _MOST_STEPS:
             given = {"max_steps": config.max_steps, "num_epochs": config.num_epochs}
             named = ", ".join(f"{name} ({value:,})" for name, value in given.items() if value is not None)
-            raise UserError(f"{named}: that is {self.num_steps:,} steps, and at most {_MOST_STEPS:,} are counted")
-        self.num_epochs = -(-self.num_steps // self.steps_per_epoch)  # begun, if not finished
+            raise UserError(f"{named}: that is {about:,} steps, and at most {_MOST_STEPS:,} are counted")
+        if config.plan.pack and config.plan.order == "shuffle":
+            self.epoch_starts, self._steps_of_buckets = [0], []
+            while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
+                plan = plan_of_epoch(len(self._steps_of_buckets))
+                self._steps_of_buckets.append(plan.steps_of_buckets())
+                self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
+        else:
+            num_epochs = int(min(most_epochs, -(-most_steps // num_steps)))
+            self.epoch_starts = range(0, num_epochs * num_steps + 1, num_steps)
+        self.num_epochs = len(self.epoch_starts) - 1  # begun, if not finished
+        self.num_steps = int(min(most_steps, self.epoch_starts[-1]))
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
@@ -114,12 +127,14 @@ class TrainingPlan:
             scale_by_batch_size(settings.base_batch_size, rule=rule, unit=settings.batch_size_unit),
         )
 
+        longest = max(map(self.steps_of_epoch, range(len(self._steps_of_buckets or [0]))))
+
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:
-            start = epoch * self.steps_per_epoch
-            steps = np.arange(start, start + self.steps_per_epoch)  # as many in each epoch, so that JAX compiles once
-            base = base_rates(schedule, steps) if rates_of_all_steps is None else rates_of_all_steps[steps[0] :]
-            base = base[: min(self.steps_per_epoch, self.num_steps - start)]  # training may end within the epoch
+            start, end = self.epoch_starts[epoch : epoch + 2]
+            steps = np.arange(start, start + longest)  # as many in each epoch, so that JAX compiles once
+            base = base_rates(schedule, steps) if rates_of_all_steps is None else rates_of_all_steps[start:]
+            base = base[: min(end, self.num_steps) - start]  # training may end within the epoch
             sizes = step_sizes(plan_of_epoch(epoch))[settings.batch_size_unit][: len(base)]
             scale = lr_scale(sizes, settings.base_batch_size, rule)
             return Rates(base, scale, base * scale)
@@ -129,7 +144,18 @@ class TrainingPlan:
 
     def describe(self) -> str:
         """How many steps training takes, and how many an epoch has."""
-        return f"training takes {self.num_steps:,} steps, an epoch has {self.steps_per_epoch:,}"
+        sizes = {self.steps_of_epoch(epoch) for epoch in range(self.num_epochs if self._steps_of_buckets else 1)}
+        words = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+        return f"training takes {self.num_steps:,} steps, an epoch has {words}"
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        """How many steps an epoch has, to its end."""
+        return self.epoch_starts[epoch + 1] - self.epoch_starts[epoch]
+
+    def steps_of_epoch_before(self, num_steps_done: int) -> int | None:
+        """How many steps the epoch had that ends here; None where none ends."""
+        epoch = bisect.bisect_left(self.epoch_starts, num_steps_done) - 1
+        return self.steps_of_epoch(epoch) if self.epoch_starts[epoch + 1] == num_steps_done else None
 
     def first_place(self) -> Place:
         """The place before the first step."""
@@ -160,7 +186,7 @@ class TrainingPlan:
 
     def _within_epoch(self, place: Place) -> Place:
         """The beginning of the next epoch, if there is one, in place of the end of an epoch."""
-        if place.step < self.steps_per_epoch or place.num_steps_done == self.num_steps:
+        if place.num_steps_done == self.num_steps or place.step < self.steps_of_epoch(place.epoch):
             return place
         epoch = place.epoch + 1
         return dataclasses.replace(place, epoch=epoch, step=0, plan_digest=self.plan_of_epoch(epoch).digest)
@@ -172,13 +198,16 @@ class TrainingPlan:
 
     def steps_left(self, place: Place) -> dict[AnyBucket, int]:
         """How many steps each bucket has from `place` on, if any, in the order in which buckets first come."""
-        last_epoch, steps_of_last = divmod(self.num_steps, self.steps_per_epoch)
+        last_epoch = bisect.bisect_right(self.epoch_starts, self.num_steps) - 1
+        steps_of_last = self.num_steps - self.epoch_starts[last_epoch]
         current = self.plan_of_epoch(place.epoch)
         every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
         # Of an epoch that training ends in the midst of, the order tells which steps are taken.
         last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
         num_whole = last_epoch - place.epoch
         left = {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
+        for of_epoch in (self._steps_of_buckets or [])[place.epoch + 1 : last_epoch]:  # those that differ
+            left = {bucket: number + of_epoch[bucket] - every[bucket] for bucket, number in left.items()}
         num_buckets = sum(num_steps > 0 for num_steps in left.values())
         ordered: dict[AnyBucket, int] = {}
         for epoch in range(place.epoch, self.num_epochs):
@@ -186,7 +215,7 @@ class TrainingPlan:
                 break
             plan = self.plan_of_epoch(epoch)
             first = place.step if epoch == place.epoch else 0
-            steps = plan.step_bucket[first : self.num_steps - epoch * self.steps_per_epoch]
+            steps = plan.step_bucket[first : self.num_steps - self.epoch_starts[epoch]]
             used, first_use = np.unique(steps, return_index=True)
             ordered |= {plan.buckets[k]: left[plan.buckets[k]] for k in used[np.argsort(first_use)]}
         return ordered

@@ -3,11 +3,13 @@
 With a limit on the samples of a row: one row at a time, ids in a list for every length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from operator import le, mul, sub
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from . import slow
 
@@ -57,6 +59,23 @@ def pack_samples(
         rows[row].samples.append((i, cut[i]))
         if space > cut[i]:
             queues.setdefault(space - cut[i], []).append(row)
+    return rows
+
+
+def pack_in_blocks(
+    pack: Callable[..., list[Any]], lengths: Sequence[Any], row_lengths: Sequence[int], block_size: int, **options: Any
+) -> list[Any]:
+    """Return the rows of shuffled samples in blocks, where `pack` makes those of a block."""
+    ids = slow.random_order(options.pop("seed"), options.pop("epoch"), 0, len(lengths), stream=1)
+    blocks = [ids[begin : begin + block_size] for begin in range(0, len(ids), block_size)]
+    if options["overlong"] == "drop":
+        limit = row_lengths if isinstance(lengths[0], Sequence) else row_lengths[-1]
+        blocks = [[i for i in block if np.all(np.array(lengths[i]) <= limit)] for block in blocks]
+    rows: list[Any] = []
+    for block in filter(None, blocks):
+        last = {i for i, _ in rows.pop().samples} if rows else set()
+        order = [i for i in ids if i in last or i in block]
+        rows += pack(lengths, row_lengths, order=order, **options)
     return rows
 
 

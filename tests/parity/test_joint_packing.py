@@ -90,13 +90,25 @@ def test_a_histogram_is_packed_into_the_same_rows(package, arguments, data):
 @few
 @given(arguments=joint_arguments(), other_seed=seeds)
 def test_shuffled_samples_fill_rows_of_the_same_sizes(package, arguments, other_seed):
-    """Another order is another packing, but not another plan of shapes."""
+    """Another order is another packing, but without blocks not another plan of shapes."""
     arguments |= {"order": "shuffle", "overlong": "truncate"}
     one, other = (
         package.pack_samples(**as_arrays(arguments | {"seed": seed})) for seed in (arguments["seed"], other_seed)
     )
     for name in ("row_offsets", "sample_lengths", "capacity"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+@few
+@given(arguments=joint_arguments(), block_size=st.integers(1, 20))
+def test_blocks_of_shuffled_samples_are_packed_one_by_one(package, arguments, block_size):
+    """Each with the last row of the one before, which is not kept."""
+    if arguments["overlong"] == "error":
+        arguments["overlong"] = "truncate"
+    arguments["order"] = package.Order("shuffle", block_size=block_size)
+    rows = rows_of(package.pack_samples(**as_arrays(arguments)))
+    del arguments["order"]
+    assert rows == slow_packing.pack_in_blocks(slow_packing.pack_jointly, block_size=block_size, **arguments)
 
 
 def test_rows_fill_as_by_hand(package):

@@ -1,5 +1,7 @@
 """Packing: rows of several samples, best fit sample by sample, and plans of such rows."""
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,6 +26,8 @@ from .inputs import (
     seeds,
     steps_of,
 )
+
+PACKINGS = {"jvarlen": "jvarlen.planning.packing", "torch_ref": "torch_ref.packing"}
 
 
 @st.composite
@@ -159,11 +163,120 @@ def test_millions_of_samples_are_packed_by_their_histogram(package):
 @few
 @given(arguments=packing_arguments(), other_seed=seeds)
 def test_shuffled_samples_fill_rows_of_the_same_sizes(package, arguments, other_seed):
-    """Another order is another packing, but not another plan of shapes."""
+    """Another order is another packing, but without blocks not another plan of shapes."""
     arguments |= {"order": "shuffle", "overlong": "truncate"}
     one, other = (pack(package, arguments | {"seed": seed}) for seed in (arguments["seed"], other_seed))
     for name in ("row_offsets", "sample_lengths", "capacity"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+@moderate
+@given(arguments=packing_arguments(), block_size=st.integers(1, 20))
+def test_blocks_of_shuffled_samples_are_packed_one_by_one(package, arguments, block_size):
+    """Each with the last row of the one before, which is not kept."""
+    if arguments["overlong"] == "drop":
+        arguments["lengths"] += [1]
+    arguments["order"] = package.Order("shuffle", block_size=block_size)
+    rows = rows_of(pack(package, arguments | {"overlong": overlong_of(arguments)}))
+    arguments |= {"overlong": overlong_of(arguments), "block_size": block_size}
+    del arguments["order"]
+    assert rows == slow_packing.pack_in_blocks(slow_packing.pack_samples, **arguments)
+
+
+def overlong_of(arguments):
+    """Return the rule of drawn arguments, for all samples in place of those of their order."""
+    is_long = max(arguments["lengths"]) > arguments["row_lengths"][-1]
+    return "truncate" if is_long and arguments["overlong"] == "error" else arguments["overlong"]
+
+
+def recurring_cases():
+    """Yield lengths, of which many rows used to be the same in every epoch, and the length of these rows."""
+    rng = np.random.default_rng(0)
+    yield rng.permutation(np.arange(100, 1_100)), 2_048
+    yield np.clip(rng.lognormal(8.5, 1, 2_000), 200, 32_768).astype(np.int64), 32_768
+    yield np.clip(rng.lognormal(6, 1.2, 50_000), 10, 8_192).astype(np.int64), 8_192
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_every_epoch_packs_other_samples_together(package, case):
+    """They used to recur in 100, 93 and 17 % of the rows."""
+    lengths, row_length = list(recurring_cases())[case]
+    num_rows = package.pack_samples(lengths, row_length).num_rows
+    of_epoch = []
+    for epoch in range(2):
+        plan = package.make_plan(lengths, [(4, row_length)], packing="best_fit", epoch=epoch)
+        assert plan.num_rows <= num_rows - (-num_rows // 1000)
+        rows = np.split(plan.sample_ids, plan.row_offsets[1:-1])
+        of_epoch.append({frozenset(row.tolist()) for row in rows if len(row) > 1})
+    assert 20 * len(of_epoch[0] & of_epoch[1]) <= len(of_epoch[0])
+
+
+@pytest.mark.parametrize("num_features", [1, 2])
+def test_auto_blocks_are_the_smallest_that_fill_rows_as_well(package, num_features, monkeypatch):
+    """In any epoch those of epoch 0; none where only all at once is full enough."""
+    monkeypatch.setattr(importlib.import_module(PACKINGS[package.__name__]), "_LEAST_BLOCK", 16)
+    rng = np.random.default_rng(1)
+    found = []
+    for number in (16, 100, 400, 900) if num_features == 1 else (16, 40, 150, 300):
+        lengths = rng.integers(5, 60, number) if num_features == 1 else rng.integers(20, 100, (number, 2))
+        sizes = 100 if num_features == 1 else (100, 100)
+
+        def rows(block_size, epoch=0, lengths=lengths, sizes=sizes):
+            order = package.Order("shuffle", block_size=block_size)
+            return package.pack_samples(lengths, sizes, order=order, seed=2, epoch=epoch)
+
+        most = rows(None).num_rows
+        most += -(-most // 1000)
+        tried = [size for size in (16, 32, 64, 128, 256, 512) if size < number]
+        found.append(next((size for size in tried if rows(size).num_rows <= most), None))
+        assert np.array_equal(rows("auto", 3).sample_ids, rows(found[-1], 3).sample_ids)
+    assert found[0] is None
+    assert any(found)
+
+
+def test_very_many_samples_choose_their_blocks_by_the_first(package, monkeypatch):
+    """So that the choice takes no longer for more of them."""
+    module = importlib.import_module(PACKINGS[package.__name__])
+    monkeypatch.setattr(module, "_LEAST_BLOCK", 16)
+    lengths = np.random.default_rng(2).integers(20, 100, 900)
+    sizes = set()
+    for most in (17, 100, 900):
+        monkeypatch.setattr(module, "_MOST_TRIED", most)
+        auto = package.pack_samples(lengths, 100, order="shuffle", epoch=1)
+        same = [
+            size
+            for size in (None, 16, 32, 64, 128, 256, 512)
+            if np.array_equal(
+                auto.sample_ids,
+                package.pack_samples(lengths, 100, order=package.Order(block_size=size), epoch=1).sample_ids,
+            )
+        ]
+        assert len(same) == 1
+        sizes.add(same[0])
+    assert len(sizes) > 1
+
+
+@moderate
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=60),
+    block_size=st.sampled_from(["auto", 1, 5, 20]),
+    most=st.sampled_from([None, 3]),
+    num_blocks=st.sampled_from([1, 4, 64]),
+)
+def test_blocks_of_split_samples_are_the_same_in_both_packages(lengths, block_size, most, num_blocks):
+    """They count samples, however many chunks these have."""
+    with pytest.MonkeyPatch.context() as patch:
+        packings = []
+        for package in (jvarlen, torch_ref):
+            module = importlib.import_module(PACKINGS[package.__name__])
+            patch.setattr(module, "_LEAST_BLOCK", 4)
+            patch.setattr(module, "_MOST_BLOCKS", num_blocks)
+            order = package.Order("shuffle", block_size=block_size)
+            options = {"max_samples_per_row": most, "overlong": "split", "seed": 1, "epoch": 1}
+            packings.append(package.pack_samples(lengths, [10, 20], order=order, **options))
+    for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "piece_starts"):
+        one, other = (getattr(packing, name) for packing in packings)
+        assert (one is None and other is None) or np.array_equal(one, other)
 
 
 def test_rows_fill_as_by_hand(package):
@@ -212,7 +325,8 @@ def test_large_packings_match_the_contract(package, order, most):
         "seed": 5,
         "overlong": "truncate",
     }
-    assert rows_of(pack(package, arguments)) == slow_packing.pack_samples(**arguments)
+    of_package = {"order": package.Order(block_size=None)} if order == "shuffle" else {}
+    assert rows_of(pack(package, arguments | of_package)) == slow_packing.pack_samples(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -608,7 +722,7 @@ def test_a_plan_packs_its_samples_on_request(package, order):
             lengths, 256, overlong=overlong, **({"max_shapes": 1} if "cost" not in fields else {}) | fields
         )
         packing = package.pack_samples(lengths, sizes, order=of_packing, overlong=overlong, **options)
-        rows = package.pack_samples(lengths, sizes, overlong=overlong)
+        rows = package.pack_samples(lengths, sizes, order=of_packing, overlong=overlong, seed=3)
         limits = {name: value for name, value in fields.items() if name not in ("max_length", "strategy")}
         buckets = package.make_buckets(rows.num_tokens, 256, strategy=sizes, **limits)
         expected = package.make_plan(packing, buckets, order=of_rows, **options)
@@ -624,7 +738,7 @@ def test_what_cannot_be_packed_by_a_plan_is_refused(package):
         (package.pack_samples([3, 4], 8), {}, "best_fit"),
         ([[3, 4]], {}, "best_fit"),
         ([3, 4], {"difficulty": [1, 2]}, "difficulty"),
-        ([3, 4], {"order": package.Order(block_size=2)}, "block_size"),
+        ([3, 4], {"order": package.Order("length", block_size=2)}, "block_size"),
         ([3, 4], {"order": "length", "pacing": package.linear_pacing(3)}, "pacing"),
     ):
         with pytest.raises(ValueError, match=named):

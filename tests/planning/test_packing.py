@@ -36,6 +36,10 @@ def test_rows_of_4096_are_998_thousandths_full():
     assert (packing.starts + packing.sample_lengths <= np.repeat(packing.capacity, np.diff(packing.row_offsets))).all()
 
 
+def test_shuffled_rows_of_4096_are_9974_ten_thousandths_full():
+    assert pack_samples(uniform_lengths(), 4096, order="shuffle", epoch=1).fill >= 0.9974
+
+
 @pytest.mark.parametrize(("most", "fill"), [(None, 0.9994), (3, 0.9980), (12, 0.9995)])
 def test_wikipedia_lengths_fill_rows_of_few_samples(most, fill):
     counts = np.loadtxt(Path(__file__).parents[2] / "benchmarks" / "support" / "wikipedia_lengths.txt", np.int64)

@@ -30,10 +30,10 @@ def places(training):
 
 def test_places_run_through_all_epochs():
     training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
-    assert training.num_steps == 3 * training.steps_per_epoch
+    assert training.num_steps == 3 * training.steps_of_epoch(0)
     walked = list(places(training))
     assert [(p.epoch, p.step) for p in walked[:-1]] == [
-        (e, s) for e in range(3) for s in range(training.steps_per_epoch)
+        (e, s) for e in range(3) for s in range(training.steps_of_epoch(0))
     ]
     assert all(b.num_steps_done == a.num_steps_done + 1 for a, b in pairwise(walked))
     assert len({p.plan_digest for p in walked[:-1]}) == 3
@@ -41,21 +41,60 @@ def test_places_run_through_all_epochs():
     assert walked[-1].num_positions_done == 3 * training.plan_of_epoch(0).padded_tokens_per_step.sum()
 
 
+PACKED_LENGTHS = np.random.default_rng(0).permutation(np.arange(100, 1_100))
+PACKED = FitConfig(
+    max_steps=None,
+    num_epochs=3,
+    plan=PlanConfig(max_tokens=2048, max_length=2048, row_lengths=(2048,), pack=True, block_size=64),
+)
+
+
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+def test_epochs_of_packed_rows_have_different_numbers_of_steps(unit):
+    """A row more or less is a step more or less; rates and places follow them."""
+    config = dataclasses.replace(PACKED, optimizer=OptimizerConfig(schedule_unit=unit))
+    training = TrainingPlan(config, PACKED_LENGTHS, {"held_out": PACKED_LENGTHS[:9]})
+    sizes = [training.steps_of_epoch(epoch) for epoch in range(3)]
+    assert sizes == [training.plan_of_epoch(epoch).num_steps for epoch in range(3)]
+    assert len(set(sizes)) > 1
+    assert training.num_steps == sum(sizes)
+    assert training.describe().endswith(f"an epoch has {min(sizes)} to {max(sizes)}")
+    walked = list(places(training))
+    assert [(p.epoch, p.step) for p in walked[:-1]] == [(e, s) for e, size in enumerate(sizes) for s in range(size)]
+    assert walked[-1].num_tokens_done == 3 * PACKED_LENGTHS.sum()
+    ends = [place.num_steps_done for place in walked[1:] if training.steps_of_epoch_before(place.num_steps_done)]
+    assert ends == np.cumsum(sizes).tolist()
+    records = [training.record(place) for place in walked[:-1]]
+    assert (
+        len({record["base_learning_rate"] for record in records[len(records) // 2 :]})
+        == len(records) - len(records) // 2
+    )
+    # Resumed in the last epoch, by a training made anew.
+    at = walked[sizes[0] + sizes[1] + 5]
+    resumed = TrainingPlan(config, PACKED_LENGTHS, {"held_out": PACKED_LENGTHS[:9]})
+    assert resumed.resumed_place(at) == at
+    assert resumed.record(at) == records[at.num_steps_done]
+
+
 def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
     short = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
     last = list(places(short))[-1]
-    assert (last.epoch, last.step) == (2, short.steps_per_epoch)
+    assert (last.epoch, last.step) == (2, short.steps_of_epoch(0))
     assert short.plan_of_epoch.cache_info().misses == 3
     assert short.resumed_place(last) == last
     extended = TrainingPlan(dataclasses.replace(CONFIG, num_epochs=4), LENGTHS, EVAL_LENGTHS)
-    assert extended.resumed_place(last) == list(places(extended))[3 * short.steps_per_epoch]
+    assert extended.resumed_place(last) == list(places(extended))[3 * short.steps_of_epoch(0)]
 
 
 @pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
-@pytest.mark.parametrize("order", ["shuffle", "length"])
+@pytest.mark.parametrize("order", ["shuffle", "length", "packed"])
 def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
-    plan = dataclasses.replace(CONFIG.plan, order=order)
+    packed = {"order": "shuffle", "pack": True, "block_size": 8, "row_lengths": (32, 48), "max_length": 48}
+    plan = dataclasses.replace(CONFIG.plan, **packed if order == "packed" else {"order": order})
     training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
+    if order == "packed" and max_steps is None:
+        counts = [training.plan_of_epoch(epoch).steps_of_buckets() for epoch in range(3)]
+        assert counts[0] != counts[1]
     left = {}
     for place in reversed(list(places(training))):
         if place.num_steps_done < training.num_steps:
@@ -69,7 +108,7 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")
     training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
-    assert {p.num_steps for p in plans} == {training.steps_per_epoch}
+    assert {p.num_steps for p in plans} == {training.steps_of_epoch(0)}
     assert len({p.digest for p in plans}) == (3 if order == "shuffle" else 1)
     for p in (*plans, training.eval_plans["held_out"]):
         assert p.is_packed
@@ -109,7 +148,7 @@ def test_a_curriculum_admits_samples_over_all_epochs():
     ascending = np.sort(np.minimum(LENGTHS, 32))
     longest_admitted = [
         ascending[min(int(np.ceil((0.6 + 0.4 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
-        for step in range(training.steps_per_epoch)
+        for step in range(training.steps_of_epoch(0))
     ]
     first = training.plan_of_epoch(0)
     samples = [np.setdiff1d(first.rows(step), [-1]) for step in range(first.num_steps)]
@@ -204,7 +243,7 @@ def test_fewer_larger_steps_decay_as_fast(unit):
 def test_the_optimizer_applies_the_rates_and_goes_on_where_it_was_resumed(units):
     """Resumed in the second epoch by a training made anew, its state read from host arrays."""
     training, params = in_units(units, max_steps=70), {"w": jnp.ones(())}
-    stop = training.steps_per_epoch + 3
+    stop = training.steps_of_epoch(0) + 3
     assert stop < 70
 
     def follow(training, state, place):
@@ -238,7 +277,7 @@ def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_plan
     [(None, None, 1.0), (None, 3, 3.0), (2.5, None, 2.5), (2.5, 2, 2.0), (0.5, None, 0.5)],
 )
 def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected):
-    steps_per_epoch = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS).steps_per_epoch
+    steps_per_epoch = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS).steps_of_epoch(0)
     steps = None if max_steps is None else int(max_steps * steps_per_epoch)
     config = dataclasses.replace(CONFIG, max_steps=steps, num_epochs=num_epochs)
     training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
