@@ -22,7 +22,7 @@ from torch_ref.placing import fill_rows
 __all__ = ["PackedHistogram", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
 
 _LEAST_BLOCK = 256
-_MOST_BLOCKS = 64
+_MOST_SLOW = 2**16
 _MOST_TRIED = 2**20
 
 
@@ -174,8 +174,8 @@ def pack_samples(
     dropped count), so that rows are others in every epoch. The last row of a block is opened again: its samples are
     packed with those of the next block. "auto" takes the smallest of 256, 512, 1024, ..., each below the number of
     samples, for which epoch 0 has at most R / 1000 rows more, rounded up, than the R of all at once; or all at once, if
-    there is none. Of more than 2**20 samples the first 2**20 of that epoch decide. If rows are limited, or samples have
-    several lengths, the smallest tried makes at most 64 blocks. None is all at once.
+    there is none. Of more than 2**20 samples the first 2**20 of that epoch decide. More than 2**16 samples are packed
+    all at once if rows are limited or samples have several lengths. None is all at once.
 
     The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
     out.
@@ -293,9 +293,8 @@ class _Packer:
         """Return what "auto" stands for."""
         fitted, num_samples = self._fit(self._shuffled(seed, 0)), min(len(self._lengths), _MOST_TRIED)
         block_size = _LEAST_BLOCK
-        if self._most is not None or self._lengths.ndim == 2:
-            while block_size * _MOST_BLOCKS < len(self._lengths):
-                block_size *= 2
+        if len(self._lengths) > _MOST_SLOW and (self._most is not None or self._lengths.ndim == 2):
+            return None
         first = fitted.place < num_samples
         fitted = fitted._replace(lengths=fitted.lengths[first], place=fitted.place[first])
         if num_samples <= block_size or not first.any():

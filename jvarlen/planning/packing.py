@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 _LEAST_BLOCK = 256  # samples
-_MOST_BLOCKS = 64  # of rules without a kernel
+_MOST_SLOW = 2**16  # samples, if rules without a kernel for blocks pack them; of more, few rows recur without blocks
 _MOST_TRIED = 2**20  # samples that tell the block size
 _MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
@@ -147,8 +147,9 @@ def pack_samples(  # type: ignore[misc]
     that follow each other in the shuffled order, and the samples of the last row of the block before, which is not
     kept. A block size of `"auto"` is the least power of two, from 256 on and below the number of samples, with
     which the rows of epoch 0 (for more than 2**20 samples, of the first 2**20) are at most 0.1 %, rounded up, more
-    than without blocks, or else none; with `max_samples_per_row` or several features, there are at most 64 blocks.
-    Without blocks, and in other orders, the sizes of the rows depend only on the lengths.
+    than without blocks. If there is none, and for more than 2**16 samples with `max_samples_per_row` or several
+    features, there are no blocks. Without blocks, and in other orders, the sizes of the rows depend only on the
+    lengths.
 
     Args:
       lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
@@ -205,10 +206,10 @@ def pack_samples(  # type: ignore[misc]
         fitted = _fit(given[ids], sizes, overlong, ids)
         rows = _pack(fitted.lengths, None, sizes, max_samples_per_row)
     else:
-        ids, fitted = _shuffled(given, sizes, overlong, seed, epoch)
+        ids, fitted = _shuffled(given, sizes, overlong, seed, epoch, len(given))
         block_size = order.block_size
         if block_size == "auto":
-            first = fitted if epoch == 0 else _shuffled(given, sizes, overlong, seed, 0)[1]
+            first = fitted if epoch == 0 else _shuffled(given, sizes, overlong, seed, 0, _MOST_TRIED)[1]
             block_size = _least_block_size(first, len(ids), sizes, max_samples_per_row)
         rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, max_samples_per_row)
     which, row_offsets, capacity = rows
@@ -239,9 +240,15 @@ def _shuffled(
     overlong: PackedOverlong,
     seed: int,
     epoch: int,
-) -> tuple[Int64[np.ndarray, " N"], _Fitted]:
-    """The ids of shuffled samples, and what is packed of them."""
-    ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    most: int,
+) -> tuple[Int64[np.ndarray, " m"], _Fitted]:
+    """The ids of so many shuffled samples, and what is packed of them."""
+    keys = random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM)
+    if most < len(keys):
+        first = np.flatnonzero(keys <= np.partition(keys, most - 1)[most - 1])
+        ids = first[stable_argsort(keys[first])][:most]
+    else:
+        ids = stable_argsort(keys)
     return ids, _fit(lengths[ids], sizes, overlong, ids)
 
 
@@ -250,9 +257,8 @@ def _least_block_size(
 ) -> int | None:
     """The block size of `"auto"`; None for no blocks."""
     block_size, num_tried = _LEAST_BLOCK, min(num_samples, _MOST_TRIED)
-    if fitted.lengths.ndim == 2 or max_samples_per_row is not None:
-        while _MOST_BLOCKS * block_size < num_samples:
-            block_size *= 2
+    if num_samples > _MOST_SLOW and (fitted.lengths.ndim == 2 or max_samples_per_row is not None):
+        return None
     lengths, place = (column[fitted.place < num_tried] for column in (fitted.lengths, fitted.place))
     if block_size >= num_tried or not len(lengths):
         return None

@@ -266,24 +266,34 @@ def make_plan(
     if packing is not None:
         _check_packing(packing, lengths, order, difficulty, pacing)
     limits = in_place_of_buckets(buckets, budget)
-    if limits is not None:
-        num_microbatches = limits.microbatches_per_step
-        checked = _choose_buckets(lengths, limits, packing, overlong, order, seed)
-    else:
+    packed: Packing | None = None
+    if limits is None:
         num_microbatches = given_microbatches(budget, buckets)
         checked = check_buckets(cast("Sequence[tuple[int, ...]]", buckets))
-    if packing is not None:
-        from jvarlen.planning.packing import pack_samples
+    else:
+        num_microbatches = limits.microbatches_per_step
+        if packing is None:
+            checked = _choose_buckets(lengths, limits, overlong)
+        else:
+            from jvarlen.planning.row_lengths import choose_packed_buckets
 
-        lengths = pack_samples(
-            cast("npt.ArrayLike", lengths),
-            [bucket.lengths[0] for bucket in checked],
-            order=order if is_by(order, "shuffle") else "dataset" if isinstance(order.by, str) else order.by,
-            seed=seed,
-            epoch=epoch,
-            overlong=overlong,
-        )
-        order = dataclasses.replace(order, by=order.by if isinstance(order.by, str) else "dataset", block_size=None)
+            samples = cast("npt.ArrayLike", lengths)
+            checked, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed)
+    if packing is not None:
+        by = order.by
+        if packed is None or not isinstance(by, str) or (by == "shuffle" and epoch > 0):
+            from jvarlen.planning.packing import pack_samples
+
+            packed = pack_samples(
+                cast("npt.ArrayLike", lengths),
+                [bucket.lengths[0] for bucket in checked],
+                order=order if is_by(order, "shuffle") else "dataset" if isinstance(by, str) else by,
+                seed=seed,
+                epoch=epoch,
+                overlong=overlong,
+            )
+        lengths = packed
+        order = dataclasses.replace(order, by=by if isinstance(by, str) else "dataset", block_size=None)
         overlong = "error"
     ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
@@ -303,18 +313,9 @@ def make_plan(
 
 
 def _choose_buckets(
-    lengths: npt.ArrayLike | Packing,
-    limits: Budget,
-    packing: str | None,
-    overlong: PackedOverlong,
-    order: Order,
-    seed: int,
+    lengths: npt.ArrayLike | Packing, limits: Budget, overlong: PackedOverlong
 ) -> tuple[AnyBucket, ...]:
     """The buckets of what is planned, by the budget."""
-    if packing is not None:
-        from jvarlen.planning.row_lengths import choose_packed_buckets
-
-        return choose_packed_buckets(cast("npt.ArrayLike", lengths), limits, overlong, order=order, seed=seed)
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if np.ndim(values) == 2:
         from jvarlen.planning.pair_buckets import make_pair_buckets

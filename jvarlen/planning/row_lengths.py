@@ -29,6 +29,7 @@ from jvarlen.planning.budget import Budget, as_budget, bucket_costs
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import Order, is_by
 from jvarlen.planning.packing import pack_samples, split_lengths
+from jvarlen.planning.packings import Packing
 from jvarlen.planning.placing import rows_by_tokens
 
 __all__ = ["choose_packed_buckets", "choose_row_lengths"]
@@ -121,15 +122,15 @@ def choose_packed_buckets(
     *,
     order: Order,
     seed: int,
-) -> tuple[Bucket, ...]:
-    """The buckets of packed rows: of the given lengths, else of `choose_row_lengths`."""
+) -> tuple[tuple[Bucket, ...], Packing]:
+    """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
     if budget.given_lengths is not None:
         row_lengths = tuple(budget.given_lengths.tolist())
     else:
         limits = budget if budget.cost else dataclasses.replace(budget, max_shapes=1)
         row_lengths = choose_row_lengths(lengths, limits, max_samples_per_row=max_samples_per_row, overlong=overlong)
-    # Those of epoch 0; of other orders than shuffled ones they have the same sizes in all.
+    # Of other orders than shuffled ones rows have the same sizes in all.
     rows = pack_samples(
         lengths,
         row_lengths,
@@ -138,7 +139,7 @@ def choose_packed_buckets(
         seed=seed,
         overlong=overlong,
     )
-    return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None)
+    return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows
 
 
 class _SetSearch:

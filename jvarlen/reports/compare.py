@@ -112,7 +112,7 @@ def compare_strategies(
         return _planned(fitted.lengths, make_buckets(lengths, limits, strategy=strategy, overlong=overlong), limits)
 
     def in_packed_rows() -> _Steps:
-        buckets = choose_packed_buckets(lengths, limits, overlong, order=Order("length"), seed=0)
+        buckets, _ = choose_packed_buckets(lengths, limits, overlong, order=Order("length"), seed=0)
         return _planned(pack_samples(fitted.lengths, [bucket.length for bucket in buckets]), buckets, limits)
 
     def in_sorted_batches() -> _Steps:

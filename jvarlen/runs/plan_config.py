@@ -195,7 +195,7 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: in
         if plan.max_shapes == "auto":
             raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
         if plan.pack:
-            buckets = choose_packed_buckets(
+            buckets, _ = choose_packed_buckets(
                 lengths,
                 plan.budget,
                 plan.packed_overlong,

@@ -261,16 +261,16 @@ def test_very_many_samples_choose_their_blocks_by_the_first(package, monkeypatch
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=60),
     block_size=st.sampled_from(["auto", 1, 5, 20]),
     most=st.sampled_from([None, 3]),
-    num_blocks=st.sampled_from([1, 4, 64]),
+    most_slow=st.sampled_from([20, 2**16]),
 )
-def test_blocks_of_split_samples_are_the_same_in_both_packages(lengths, block_size, most, num_blocks):
+def test_blocks_of_split_samples_are_the_same_in_both_packages(lengths, block_size, most, most_slow):
     """They count samples, however many chunks these have."""
     with pytest.MonkeyPatch.context() as patch:
         packings = []
         for package in (jvarlen, torch_ref):
             module = importlib.import_module(PACKINGS[package.__name__])
             patch.setattr(module, "_LEAST_BLOCK", 4)
-            patch.setattr(module, "_MOST_BLOCKS", num_blocks)
+            patch.setattr(module, "_MOST_SLOW", most_slow)
             order = package.Order("shuffle", block_size=block_size)
             options = {"max_samples_per_row": most, "overlong": "split", "seed": 1, "epoch": 1}
             packings.append(package.pack_samples(lengths, [10, 20], order=order, **options))

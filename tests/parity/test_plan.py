@@ -413,3 +413,19 @@ def test_report_names_every_shape_and_the_totals(package):
     assert all(str(rows) in report and str(length) in report for rows, length in buckets)
     assert "1234" in report
     assert str(plan.num_steps) in report
+
+
+def test_shuffled_samples_have_the_padding_of_shuffled_steps_and_other_batches(package):
+    """Steps of sorted samples are the same in every epoch, in another order."""
+    lengths = np.random.default_rng(0).integers(1, 200, 900)
+    of_order = {}
+    for order in (package.Order("length", shuffle_steps=True), "shuffle"):
+        plans = [package.make_plan(lengths, max_tokens=2_000, order=order, epoch=epoch) for epoch in (0, 1)]
+        steps = [
+            {frozenset(step.tolist()) for step in np.split(plan.sample_ids, plan.step_offsets[1:-1])} for plan in plans
+        ]
+        assert plans[0].padding == plans[1].padding
+        of_order[order if order == "shuffle" else "steps"] = plans[0].padding, len(steps[0] & steps[1]), len(steps[0])
+    assert of_order["steps"][0] == of_order["shuffle"][0]
+    assert of_order["steps"][1] == of_order["steps"][2]
+    assert 20 * of_order["shuffle"][1] < of_order["shuffle"][2]
