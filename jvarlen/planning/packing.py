@@ -289,8 +289,11 @@ def _pack(
     """Packs all at once, or block by block; not to the end where the rows are more than `most_rows`."""
     if block_ends is not None and lengths.ndim == 1 and max_samples_per_row is None:
         block = np.repeat(np.arange(len(block_ends)), np.diff(block_ends, prepend=0))
-        descending = stable_argsort(-lengths)
-        descending = descending[stable_argsort(block[descending])]
+        longest = int(lengths.max())
+        if len(block_ends) * (longest + 1) < 2**62:
+            descending = stable_argsort(block * (longest + 1) + (longest - lengths))
+        else:
+            descending = np.lexsort([-lengths, block])
         which, ends, capacity = fill_blocks(lengths, descending, block_ends, sizes, most_rows)
         return _Rows(which, ends_to_offsets(ends), capacity)
     if block_ends is not None:
