@@ -346,7 +346,7 @@ def test_rates_of_a_training_of_billions_of_steps_are_made_by_the_epoch():
     rates = [training.rates_of_epoch(epoch).base for epoch in (0, 10**6, far)]
     assert tracemalloc.get_traced_memory()[1] < 50_000_000
     tracemalloc.stop()
-    steps = [epoch * training.steps_per_epoch for epoch in (0, 10**6, far)]
+    steps = [epoch * training.steps_of_epoch(0) for epoch in (0, 10**6, far)]
     assert len(rates[2]) == training.num_steps - steps[2]
     for base, step in zip(rates, steps, strict=True):
         assert base[0] == pytest.approx(base_rate(step, training.num_steps), rel=1e-12)
