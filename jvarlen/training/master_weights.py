@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jvarlen._common.checks import UserError
+from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer
 
 __all__ = ["Float32MasterState", "with_float32_master"]
@@ -26,14 +28,17 @@ class Float32MasterState(NamedTuple):
     inner_state: Any
 
 
-def with_float32_master(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def with_float32_master(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer of float32 copies, for parameters in bfloat16 or float16, whose small updates would be lost.
 
     The optimizer updates a float32 copy, its state is float32, and the parameters are the copy rounded. With Adam a
     parameter takes 2 bytes, and its state 12. It is the outermost: `with_float32_master(optax.chain(…))`.
 
     Args:
-      optimizer: any Optax optimizer; its parameters and gradients are float32.
+      optimizer: any Optax optimizer; its parameters and gradients are float32. Its update gets the extra arguments that
+        this one gets.
 
     Returns:
       An Optax optimizer, for train steps and `optax.apply_updates`: the parameters become exactly the rounded copies.
@@ -55,12 +60,13 @@ def with_float32_master(optimizer: optax.GradientTransformation) -> optax.Gradie
       >>> float(params[0]), round(float(state.master[0]), 4)
       (0.99609375, 0.996)
     """
-    inner = optax.with_extra_args_support(optimizer)
+    inner = with_extra_args(optimizer)
 
     def init(params: Any) -> Float32MasterState:
         master = jax.tree.map(lambda leaf: _wide(leaf) if _is_narrow(leaf) else optax.MaskedNode(), params)
         return Float32MasterState(master, inner.init(jax.tree.map(_wide, params)))
 
+    @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
     def update(grads: Any, state: Float32MasterState, params: Any = None, **told: Any) -> tuple[Any, Any]:
         if params is None:
             raise UserError("with_float32_master needs the parameters: optimizer.update(grads, state, params)")

@@ -35,6 +35,8 @@ __all__ = [
     "sums_of_one",
 ]
 
+_OVERWRITTEN = ("_overwrite_with_gradient", "fp8_metas")  # collections of Flax and Transformer Engine
+
 
 class StepSums(NamedTuple):
     """Sums over microbatches, in float32 at least."""
@@ -145,8 +147,13 @@ def sum_microbatch(
 
 
 def check_differentiable(params: Any) -> None:
-    """Raises ValueError if parameters have no gradients."""
+    """Raises ValueError if parameters have no gradients, or take them for their next values."""
     named = leaves_by_name(params).items()
+    if overwritten := [name for name, _ in named if any(collection in name for collection in _OVERWRITTEN)]:
+        raise UserError(
+            f"parameters {list_first(overwritten)} are overwritten with their gradients, as scales of fp8 are: of the "
+            "values of microbatches and shards the largest would be right, and a step takes the mean. Leave out fp8"
+        )
     if others := [f"{name} {describe(leaf)}" for name, leaf in named if not jnp.issubdtype(leaf.dtype, jnp.inexact)]:
         raise UserError(
             f"parameters must be floats, not {list_first(others)}: what is not trained goes into the loss itself, or "

@@ -17,6 +17,7 @@ from jvarlen import (
     make_train_step,
     no_recompiles,
     scale_by_batch_size,
+    with_float32_master,
 )
 from jvarlen.batches import BatchShapes
 from jvarlen.training.train_state import new_state
@@ -196,3 +197,25 @@ def test_scaled_inside_or_after_accumulation_the_last_step_alone_tells_the_size(
         params, *others = (train_on(steps, optimizer) for optimizer in (inside, after, of_the_last))
         for other in others:
             jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-12), params, other)
+
+
+@pytest.mark.parametrize("is_outermost", [True, False])
+def test_rates_of_batch_sizes_pass_through_masters_and_accumulation(is_outermost):
+    scaled = optax.chain(optax.sgd(1.0), scale_by_batch_size(2))
+    masters = with_float32_master(optax.MultiSteps(scaled, 2))
+    optimizer = masters if is_outermost else optax.MultiSteps(with_float32_master(scaled), 2)
+    step = make_train_step(lambda params, x: (jnp.sum(params * x["x"]), jnp.float32(1)), optimizer)
+    state = step.init(jnp.zeros(3, jnp.bfloat16))
+    for _ in range(2):
+        state, _ = step(state, {"x": np.ones((1, 3), np.float32), "num_sequences": np.float32(6)})
+    assert state.params.tolist() == [-3.0] * 3  # 3 times the rate
+
+
+def test_masters_tell_the_optimizer_what_it_names_and_nothing_else():
+    def update(updates, state, params=None, *, batch_size):
+        return jax.tree.map(lambda leaf: -leaf * batch_size, updates), state
+
+    named = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    step = make_train_step(lambda params, x: (jnp.sum(params * x["x"]), jnp.float32(1)), with_float32_master(named))
+    state, _ = step(step.init(jnp.zeros(3, jnp.bfloat16)), {"x": np.ones((1, 3)), "num_sequences": np.float32(6)})
+    assert state.params.tolist() == [-6.0] * 3

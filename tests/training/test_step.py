@@ -558,3 +558,11 @@ def test_one_value_that_is_not_finite_is_found_among_many(dtype, value):
         largest = jnp.full(2, np.nan_to_num(float(jnp.finfo(dtype).max)), dtype)
         assert are_finite({"ones": ones, "largest": -largest, "none": ones[:0], "ids": jnp.arange(3)})
         assert not are_finite((ones, ones.at[1, 500].set(value)))
+
+
+def test_parameters_that_are_overwritten_with_their_gradients_are_refused_by_name():
+    """Scales of fp8 layers: of a step's values the largest is right, and a mean would be taken."""
+    variables = {"params": {"w": jnp.ones(3)}, "_overwrite_with_gradient": {"input_scale": jnp.ones(1)}}
+    step = make_train_step(lambda params, x: (jnp.sum(params["params"]["w"] * x), jnp.float32(1)), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"\['_overwrite_with_gradient'\]\['input_scale'\] are overwritten"):
+        step(step.init(variables), np.ones((2, 3)))
