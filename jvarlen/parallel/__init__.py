@@ -9,6 +9,7 @@
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `communication`: what a compiled step communicates.
 - `context`: attention over rows whose positions are spread over a mesh axis.
+  `position_sums`: whether a loss of some positions is a sum over them.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
 """

@@ -23,6 +23,7 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
+from jvarlen.parallel.position_sums import check_sums_over_positions
 
 __all__ = [
     "CONTEXT_AXIS", "OverAxisImplementation", "attend_over_axis", "context_model", "context_positions", "row_length",
@@ -111,7 +112,19 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
             )
         return x
 
-    return bound._replace(embed=embed)
+    def loss(ends: Any, x: Any, microbatch: Any, axes: Axes) -> tuple[Any, ...]:
+        if not axes.sequence_parallel:  # which spreads positions further
+
+            def of_rows(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
+                return model.loss(ends, x, microbatch, axes)
+
+            def of_part(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
+                return bound.loss(ends, x, microbatch, axes)
+
+            check_sums_over_positions(of_part, of_rows, ends, x, microbatch, seq_length)
+        return bound.loss(ends, x, microbatch, axes)
+
+    return bound._replace(embed=embed, loss=loss)
 
 
 def spread_rows(arrays: Any, num_shards: int) -> Any:

@@ -48,6 +48,7 @@ from jvarlen.parallel.pipeline import (
     write_slot,
     zeros_of_shapes,
 )
+from jvarlen.parallel.position_sums import check_sums_over_positions
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
@@ -300,10 +301,20 @@ class _Device:
 
     def sum_loss(self, x: Any, k: int, microbatch: Any, key: Any) -> StepSums:
         """The sums of the loss of a slice; its gradients are those of the ends, and of the floats of x."""
+        index = self.num_layers + 1
+        if self.plan.num_slices > 1:
+
+            def of_slice(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
+                return self.model.loss(ends, x, microbatch, self.axes_at(k, key, index))
+
+            def of_rows(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
+                return self.model.loss(ends, x, microbatch, axes_at(key, index))
+
+            check_sums_over_positions(of_slice, of_rows, self.params.ends, x, microbatch, self.plan.edges[-1])
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
-            return self.model.loss(ends, with_floats(x, floats), microbatch, self.axes_at(k, key, self.num_layers + 1))
+            return self.model.loss(ends, with_floats(x, floats), microbatch, self.axes_at(k, key, index))
 
         sums = sum_microbatch(loss_fn, TrainState((self.params.ends, floats_of(x)), None), microbatch)
         # It counts the tokens of whole rows.

@@ -1,0 +1,98 @@
+"""Losses of parts of rows: sums over positions are taken, and what is no sum is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen.parallel.position_sums import check_sums_over_positions
+
+ROWS, LENGTH, WIDTH, NUM_VALUES = 2, 12, 5, 7
+POSITIONS = np.arange(4, 8)
+
+
+def parts(microbatch, positions):
+    return (leaf if positions is None else leaf[:, positions] for leaf in (microbatch["tokens"], microbatch["weights"]))
+
+
+def cross_entropies(ends, x, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, tokens)
+
+
+def summed(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    losses = cross_entropies(ends, x, tokens)
+    return jnp.sum(losses * weights), jnp.sum(weights), {"hits": jnp.sum((x @ ends["table"].T).argmax(-1) == tokens)}
+
+
+def of_rows_weights(ends, x, microbatch, positions):
+    """Divided by what is the same for all parts."""
+    tokens, weights = parts(microbatch, positions)
+    losses = cross_entropies(ends, x, tokens) * weights / microbatch["weights"].sum(axis=1, keepdims=True)
+    return jnp.sum(losses), jnp.sum(weights / 3.0)
+
+
+def squares(ends, x, microbatch, positions):
+    _, weights = parts(microbatch, positions)
+    return 0.5 * jnp.einsum("bsd,bsd,bs->", x, x, weights), jnp.float32(x.shape[0] * x.shape[1])
+
+
+def flattened(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    losses = jax.nn.logsumexp(x.reshape(-1, WIDTH) @ ends["table"].T, axis=-1).reshape(tokens.shape)
+    return jnp.where(weights > 0, losses, 0.0).sum(axis=1).sum(), weights.sum()
+
+
+def mean(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    return jnp.mean(cross_entropies(ends, x, tokens)), jnp.sum(weights)
+
+
+def mean_of_weights(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    losses = (cross_entropies(ends, x, tokens) * weights).sum(axis=1) / jnp.maximum(weights.sum(axis=1), 1.0)
+    return losses.sum(), jnp.float32(len(x))
+
+
+def with_a_norm(ends, x, microbatch, positions):
+    return summed(ends, x, microbatch, positions)[0] + 0.1 * jnp.sum(ends["table"] ** 2), jnp.float32(1)
+
+
+def root(ends, x, microbatch, positions):
+    return jnp.sqrt(jnp.sum(x**2)), jnp.float32(1)
+
+
+def hardest(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    return cross_entropies(ends, x, tokens).max(axis=1).sum(), weights.sum()
+
+
+def whole_weights(ends, x, microbatch, positions):
+    return summed(ends, x, microbatch, positions)[0], microbatch["weights"].sum()
+
+
+def neighbours(ends, x, microbatch, positions):
+    return jnp.sum((x[:, 1:] - x[:, :-1]) ** 2), jnp.float32(len(x))
+
+
+def check(loss):
+    ends = {"table": np.ones((NUM_VALUES, WIDTH), np.float32)}
+    microbatch = {"tokens": np.zeros((ROWS, LENGTH), np.int32), "weights": np.ones((ROWS, LENGTH), np.float32)}
+    x = np.ones((ROWS, len(POSITIONS), WIDTH), np.float32)
+
+    def at(positions):
+        return lambda ends, x, microbatch: loss(ends, x, microbatch, positions)
+
+    check_sums_over_positions(at(POSITIONS), at(None), ends, x, microbatch, LENGTH)
+
+
+@pytest.mark.parametrize("loss", [summed, of_rows_weights, squares, flattened])
+def test_sums_over_positions_are_taken(loss):
+    check(loss)
+
+
+@pytest.mark.parametrize("loss", [mean, mean_of_weights, with_a_norm, root, hardest, whole_weights, neighbours])
+def test_what_is_no_sum_over_positions_is_refused(loss):
+    with pytest.raises(ValueError, match="of the model's loss is no sum over positions"):
+        check(loss)
