@@ -6,6 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from jvarlen import make_train_step
+from jvarlen.experimental.token_slices import make_sliced_train_step
+from jvarlen.parallel import LayeredModel, LayeredParams
 from jvarlen.parallel.position_sums import check_sums_over_positions
 
 ROWS, LENGTH, WIDTH, NUM_VALUES = 2, 12, 5, 7
@@ -96,3 +99,27 @@ def test_sums_over_positions_are_taken(loss):
 def test_what_is_no_sum_over_positions_is_refused(loss):
     with pytest.raises(ValueError, match="of the model's loss is no sum over positions"):
         check(loss)
+
+
+@pytest.mark.parametrize("layout", ["data1.context2", "data1.stage2"])
+def test_steps_of_parts_of_rows_refuse_a_mean_when_they_are_traced(layout):
+    model = LayeredModel(
+        lambda ends, microbatch, axes: ends["table"][microbatch["tokens"][:, positions_of(microbatch, axes)]],
+        lambda own, x, microbatch, axes: x * own,
+        lambda ends, x, microbatch, axes: mean(ends, x, microbatch, axes.positions),
+        by_positions=True,
+    )
+    optimizer = optax.sgd(0.1)
+    if layout == "data1.stage2":
+        step = make_sliced_train_step(model, optimizer, layout=layout, slices=3)
+    else:
+        step = make_train_step(model, optimizer, layout=layout)
+    params = LayeredParams({"table": np.ones((NUM_VALUES, WIDTH), np.float32)}, np.ones(2, np.float32))
+    shape = 2, ROWS, LENGTH
+    batch = {"tokens": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
+    with pytest.raises(ValueError, match="the number of positions in a mean"):
+        jax.eval_shape(step, step.init(params), batch)
+
+
+def positions_of(microbatch, axes):
+    return np.arange(microbatch["tokens"].shape[1]) if axes.positions is None else axes.positions
