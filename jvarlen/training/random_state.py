@@ -33,10 +33,12 @@ class MicrobatchKeys(NamedTuple):
 
 def kinds_of(extra: Any) -> list[Kind]:
     """Which leaves of `extra` are random keys, or count the uses of one; raises ValueError for keys without a type."""
+    leaves = dict(jax.tree.leaves_with_path(extra))
+    if not leaves:
+        return []
     nnx = sys.modules.get("flax.nnx")  # whose variables say it, if there are any
     is_random = (lambda node: isinstance(node, nnx.RngState)) if nnx else (lambda node: False)
     nodes = [path for path, node in jax.tree.leaves_with_path(extra, is_leaf=is_random) if is_random(node)]
-    leaves = dict(jax.tree.leaves_with_path(extra))
     # Pure dicts of NNX have no variables: a uint32 `count` beside a `key`.
     key, count = map(jax.tree_util.DictKey, ("key", "count"))
     plain = {(*path[:-1], count) for path, leaf in leaves.items() if is_key(leaf) and path[-1:] == (key,)}
