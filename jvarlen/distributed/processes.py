@@ -126,8 +126,11 @@ def _check_meeting(address: str | None, num_processes: int | None, process_id: i
     while True:  # names of hosts that have just started may follow, and so may process 0
         try:
             socket.getaddrinfo(host, int(port))
-            if process_id == 0:  # which listens at all addresses
-                socket.create_server(("", int(port))).close()
+            if process_id == 0:  # which listens at all addresses, and shares the port with whoever holds it for that
+                with socket.socket() as tried:
+                    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as JAX's server has them
+                        tried.setsockopt(socket.SOL_SOCKET, option, 1)
+                    tried.bind(("", int(port)))
             elif process_id is not None:
                 socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
             return
