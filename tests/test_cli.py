@@ -255,6 +255,12 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort TABLE", "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
         pytest.param("sort LONG", "at most 64 bits, not float128[3]", marks=no_long_doubles),
         ("sort LENGTHS --devices 0", "--devices (0)"),
+        ("sort LENGTHS --devices 65537", "at most 65,536: --devices (65537)"),
+        (
+            "sort LENGTHS --coordinator localhost --process-id 0",
+            "--coordinator ('localhost') must be a host and a port",
+        ),
+        ("sort LENGTHS --num-processes 2 --process-id 2", "--process-id (2) must be below --num-processes (2)"),
         ("train --devices 2", "1 microbatches a step do not spread over 2 shards"),
         ("train --devices 9", "--devices must be between 1 and 8, not 9"),
         ("train --optimizer.schedule-unit epochs", "schedule-unit"),
@@ -556,3 +562,12 @@ def test_options_are_named_as_they_are_typed():
     )
     assert _as_typed(untouched, FitConfig) == untouched
     assert _as_typed("order 'length', out=x", PlanCommand) == "--order 'length', --out x"
+
+
+def test_a_platform_that_jax_does_not_know_is_one_line(lengths_file, monkeypatch, capsys):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'bogus': not in the list of known backends")
+
+    monkeypatch.setattr("jax.devices", devices)
+    assert main(["sort", lengths_file]) == 2
+    assert "jvarlen: Unable to initialize backend 'bogus'" in capsys.readouterr().err
