@@ -259,7 +259,8 @@ def make_train_step(
         if isinstance(model, LayeredModel) and placement is not None and placement.layout.remat_in_force == "full":
             of_step = rematerialized(model)
         sums_of, values_of = (_sum_step(of_step, placement, with_grads=with_grads) for with_grads in (True, False))
-        function = step_of_sums(sums_of, values_of, optimizer, norms=norms)
+        is_whole = placement is None or placement.mesh.size == placement.layout.data  # no axis is the compiler's
+        function = step_of_sums(sums_of, values_of, optimizer, norms=norms, is_whole=is_whole)
     else:
         from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
 

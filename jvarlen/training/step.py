@@ -18,6 +18,8 @@ from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, TrainS
 
 __all__ = ["StepFn", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
 
+_SMALL = 2**16  # numbers
+
 StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 
 
@@ -27,13 +29,18 @@ def step_of_sums(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     norms: bool = False,
+    is_whole: bool = False,
 ) -> StepFn:
-    """A train step from functions that give the sums of a step, with and without gradients: it adds the update."""
+    """A train step from functions that give the sums of a step, with and without gradients: it adds the update.
+
+    `is_whole`: every device has all of the state.
+    """
     optimizer = with_extra_args(optimizer)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         value_fn = _value_fn(sums_of, values_of, state, batch)
-        return update_state(optimizer, state, batch, sums_of(state, batch), value_fn=value_fn, norms=norms)
+        options: dict[str, Any] = {"value_fn": value_fn, "norms": norms, "is_whole": is_whole}
+        return update_state(optimizer, state, batch, sums_of(state, batch), **options)
 
     return train_step
 
@@ -55,6 +62,7 @@ def update_state(
     *,
     value_fn: Callable[[Any], jax.Array],
     norms: bool = False,
+    is_whole: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state and the metrics after a step, from its sums; the optimizer is told the counts of the batch."""
     metrics, num_sequences = metrics_of(sums, batch), field_of(batch, "num_sequences")
@@ -77,7 +85,8 @@ def update_state(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
-    grads_finite, extra = are_finite(jax.tree.map(_sum_of_squares, grads)), state.extra
+    seen = _joined if is_whole else jax.tree.leaves
+    grads_finite, extra = are_finite(list(map(_sum_of_squares, seen(grads)))), state.extra
     if sums.extra:  # of which an optimizer that rejects such a gradient does not know
         extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
     state = state._replace(
@@ -86,13 +95,25 @@ def update_state(
         extra=extra,
         step=None if state.step is None else state.step + 1,
     )
-    return state, metrics._replace(grads_finite=grads_finite, params_finite=are_finite((state.params, state.extra)))
+    params_finite = are_finite(seen((state.params, state.extra)))
+    return state, metrics._replace(grads_finite=grads_finite, params_finite=params_finite)
 
 
 def are_finite(tree: Any) -> jax.Array:
     """Whether all floats of a tree are finite."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.array(True))
+
+
+def _joined(tree: Any) -> list[jax.Array]:
+    """The leaves of a tree, small ones in one array: to look at each takes a small model longer than its values."""
+
+    def is_small(leaf: jax.Array) -> bool:
+        return leaf.size <= _SMALL and leaf.dtype.itemsize <= 4 and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    leaves = jax.tree.leaves(tree)
+    small = [leaf.astype(np.float32).ravel() for leaf in leaves if is_small(leaf)]
+    return [leaf for leaf in leaves if not is_small(leaf)] + ([jnp.concatenate(small)] if small else [])
 
 
 def _sum_of_squares(grad: jax.Array) -> jax.Array:
