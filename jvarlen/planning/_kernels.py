@@ -34,15 +34,21 @@ _FEW_SEARCHED = 2**12  # lengths in a search tree, where Python takes far longer
 
 
 class Kernel:
-    """A function of arrays, compiled on its first call where the first argument has at least `few` values."""
+    """A function of arrays, compiled on its first call where the first argument has at least `few` values.
 
-    def __init__(self, py_func: Callable[..., Any], few: int = _FEW):
+    With `adds_up`, those of all calls so far: epochs of a long training may all be small.
+    """
+
+    def __init__(self, py_func: Callable[..., Any], few: int = _FEW, *, adds_up: bool = False):
         self.py_func, self._few = py_func, few
+        self._adds_up, self._num_seen = adds_up, 0
         functools.update_wrapper(self, py_func)
 
     def __call__(self, *args: Any) -> Any:
-        if "compiled" not in self.__dict__ and np.size(args[0]) < self._few:
-            return self.py_func(*args)
+        if "compiled" not in self.__dict__:
+            self._num_seen = np.size(args[0]) + self._adds_up * self._num_seen
+            if self._num_seen < self._few:
+                return self.py_func(*args)
         return self.compiled(*args)
 
     @functools.cached_property
@@ -347,7 +353,7 @@ def _place_of(space: int, spaces: Int64[np.ndarray, " s"], num_spaces: int) -> i
     return low
 
 
-@functools.partial(Kernel, few=_FEW_PACKED)
+@functools.partial(Kernel, few=_FEW_PACKED, adds_up=True)
 def fill_blocks(
     lengths: Int64[np.ndarray, " n"],
     descending: Int64[np.ndarray, " n"],

@@ -137,3 +137,12 @@ def test_blocks_are_filled_alike_compiled_and_plain(lengths, block_size, most):
     assert (np.add.reduceat(column[samples], np.append(0, row_ends[:-1])) <= capacity).all()
     stopped = kernel.py_func(column, descending, ends, np.array([12, 20]), most)[1]
     assert len(stopped) == (len(row_ends) if len(row_ends) <= most else 0)
+
+
+@needs_numba
+def test_many_small_calls_are_compiled_as_one_large_one_is():
+    kernel = kernels.Kernel(lambda values: "plain", few=10, adds_up=True)
+    assert [kernel(np.zeros(4)), kernel(np.zeros(5))] == ["plain"] * 2
+    assert "compiled" not in kernel.__dict__
+    kernel(np.zeros(1))
+    assert "compiled" in kernel.__dict__
