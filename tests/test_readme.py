@@ -19,7 +19,7 @@ import pytest
 
 import jvarlen
 import torch_ref
-from jvarlen import parallel
+from jvarlen import batches, parallel
 from jvarlen.cli import main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
@@ -265,7 +265,7 @@ def test_what_it_names_as_ours_exists():
     ours = SimpleNamespace(
         **vars(data_files)
         | {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
-        | {"torch_ref": torch_ref, "parallel": parallel}
+        | {"torch_ref": torch_ref, "parallel": parallel, "batches": batches}
     )
     values = [getattr(package, name) for package in PACKAGES for name in package.__all__]
     functions = [value for value in values if inspect.isroutine(value)]

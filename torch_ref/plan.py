@@ -392,7 +392,7 @@ def _warn_of_padding_rows(
         if steps:
             trimmed = -(-held // (num_microbatches * steps * multiple)) * multiple
             num_trimmed += steps * num_microbatches * trimmed
-    if num_rows > 1.01 * num_trimmed:
+    if num_rows > 1.05 * num_trimmed:
         total = int(num_samples.sum())
         warnings.warn(
             f"the buckets are for {buckets.microbatches_per_step} microbatches of a step, not {num_microbatches}: "

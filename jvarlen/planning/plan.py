@@ -367,7 +367,7 @@ def _warn_of_padding_rows(
     num_steps = -(-num_samples // (num_microbatches * rows))
     needed = round_up(-(-num_samples // np.maximum(num_microbatches * num_steps, 1)), np.gcd.reduce(rows))
     num_rows, num_needed = (int(num_microbatches * (each * num_steps).sum()) for each in (rows, needed))
-    if num_rows > 1.01 * num_needed:
+    if num_rows > 1.05 * num_needed:
         total = int(num_samples.sum())
         warnings.warn(
             f"these buckets were made for {buckets.microbatches_per_step} microbatches a step, and planned for "

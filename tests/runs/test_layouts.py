@@ -124,7 +124,7 @@ def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys)
     small.save(cluster)
     with pytest.raises(ValueError, match="the cluster dgx-h100 has 4 devices, and the run 8"):
         fit(auto, run_fit.make_data())
-    with pytest.raises(ValueError, match=r"cluster \(.*\) is for parallel auto, not data8"):
+    with pytest.raises(ValueError, match=r"cluster \(.*\) is for parallel=.auto., not data8"):
         changed(auto, parallel="data8")
 
 
