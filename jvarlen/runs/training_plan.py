@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.progress import progress_bar
 from jvarlen.planning.buckets import AnyBucket, Bucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
@@ -29,6 +30,7 @@ __all__ = ["Rates", "TrainingPlan"]
 
 _MOST_STEPS = 2**31 - 1  # optimizers count in int32
 _MOST_RATES = 2**26  # that are held for schedules in samples or tokens, 0.8 GB
+_QUIET_EPOCHS = 500  # planned without a progress bar
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
 
 
@@ -76,10 +78,14 @@ class TrainingPlan:
             raise UserError(f"{named}: that is {about:,} steps, and at most {_MOST_STEPS:,} are counted")
         if config.plan.pack and config.plan.order == "shuffle":
             self.epoch_starts, self._steps_of_buckets = [0], []
-            while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
-                plan = plan_of_epoch(len(self._steps_of_buckets))
-                self._steps_of_buckets.append(plan.steps_of_buckets())
-                self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
+            total = math.ceil(about / num_steps)
+            progress = total > _QUIET_EPOCHS
+            with progress_bar(total=total, desc="plans of all epochs", unit="epoch", progress=progress) as bar:
+                while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
+                    plan = plan_of_epoch(len(self._steps_of_buckets))
+                    self._steps_of_buckets.append(plan.steps_of_buckets())
+                    self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
+                    bar.update()
         else:
             num_epochs = int(min(most_epochs, -(-most_steps // num_steps)))
             self.epoch_starts = range(0, num_epochs * num_steps + 1, num_steps)
