@@ -31,7 +31,7 @@ from jvarlen.models.transformer import Transformer
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan
-from jvarlen.training.train_state import with_sharding
+from jvarlen.training.train_state import key_of_seed, with_sharding
 
 __all__ = ["generate"]
 
@@ -93,7 +93,7 @@ def generate(
     tokens = _check_prompts(prompts, config.vocab_size)
     if not tokens:
         return []
-    state = _State(params, jax.random.key(seed), np.float32(temperature))
+    state = _State(params, key_of_seed(seed), np.float32(temperature))
     state = state if placement is None else replicate(state, placement.mesh)
     lengths = [len(prompt) + max_new_tokens for prompt in tokens]
     num_shards = 1 if placement is None else placement.layout.data

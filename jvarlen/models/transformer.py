@@ -27,6 +27,7 @@ from jvarlen.parallel.tensor import (
     vocabulary_embedding,
 )
 from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import key_of_seed
 
 __all__ = [
     "Rows",
@@ -209,7 +210,7 @@ def init_params(config: TransformerConfig, seed: int) -> nnx.State:
     Returns:
       A pytree of float32 arrays.
     """
-    return nnx.split(Transformer(config, rngs=nnx.Rngs(jax.random.key(seed))))[1]
+    return nnx.split(Transformer(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:

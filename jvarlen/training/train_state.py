@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import operator
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "check_state",
     "divide_once",
     "has_shapes",
+    "key_of_seed",
     "new_state",
     "own_copy",
     "with_sharding",
@@ -170,8 +172,14 @@ def new_state(
     opt_state = optimizer.init(params)
     if seed is None and "key" not in kinds_of(extra):
         return TrainState(params, opt_state, extra)
-    key = None if seed is None else jax.random.key(seed)
+    key = None if seed is None else key_of_seed(seed)
     return TrainState(params, opt_state, extra, key, jnp.zeros((), np.int32))
+
+
+def key_of_seed(seed: int) -> jax.Array:
+    """The key of a seed below 2**63; `jax.random.key` drops what is above 32 bits unless 64-bit types are enabled."""
+    with jax.enable_x64(True) if seed >= 2**32 else contextlib.nullcontext():
+        return jax.random.key(seed)
 
 
 def check_state(state: Any) -> None:

@@ -24,7 +24,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.step import are_finite
-from jvarlen.training.train_state import Metrics, MetricSums, new_state
+from jvarlen.training.train_state import Metrics, MetricSums, key_of_seed, new_state
 from tests.conftest import random_dataset
 from tests.meshes import batch_shardings, data_mesh
 
@@ -566,3 +566,11 @@ def test_parameters_that_are_overwritten_with_their_gradients_are_refused_by_nam
     step = make_train_step(lambda params, x: (jnp.sum(params["params"]["w"] * x), jnp.float32(1)), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"\['_overwrite_with_gradient'\]\['input_scale'\] are overwritten"):
         step(step.init(variables), np.ones((2, 3)))
+
+
+def test_seeds_above_32_bits_are_not_cut():
+    seeds = [0, 1, 2**32, 2**32 + 1, 2**40, 2**63 - 1]
+    keys = [tuple(jax.random.key_data(key_of_seed(seed)).tolist()) for seed in seeds]
+    assert len(set(keys)) == len(seeds)
+    assert keys[:2] == [tuple(jax.random.key_data(jax.random.key(seed)).tolist()) for seed in seeds[:2]]
+    assert new_state(params(), optax.sgd(0.1), seed=2**32).key != new_state(params(), optax.sgd(0.1), seed=0).key
