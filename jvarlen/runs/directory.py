@@ -158,9 +158,6 @@ def resumed_run_dir(
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
     save_config(config, config_path)
-    (run_dir / "summary.json").unlink(
-        missing_ok=True
-    )  # otherwise the run looks as if it had ended, until it logs a step
     return run_dir, changes
 
 

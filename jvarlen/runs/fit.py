@@ -266,6 +266,9 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         )
     )
 
+    if is_main and place.num_steps_done < training.num_steps:  # until it logs a step, it would look as if it had ended
+        (run_dir / "summary.json").unlink(missing_ok=True)
+
     start, options = time.perf_counter(), prepared.compile_options
     shapes_of = functools.partial(
         BatchShapes,
