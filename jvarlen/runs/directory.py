@@ -35,6 +35,7 @@ from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, Pla
 __all__ = [
     "EvaluatedIn",
     "Summary",
+    "continue_run",
     "lock_run_dir",
     "new_run_dir",
     "point_latest_to",
@@ -137,11 +138,13 @@ def point_latest_to(run_dir: Path) -> None:
 
 def resumed_run_dir(
     config: FitConfig, run_dir: Path, plan: Plan, held: contextlib.ExitStack
-) -> tuple[Path, list[Change]]:
-    """Updates the settings of a run to resume, and tells which changed; ValueError for another plan."""
+) -> tuple[Path, list[Change], FitConfig]:
+    """The directory of a run to resume, settings that changed, and all for `continue_run`; ValueError for another plan.
+
+    It writes nothing but the lock: the checkpoint may still be refused.
+    """
     run_dir = run_dir.resolve()
-    config_path = run_dir / "config.json"
-    saved = load_config(config_path)  # first: a directory without a run gets no lock file
+    saved = load_config(run_dir / "config.json")  # first: a directory without a run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
     config = dataclasses.replace(
         config,
@@ -157,8 +160,14 @@ def resumed_run_dir(
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
-    save_config(config, config_path)
-    return run_dir, changes
+    return run_dir, changes, config
+
+
+def continue_run(run_dir: Path, config: FitConfig, *, has_steps_left: bool) -> None:
+    """Keeps the settings with which a run is resumed, once nothing can refuse them."""
+    save_config(config, run_dir / "config.json")
+    if has_steps_left:  # until it logs a step, it would look as if it had ended
+        (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:

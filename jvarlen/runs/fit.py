@@ -47,8 +47,17 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.lengths import Overlong
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import FitConfig, saved_settings
-from jvarlen.runs.directory import EvaluatedIn, Summary, new_run_dir, point_latest_to, resumed_run_dir, write_summary
+from jvarlen.runs.directory import (
+    EvaluatedIn,
+    Summary,
+    continue_run,
+    new_run_dir,
+    point_latest_to,
+    resumed_run_dir,
+    write_summary,
+)
 from jvarlen.runs.evaluation import Evaluator, is_interrupted_at, means_of
 from jvarlen.runs.prepare import Prepared, prepare, say, show_estimates
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler
@@ -233,7 +242,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     """Opens the directory, restores the latest state, and compiles; `held` closes all of it."""
     config, task, training, placement = prepared.config, prepared.task, prepared.training_plan, prepared.placement
     agree("the plan", training.plan_of_epoch(0).digest)
-    run_dir = _open_run_dir(prepared, held)
+    run_dir, resumed = _open_run_dir(prepared, held)
 
     step = task.train_step(training.optimizer, placement)
     state, place = task.init_state(step, config.seed), training.first_place()
@@ -251,11 +260,14 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         restore = checkpoints.restore_best if config.directory.resume_from == "best" else checkpoints.restore_latest
         state, place = restore(state)
         place = training.resumed_place(place)
-        checkpoints.discard_after(place.num_steps_done)
     if broken := _nonfinite_arrays(state):
         what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"
         raise UserError(f"{what} holds values that are not finite: {list_first(broken)}")
     is_main = is_main_process()
+    if place.num_steps_done < max(checkpoints.steps, default=0):
+        if is_main and (metrics := run_dir / "metrics.jsonl").exists():
+            read_metrics(metrics)  # before anything is discarded: it may be damaged
+        checkpoints.discard_after(place.num_steps_done)
     log = held.enter_context(
         open_trackers(
             config.trackers,
@@ -265,9 +277,8 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
             others=trackers if is_main else None,
         )
     )
-
-    if is_main and place.num_steps_done < training.num_steps:  # until it logs a step, it would look as if it had ended
-        (run_dir / "summary.json").unlink(missing_ok=True)
+    if resumed is not None:
+        continue_run(run_dir, resumed, has_steps_left=place.num_steps_done < training.num_steps)
 
     start, options = time.perf_counter(), prepared.compile_options
     shapes_of = functools.partial(
@@ -305,19 +316,20 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     )
 
 
-def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> Path:
-    """The run directory, which process 0 creates or, to resume a run, updates; `held` holds its lock."""
+def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> tuple[Path, FitConfig | None]:
+    """The run directory, which process 0 creates or looks at, and there the settings of a resumed run; locked."""
     config, run_dir, resumed = prepared.config, Path(), prepared.config.directory.resumed
+    settings = None
     plan, keys = prepared.training_plan.plan_of_epoch(0), prepared.data.content_keys
     with together("open the run directory"):
         if is_main_process() and resumed is None:
             run_dir = new_run_dir(config, prepared.shapes, plan, keys, held)
         elif is_main_process() and resumed is not None:
-            run_dir, changed = resumed_run_dir(config, resumed, plan, held)
+            run_dir, changed, settings = resumed_run_dir(config, resumed, plan, held)
             say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
-        return run_dir
-    return Path(gather_texts("the run directory", str(run_dir.resolve()))[0])
+        return run_dir, settings
+    return Path(gather_texts("the run directory", str(run_dir.resolve()))[0]), settings
 
 
 def _train(run: _Run) -> _Trained:

@@ -156,6 +156,13 @@ def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended
     assert (str(ended_run / "checkpoints") if name == "checkpoint" else name) in line
 
 
+def test_a_resume_that_is_refused_changes_nothing_of_an_ended_run(ended_run, capsys):
+    before = contents(ended_run)
+    assert main(["train", "--resume", str(ended_run), "--max-steps", "1", "--no-progress"]) == 2
+    assert "the checkpoint is at step 4, training takes 1" in capsys.readouterr().err
+    assert contents(ended_run) == before
+
+
 def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(killed_often):
     """Killed while lengths are scanned, while it compiles, amid the steps, and while a checkpoint is written."""
     folder, program = killed_often

@@ -13,7 +13,7 @@ from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, scale_
 from jvarlen.data.split import Split
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import DirectoryConfig
+from jvarlen.runs.config import DirectoryConfig, load_config
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.checkpoint import open_checkpoints
 from tests.settings import changed
@@ -195,6 +195,14 @@ def test_a_run_goes_on_from_its_best_checkpoint_and_forgets_what_came_later(tmp_
     with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
         assert (checkpoints.best_step, checkpoints.steps) == (5, [5, 10, 12])
     shorter = changed(config, resume_from="best", max_steps=7)
+    log = whole.run_dir / "metrics.jsonl"
+    intact = log.read_bytes()
+    log.write_bytes(b"?" + intact)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1"):
+        fit(shorter, DATA, **own(eval_loss_fn=growing))
+    assert {path.name for path in whole.run_dir.glob("checkpoints/[0-9]*")} == {"5", "10", "12"}
+    assert load_config(whole.run_dir / "config.json").max_steps == config.max_steps
+    log.write_bytes(intact)
     again = fit(shorter, DATA, **own(eval_loss_fn=growing))
     assert int(again.state.step) == 7
     with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
