@@ -29,6 +29,7 @@ _QUOTED = {  # a quoted value, and its closing quote if what follows ends the va
     )
     for delimiter in _DELIMITERS.values()
 }
+_MOST_TAIL = 2**20  # bytes of blank lines at the end of a file
 _BLANK_LINE = re.compile(rb"\n(?=\r?\n)")
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
 _ARROW_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
@@ -233,7 +234,7 @@ def _read_csv(path: Path, field: str) -> Any:
 
 
 def _check_quotes_and_rows(path: Path) -> None:
-    """Raises ValueError for quotes by which rows would run into each other, and for blank lines, by the line."""
+    """Raises ValueError, by the line, for quotes by which rows would run together and blank lines between rows."""
     # pyarrow reads on after a quote that closes in the middle of a value, and passes over blank lines.
     if size_of_mark(path) == path.stat().st_size:
         return
@@ -249,16 +250,18 @@ def _check_quotes_and_rows(path: Path) -> None:
                 f"line {line_of(value.start()):,}: the quote that opens a value {how}: a quote is missing, or one in "
                 "the text is not doubled"
             )
-    if not _BLANK_LINE.search(content):
+    tail = bytes(content[-_MOST_TAIL:])
+    rows_end = len(content) - len(tail) + len(tail.rstrip(b"\r\n"))  # blank lines after it hide no row
+    if not _BLANK_LINE.search(content, 0, rows_end):
         return
     places, start = [], 0
-    for begin, end in itertools.chain((value.span() for value in quoted.finditer(content)), [(len(content), 0)]):
+    for begin, end in itertools.chain((value.span() for value in quoted.finditer(content)), [(rows_end, 0)]):
         places += [found.end() for found in _BLANK_LINE.finditer(content, start, begin)]
         start = end
     if places:
         listed = ", ".join(f"{line_of(place):,}" for place in places[:_MOST_LINES])
         more = f" and {len(places) - _MOST_LINES:,} more" if len(places) > _MOST_LINES else ""
-        raise UserError(f"blank lines, which are no rows: remove {listed}{more}")
+        raise UserError(f"there are blank lines between the rows, at line {listed}{more}: remove them")
 
 
 def _check_field(names: list[str], field: str) -> None:

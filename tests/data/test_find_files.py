@@ -117,9 +117,9 @@ def test_a_column_of_a_delimited_file_is_read(tmp_path, ending, delimiter, compr
         ('text\n"say ""hi""\nb\n', "line 2: the quote that opens a value never closes"),
         ('text\n"say "hi""\n', "line 2: the quote that opens a value closes before other text"),
         ('\ufeff"text\na\n', "line 1: the quote that opens a value never closes"),
-        ("text,id\na,1\n\nb,2\n\r\n", "blank lines, which are no rows: remove 3, 5$"),
-        ("text\r\na\r\n\r\nb\r\n", "blank lines, which are no rows: remove 3$"),
-        ('text\n"two\n\nlines"\n\n' + "\n" * 6, "blank lines, which are no rows: remove 5, 6, 7, 8, 9 and 2 more$"),
+        ("text,id\na,1\n\nb,2\n\r\nc,3\n\n", "blank lines between the rows, at line 3, 5: remove them$"),
+        ("text\r\na\r\n\r\nb\r\n", "blank lines between the rows, at line 3: remove them$"),
+        ('text\n"two\n\nlines"\n\n' + "\n" * 6 + "b", "rows, at line 5, 6, 7, 8, 9 and 2 more: remove them$"),
     ],
 )
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
@@ -137,6 +137,13 @@ def test_quotes_and_lines_that_belong_to_values_are_read(tmp_path):
         open_data(write(tmp_path / "t.csv", content))
     texts = ["two\n\nlines", 'say "hi", he said', '5" pipe']
     assert texts_of(open_data(write(tmp_path / "t.csv", content[:-5]))) == texts
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\n" * 9, "\r\n\r\n\r\n"])
+@pytest.mark.parametrize("last", ["b", '"b\n\n"'])
+def test_blank_lines_at_the_end_of_a_delimited_file_are_no_rows(tmp_path, end, last):
+    path = write(tmp_path / "t.csv", f"text\na\n{last}{end}".encode())
+    assert texts_of(open_data(path)) == ["a", last.strip('"')]
 
 
 def test_numbers_in_a_delimited_file_are_texts_and_empty_values_are_refused_by_row(tmp_path):
