@@ -113,7 +113,7 @@ def open_data(
     field: str | Sequence[str] = "text",
     template: str | None = None,
     loss_on: Sequence[str] = (),
-    tokenizer: Path | None = None,
+    tokenizer: Path | str | None = None,
     num_values: int | None = None,
     end_token: int | None = None,
     block_length: int = 1024,

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int32, Integer, UInt8
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.files import regular_file
 from jvarlen.data.length_cache import combine_keys, content_key
 from jvarlen.data.line_files import read_json
 from jvarlen.data.records import MarkedText
@@ -53,9 +54,9 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer file with its post-processor, without truncation and padding; worker processes load it themselves."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        if not path.is_file():  # nor what can be read without end
+    def __init__(self, path: Path | str):
+        self.path = path = regular_file(Path(path))
+        if not path.is_file():
             raise FileNotFoundError(f"there is no tokenizer file {path}")
         self.key = content_key(path)
         self._tokenizer = _load(path)

@@ -173,7 +173,7 @@ class DataConfig:
         for name in ("files", "eval_data"):
             object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))
         if self.tokenizer is not None:
-            object.__setattr__(self, "tokenizer", self.tokenizer.absolute())
+            object.__setattr__(self, "tokenizer", Path(self.tokenizer).absolute())
 
 
 def evaluation_name(path: Path | str) -> str:
@@ -248,6 +248,9 @@ class DirectoryConfig:
     Later checkpoints and records are then discarded."""
 
     def __post_init__(self):
+        for name in ("runs_dir", "run_dir", "resume"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(given))
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
             raise UserError(f"resume_from={self.resume_from!r} needs resume=, the directory of a run")
         if self.run_dir is not None and self.resume is not None:

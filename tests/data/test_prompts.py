@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jvarlen import UserError
 from jvarlen.data.records import MarkedText
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer
 
@@ -56,6 +57,8 @@ def test_without_an_added_end_token_it_is_that_of_the_configuration(tmp_path, eo
 def test_what_is_damaged_or_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer file .*tokenizer\.json"):
         FileTokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"/dev/zero is a pipe or a device"):
+        FileTokenizer("/dev/zero")
     path = save_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):

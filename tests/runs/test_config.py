@@ -48,6 +48,12 @@ def test_settings_survive_json(tmp_path, config):
     assert load_config(tmp_path / "config.json") == config
 
 
+def test_paths_may_be_texts():
+    assert DirectoryConfig(runs_dir="a", run_dir="b") == DirectoryConfig(runs_dir=Path("a"), run_dir=Path("b"))
+    assert DirectoryConfig(resume="a").resumed == Path("a")
+    assert DataConfig(tokenizer="/tokenizer.json") == DataConfig(tokenizer=Path("/tokenizer.json"))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
