@@ -25,7 +25,7 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
 
-__all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote"]
+__all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote", "local_names"]
 
 ENDINGS = (".txt", ".jsonl", ".csv", ".tsv", ".npz", ".bin", ".parquet", ".arrow", ".feather")
 _COMPRESSIBLE = (".txt", ".jsonl", ".csv", ".tsv")
@@ -58,7 +58,7 @@ def ending_of(name: str) -> str | None:
 
 def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
     """The data files of a file, directory, glob or URL, downloaded and decompressed, in the order of their names."""
-    names = _names_in_store(str(path)) if is_remote(path) else _local_names(Path(path))
+    names = _names_in_store(str(path)) if is_remote(path) else local_names(Path(path))
     endings = {name: ending_of(name) for name in names}
     if unknown := [name for name, ending in endings.items() if ending is None]:
         compressed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
@@ -80,7 +80,8 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
     return found
 
 
-def _local_names(path: Path) -> list[str]:
+def local_names(path: Path) -> list[str]:
+    """The names of the data files of a local file, directory or glob; raises an error where there are none."""
     if path.is_dir():
         names = _no_directories(str(each) for each in sorted(path.iterdir()) if _is_data(each.name))
         if not names:

@@ -36,7 +36,7 @@ from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths
 from jvarlen.planning.order import OrderWord, check_seed
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, changed_contents, is_run_dir, load_config
+from jvarlen.runs.config import FitConfig, changed_contents, files_read, is_run_dir, load_config
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, note_on_candidates, shapes_for
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ class ReportCommand:
         page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
         check_outputs({"html": self.html})
         report = read_runs(self.run_dirs)
+        for run_dir in self.run_dirs if self.html is not None else ():
+            check_outputs({"html": self.html}, *files_read(load_config(run_dir / "config.json").data))
         say(report.table())
         report.write_html(page)
         say(f"\n{page}")
@@ -241,6 +243,7 @@ class SampleCommand:
         check_outputs({"out": self.out}, self.prompts, self.tokenizer)
         prompts = self._named_prompts()
         trained = _read_trained(self.run_dir, self.checkpoint)
+        check_outputs({"out": self.out}, *files_read(trained.settings.data))
         codec = trained.codec(self.tokenizer)
         tokens = _encode(codec, prompts, trained.model.vocab_size, self.max_tokens - self.max_new_tokens)
         continued = models.generate(
@@ -304,7 +307,7 @@ class ExportCommand:
         trained = _read_trained(self.run_dir, self.checkpoint)
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
         tokenizer = self.tokenizer or trained.settings.data.tokenizer
-        check_outputs({"out": self.out}, tokenizer)
+        check_outputs({"out": self.out}, tokenizer, *files_read(trained.settings.data))
         if tokenizer is not None:
             codec = trained.codec(self.tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8-sig")

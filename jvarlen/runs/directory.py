@@ -29,7 +29,7 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import Change, FitConfig, changes_between, is_run_dir, load_config, save_config
+from jvarlen.runs.config import Change, FitConfig, changes_between, files_read, is_run_dir, load_config, save_config
 from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, PlanConfig
 
 __all__ = [
@@ -94,8 +94,8 @@ def new_run_dir(
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
     own = [path for path in (run_dir / name for name in RUN_FILES) if path.exists()]
-    files = *config.data.files, *config.data.eval_data, *(getattr(config.plan, name) for name in MODEL_FILES)
-    read = [file for file in (*files, config.data.tokenizer, config.hardware.cluster) if file is not None]
+    models = (getattr(config.plan, name) for name in MODEL_FILES)
+    read = [file for file in (*files_read(config.data), *models, config.hardware.cluster) if file is not None]
     if overwritten := [str(file) for file in read if any(is_same_file(path, file) for path in own)]:
         raise UserError(f"run_dir ({run_dir}) would overwrite {list_first(overwritten)}, which the run reads")
     plan.save(run_dir / "plan.npz")

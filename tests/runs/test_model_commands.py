@@ -183,6 +183,28 @@ def test_export_writes_the_model_of_the_checkpoint(run, tmp_path, capsys, flags,
         assert "tokenizer" not in file.metadata()
 
 
+@pytest.mark.parametrize("named", ["data/a.jsonl", "data", "data/*.jsonl", "saved", "eval"])
+def test_no_output_replaces_what_the_run_was_trained_on(tmp_path, capsys, named):
+    for name in ("data/a.jsonl", "saved/train/data.arrow", "saved/dataset_dict.json", "tokenizer.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("kept")
+    files = {"eval_data": (tmp_path / "data",)} if named == "eval" else {"files": (tmp_path / named,)}
+    run = make_run(tmp_path / "run", data=DataConfig(**files, tokenizer=tmp_path / "tokenizer.json"))
+    (run / "metrics.jsonl").write_text("")
+    commands = (
+        ["export", run],
+        ["sample", run, "--prompt", "a", "--no-progress", "--out"],
+        ["report", run, "--html"],
+    )
+    for taken in (
+        tmp_path / ("saved/train/data.arrow" if named == "saved" else "data/a.jsonl"),
+        tmp_path / "tokenizer.json",
+    ):
+        for command in commands:
+            assert f"({taken}) would overwrite {taken}, which is read" in said(capsys, *command, taken)
+        assert taken.read_text() == "kept"
+
+
 def test_runs_that_hold_no_trained_model_of_ours_are_refused_by_name(tmp_path, capsys):
     own = make_run(tmp_path / "own", lambda step: {"w": jnp.full(3, step), "b": jnp.zeros(())})
     empty = tmp_path / "empty"
