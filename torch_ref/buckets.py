@@ -66,6 +66,11 @@ class Buckets(tuple[Any, ...]):
         made.microbatches_per_step = microbatches_per_step
         return made
 
+    def __getitem__(self, index: Any) -> Any:
+        """Keep M with a part of the buckets."""
+        found = super().__getitem__(index)
+        return Buckets(found, self.microbatches_per_step) if isinstance(index, slice) else found
+
     def __getnewargs__(self) -> tuple[tuple[Any, ...], int]:
         """Let a copy keep both."""
         return tuple(self), self.microbatches_per_step

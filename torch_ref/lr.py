@@ -115,7 +115,10 @@ def lr_sequence(
         before = np.concatenate([[0], sizes[counted_in][:-1].cumsum()])
         base = np.array([float(base_schedule(count)) for count in before.tolist()])
     else:
-        base = np.asarray(base_schedule, dtype=np.float64)
+        base = np.asarray(base_schedule)
+        if base.dtype.kind not in "iuf":
+            raise ValueError(f"base_schedule must be a number, a function or an array, got {base_schedule!r}")
+        base = base.astype(np.float64)
         if base.ndim and counted_in != "steps":
             raise ValueError(f"base_schedule must be a function or a number to be counted in {counted_in}")
         if base.shape not in ((), scales.shape):

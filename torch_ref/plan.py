@@ -357,8 +357,7 @@ def make_plan(
     )
     if padded > INT64_MAX:
         raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
-    if isinstance(checked, Buckets) and checked.microbatches_per_step != num_microbatches:
-        _warn_of_padding_rows(checked, num_microbatches, num_steps, np.bincount(items.bucket, minlength=len(checked)))
+    _warn_of_padding_rows(checked, num_microbatches, num_steps, np.bincount(items.bucket, minlength=len(checked)))
     places = steps.places.numpy()
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
     tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
@@ -382,22 +381,25 @@ def make_plan(
 
 
 def _warn_of_padding_rows(
-    buckets: Buckets, num_microbatches: int, num_steps: list[int], num_samples: NDArray[np.int64]
+    buckets: Sequence[tuple[int, ...]], num_microbatches: int, num_steps: list[int], num_samples: NDArray[np.int64]
 ) -> None:
-    """Warn where buckets for another M hold more padding rows than buckets for this M would."""
-    multiple = math.gcd(*(bucket[0] for bucket in buckets))
+    """Warn where buckets hold more padding rows than buckets for this M would, by a quarter where theirs is unknown."""
+    known = buckets.microbatches_per_step if isinstance(buckets, Buckets) else None
+    if known == num_microbatches:
+        return
+    multiple = 1 if known is None else math.gcd(*(bucket[0] for bucket in buckets))
     num_rows = num_trimmed = 0
     for (rows, *_), steps, held in zip(buckets, num_steps, num_samples.tolist(), strict=True):
         num_rows += steps * num_microbatches * rows
         if steps:
             trimmed = -(-held // (num_microbatches * steps * multiple)) * multiple
             num_trimmed += steps * num_microbatches * trimmed
-    if num_rows > 1.05 * num_trimmed:
-        total = int(num_samples.sum())
+    total = int(num_samples.sum())
+    if num_rows - num_trimmed > (num_trimmed / 20 if known else num_rows / (4 if total >= 256 else 1)):
         warnings.warn(
-            f"the buckets are for {buckets.microbatches_per_step} microbatches of a step, not {num_microbatches}: "
-            f"{num_rows - total} of {num_rows} rows are padding rows, with buckets for {num_microbatches} it would be "
-            f"{num_trimmed - total}",
+            f"the buckets{'' if known is None else f' for {known} microbatches of a step'} go badly with "
+            f"microbatches_per_step={num_microbatches}: {num_rows - total} of {num_rows} rows are padding rows, with "
+            f"buckets made for it {num_trimmed - total}",
             stacklevel=3,
         )
 

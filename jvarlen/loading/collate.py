@@ -189,6 +189,7 @@ def _cut(
         flat = whole if side is None else [pair[side] for pair in whole]
         samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
         are_tokens = all(tokens.ndim == 1 and tokens.dtype.kind in "iu" for tokens in samples)
+        are_tokens &= side is None or set(map(len, whole)) <= {2}  # further fields would be lost
     except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
         are_tokens = False
     if not are_tokens:
@@ -272,6 +273,8 @@ def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Any
 def _kind_if_no_tokens(sample: Any, side: int | None) -> str | None:
     """What a sample is, or a side of it, if that is no 1-D array of integers."""
     try:
+        if side is not None and len(sample) != 2:
+            raise ValueError
         part = sample if side is None else sample[side]
         tokens = part.tokens if isinstance(part, WeightedTokens) else np.asarray(part)
         kind = None if tokens.ndim == 1 and tokens.dtype.kind in "iu" else f"{tokens.ndim}-D {tokens.dtype}"

@@ -131,6 +131,10 @@ class Buckets(tuple[_Kind, ...]):
         self.microbatches_per_step = microbatches_per_step
         return self
 
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Buckets(found, self.microbatches_per_step) if isinstance(index, slice) else found
+
     def __getnewargs__(self) -> tuple[tuple[_Kind, ...], int]:
         return tuple(self), self.microbatches_per_step
 

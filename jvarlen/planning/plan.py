@@ -360,19 +360,25 @@ def _check_packing(
 
 
 def _warn_of_padding_rows(
-    buckets: Buckets[AnyBucket], num_microbatches: int, num_samples: Int64[np.ndarray, " K"]
+    buckets: tuple[AnyBucket, ...], num_microbatches: int, num_samples: Int64[np.ndarray, " K"]
 ) -> None:
-    """Warns where buckets that were made for another M hold clearly more padding rows than they would if made for M."""
+    """Warns where buckets hold clearly more padding rows than they would if made for M."""
+    made_for = buckets.microbatches_per_step if isinstance(buckets, Buckets) else None
+    if made_for == num_microbatches:
+        return
     rows = np.array([bucket.rows for bucket in buckets], np.int64)
     num_steps = -(-num_samples // (num_microbatches * rows))
-    needed = round_up(-(-num_samples // np.maximum(num_microbatches * num_steps, 1)), np.gcd.reduce(rows))
+    multiple = 1 if made_for is None else np.gcd.reduce(rows)
+    needed = round_up(-(-num_samples // np.maximum(num_microbatches * num_steps, 1)), multiple)
     num_rows, num_needed = (int(num_microbatches * (each * num_steps).sum()) for each in (rows, needed))
-    if num_rows > 1.05 * num_needed:
-        total = int(num_samples.sum())
+    # Shapes that somebody wrote may be for other data as well: only much waste of enough samples is told.
+    total = int(num_samples.sum())
+    least = num_needed / 20 if made_for is not None else num_rows / (4 if total >= 256 else 1)
+    if num_rows - num_needed > least:
+        of_them = "" if made_for is None else f" for {made_for} microbatches a step"
         warnings.warn(
-            f"these buckets were made for {buckets.microbatches_per_step} microbatches a step, and planned for "
-            f"{num_microbatches}: {num_rows - total:,} of {num_rows:,} rows are padding rows, where buckets made for "
-            f"{num_microbatches} would have {num_needed - total:,}",
+            f"buckets made{of_them}, planned with microbatches_per_step={num_microbatches}: {num_rows - total:,} of "
+            f"{num_rows:,} rows are padding rows, where make_buckets for that many would leave {num_needed - total:,}",
             stacklevel=4,
         )
 
@@ -400,8 +406,7 @@ def _plan_rows(
     num_steps = np.bincount(steps.bucket, minlength=len(buckets))
     if sum(map(operator.mul, padded_tokens.tolist(), num_steps.tolist())) >= 2**63:
         raise UserError("the plan would hold 2**63 tokens with padding or more, which int64 cannot count")
-    if isinstance(buckets, Buckets) and buckets.microbatches_per_step != num_microbatches:
-        _warn_of_padding_rows(buckets, num_microbatches, samples.num_samples)
+    _warn_of_padding_rows(buckets, num_microbatches, samples.num_samples)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_lengths.sum(axis=1))
     offsets, ids = steps.offsets, samples.ids

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
-from jvarlen.planning.buckets import check_buckets, cost_of_candidates, make_buckets
+from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
@@ -241,7 +241,7 @@ def evaluation_plans(
     plan: PlanConfig, shapes: ChosenShapes, lengths: Mapping[str, Int64[np.ndarray, " H"]]
 ) -> dict[str, Plan]:
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
-    buckets = shapes.buckets
+    buckets: Any = Buckets(check_buckets(shapes.buckets), plan.microbatches_per_step)
     if shapes.eval_lengths:
         budget = dataclasses.replace(plan.budget, strategy=shapes.eval_lengths, max_length=None, compile_seconds=None)
         buckets = make_buckets(np.concatenate(list(lengths.values())), budget, overlong=plan.bucket_overlong)

@@ -14,7 +14,7 @@ import optax
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.jaxprs import draws_by_itself
-from jvarlen._common.pytree import check_arrays, leaves_by_name
+from jvarlen._common.pytree import check_arrays, is_key, leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
@@ -187,7 +187,10 @@ def _check_draws(loss_fn: LossFn, state: TrainState, batch: Any, placement: Plac
 
     def draws(batch: Any) -> list[tuple[int, ...]]:
         traced = jax.make_jaxpr(sum_over_shards(loss_fn, mesh=placement.mesh, with_grads=False))(state, batch)
-        return draws_by_itself(traced.jaxpr, [True] * len(traced.jaxpr.invars))
+        # Numbers in `extra`, such as a seed, are the same for all microbatches; typed keys differ.
+        of_step, of_batch = jax.tree.map(lambda leaf: True, (state, batch))
+        of_step = of_step._replace(extra=jax.tree.map(is_key, state.extra))
+        return draws_by_itself(traced.jaxpr, jax.tree.leaves((of_step, of_batch)))
 
     def with_a_row(leaf: np.ndarray) -> np.ndarray:
         return np.pad(leaf, [(0, 0), (0, 1)] + [(0, 0)] * (leaf.ndim - 2)) if leaf.ndim else leaf

@@ -42,13 +42,12 @@ def kinds_of(extra: Any) -> list[Kind]:
     # Pure dicts of NNX have no variables: a uint32 `count` beside a `key`.
     key, count = map(jax.tree_util.DictKey, ("key", "count"))
     plain = {(*path[:-1], count) for path, leaf in leaves.items() if is_key(leaf) and path[-1:] == (key,)}
-    raw_shape = jax.eval_shape(jax.random.PRNGKey, 0).shape
     kinds: list[Kind] = []
     untyped = []
     for path, leaf in leaves.items():
         is_uint32 = getattr(leaf, "dtype", None) == np.uint32
         is_counter = is_uint32 and (path in plain or any(path[: len(node)] == node for node in nodes))
-        is_raw = is_uint32 and np.shape(leaf)[-1:] == raw_shape
+        is_raw = is_uint32 and np.shape(leaf)[-1:] in ((2,), (4,))  # of threefry, of rbg
         if is_key(leaf):
             kinds.append("key")
         elif is_counter and not (is_raw and _named_key(path)):

@@ -143,7 +143,10 @@ def before_each(sizes: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
 def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> Float64[np.ndarray, " S"]:
     """The base rate at every count, before any scaling by batch size: float64[S]. An array gives all its rates."""
     if not callable(base_schedule):
-        rates = np.asarray(base_schedule, np.float64)
+        rates = np.asarray(base_schedule)
+        if rates.dtype.kind not in "iuf":
+            raise UserError(f"base_schedule must be a rate, an array of rates or a function, not {base_schedule!r}")
+        rates = rates.astype(np.float64)
     else:
         import jax
 

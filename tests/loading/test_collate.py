@@ -118,7 +118,10 @@ def test_samples_that_are_no_tokens_are_named(sample, said, truncate):
         ({"source": [1]}, "dict with the keys 'source'"),
         ((np.arange(2),), "tuple of ndarray"),
         (np.arange(2), "0-D int64"),
+        (np.arange(3), "ndarray"),
         (WeightedTokens([1], [1]), "WeightedTokens"),
+        ((np.arange(2), np.arange(2), np.zeros(2)), "tuple of ndarray, ndarray, ndarray"),
+        ((np.arange(2), np.arange(2), 1), "tuple of ndarray, ndarray, int"),
     ],
 )
 def test_pairs_that_are_no_tokens_are_named(pair, said):

@@ -159,6 +159,7 @@ def test_bad_batch_sizes_bases_and_rules_are_refused(package, arguments):
         ({"base_batch_size": 0}, "base_batch_size"),
         ({"base_batch_size": "32"}, "base_batch_size.*'32'"),
         ({"plan": [10, 4]}, "plan must be a plan"),
+        ({"base_schedule": "1e-3"}, "base_schedule.*'1e-3'"),
     ],
     ids=text_of,
 )

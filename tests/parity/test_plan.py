@@ -358,7 +358,7 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
     assert plan.microbatches_per_step == buckets.microbatches_per_step == 8
     assert plan.digest == package.make_plan(lengths, list(buckets), microbatches_per_step=8).digest
     assert package.make_plan(lengths, list(buckets)).num_steps > 7 * plan.num_steps
-    for same in (plan.buckets, pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
+    for same in (plan.buckets, buckets[:], pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
         assert package.make_plan(lengths, same, epoch=1).num_steps == plan.num_steps
     of_pairs = package.make_pair_buckets(pairs, 8192, max_shapes=4, microbatches_per_step=4)
     assert package.make_plan(pairs, of_pairs).microbatches_per_step == 4
@@ -366,7 +366,7 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
 
 
 def test_buckets_for_another_number_of_microbatches_are_told(package):
-    """By how many padding rows they add; not where they add none, nor of shapes that a user wrote."""
+    """By how many padding rows they add; not where they add few."""
     lengths = np.random.default_rng(0).integers(8, 1024, 2_000)
     for_one = package.make_buckets(lengths, 8192, max_shapes=8)
     for_eight = package.make_buckets(lengths, 8192, max_shapes=8, microbatches_per_step=8)
@@ -374,13 +374,17 @@ def test_buckets_for_another_number_of_microbatches_are_told(package):
         plan = package.make_plan(lengths, for_one, microbatches_per_step=8)
     rows = 8 * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket].sum()
     numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]*\d", str(caught[0].message))]
+    assert numbers[:2] == [1, 8]
     assert numbers[2:4] == [rows - len(lengths), rows]
     assert numbers[-1] < 0.2 * numbers[2]
+    with pytest.warns(UserWarning, match="padding rows"):
+        package.make_plan(lengths[:600], list(for_one), microbatches_per_step=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         package.make_plan(lengths, for_eight, microbatches_per_step=8)
         package.make_plan(lengths, for_eight, microbatches_per_step=1)
         package.make_plan(lengths, list(for_one), microbatches_per_step=8)
+        package.make_plan(lengths[:200], list(for_one), microbatches_per_step=8)
 
 
 def test_more_tokens_than_int64_counts_are_refused(package):

@@ -84,9 +84,10 @@ def test_microbatches_share_no_mask_on_any_number_of_devices(name):
     assert_partition_invariant(loss_fn, PARAMS, BATCH, extra=extra)
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("name", ["rngs", "dropout"])
-def test_keys_without_a_type_are_refused_in_words(name):
-    extra = {name: {"dropout": jax.random.PRNGKey(0)}}
+def test_keys_without_a_type_are_refused_in_words(name, kind):
+    extra = {name: {"dropout": jax.random.key_data(jax.random.key(0, impl=kind))}}
     step = make_train_step(lambda params, microbatch, extra: (params.sum(), 1.0, extra), optax.sgd(0.1))
     with pytest.raises(
         ValueError, match=rf"extra holds \['{name}'\]\['dropout'\], .*loss_fn\(params, microbatch, key\)"
@@ -107,3 +108,13 @@ def test_the_check_of_splits_finds_masks_that_all_microbatches_share():
     assert_partition_invariant(drawing, np.ones(WIDTH), BATCH, num_shards=[1])
     with pytest.raises(AssertionError, match=r"random numbers \(2, 32\) from a key of its own"):
         assert_partition_invariant(sharing, np.ones(WIDTH), BATCH, num_shards=[1])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_the_check_of_splits_finds_masks_of_a_seed_in_extra(dtype):
+    def seeded(params, microbatch, extra):
+        kept = jax.random.bernoulli(jax.random.key(extra["seed"]), 0.5, microbatch["x"].shape)
+        return jnp.sum(params * kept * microbatch["x"]), jnp.sum(microbatch["x"][:, :1]), extra
+
+    with pytest.raises(AssertionError, match=r"random numbers \(2, 32\) from a key of its own"):
+        assert_partition_invariant(seeded, np.ones(WIDTH), BATCH, extra={"seed": dtype(7)}, num_shards=[1])
