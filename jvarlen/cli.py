@@ -176,9 +176,11 @@ def _as_typed(text: str, command: Any) -> str:
             return found[0]
         if value == "False":
             return re.sub("(--|\\.)(?!.*\\.)", r"\1no-", flags[name])
-        return flags[name] if value in (None, "", "True") else f"{flags[name]} {value.strip(chr(34) + chr(39))}"
+        if value in (None, "", "True"):
+            return flags[name]
+        return f"{flags[name]} {value}{found['others']}".replace('"', "").replace("'", "")
 
-    value = r"""(=(?P<value>"[^"]*"|'[^']*'|[\w.+-]*))"""
+    value = r"""(=(?P<value>"[^"]*"|'[^']*'|[\w.+-]*)(?P<others>((,| or) ("[^"]*"|'[^']*'))*))"""
     return re.sub(rf"(?<![\w./-])(?P<name>{names})(?![\w/]|[.-]\w){value}?", typed, text)
 
 
@@ -209,6 +211,6 @@ def _unframed(text: str) -> str:
         lines, rules = lines[rules[0] + 1 :], [i - rules[0] - 1 for i in rules[1:]]
     guess = re.search(r"Perhaps you meant:\W+(--\S+)", " ".join(lines))
     text = " ".join(lines[: rules[0] if rules else None])
-    # The names of our classes mean nothing to someone who typed a flag.
-    text = re.sub(r"Error parsing (__tyro\S*?|[A-Z][a-z]+Command|FitConfig)(\.(\w+))?: ", r"\3 ", text).strip()
+    # The names of our classes and groups mean nothing to someone who typed a flag.
+    text = re.sub(r"Error parsing (__tyro\S*?|\w+)(\.(\w+))?: ", r"\3 ", text).strip()
     return f"{text}; perhaps {guess[1]}" if guess else text

@@ -239,7 +239,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort LENGTHS --out RUN/config.json", "--out (run/config.json) is one of the files of the run"),
         ("measure --out RUN/cost_model.json", "--out (run/cost_model.json) is one of the files of the run"),
         ("measure --memory-out memory.json --out memory.json", "which is also --memory-out"),
-        ("export RUN RUN/config.json", "run/config.json) is one of the files of the run"),
+        ("export RUN RUN/config.json", "jvarlen: the model (run/config.json) is one of the files of the run"),
         ("sample RUN --prompts TEXT --out TEXT", "--out (text.npy) would overwrite text.npy, which is read"),
         ("sample RUN --prompts TEXT --out RUN/metrics.jsonl", "is one of the files of the run"),
         ("report RUN --html RUN/metrics.jsonl", "--html (run/metrics.jsonl) is one of the files of the run"),
@@ -270,7 +270,10 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort LENGTHS --out nowhere/order.npy", "there is no directory nowhere"),
         ("train --plan.max-tokens 0", "--plan.max-tokens (0)"),
         ("train --plan.max-tokens 12", "--plan.max-tokens 12 leaves no row for a bucket"),
-        ("train --decoder.width 7", "--decoder.width (7)"),
+        ("train --decoder.width 7", "jvarlen: --decoder.width (7) must be a multiple"),
+        ("train --held-out-fraction 3", "jvarlen: must be above 0 and below 1: --held-out-fraction (3.0)"),
+        ("train --checkpoint-every 0", "jvarlen: must be integers from 1 to 2**31 - 1: --checkpoint-every (0)"),
+        ("measure --decoder.width 7", "jvarlen: --decoder.width (7) must be a multiple"),
         ("train --optimiser.b1 0.5", "--optimiser.b1"),
         ("train --resume nowhere", "there is no run to resume"),
         ("train --resume", "--resume"),
@@ -557,6 +560,8 @@ def test_options_are_named_as_they_are_typed():
         "set --plan.pack, not --plan.overlong drop; --max-steps (0), --devices must be 1, --from data, "
         "--plan.no-block-size"
     )
+    several = """overlong="drop", 'truncate' or "split" allows them, "so" ends"""
+    assert _as_typed(several, FitConfig) == '--plan.overlong drop, truncate or split allows them, "so" ends'
     untouched = (
         "/x/max_steps/cost_model.json, --max-steps, order of the data, lengths must be, seedling (3), a.max_steps"
     )

@@ -176,14 +176,14 @@ def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> 
     return read.reshape(stop - start, *array.shape[1:])
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError by its path for anything else."""
+def read_object(path: Path, problem: str = "is damaged") -> dict[str, Any]:
+    """The object in a JSON file; raises ValueError by its path, with this problem, for anything else."""
     try:
         read = json.loads(regular_file(path).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+        raise UserError(f"{path} {problem}: {error}") from None
     if not isinstance(read, dict):
-        raise UserError(f"{path} is damaged: it holds no JSON object")
+        raise UserError(f"{path} {problem}: it holds no JSON object")
     return read
 
 
@@ -196,14 +196,15 @@ def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
 def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T:
     """Reads what `save_dataclass` wrote, or a user: `what` it is in messages. Integers are taken as floats."""
     try:
-        given = read_object(Path(path))
+        given = read_object(Path(path), f"holds no {what}")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} {path}") from None
+    try:
         fields = {field.name: field.type for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted({*given} - {*fields}):
             raise UserError(f"unknown keys: {list_first(unknown)}")
         floats = {name: float(value) for name, value in given.items() if fields[name] == "float" and is_integer(value)}
         return dacite.from_dict(cls, given | floats, dacite.Config(cast=[tuple], strict=True))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {what} {path}") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no {what}: {error}") from error
 

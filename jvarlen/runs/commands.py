@@ -303,11 +303,11 @@ class ExportCommand:
 
     def run(self) -> None:
         """Writes the file, and prints what it holds."""
-        check_outputs({"out": self.out})
+        check_outputs({"the model": self.out})
         trained = _read_trained(self.run_dir, self.checkpoint)
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
         tokenizer = self.tokenizer or trained.settings.data.tokenizer
-        check_outputs({"out": self.out}, tokenizer, *files_read(trained.settings.data))
+        check_outputs({"the model": self.out}, tokenizer, *files_read(trained.settings.data))
         if tokenizer is not None:
             codec = trained.codec(self.tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8-sig")

@@ -348,7 +348,10 @@ def save_config(config: FitConfig, path: Path) -> None:
 def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote; what belongs to a single call is that of this one. Cost models lie beside it."""
     try:
-        settings = read_object(path)
+        settings = read_object(path, "holds no settings of a run")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
+    try:
         check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
@@ -356,8 +359,6 @@ def load_config(path: Path) -> FitConfig:
         if outside := [f"{name} {str(model)!r}" for name, model in models.items() if str(model) != model.name]:
             raise UserError(f"the run's cost models are files beside it, not {list_first(outside)}")
         models = {name: path.parent.absolute() / model for name, model in models.items()}
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
     return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **models))

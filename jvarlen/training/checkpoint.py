@@ -427,13 +427,16 @@ def _run_of(directory: Path) -> str:
 
 
 def _read_run(directory: Path) -> str:
+    path = directory / _RUN
     try:
-        return read_object(directory / _RUN)["run"]
+        return read_object(path)["run"]
+    except FileNotFoundError:
+        problem = f"{path} is missing"
+    except KeyError:
+        problem = f"{path} is damaged: it names no run"
     except _UNREADABLE as error:
-        raise UserError(
-            f"{directory / _RUN} is missing or damaged: {error!r}. Write it again; "
-            "about.json of each checkpoint names the run"
-        ) from error
+        problem = str(error)
+    raise UserError(f"{problem}. Write it again; about.json of each checkpoint names the run")
 
 
 def _remove_parts(directory: Path) -> None:

@@ -65,8 +65,9 @@ def test_a_report_shows_a_run_or_names_the_file(name, run):
 def test_settings_that_are_none_are_named(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=str(path)):
+    with pytest.raises(UserError, match=str(path)) as refusal:
         load_config(path)
+    assert str(refusal.value).count(str(path)) == 1
 
 
 @pytest.mark.parametrize("model", ["../cost.json", "/etc/passwd", "a/b.json"])

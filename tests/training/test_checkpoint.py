@@ -225,9 +225,14 @@ def test_a_damaged_name_of_the_run_is_not_blamed_on_the_checkpoints(saved, conte
     (saved / "run.json").unlink()
     if content is not None:
         (saved / "run.json").write_text(content)
-    with open_checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=r"run\.json is missing or") as refusal:
+    with (
+        open_checkpoints(saved) as checkpoints,
+        pytest.raises(ValueError, match=r"run\.json is (missing|damaged)") as refusal,
+    ):
         checkpoints.restore_latest(STATE)
     assert "Remove" not in str(refusal.value)
+    assert str(refusal.value).count("run.json") == 1
+    assert "Error(" not in str(refusal.value)
 
 
 def test_a_checkpoint_that_cannot_be_removed_hinders_no_other(saved, monkeypatch):
