@@ -362,13 +362,22 @@ def test_parameters_are_split_and_merged(num_devices):
 def test_what_the_devices_do_not_divide_is_refused_by_name():
     config = TransformerConfig(num_layers=1, width=18, num_heads=3)
     params = jax.eval_shape(lambda: stack_layers(init_params(config, 0)))
+    specs = jax.tree.map(  # that do not tell heads
+        lambda spec: dataclasses.replace(spec, num_heads=None) if isinstance(spec, TensorSpec) else spec,
+        layered(config).specs,
+        is_leaf=lambda spec: isinstance(spec, TensorSpec | P),
+    )
     with pytest.raises(
         ValueError, match=r"the 4 devices .*'tensor' do not divide \['out'\].*\[1,18,18\] \(dimension 1: 18\)"
     ):
-        split_params(params, layered(config).specs, 4)
+        split_params(params, specs, 4)
     with pytest.raises(ValueError, match=r"\['qkv'\].*\(dimension 2: 54 in 3 blocks\)"):
-        split_params(params, layered(config).specs, 4)
-    split = jax.eval_shape(lambda params: split_params(params, layered(config).specs, 2), params)
+        split_params(params, specs, 4)
+    with pytest.raises(
+        ValueError, match=r"the 2 devices .*'tensor' do not divide \['out'\].*num_heads: 3, which would be"
+    ):
+        split_params(params, layered(config).specs, 2)
+    split = jax.eval_shape(lambda params: split_params(params, specs, 2), params)
     microbatch = microbatch_of(False)
 
     def trace(config, params, num_devices, sequence_parallel, microbatch):
