@@ -377,13 +377,15 @@ def files_read(data: DataConfig) -> list[Path | str]:
 
 
 def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str]:
-    """The files, data and tokenizer, that had other content keys when the run began."""
+    """Those of the run's files, data and tokenizer, that had other content keys when it began."""
     path = run_dir / "data.json"
     try:
         saved = read_object(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: it tells which data the run has") from None
-    return [name for name, key in content_keys.items() if saved.get(name, key) != key]
+    if unknown := sorted(content_keys.keys() - saved.keys()):
+        raise UserError(f"{path} is damaged: it has no content key of {list_first(unknown)}")
+    return [name for name, key in content_keys.items() if saved[name] != key]
 
 
 def is_run_dir(path: Path) -> bool:

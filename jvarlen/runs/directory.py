@@ -21,7 +21,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import RUN_FILES, is_same_file, save_dataclass, write_atomically
+from jvarlen._common.files import RUN_FILES, is_same_file, load_dataclass, save_dataclass, write_atomically
 from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
@@ -154,6 +154,7 @@ def resumed_run_dir(
     changes = changes_between(saved, config)
     if refused := [str(change) for change in changes if change.scope == "run"]:
         raise UserError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
+    load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")  # also where the settings say which they are
     saved_plan = Plan.load(run_dir / "plan.npz")
     if saved_plan.digest != plan.digest:
         raise UserError(

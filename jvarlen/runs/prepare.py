@@ -36,7 +36,7 @@ from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.samples import WeightedTokens
 from jvarlen.reports.compare import length_histogram
-from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, shared_settings
+from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
 from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
@@ -156,7 +156,9 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
 
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
     """Raises ValueError for files that a run began with other content of; before shapes are, which would not fit."""
-    changed = changed_contents(run_dir, data.content_keys)
+    own = load_config(run_dir / "config.json").data  # settings that name other files are refused as such, later
+    names = set(map(str, (*own.files, *own.eval_data, own.tokenizer)))
+    changed = changed_contents(run_dir, {name: key for name, key in data.content_keys.items() if name in names})
     if str(tokenizer) in changed:  # which is a part of all other keys
         changed = [str(tokenizer)]
     if changed:

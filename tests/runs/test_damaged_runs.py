@@ -81,8 +81,8 @@ def test_a_run_names_no_cost_models_but_its_own(model, tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", DEEP])
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"b": "1"}', DEEP])
 def test_keys_of_data_that_are_none_are_named(content, tmp_path):
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(UserError, match=str(tmp_path / "data.json")):
-        changed_contents(tmp_path, {})
+        changed_contents(tmp_path, {"a": "1"})

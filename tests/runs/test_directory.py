@@ -143,6 +143,15 @@ def test_a_moved_directory_is_continued(tmp_path):
     assert resume(load_config(moved / "config.json"), moved) == []
 
 
+@pytest.mark.parametrize("content", ["", "[]", "null", "3", '""', "{}"])
+def test_damaged_shapes_are_refused_by_name_also_where_they_were_not_chosen(tmp_path, content):
+    config = FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run"))
+    run_dir = begin(config)
+    (run_dir / "shapes.json").write_text(content)
+    with pytest.raises(ValueError, match=r"shapes\.json holds no chosen shapes"):
+        resume(config, run_dir)
+
+
 @pytest.mark.parametrize("content", ["", "[3]", "null"])
 def test_damaged_keys_of_the_data_are_refused_by_name(tmp_path, content):
     run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))

@@ -149,6 +149,12 @@ def test_other_data_of_the_same_lengths_are_refused(config, result):
         path.write_text(before.replace("a", "e"))
         with pytest.raises(ValueError, match=r"began with another content of .*other\.jsonl: put it back"):
             fit(config)
+        keys = config.directory.run_dir / "data.json"
+        intact = keys.read_bytes()
+        keys.write_text("{}")
+        with pytest.raises(ValueError, match=r"data\.json is damaged: it has no content key of .*other\.jsonl"):
+            fit(config)
+        keys.write_bytes(intact)
     finally:
         path.write_text(before)
 
