@@ -38,7 +38,6 @@ pytestmark = pytest.mark.multiprocess
         ("stalls", 0, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         ("stands still", 0, [[0, 1, 2, 3], [0, 2]]),
         ("loses the only one", 0, [[0], [1]]),
-        ("loses one after others have returned", 0, [[0, 1, 2, 3], [0, 1], [0, 2]]),
         ("comes back", 0, [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]),
         ("is stopped as it comes back", 143, [[0, 1, 2, 3], [0, 1]]),
         ("is stopped", 143, [[0, 1, 2, 3]]),
@@ -50,6 +49,14 @@ pytestmark = pytest.mark.multiprocess
 )
 def test_a_training_goes_on_with_those_that_survive(outcomes, case, code, workers):
     assert outcomes[case] == {"code": code, "workers": workers, "running": []}
+
+
+def test_one_that_has_returned_takes_the_place_of_one_that_is_lost(outcomes):
+    outcome = outcomes["loses one after others have returned"]
+    *before, last = outcome["workers"]
+    assert before == [[0, 1, 2, 3], [0, 1]]
+    assert last in ([0, 2], [0, 3])  # which were lost together, in either order
+    assert (outcome["code"], outcome["running"]) == (0, [])
 
 
 def test_starts_that_save_nothing_come_to_an_end(outcomes):
