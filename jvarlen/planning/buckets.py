@@ -56,6 +56,8 @@ __all__ = [
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
 _MOST_CANDIDATES = 5000  # lengths that "optimal" chooses from; the time is quadratic in them
 
+_SHAPES_AT_ONCE = 32  # whose costs stay in a processor's cache
+
 # How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
 _NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
 # What these buckets cost: int64 or float64, infinite for those that must not be.
@@ -477,9 +479,11 @@ def optimal_lengths(
     for j in range(1, num_lengths + 1):
         cost = costs(j)
         cheapest[0, j] = cost[0]
-        totals = cheapest[:-1, :j] + cost
-        previous[1:, j] = first = totals.argmin(axis=1)
-        cheapest[1:, j] = totals[np.arange(max_shapes - 1), first]
+        for k in range(0, min(max_shapes - 1, j), _SHAPES_AT_ONCE):
+            totals = cheapest[k : min(k + _SHAPES_AT_ONCE, max_shapes - 1), :j] + cost
+            end = k + len(totals)
+            previous[k + 1 : end + 1, j] = first = totals.argmin(axis=1)
+            cheapest[k + 1 : end + 1, j] = totals[np.arange(len(totals)), first]
     choices = []
     for most in numbers:
         fewest, shortest = divmod(int(cheapest[:most, -num_last:].argmin()), num_last)
