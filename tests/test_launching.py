@@ -194,7 +194,7 @@ class Place:
 
 
 def losses_below(runs: Path) -> list[float]:
-    logs = [path for path in runs.rglob("metrics.jsonl") if "latest" not in path.parts]
+    logs = [path for path in runs.glob("*/metrics.jsonl") if "latest" not in path.parts]
     assert len(logs) <= 1
     lines = logs[0].read_text().splitlines(keepends=True) if logs else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
