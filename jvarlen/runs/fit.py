@@ -27,7 +27,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.recompiles import no_recompiles, uncounted_in_thread
+from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
@@ -479,8 +479,7 @@ def _nonfinite_arrays(state: TrainState) -> list[str]:
         # Scalars of an optimizer, such as the best loss so far, may begin as infinity.
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or not name.startswith(".opt_state"))
     }
-    with uncounted_in_thread():
-        return [name for name, is_finite in jax.device_get(_each_finite(named)).items() if not is_finite]
+    return [name for name, is_finite in jax.device_get(_each_finite(named)).items() if not is_finite]
 
 
 @jax.jit

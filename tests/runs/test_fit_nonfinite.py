@@ -108,12 +108,18 @@ def test_the_last_step_may_not_break_a_run_either(config):
     assert not (config.directory.run_dir / "checkpoints" / str(STEP + 1)).exists()
 
 
-def test_a_run_goes_on_past_steps_that_the_optimizer_rejects(config):
+@pytest.mark.parametrize("parallel", [None, "data2.zero1", "data4.zero2"])
+def test_a_run_goes_on_past_steps_that_the_optimizer_rejects(config, parallel):
+    hardware = dataclasses.replace(config.hardware, parallel=parallel)
+    plan = dataclasses.replace(
+        config.plan, microbatches_per_step=4 if parallel else 1, max_tokens=32 if parallel else 128
+    )
+    config = dataclasses.replace(config, hardware=hardware, plan=plan)
     arguments = own(nan_loss, optax.apply_if_finite(optax.adam(0.1), 3))
     result = fit(config, DATA, **arguments)
     assert (result.summary.num_nonfinite_grads, result.summary.interrupted) == (1, False)
     assert "steps rejected" in str(result.summary)
-    assert int(result.state.extra["steps"]) == result.summary.num_steps - 1
+    assert int(result.state.extra["steps"]) == (result.summary.num_steps - 1) * plan.microbatches_per_step
     assert are_finite((result.state.params, result.state.extra))
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows if row.get("grads_finite") is False] == [STEP]
