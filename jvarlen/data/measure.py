@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,20 +29,22 @@ from jvarlen._common.checks import (
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
-from jvarlen.planning.lengths import DataSource, check_lengths
+from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.samples import fields_of
 
 if TYPE_CHECKING:
     from jvarlen.data.shard_files import Check, Values
 
-__all__ = ["known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
+__all__ = ["LengthFn", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
+
+LengthFn = Callable[[Any], int] | str | tuple[str, str]  # also the names of fields
 
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
 
 
 def measure_lengths(
     dataset: DataSource,
-    length_fn: Callable[[Any], int] = len,
+    length_fn: LengthFn = len,
     *,
     num_workers: int = 0,
     executor: Executor | None = None,
@@ -49,15 +52,17 @@ def measure_lengths(
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
-) -> Int64[np.ndarray, " N"]:
+) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
     """Measures the length of every sample of a random-access dataset.
 
     Args:
       dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
         `lengths_of(samples: range)` if it has one, such as `LineDataset`.
-      length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is
-        rejected for samples whose fields it would count: mappings, named tuples, and lists or tuples that hold arrays
-        or the like, or text beside other things.
+      length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. Or the name
+        of a field of samples that are mappings, dataclasses or named tuples: the size of its first axis. Two names,
+        such as `("source", "target")`, give both lengths of every sample. `len` is rejected for samples whose fields
+        it would count: mappings, named tuples, and lists or tuples that hold arrays or the like, or text beside other
+        things.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each takes some seconds to start and a copy of `dataset`. With `executor`: the ranges of samples
         submitted at a time, best the number of its workers; 0 submits one per CPU of this machine.
@@ -72,12 +77,13 @@ def measure_lengths(
       shard_size: samples in a shard file. An interrupt loses at most the shards in progress, about one a worker.
 
     Returns:
-      int64[N], checked by `check_lengths`. The files of a finished directory hold the same:
-      `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
+      int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them. The files of a finished directory
+      hold the same: `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
 
     Raises:
       ValueError: an empty dataset; a length that is not an integer, or samples whose fields `len` counts (checked in
-        the first 4,096 samples and every 1,024th after them); lengths below 1, listed when all samples are measured;
+        the first 4,096 samples and every 1,024th after them); samples without a named field, or with a scalar or text
+        there; lengths below 1, listed when all samples are measured;
         `shards` that are damaged or of another measurement; arguments out of range; with workers, a dataset or function
         that does not pickle.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
@@ -86,14 +92,16 @@ def measure_lengths(
     Example:
       >>> measure_lengths(["a", "bcd"], progress=False)
       array([1, 3])
-      >>> pairs = [([7, 8, 9], 0), ([7], 1)]  # tokens and a label
-      >>> measure_lengths(pairs, lambda pair: len(pair[0]), progress=False)
+      >>> samples = [{"tokens": [7, 8, 9], "label": 0}, {"tokens": [7], "label": 1}]
+      >>> measure_lengths(samples, "tokens", progress=False)
       array([3, 1])
     """
+    function = length_fn if callable(length_fn) else _FieldLengths(length_fn)
+    quantity = _PAIR_LENGTHS if isinstance(function, _FieldLengths) and function.is_pair else _LENGTHS
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
     running = _Running(num_workers, progress, shards, shard_size, executor, executor_timeout_s)
-    return _measure(dataset, length_fn, _LENGTHS, running, read_values)
+    return _measure(dataset, function, quantity, running, read_values)
 
 
 def measure_difficulty(
@@ -196,6 +204,7 @@ class _Quantity(NamedTuple):
     wanted: str
     is_allowed: Callable[[Any], bool]
     check: Check
+    shape: tuple[int, ...] = ()  # of the value of one sample
 
     def to_words(self, values: list[Any], samples: range) -> tuple[Words, IsFloat]:
         """Values of a range of samples as words, and which are floats; raises ValueError that lists all others."""
@@ -205,16 +214,16 @@ class _Quantity(NamedTuple):
                 return np.fromiter(values, np.int64, len(values)), False
         if types == {float} and self.is_allowed(0.0):
             return np.fromiter(values, np.float64, len(values)).view(np.int64), True
+        if types == {tuple} and self.shape:
+            return np.array(values, np.int64), False
         # The Python numbers in NumPy scalars and 0-d arrays of any library.
         numbers = [v.item() if getattr(v, "shape", None) == () and hasattr(v, "item") else v for v in values]
-        records = [number for number in numbers if isinstance(number, _Record)]
-        if records:
-            ids = [i for i, number in zip(samples, numbers, strict=True) if isinstance(number, _Record)]
-            listed = list_offenders(np.array(ids), np.array([record.fields for record in records]))
-            raise UserError(
-                f"length_fn=len counts fields of these samples, not tokens: {listed}; give measure_lengths a length_fn "
-                "that counts the tokens, such as lambda sample: len(sample[0])"
-            )
+        unmeasured = {i: value for i, value in zip(samples, values, strict=True) if isinstance(value, _Unmeasured)}
+        if unmeasured:
+            fields = np.array([value.fields for value in unmeasured.values()])
+            listed = list_offenders(np.array(list(unmeasured)), fields)
+            first = next(iter(unmeasured.values()))
+            raise UserError(f"{first.problem}: {listed}{first.advice}")
         refused = [
             place
             for place, number in enumerate(numbers)
@@ -231,16 +240,74 @@ class _Quantity(NamedTuple):
         return words, is_float
 
 
-class _Record(NamedTuple):
-    """Stands for the length of a sample whose `len` is its number of fields; `fields` names them."""
+class _Unmeasured(NamedTuple):
+    """Stands for the length of a sample that has none."""
 
-    fields: str
+    fields: str  # of the sample
+    problem: str
+    advice: str = ""
 
 
-def _len_of_tokens(sample: Any) -> int | _Record:
+def _len_of_tokens(sample: Any) -> int | _Unmeasured:
     """`len`, if it counts tokens."""
     fields = fields_of(sample)
-    return len(sample) if fields is None else _Record(fields)
+    if fields is None:
+        return len(sample)
+    return _Unmeasured(
+        fields,
+        "length_fn=len counts fields of these samples, not tokens",
+        '; give measure_lengths a length_fn that counts the tokens: the name of their field, such as "tokens", or a '
+        "function, such as lambda sample: len(sample[0])",
+    )
+
+
+class _FieldLengths:
+    """The length of a named field of a sample, or a tuple of two; workers pickle it, files of shards keep its name."""
+
+    def __init__(self, names: str | Sequence[str]):
+        self._names = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list | tuple) else ()
+        if not (1 <= len(set(self._names)) == len(self._names) <= 2 and all(isinstance(n, str) for n in self._names)):
+            raise UserError(
+                f"length_fn must be a function, the name of a field, or the names of two fields, not {names!r}"
+            )
+        self.is_pair = len(self._names) == 2
+        self.__qualname__ = repr(self._names if self.is_pair else names)
+
+    def __call__(self, sample: Any) -> int | tuple[int, ...] | _Unmeasured:
+        try:
+            lengths = tuple([_first_axis(_field(sample, name)) for name in self._names])
+        except TypeError:  # a scalar, also in place of a missing field
+            return _Unmeasured(
+                _told_fields(sample),
+                f"length_fn={self.__qualname__}: these samples have no such field, or a scalar or text there",
+            )
+        return lengths if self.is_pair else lengths[0]
+
+
+def _field_names(sample: Any) -> Iterable[Any]:
+    """The names of fields; attributes of other classes are none: an array has `data` and `shape`."""
+    if isinstance(sample, Mapping):
+        return sample
+    return getattr(sample, "__dataclass_fields__", getattr(sample, "_fields", ()))
+
+
+def _field(sample: Any, name: str) -> Any:
+    if name not in _field_names(sample):
+        return None
+    return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
+
+
+def _first_axis(field: Any) -> int:
+    """The size of the first axis; raises TypeError for what has none, such as scalars and text."""
+    if isinstance(field, str | bytes | Mapping):
+        raise TypeError(type(field))
+    return len(field)
+
+
+def _told_fields(sample: Any) -> str:
+    fields = {name: _field(sample, name) for name in itertools.islice(_field_names(sample), 8)}
+    told = [f"{name} {list(getattr(field, 'shape', ())) or type(field).__name__}" for name, field in fields.items()]
+    return f"{type(sample).__name__} of {', '.join(told)}" if told else type(sample).__name__
 
 
 def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:  # workers pickle it
@@ -249,6 +316,10 @@ def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:  # wor
 
 def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
     return check_lengths(words)
+
+
+def _check_pair_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, "n 2"]:
+    return check_pair_lengths(words)
 
 
 def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
@@ -268,6 +339,7 @@ def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Value
 
 
 _LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_lengths)
+_PAIR_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_pair_lengths, shape=(2,))
 _DIFFICULTIES = _Quantity("difficulty", "floats, or integers that fit int64", is_number, _check_difficulties)
 
 
@@ -290,7 +362,7 @@ def _measure(
     num_samples = len(dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")
-    words, is_float = np.empty(num_samples, np.int64), np.zeros(num_samples, bool)
+    words, is_float = np.empty((num_samples, *quantity.shape), np.int64), np.zeros(num_samples, bool)
     files, missing = None, [range(num_samples)]
     if shards is not None:
         from jvarlen.data.shard_files import ShardFiles

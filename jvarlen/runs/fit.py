@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import no_recompiles
+from jvarlen.data.measure import LengthFn
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
@@ -97,7 +98,7 @@ def fit(
     params: Any = None,
     optimizer: optax.GradientTransformation | None = None,
     collate: CollateFn | None = None,
-    length_fn: Callable[[Any], int] | None = None,
+    length_fn: LengthFn | None = None,
     eval_loss_fn: LossFn | LayeredModel | None = None,
     extra: Any = None,
     batch_spec: BatchSpec | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jvarlen._common.files import regular_file
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.length_cache import content_key
+from jvarlen.data.measure import LengthFn
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
@@ -54,7 +55,7 @@ class Task:
     optimizer: optax.GradientTransformation | None = None
     collate: CollateFn | None = None
     batch_spec: BatchSpec | None = None
-    length_fn: Callable[[Any], int] | None = None
+    length_fn: LengthFn | None = None
     is_language_model: bool = False  # whether the loss is in nats a token
 
     def __post_init__(self):

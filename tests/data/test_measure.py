@@ -3,6 +3,7 @@
 import array
 import collections
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -153,6 +154,81 @@ def test_records_among_many_samples_are_refused():
     samples = [[1]] * 20_000 + [([1], 0)] * 1_024
     with pytest.raises(ValueError, match="id 20480: tuple of list, int"):
         measure_lengths(samples, progress=False)
+
+
+@dataclasses.dataclass
+class Graph:
+    nodes: np.ndarray
+    edges: np.ndarray
+
+
+Sentences = collections.namedtuple("Sentences", "nodes edges")
+
+
+@pytest.mark.parametrize("kind", [dict, Graph, Sentences, collections.UserDict])
+def test_names_of_fields_give_the_sizes_of_their_first_axes(kind):
+    samples = [kind(nodes=np.zeros((n, 3)), edges=[[0, 1]] * (n + 1)) for n in (2, 5, 1)]
+    assert is_same(measure_lengths(samples, "nodes", progress=False), np.array([2, 5, 1]))
+    both = measure_lengths(samples, ("edges", "nodes"), progress=False)
+    assert is_same(both, np.array([[3, 2], [6, 5], [2, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        ({"label": 3, "other": TOKENS}, r"dict of label int, other \[7\]"),
+        ({"text": "abc"}, "dict of text str"),
+        ({"text": np.int64(3)}, "dict of text int64"),
+        ({"text": None}, "dict of text NoneType"),
+        (Graph(TOKENS, TOKENS), r"Graph of nodes \[7\], edges \[7\]"),
+        (np.arange(3), "ndarray"),
+    ],
+)
+@pytest.mark.parametrize("name", ["text", ("nodes", "text")])
+def test_samples_without_a_named_length_are_listed(sample, told, name):
+    good = {"text": TOKENS, "nodes": TOKENS}
+    with pytest.raises(ValueError, match=rf"such field, or .*: id 1: {told}, id 2: {told}$") as refused:
+        measure_lengths([good, sample, sample, good], name, progress=False)
+    assert f"length_fn={name!r}" in str(refused.value)
+
+
+def test_attributes_of_arrays_are_no_fields():
+    with pytest.raises(ValueError, match="id 0: ndarray"):
+        measure_lengths([np.zeros((3, 2))], "shape", progress=False)
+
+
+@pytest.mark.parametrize("names", [3, (), ("a",) * 2, ("a", "b", "c"), ("a", 1), None])
+def test_other_names_of_lengths_are_refused(names):
+    with pytest.raises(ValueError, match="names of two fields, not"):
+        measure_lengths([{"a": [1], "b": [1]}], names, progress=False)
+
+
+def test_an_empty_field_is_no_length():
+    with pytest.raises(ValueError, match="id 1: 0"):
+        measure_lengths([{"tokens": [1]}, {"tokens": []}], "tokens", progress=False)
+    with pytest.raises(ValueError, match="at least 1: id 1"):
+        measure_lengths([{"a": [1], "b": [1]}, {"a": [], "b": [1]}], ("a", "b"), progress=False)
+
+
+def test_measured_fields_resume_from_their_own_files(tmp_path):
+    samples = [{"a": [0] * (1 + i % 7), "b": [0] * (1 + i % 5)} for i in range(50)]
+    options = {"shards": tmp_path, "shard_size": 8, "progress": False}
+    lengths = measure_lengths(samples, ("a", "b"), **options)
+    assert is_same(from_files(tmp_path), lengths)
+    assert is_same(measure_lengths(Samples(samples, 0), ("a", "b"), **options), lengths)  # nothing is read
+    for other in ("a", ("b", "a")):
+        with pytest.raises(ValueError, match="is of another measuring: function is"):
+            measure_lengths(samples, other, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_measure_named_fields(tmp_path):
+    samples = [{"a": [0] * (1 + i % 7), "b": [0] * (1 + i % 5)} for i in range(50)]
+    lengths = measure_lengths(samples, ("a", "b"), num_workers=1, shards=tmp_path, progress=False)
+    assert is_same(lengths, measure_lengths(samples, ("a", "b"), progress=False))
+    with pytest.raises(ValueError, match="id 1: dict of text str"):
+        measure_lengths([{"text": [1]}, {"text": "abc"}], "text", num_workers=1, progress=False)
 
 
 @pytest.mark.slow
