@@ -138,7 +138,7 @@ def test_sort_takes_any_keys(keys, tmp_path, capsys):
 
 def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
     page = tmp_path / "plan.html"
-    assert main(["plan", lengths_file, "--max-tokens", "4096", "--pack", "--html", str(page)]) == 0
+    assert main(["plan", lengths_file, "--max-tokens", "4096", "--packing", "best_fit", "--html", str(page)]) == 0
     assert "How full the rows are" in page.read_text()
 
 
@@ -179,7 +179,9 @@ def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
 
 
 def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys):
-    settings = "--max-tokens 2048 --max-length 128 --pack --overlong split --max-samples-per-row 3 --order shuffle"
+    settings = (
+        "--max-tokens 2048 --max-length 128 --packing best_fit --overlong split --max-samples-per-row 3 --order shuffle"
+    )
     assert main(["plan", lengths_file, *settings.split(), "--chunks-in-order"]) == 0
     packing = pack_samples(LENGTHS, 128, max_samples_per_row=3, order="shuffle", overlong="split")
     buckets = make_buckets(packing.num_tokens, 2048, strategy=(128,))
@@ -190,7 +192,7 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
 
 @pytest.mark.parametrize("block_size", ["auto", 300, None])
 def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys):
-    settings = f"--max-tokens 2048 --pack --order shuffle --seed 3 --epoch 1 --block-size {block_size}"
+    settings = f"--max-tokens 2048 --packing best_fit --order shuffle --seed 3 --epoch 1 --block-size {block_size}"
     assert main(["plan", lengths_file, *settings.split()]) == 0
     order = Order(block_size=block_size)
     plan = make_plan(LENGTHS, max_tokens=2048, packing="best_fit", order=order, seed=3, epoch=1)
@@ -203,10 +205,10 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("plan LENGTHS --max-tokens 4096 --overlong split", "--overlong split packs"),
         (
             "plan LENGTHS --max-tokens 4096 --max-samples-per-row 3",
-            "--max-samples-per-row (3) is for packed rows: it needs --pack",
+            "--max-samples-per-row (3) is for packed rows: it needs --packing best_fit",
         ),
         (
-            "plan LENGTHS --max-tokens 4096 --pack --overlong split --compare",
+            "plan LENGTHS --max-tokens 4096 --packing best_fit --overlong split --compare",
             "--compare has strategies that cannot split: choose another --overlong for it",
         ),
         ("plan LENGTHS --max-tokens 100", "--max-tokens 100 leaves no row for a bucket"),
@@ -340,7 +342,7 @@ def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file,
     assert not (tmp_path / "plan.npz").exists()
 
 
-@pytest.mark.parametrize(("flags", "kind"), [(["--pack"], PackedBatch), ([], Batch)])
+@pytest.mark.parametrize(("flags", "kind"), [(["--packing", "best_fit"], PackedBatch), ([], Batch)])
 def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_file, tmp_path, monkeypatch):
     (tmp_path / "model.json").write_text(json.dumps({"layers": 1, "width": 8, "heads": 1, "vocabulary": 8}))
     kinds = []
@@ -555,9 +557,12 @@ def test_a_terminal_of_ascii_gets_tables_and_help_in_ascii(lengths_file, tmp_pat
 
 
 def test_options_are_named_as_they_are_typed():
-    names = 'set pack=True, not overlong="drop"; max_steps (0), devices must be 1, resume_from= data, block_size=False'
+    names = (
+        'set packing="best_fit", not overlong="drop"; max_steps (0), devices must be 1, resume_from= data, '
+        "block_size=False"
+    )
     assert _as_typed(names, FitConfig) == (
-        "set --plan.pack, not --plan.overlong drop; --max-steps (0), --devices must be 1, --from data, "
+        "set --plan.packing best_fit, not --plan.overlong drop; --max-steps (0), --devices must be 1, --from data, "
         "--plan.no-block-size"
     )
     several = """overlong="drop", 'truncate' or "split" allows them, "so" ends"""

@@ -6,13 +6,16 @@ Letters: n samples (or chunks of them), R rows.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen.planning.lengths import PackedOverlong
 
-__all__ = ["PackedRows", "Packing"]
+__all__ = ["PackedRows", "Packing", "PackingMethod"]
+
+PackingMethod = Literal["best_fit"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

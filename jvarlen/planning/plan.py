@@ -35,7 +35,7 @@ from jvarlen.planning.order import (
     sample_order,
     split_difficulty,
 )
-from jvarlen.planning.packings import Packing
+from jvarlen.planning.packings import Packing, PackingMethod
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def make_plan(
     order: str | Order | npt.ArrayLike = "shuffle",
     difficulty: Difficulty | None = None,
     pacing: Pacing | ValuePacing | None = None,
-    packing: Literal["best_fit"] | None = None,
+    packing: PackingMethod | None = None,
     overlong: PackedOverlong = "error",
     seed: int = 0,
     epoch: int = 0,
@@ -349,7 +349,7 @@ def _check_packing(
     pacing: Pacing | ValuePacing | None,
 ) -> None:
     """Raises ValueError for what packed samples cannot have."""
-    check_choices(packing=(packing, Literal["best_fit"]))
+    check_choices(packing=(packing, PackingMethod))
     if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
         raise UserError(f"packing={packing!r} is for samples of one length each that are not packed yet")
     given = {"difficulty": difficulty, "pacing": pacing}

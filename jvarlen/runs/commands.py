@@ -35,6 +35,7 @@ from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths
 from jvarlen.planning.order import OrderWord, check_seed
+from jvarlen.planning.packings import PackingMethod
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, changed_contents, files_read, is_run_dir, load_config
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, note_on_candidates, shapes_for
@@ -75,7 +76,7 @@ class PlanCommand(PlanConfig):
     max_length: int | None = None
     """Longest bucket in tokens; None for the longest sample."""
     overlong: PackedOverlong = "error"
-    """What happens to samples longer than that; split, which needs pack, plans them in pieces."""
+    """What happens to samples longer than that; split, which needs packing, plans them in pieces."""
     length_multiple: int = 1
     """Lengths of buckets are rounded up to a multiple of this."""
     order: OrderWord = "length"
@@ -469,8 +470,8 @@ class MeasureCommand(DeviceConfig):
     """Lengths of rows to measure."""
     microbatches_per_step: int = 1
     """Microbatches of one optimizer update."""
-    pack: bool = False
-    """Measure rows that hold several samples."""
+    packing: PackingMethod | None = None
+    """Measure rows that hold several samples, packed by whichever method."""
     links: bool = False
     """Measure all devices and the links between them instead, as a cluster."""
     out: Path | None = None
@@ -500,7 +501,7 @@ class MeasureCommand(DeviceConfig):
             max_tokens=self.max_tokens,
             lengths=self.lengths,
             microbatches_per_step=self.microbatches_per_step,
-            packed=self.pack,
+            packed=self.packing is not None,
             progress=self.progress,
         )
         for fitted, path in ((costs.seconds, out), (costs.num_bytes, self.memory_out)):

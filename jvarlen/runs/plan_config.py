@@ -19,7 +19,7 @@ from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.planning.packing import pack_samples
-from jvarlen.planning.packings import Packing
+from jvarlen.planning.packings import Packing, PackingMethod
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 
@@ -62,7 +62,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones."""
     overlong: PackedOverlong | None = None
-    """What happens to samples longer than that; split, which needs pack, trains on them in chunks.
+    """What happens to samples longer than that; split, which needs packing, trains on them in chunks.
     None: an error, except that the built-in corpus is cut."""
     order: OrderWord = "shuffle"
     """The order in which samples come."""
@@ -74,8 +74,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Share of the samples that the first step admits."""
     pacing_stages: int = 5
     """Number of stages of discrete pacing."""
-    pack: bool = False
-    """Pack several samples into each row."""
+    packing: PackingMethod | None = None
+    """Pack several samples into each row: best_fit keeps samples whole. None for one sample a row."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     max_samples_per_row: int | None = None
@@ -102,14 +102,14 @@ class PlanConfig(BudgetSettings, OrderSettings):
         self._make_order(self.new_shape_every)
         if self.pacing != "none" and self.new_shape_every:
             raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
-        if self.pack:
+        if self.packing is not None:
             self._check_packing()
             return
         if self.overlong == "split":
-            raise UserError("overlong='split' packs long samples in pieces: it needs pack=True")
+            raise UserError("overlong='split' packs long samples in pieces: it needs packing=\"best_fit\"")
         for name in ("row_lengths", "max_samples_per_row", "chunks_in_order"):
             if value := getattr(self, name):
-                raise UserError(f"{name} ({value}) is for packed rows: it needs pack=True")
+                raise UserError(f'{name} ({value}) is for packed rows: it needs packing="best_fit"')
 
     def _check_packing(self) -> None:
         """Raises ValueError for settings that do not apply to packed rows."""
@@ -171,7 +171,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     @property
     def bucket_overlong(self) -> Overlong:
         """The rule for samples that no bucket holds; a packing has its own."""
-        return "error" if self.pack or self.overlong is None or self.overlong == "split" else self.overlong
+        return "error" if self.packing or self.overlong is None or self.overlong == "split" else self.overlong
 
     @property
     def packed_overlong(self) -> PackedOverlong:
@@ -194,7 +194,7 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: in
     if not buckets:
         if plan.max_shapes == "auto":
             raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
-        if plan.pack:
+        if plan.packing:
             buckets, _ = choose_packed_buckets(
                 lengths,
                 plan.budget,
@@ -211,7 +211,7 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: in
 
 def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
     """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
-    if plan.buckets or plan.pack or plan.strategy != "optimal":
+    if plan.buckets or plan.packing or plan.strategy != "optimal":
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
     share = cost_of_candidates(lengths, budget, plan.bucket_overlong)
@@ -229,7 +229,7 @@ def epoch_plan(
         _rows_of(plan, shapes.buckets, lengths, order if plan.order == "shuffle" else "dataset", seed, epoch),
         shapes.buckets,
         microbatches_per_step=plan.microbatches_per_step,
-        order=dataclasses.replace(order, block_size=None) if plan.pack else order,
+        order=dataclasses.replace(order, block_size=None) if plan.packing else order,
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
@@ -269,7 +269,7 @@ def _rows_of(
     epoch: int,
 ) -> Integer[np.ndarray, " N"] | Packing:
     """What a plan plans: the samples, or packed rows as long as the buckets."""
-    if not plan.pack:
+    if not plan.packing:
         return lengths
     return pack_samples(
         lengths,

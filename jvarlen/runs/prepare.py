@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
         return self.task.batch_spec_for(
             {"training": self.training_plan.plan_of_epoch(epoch), **self.training_plan.eval_plans},
             {"training": self.data.train, **self.data.evaluation},
-            packed=self.config.plan.pack,
+            packed=self.config.plan.packing is not None,
         )
 
     def load(
@@ -192,7 +192,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
             params=jax.tree.map(jax.typeof, params),
             cost=config.plan.cost,
             batch_spec=task.batch_spec_for(
-                {"training": plan}, {"training": prepared.data.train}, packed=config.plan.pack
+                {"training": plan}, {"training": prepared.data.train}, packed=config.plan.packing is not None
             ),
             extra=task.extra,
         )

@@ -57,7 +57,7 @@ class ShapeChooser:
     ) -> ChosenShapes:
         """The shapes for the lengths of the samples; the same on all processes, those of process 0."""
         plan, run_dir = self._config.plan, self._config.directory.resumed
-        if plan.max_shapes != "auto" or plan.pack or plan.strategy != "optimal":  # not chosen by seconds
+        if plan.max_shapes != "auto" or plan.packing or plan.strategy != "optimal":  # not chosen by seconds
             max_shapes = DEFAULT_MAX_SHAPES if plan.max_shapes == "auto" else plan.max_shapes
             with together("plan the training"):
                 return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths, seed=self._config.seed)

@@ -45,14 +45,14 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     model = TransformerConfig(num_layers=1, width=8, num_heads=1)
     means = []
-    for pack in (False, True):
+    for packing in (None, "best_fit"):
         config = config_of(
             path,
             field=("q", "a"),
             loss_on=("a",),
             max_steps=1,
             decoder=model,
-            plan=PlanConfig(max_tokens=64, max_shapes=2, pack=pack),
+            plan=PlanConfig(max_tokens=64, max_shapes=2, packing=packing),
             compile=CompileOptions(cache_dir=None),
             runs_dir=tmp_path / "runs",
         )

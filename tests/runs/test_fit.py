@@ -172,7 +172,7 @@ def test_packed_rows_and_rates_counted_in_samples_and_tokens_and_bfloat16_resume
     config = changed(
         config,
         num_epochs=6,
-        plan=dataclasses.replace(config.plan, pack=True),
+        plan=dataclasses.replace(config.plan, packing="best_fit"),
         optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
         decoder=dataclasses.replace(config.decoder, compute_dtype="bfloat16"),
     )

@@ -228,7 +228,7 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
         plan=PlanConfig(
             max_tokens=64,
             max_length=16,
-            pack=True,
+            packing="best_fit",
             overlong="split",
             max_samples_per_row=3,
             chunks_in_order=in_order,

@@ -121,7 +121,7 @@ def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
     assert not cache_dir.exists()
 
 
-@pytest.mark.parametrize("changes", [{"pack": True}, {"strategy": "quantile"}])
+@pytest.mark.parametrize("changes", [{"packing": "best_fit"}, {"strategy": "quantile"}])
 def test_packed_rows_and_other_strategies_have_the_usual_number(config, split, changes):
     result = fit_frequencies(with_plan(config, **changes), split)
     chosen = chosen_by(result.run_dir)

@@ -45,7 +45,7 @@ PACKED_LENGTHS = np.random.default_rng(0).permutation(np.arange(100, 1_100))
 PACKED = FitConfig(
     max_steps=None,
     num_epochs=3,
-    plan=PlanConfig(max_tokens=2048, max_length=2048, row_lengths=(2048,), pack=True, block_size=64),
+    plan=PlanConfig(max_tokens=2048, max_length=2048, row_lengths=(2048,), packing="best_fit", block_size=64),
 )
 
 
@@ -89,7 +89,7 @@ def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
 @pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
 @pytest.mark.parametrize("order", ["shuffle", "length", "packed"])
 def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
-    packed = {"order": "shuffle", "pack": True, "block_size": 8, "row_lengths": (32, 48), "max_length": 48}
+    packed = {"order": "shuffle", "packing": "best_fit", "block_size": 8, "row_lengths": (32, 48), "max_length": 48}
     plan = dataclasses.replace(CONFIG.plan, **packed if order == "packed" else {"order": order})
     training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
     if order == "packed" and max_steps is None:
@@ -105,7 +105,7 @@ def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
 
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_packed_rows_keep_their_shapes_over_all_epochs(order):
-    plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")
+    plan = dataclasses.replace(CONFIG.plan, packing="best_fit", order=order, overlong="drop")
     training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
     assert {p.num_steps for p in plans} == {training.steps_of_epoch(0)}
