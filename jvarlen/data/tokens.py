@@ -14,7 +14,7 @@ from jaxtyping import Int, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, to_tokens
+from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, samples_at_once, to_tokens
 
 __all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "WeightedSamples", "as_data_source"]
 
@@ -97,6 +97,10 @@ class Subset(Dataset):
 
     def _read(self, index: int) -> Any:
         return self.dataset[self.ids.item(index)]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Several samples, which the dataset reads at once if it can."""
+        return samples_at_once(self.dataset, self.ids[indices].tolist())
 
     @property
     def lengths(self) -> Int64[np.ndarray, " n"]:
@@ -195,8 +199,12 @@ class _Tokens(_Converted):
     """The samples of any dataset as arrays of tokens."""
 
     def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
-        sample = self._dataset[index]
-        return sample if isinstance(sample, WeightedTokens) else to_tokens(sample)
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Several samples, which the dataset reads at once if it can."""
+        samples = samples_at_once(self._dataset, indices)
+        return [sample if isinstance(sample, WeightedTokens) else to_tokens(sample) for sample in samples]
 
 
 def as_data_source(dataset: DataSource) -> DataSource:

@@ -16,11 +16,27 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_at_least_zero,
+    if_given,
+    is_number,
+    list_first,
+)
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, count_without_target, pad_to_bucket
-from jvarlen.loading.plan_source import IdsDigest, OnMismatch, PlanSource, ReadStep, read_sample, spec_of_steps
+from jvarlen.loading.plan_source import (
+    IdsDigest,
+    OnBadSample,
+    OnMismatch,
+    PlanSource,
+    ReadStep,
+    SkippedSample,
+    read_samples,
+    spec_of_steps,
+)
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
@@ -30,6 +46,8 @@ if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
 
 __all__ = ["Loader", "Readable", "load", "put"]
+
+_MOST_KEPT = 1000  # skipped samples of a loader
 
 
 @runtime_checkable
@@ -50,9 +68,13 @@ class Loader(Iterator[Any]):
       num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
       num_without_target: how many of them have weight 0 on all tokens that are left of them, of a pair on those of its
         target; unknown, 0, with a `collate` of your own.
-      ids_digest: 64 hex digits: the hash of the ids that were read for the batches delivered since the epoch began, or
-        since `start_step`. At the end of the epoch it equals `planned_ids_digest` of the plan. None before the first
-        batch, and without `verify`.
+      num_skipped: bad samples of this process that were left out of the batches delivered so far; `num_samples` does
+        not count them.
+      skipped: list of `SkippedSample`, the first 1,000 of them.
+      skipped_in_batch: those of the last batch, all of them.
+      ids_digest: 64 hex digits: the hash of the ids in the batches delivered since the epoch began, or since
+        `start_step`. At the end of the epoch it equals `planned_ids_digest` of the plan and of what was skipped. None
+        before the first batch, and without `verify`.
     """
 
     def __init__(
@@ -71,6 +93,9 @@ class Loader(Iterator[Any]):
         self.num_samples = 0
         self.num_adjusted = 0
         self.num_without_target = 0
+        self.num_skipped = 0
+        self.skipped: list[SkippedSample] = []
+        self.skipped_in_batch: tuple[SkippedSample, ...] = ()
         self.ids_digest: str | None = None
 
     @functools.cached_property
@@ -90,6 +115,9 @@ class Loader(Iterator[Any]):
         self.num_samples += delivered.num_samples
         self.num_adjusted += delivered.num_adjusted
         self.num_without_target += delivered.num_without_target
+        self.num_skipped += len(delivered.skipped)
+        self.skipped += delivered.skipped[: _MOST_KEPT - len(self.skipped)]
+        self.skipped_in_batch = delivered.skipped
         self.ids_digest = delivered.ids_digest
         return delivered.batch
 
@@ -125,6 +153,8 @@ def load(
     collate: CollateFn | None = None,
     lengths: npt.ArrayLike | None = None,
     on_mismatch: OnMismatch = "error",
+    on_bad_sample: OnBadSample = "error",
+    max_bad_fraction: float = 0.01,
     verify: bool = False,
 ) -> Loader:
     """The steps of a plan or a stream as device arrays, in their order.
@@ -157,6 +187,12 @@ def load(
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
         `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
         row, with weight 0 after it; `num_adjusted` counts both.
+      on_bad_sample: what happens to a bad sample: one that the dataset raises for, that has no token, that the library
+        cannot collate, or that has not its planned length (unless that is adjusted). `"error"`: it ends the loading.
+        `"skip"`, which needs `lengths` unless `collate` is your own: the step has padding in its place, and otherwise
+        the shape, the samples and the `num_sequences` that were planned. A `collate` of your own gets the other
+        samples; what it raises is an error. So is a worker process that dies, and memory that runs out.
+      max_bad_fraction: the most samples of an epoch that may be skipped, as a share of those planned for this process.
       verify: compares the ids that were read for each step, in the process that read them, with this process's rows of
         the plan, and hashes them into `ids_digest`.
 
@@ -168,7 +204,7 @@ def load(
       ValueError: num_epochs below 1, or more than the one of a `Plan`; start_step out of range; the dataset is smaller
         than the plan, or has another number of samples than `lengths`; data shards that do not divide M; processes with
         different plans; arguments that a stream does not have; and, when a step comes, samples of other lengths than
-        planned, or samples that `collate` rejects.
+        planned, samples that `collate` rejects, or more bad samples than `max_bad_fraction`, with the first of them.
       RuntimeError: when a step comes: a worker process died; or, with `verify`, other samples were read.
 
     Example:
@@ -187,6 +223,7 @@ def load(
             "num_workers": num_workers,
             "lengths": lengths is not None,
             "on_mismatch": on_mismatch != "error",
+            "on_bad_sample": on_bad_sample != "error",
             "verify": verify,
         }
         if wrong := [name for name, is_given in given.items() if is_given]:
@@ -194,6 +231,8 @@ def load(
         return _load_stream(cast("StreamBatches", plan), dataset, placement, collate)
     check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
     check_at_least_one(**if_given(num_epochs=num_epochs))
+    if not is_number(max_bad_fraction) or not 0 <= max_bad_fraction <= 1:
+        raise UserError(f"max_bad_fraction must be between 0 and 1, not {max_bad_fraction!r}")
     if not callable(plan) and (epoch or num_epochs not in (None, 1)):
         given_epochs = f"epoch={epoch}" if epoch else f"num_epochs={num_epochs}"
         raise UserError(f"{given_epochs} needs a function from the epoch to its plan; a Plan is one epoch")
@@ -219,15 +258,18 @@ def load(
         collate=collate or own_collate,
         lengths=lengths,
         on_mismatch=on_mismatch,
+        on_bad_sample=on_bad_sample,
+        max_bad_fraction=max_bad_fraction,
     )
-    reading = read(cast(ReadPlan, first), start_step=start_step)
+    reading = read(cast(ReadPlan, first), epoch=epoch, start_step=start_step)
     if not callable(plan):
         return Loader(shapes, reading)
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
     later = itertools.count(epoch + 1) if num_epochs is None else iter(range(epoch + 1, num_epochs))
     planned = _plan_ahead(plan, later, planner)
     close = functools.partial(planner.shutdown, wait=False, cancel_futures=True)
-    return Loader(shapes, reading, (read(plan, start_step=0) for plan in planned), close)
+    following = (read(plan, epoch=number, start_step=0) for number, plan in enumerate(planned, epoch + 1))
+    return Loader(shapes, reading, following, close)
 
 
 def _plan_ahead(
@@ -259,7 +301,7 @@ def _load_stream(
 
     def steps() -> Iterator[ReadStep]:
         for number, step in enumerate(stream):
-            samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
+            samples = [read_samples(dataset, ids_B[ids_B >= 0].tolist()) for ids_B in step.ids]
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
             truncate = stream.overlong == "truncate"
             step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
@@ -276,7 +318,15 @@ def _load_stream(
 
 
 def _read_epoch(
-    plan: ReadPlan, *, start_step: int, placement: Placement | None, num_workers: int, verify: bool, **reading: Any
+    plan: ReadPlan,
+    *,
+    epoch: int,
+    start_step: int,
+    placement: Placement | None,
+    num_workers: int,
+    verify: bool,
+    max_bad_fraction: float,
+    **reading: Any,
 ) -> ReadAhead:
     """Starts reading an epoch."""
     num_microbatches = plan.microbatches_per_step
@@ -288,13 +338,25 @@ def _read_epoch(
         agree("the plan", plan.digest)
     source = PlanSource(plan, microbatches=own, **reading)
     digest = IdsDigest() if verify else None
+    num_samples = int(plan.num_sequences.sum()) * len(own) // num_microbatches
+    all_skipped: list[SkippedSample] = []
 
     def deliver(step: ReadStep) -> ReadStep:
         if digest is not None:
             _check_ids(plan, step, own)
-            digest.add(step.step, step.ids)
+            digest.add(step.step, np.delete(step.ids, [*step.bad]))
+        bad = sorted(step.bad.items())
+        skipped = tuple(SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
+        all_skipped.extend(skipped)
+        if skipped and len(all_skipped) > max_bad_fraction * num_samples:
+            listed = list_first((f"id {i} (step {of_step}): {why}" for _, of_step, i, why in all_skipped), "; ")
+            raise UserError(
+                f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
+                f"max_bad_fraction={max_bad_fraction:g}: {listed}"
+            )
         batch = put(step.batch, placement, num_microbatches if is_part else None)
-        return step._replace(batch=batch, ids_digest=None if digest is None else digest.hexdigest())
+        ids_digest = None if digest is None else digest.hexdigest()
+        return step._replace(batch=batch, ids_digest=ids_digest, skipped=skipped)
 
     steps = range(start_step, plan.num_steps)
     if num_workers:

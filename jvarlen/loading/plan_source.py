@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,12 +22,42 @@ from jvarlen.batches.shapes import BatchSpec
 from jvarlen.loading.collate import OWN_COLLATE, CollateFn, StepSamples, count_without_target, pad_to_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import WeightedTokens, fields_of
-from jvarlen.planning.steps import ReadPlan
+from jvarlen.planning.samples import WeightedTokens, fields_of, samples_at_once
+from jvarlen.planning.steps import OwnRows, ReadPlan
 
-__all__ = ["IdsDigest", "OnMismatch", "PlanSource", "ReadStep", "planned_ids_digest", "read_sample", "spec_of_steps"]
+__all__ = [
+    "IdsDigest",
+    "OnBadSample",
+    "OnMismatch",
+    "PlanSource",
+    "ReadStep",
+    "SkippedSample",
+    "planned_ids_digest",
+    "read_sample",
+    "read_samples",
+    "spec_of_steps",
+]
 
 OnMismatch = Literal["error", "adjust"]
+OnBadSample = Literal["error", "skip"]
+
+_MOST_TOLD = 500  # characters of why a sample is bad
+
+
+class SkippedSample(NamedTuple):
+    """A sample that was left out of its step.
+
+    Attributes:
+      epoch: as `load` counts it.
+      step: the step of the epoch.
+      id: the sample.
+      reason: what the dataset raised, or what is wrong with the sample, in one line.
+    """
+
+    epoch: int
+    step: int
+    id: int
+    reason: str
 
 
 class ReadStep(NamedTuple):
@@ -39,6 +70,8 @@ class ReadStep(NamedTuple):
     ids: Int64[np.ndarray, " n"]  # in the order in which they were read
     ids_digest: str | None = None  # of all steps so far
     num_without_target: int = 0  # samples without a token that has weight, if the library collates them
+    bad: Mapping[int, str] = MappingProxyType({})  # by place in `ids`: samples that the batch lacks, and why
+    skipped: tuple[SkippedSample, ...] = ()  # the same, as they are told
 
 
 class PlanSource:
@@ -53,18 +86,24 @@ class PlanSource:
         *,
         lengths: npt.ArrayLike | None = None,
         on_mismatch: OnMismatch = "error",
+        on_bad_sample: OnBadSample = "error",
     ):
         if plan.largest_id >= len(dataset):
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
-        check_choices(on_mismatch=(on_mismatch, OnMismatch))
-        if lengths is None and on_mismatch == "adjust":
-            raise UserError('on_mismatch="adjust" needs the lengths that the plan was made for')
+        check_choices(on_mismatch=(on_mismatch, OnMismatch), on_bad_sample=(on_bad_sample, OnBadSample))
+        for option, value, needs in (
+            ("on_mismatch", on_mismatch, on_mismatch == "adjust"),
+            ("on_bad_sample", on_bad_sample, on_bad_sample == "skip" and collate in OWN_COLLATE),
+        ):
+            if lengths is None and needs:
+                raise UserError(f'{option}="{value}" needs the lengths that the plan was made for, lengths=')
         plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
         self._plan = plan
         self._dataset = dataset
         self._collate = collate
         self._microbatches = microbatches
         self._adjusts = on_mismatch == "adjust"
+        self._skips = on_bad_sample == "skip"
         longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
         self._longest = longest if len(longest) == 2 else longest[0]  # of pairs, of each side
         self._lengths = None
@@ -89,57 +128,149 @@ class PlanSource:
             raise
 
     def _read(self, step: int) -> ReadStep:
-        plan = self._plan
-        ids_MxB, starts, num_tokens = plan.own_rows(step, self._microbatches)
-        read_ids: list[int] = []  # each as soon as it was read
-        samples: list[list[Any]] = []
-        for ids_B in ids_MxB:
-            samples.append([])
-            for i in ids_B[ids_B >= 0].tolist():
-                samples[-1].append(read_sample(self._dataset, i))
-                read_ids.append(i)
-        ids = np.array(read_ids, np.int64)
+        rows = self._plan.own_rows(step, self._microbatches)
+        ids = rows.ids[rows.ids >= 0]
+        bad: dict[int, str] | None = {} if self._skips else None
+        samples = read_samples(self._dataset, ids.tolist(), bad)
+        if bad is not None:
+            bad |= {place: "no token" for place, sample in enumerate(samples) if _is_empty(sample)}
         num_adjusted = 0
         if self._lengths is not None:
-            num_adjusted = self._compare(ids, samples)
-            num_tokens = None  # every sample was compared, and some may be shorter by choice
-        step_samples = StepSamples(
-            bucket=plan.buckets[plan.step_bucket[step]],
-            ids=ids_MxB,
-            samples=samples,
+            num_adjusted = self._compare(ids, samples, bad)
+            rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
+        step_samples = self._step_samples(step, rows, samples, bad)
+        try:
+            batch = self._collate(step_samples)
+        except MemoryError:
+            raise
+        except Exception:
+            refused = {} if bad is None or self._collate not in OWN_COLLATE else self._refused(step_samples)
+            if bad is None or not refused:
+                raise
+            kept = [place for place in range(len(ids)) if place not in bad]
+            bad |= {kept[place]: reason for place, reason in refused.items()}
+            step_samples = self._step_samples(step, rows, samples, bad)
+            batch = self._collate(step_samples)
+        num_without_target = count_without_target(step_samples) if self._collate in OWN_COLLATE else 0
+        num_samples = len(ids) - len(bad or {})
+        return ReadStep(
+            step, batch, num_samples, num_adjusted, ids, num_without_target=num_without_target, bad=bad or {}
+        )
+
+    def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str] | None) -> StepSamples:
+        """What is collated of the samples that were read: those that are not bad."""
+        ids, starts, num_tokens = rows
+        if bad:
+            ids, starts, num_tokens = *_without(ids, starts, bad), None
+            samples = [sample for place, sample in enumerate(samples) if place not in bad]
+        left = iter(samples)
+        sizes = (ids >= 0).sum(axis=tuple(range(1, ids.ndim))).tolist()
+        return StepSamples(
+            bucket=self._plan.buckets[self._plan.step_bucket[step]],
+            ids=ids,
+            samples=[list(itertools.islice(left, size)) for size in sizes],
             num_tokens=num_tokens,
-            truncate=plan.overlong == "truncate",
-            num_sequences=int(plan.num_sequences[step]),
+            truncate=self._plan.overlong == "truncate",
+            num_sequences=int(self._plan.num_sequences[step]),
             starts=starts,
         )
-        batch = self._collate(step_samples)
-        num_without_target = count_without_target(step_samples) if self._collate in OWN_COLLATE else 0
-        return ReadStep(step, batch, len(ids), num_adjusted, ids, num_without_target=num_without_target)
 
-    def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[list[Any]]) -> int:
-        """Compares lengths with those planned; returns how many samples differ, which are cut in place if longer."""
+    def _refused(self, step: StepSamples) -> dict[int, str]:
+        """Which samples of a step that cannot be collated are refused alone, by their place, and why."""
+        is_sample, refused = step.ids >= 0, {}
+        starts = itertools.repeat(None) if step.starts is None else step.starts[is_sample]
+        of_step = itertools.chain.from_iterable(step.samples)
+
+        def row_of(value: int) -> Int64[np.ndarray, "1 1 *P"]:
+            row = np.full((1, 1, *step.ids.shape[2:]), -1)
+            row.flat[0] = value
+            return row
+
+        for place, (i, start, sample) in enumerate(zip(step.ids[is_sample], starts, of_step, strict=False)):
+            alone = step._replace(
+                bucket=step.bucket._replace(rows=1),
+                ids=row_of(i),
+                samples=[[sample]],
+                num_tokens=None,
+                starts=None if start is None else row_of(start),
+            )
+            try:
+                self._collate(alone)
+            except MemoryError:
+                raise
+            except Exception as error:
+                refused[place] = _reason(error)
+        return refused
+
+    def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[Any], bad: dict[int, str] | None) -> int:
+        """Compares lengths with those planned; returns how many samples are adjusted, which are cut in place if longer.
+
+        Those of other lengths are otherwise bad, or listed in an error.
+        """
         assert self._lengths is not None
-        planned = self._lengths[ids]
-        found = _lengths_of([sample for microbatch in samples for sample in microbatch], ids, planned.ndim == 2)
-        # The rest is cut by the plan's own rule, which collating follows.
-        kept = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
-        differs = kept != planned if planned.ndim == 1 else (kept != planned).any(axis=1)
-        if differs.any() and not self._adjusts:
-            others = zip(ids[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True)
-            listed = (
-                f"id {i}: {_format_length(length)}, planned {_format_length(expected)}"
-                for i, length, expected in others
-            )
+        kept = np.delete(np.arange(len(ids)), [*(bad or ())])
+        planned = self._lengths[ids[kept]]
+        found, unknown = _lengths_of([samples[place] for place in kept.tolist()], planned.ndim == 2)
+        if unknown and bad is None:
             raise UserError(
-                f"samples have other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
-                'is not the one whose lengths were planned. Plan again, or load with on_mismatch="adjust"'
+                "lengths are compared with `len()` of a sample, which does not count the tokens of these: "
+                + list_first((f"id {ids[place]}: {fields}" for place, fields in unknown.items()), "; ")
+                + "; load without lengths, or let the dataset return tokens alone"
             )
-        compared = zip(differs.tolist(), ids.tolist(), planned.tolist(), strict=True)
-        for microbatch in samples:
-            for place, (is_other, i, length) in enumerate(itertools.islice(compared, len(microbatch))):
-                if is_other:
-                    microbatch[place] = _cut(i, microbatch[place], length)
-        return int(differs.sum())
+        # The rest is cut by the plan's own rule, which collating follows.
+        cut = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
+        differs = cut != planned if planned.ndim == 1 else (cut != planned).any(axis=1)
+        differs[[*unknown]] = False
+        if bad is not None:
+            bad |= {int(kept[place]): f"no tokens alone, but {fields}" for place, fields in unknown.items()}
+        compared = zip(kept[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True)
+        if self._adjusts:
+            for place, _, length in compared:
+                samples[place] = _cut(int(ids[place]), samples[place], length)
+            return int(differs.sum())
+        others = {
+            place: f"{_format_length(length)}, planned {_format_length(expected)}"
+            for place, length, expected in compared
+        }
+        if bad is None and others:
+            raise UserError(
+                "samples have other lengths than planned: "
+                + list_first((f"id {ids[place]}: {text}" for place, text in others.items()), "; ")
+                + "; the dataset has changed, or is not the one whose lengths were planned. Plan again, or load with "
+                'on_mismatch="adjust"'
+            )
+        if bad is not None:
+            bad |= others
+        return 0
+
+
+def _without(
+    ids: np.ndarray, starts: np.ndarray | None, bad: Mapping[int, str]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows without these samples: their places, and rows that are then empty, are the last ones, as in any step."""
+    ids = ids.copy()
+    flat = ids[ids >= 0]
+    flat[[*bad]] = -1
+    ids[ids >= 0] = flat
+    for axis in range(ids.ndim - 1, 0, -1):  # within packed rows, then the rows of microbatches
+        is_empty = ids < 0 if axis == ids.ndim - 1 else ids[:, :, :1] < 0
+        order = np.argsort(is_empty, axis=axis, kind="stable")
+        ids = np.take_along_axis(ids, order, axis)
+        starts = None if starts is None else np.take_along_axis(starts, order, axis)
+    return ids, None if starts is None else np.where(ids >= 0, starts, -1)
+
+
+def _is_empty(sample: Any) -> bool:
+    try:
+        return len(sample) == 0
+    except TypeError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MOST_TOLD]
 
 
 def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -> BatchSpec:
@@ -177,7 +308,11 @@ class IdsDigest:
 
 
 def planned_ids_digest(
-    plan: ReadPlan, microbatches: Int64[np.ndarray, " m"] | None = None, *, start_step: int = 0
+    plan: ReadPlan,
+    microbatches: Int64[np.ndarray, " m"] | None = None,
+    *,
+    start_step: int = 0,
+    skipped: Iterable[tuple[int, int]] = (),
 ) -> str:
     """The hash of the planned rows, which `Loader.ids_digest` must equal at the end of an epoch.
 
@@ -185,6 +320,7 @@ def planned_ids_digest(
       plan: the plan of the epoch.
       microbatches: int64[m], the microbatches of this process, as of a `Placement`; None: all that the plan has.
       start_step: the step at which loading began.
+      skipped: (step, id) of each sample that was skipped in this epoch.
 
     Returns:
       64 hex digits. Processes of one training have different digests, because each reads its own rows.
@@ -196,9 +332,12 @@ def planned_ids_digest(
       False
     """
     digest = IdsDigest()
+    of_steps: dict[int, list[int]] = {}
+    for step, sample_id in skipped:
+        of_steps.setdefault(step, []).append(sample_id)
     for step in range(start_step, plan.num_steps):
         ids_MxB = plan.own_rows(step, microbatches).ids
-        digest.add(step, ids_MxB[ids_MxB >= 0])
+        digest.add(step, ids_MxB[(ids_MxB >= 0) & ~np.isin(ids_MxB, of_steps.get(step, []))])
     return digest.hexdigest()
 
 
@@ -213,26 +352,50 @@ def read_sample(dataset: Any, sample_id: int) -> Any:
         raise
 
 
-def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool) -> Int64[np.ndarray, " n *sides"]:
-    """The lengths of samples, or of both sides of pairs; raises ValueError that lists those that do not tell theirs."""
+def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None) -> list[Any]:
+    """The samples of these ids, at once if the dataset can; `bad` gets why samples cannot be read, by their place."""
+    if ids and hasattr(dataset, "__getitems__"):
+        try:
+            samples = samples_at_once(dataset, ids)
+        except MemoryError:
+            raise
+        except (Exception, SystemExit):
+            pass  # one by one, to tell which
+        else:
+            if len(samples) != len(ids):
+                raise UserError(f"`__getitems__` of the dataset returned {len(samples)} samples for {len(ids)} ids")
+            return samples
+    if bad is None:
+        return [read_sample(dataset, i) for i in ids]
+    samples = []
+    for place, i in enumerate(ids):
+        try:
+            samples.append(read_sample(dataset, i))
+        except MemoryError:
+            raise
+        except Exception as error:
+            samples.append(None)
+            bad[place] = _reason(error)
+    return samples
+
+
+def _lengths_of(samples: list[Any], is_pairs: bool) -> tuple[Int64[np.ndarray, " n *sides"], dict[int, str]]:
+    """The lengths of samples, or of both sides of pairs; and the fields of those that do not tell theirs."""
     if not is_pairs and {*map(type, samples)} <= {np.ndarray, WeightedTokens, bytes, str}:
-        return np.fromiter(map(len, samples), np.int64, len(samples))
-    lengths, unknown = [], []
-    for i, sample in zip(ids.tolist(), samples, strict=True):
+        return np.fromiter(map(len, samples), np.int64, len(samples)), {}
+    lengths, unknown = [], {}
+    for place, sample in enumerate(samples):
+        found = [0, 0] if is_pairs else [0]
         try:
             sides = (sample[0], sample[1]) if is_pairs else (sample,)
             fields = next(filter(None, map(fields_of, sides)), None)
-            lengths.append([*map(len, sides)])
+            found = [*map(len, sides)]
         except (LookupError, TypeError):
             fields = fields_of(sample) or type(sample).__name__
+        lengths.append(found)
         if fields:
-            unknown.append(f"id {i}: {fields}")
-    if unknown:
-        raise UserError(
-            "lengths are compared with `len()` of a sample, which does not count the tokens of these: "
-            f"{list_first(unknown, '; ')}; load without lengths, or let the dataset return tokens alone"
-        )
-    return np.array(lengths, np.int64).reshape((-1, 2) if is_pairs else -1)
+            unknown[place] = fields
+    return np.array(lengths, np.int64).reshape((-1, 2) if is_pairs else -1), unknown
 
 
 def _cut(i: int, sample: Any, length: int | list[int]) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["Dataset", "WeightedTokens", "fields_of", "reweighted", "to_tokens"]
+__all__ = ["Dataset", "WeightedTokens", "fields_of", "reweighted", "samples_at_once", "to_tokens"]
 
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
@@ -157,3 +157,8 @@ class Dataset(ABC):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._read(index)
+
+
+def samples_at_once(dataset: Any, ids: list[int]) -> list[Any]:
+    """The samples of these ids in their order, by one call of the dataset's `__getitems__` if it has one."""
+    return list(dataset.__getitems__(ids)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in ids]

@@ -177,11 +177,15 @@ def programs(tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.usefixtures("programs")
 def test_worker_processes_do_not_change_the_order():
+    """Nor what is skipped."""
     plan = plan_of_epoch(0)
-    alone = load(plan, DATASET, start_step=1, verify=True)
-    batches = load(plan, DATASET, num_workers=2, start_step=1, verify=True, lengths=LENGTHS)
+    options = {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 0.1, "verify": True, "start_step": 1}
+    alone = load(plan, Failing("raises"), **options)
+    batches = load(plan, Failing("raises"), num_workers=2, **options)
     assert_same_batches(batches, alone)
-    assert batches.ids_digest == alone.ids_digest == planned_ids_digest(plan, start_step=1)
+    assert batches.skipped == alone.skipped == [(0, batches.skipped[0].step, 7, "OSError: [Errno 5] disk on fire")]
+    skipped = [(batches.skipped[0].step, 7)]
+    assert batches.ids_digest == alone.ids_digest == planned_ids_digest(plan, start_step=1, skipped=skipped)
     assert own_processes() == []
     assert is_soon(lambda: not own_threads())
 
@@ -549,18 +553,68 @@ def test_impossible_places_and_workers_are_refused(options):
 
 
 def test_a_sample_that_cannot_be_read_is_named():
-    class Broken:
-        def __len__(self):
-            return len(DATASET)
-
-        def __getitem__(self, index):
-            if index == 7:
-                raise OSError("disk on fire")
-            return DATASET[index]
-
-    with pytest.raises(OSError, match="disk on fire") as raised:
-        list(load(plan_of_epoch(0), Broken()))
+    with pytest.raises(OSError, match="7 is gone") as raised:
+        list(load(plan_of_epoch(0), Broken(7)))
     assert "while reading sample 7" in "".join(raised.value.__notes__)
+
+
+class Broken:
+    """The dataset, but for some samples."""
+
+    def __init__(self, *bad):
+        self.bad = bad
+
+    def __len__(self):
+        return len(DATASET)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise OSError(f"{index} is gone")
+        return DATASET[index]
+
+
+def test_skipped_samples_are_counted_as_they_are_given():
+    bad = 3, 30, 31
+    options = {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 0.05, "verify": True}
+    batches = load(plan_of_epoch, Broken(*bad), num_epochs=2, **options)
+    told, num_samples = [], 0
+    for epoch in range(2):
+        plan = plan_of_epoch(epoch)
+        of_epoch = []
+        for step in range(plan.num_steps):
+            batch = next(batches)
+            kept = [[DATASET[i].tobytes() for i in ids if i >= 0 and i not in bad] for ids in plan.rows(step)]
+            assert [list(filter(None, rows)) for rows in rows_of(batch)] == kept
+            assert batch.num_sequences == plan.num_sequences[step]
+            ids = np.array([one.id for one in batches.skipped_in_batch], int)
+            assert ids.tolist() == [i for i in plan.rows(step).ravel().tolist() if i in bad]
+            of_epoch += batches.skipped_in_batch
+            num_samples += plan.num_sequences[step] - len(ids)
+        assert all((one.epoch, one.reason) == (epoch, f"OSError: {one.id} is gone") for one in of_epoch)
+        skipped = [(one.step, one.id) for one in of_epoch]
+        assert batches.ids_digest == planned_ids_digest(plan, skipped=skipped) != planned_ids_digest(plan)
+        told += of_epoch
+    assert {(one.epoch, one.id) for one in told} == set(itertools.product(range(2), bad))
+    assert (batches.num_skipped, batches.skipped, batches.num_samples) == (6, told, num_samples)
+
+
+def test_more_bad_samples_than_the_stated_share_are_an_error():
+    options = {"lengths": LENGTHS, "on_bad_sample": "skip"}
+    batches = load(plan_of_epoch(0), Broken(5, 6, 7, 8), max_bad_fraction=0.05, **options)
+    message = r"4 bad samples of 60 in epoch 0 are more than max_bad_fraction=0\.05: id \d \(step \d+\): OSError: \d is"
+    with pytest.raises(ValueError, match=message) as raised:
+        list(batches)
+    assert batches.num_skipped == len(batches.skipped) < 4  # those of the steps before
+    with pytest.raises(ValueError, match="4 bad samples"):
+        next(batches)
+    assert {int(i) for i in re.findall(r"id (\d)", str(raised.value))} == {5, 6, 7, 8}
+    assert len(list(load(plan_of_epoch(0), Broken(5, 6, 7), max_bad_fraction=0.05, **options))) > 1
+    assert list(load(plan_of_epoch(0), Broken(*range(60)), max_bad_fraction=1, **options))[-1].lengths.max() == 0
+    for share in (-0.1, 1.1, "all", None):
+        with pytest.raises(ValueError, match="max_bad_fraction must be between 0 and 1"):
+            load(plan_of_epoch(0), DATASET, max_bad_fraction=share, **options)
+    with pytest.raises(ValueError, match="a stream is loaded as it comes, without on_bad_sample"):
+        load(stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4), DATASET, on_bad_sample="skip")
 
 
 def test_an_iterator_left_early_holds_no_thread_that_raises():

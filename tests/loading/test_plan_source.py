@@ -7,7 +7,7 @@ import pytest
 
 from jvarlen import WeightedTokens, make_plan, pack_samples
 from jvarlen._common.workers import portable_error
-from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
+from jvarlen.loading import pack_pairs_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
 from tests.conftest import random_dataset
 
@@ -220,3 +220,191 @@ def test_samples_without_a_target_are_counted_as_they_are_cut(layout, expected):
     read = [PlanSource(plan, samples, collate).read(step) for step in range(plan.num_steps)]
     assert sum(step.num_without_target for step in read) == expected
     assert sum(step.batch.num_sequences for step in read) == (12 if layout == "split" else 6)
+
+
+class Bad:
+    """The samples, but under some ids something else, or an error."""
+
+    def __init__(self, samples, bad):
+        self.samples, self.bad, self.num_calls = samples, bad, 0
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        found = self.bad.get(index, self.samples[index])
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+class AtOnce(Bad):
+    """Reads several samples at once, too."""
+
+    def __getitems__(self, indices):
+        self.num_calls += 1
+        return [self[i] for i in indices]
+
+
+SAMPLES = [DATASET[i] for i in range(len(DATASET))]
+PAIRS = [(DATASET[i], DATASET[len(DATASET) - 1 - i]) for i in range(len(DATASET))]
+PAIR_LENGTHS = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
+BAD = {
+    2: (OSError(5, "disk on fire"), "OSError: [Errno 5] disk on fire"),
+    11: (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "UnicodeDecodeError: "),
+    17: (StopIteration(), "RuntimeError: the dataset raised StopIteration"),
+    19: (np.zeros(0, int), "no token"),
+    23: (np.zeros(13, int), "13 tokens, planned"),
+    24: (np.full(LENGTHS[24], 2**40), "tokens must fit int32"),
+    29: (np.zeros(LENGTHS[29]), "1-D float64"),
+    31: ({"tokens": SAMPLES[31]}, "no tokens alone, but dict with the keys 'tokens'"),
+    37: (None, "no tokens alone, but NoneType"),
+}
+BAD_PAIRS = {
+    2: (OSError(5, "disk on fire"), "OSError"),
+    9: ((SAMPLES[9], SAMPLES[9][:0]), "tokens, planned"),
+    13: ((SAMPLES[13], np.full(LENGTHS[-14], 0.5)), "samples must be 1-D arrays of integer tokens, source and target"),
+}
+KINDS = {
+    "padded": (PLAN, SAMPLES, LENGTHS, pad_to_bucket, BAD),
+    "packed": (
+        make_plan(pack_samples(LENGTHS, 12), [(4, 12)], microbatches_per_step=2, order="length"),
+        *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
+    ),
+    "pairs": (
+        make_plan(PAIR_LENGTHS, [(4, 12, 12)], microbatches_per_step=2, order="length"),
+        *(PAIRS, PAIR_LENGTHS, pad_pairs_to_bucket, BAD_PAIRS),
+    ),
+    "packed pairs": (
+        make_plan(pack_samples(PAIR_LENGTHS, (16, 16)), [(4, 16, 16)], microbatches_per_step=2, order="length"),
+        *(PAIRS, PAIR_LENGTHS, pack_pairs_to_bucket, BAD_PAIRS),
+    ),
+    "split": (
+        make_plan(pack_samples(LENGTHS, 8, overlong="split"), [(4, 8)], microbatches_per_step=2, order="length"),
+        *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
+    ),
+}
+
+
+@pytest.mark.parametrize("dataset_type", [Bad, AtOnce])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_samples_leave_padding_in_steps_as_planned(kind, dataset_type):
+    plan, samples, lengths, collate, of_kind = KINDS[kind]
+    dataset = dataset_type(samples, {i: sample for i, (sample, _) in of_kind.items()})
+    source = PlanSource(plan, dataset, collate, lengths=lengths, on_bad_sample="skip")
+    expected = PlanSource(plan, samples, collate, lengths=lengths)
+    skipped = {}
+    for step in range(plan.num_steps):
+        read, whole = source.read(step), expected.read(step).batch
+        told = {read.ids.item(place): reason for place, reason in read.bad.items()}
+        assert all(of_kind[i][1] in reason and "\n" not in reason for i, reason in told.items()), told
+        skipped |= told
+        assert read.num_samples == len(read.ids) - len(read.bad)
+        for leaf, other in zip(read.batch, whole, strict=True):
+            assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+        assert read.batch.num_sequences == whole.num_sequences == plan.num_sequences[step]
+        # Every token of the others is there, in the order of the plan, with its weight.
+        is_bad = np.isin(plan.rows(step), list(of_kind))
+        for m, rows in enumerate(np.where(is_bad, -1, plan.rows(step))):
+            tokens = getattr(read.batch, "tokens", getattr(read.batch, "target_tokens", None))[m]
+            kept = samples_in(plan, step, m, rows, samples)
+            assert tokens[read.batch.weights[m] > 0].tolist() == kept
+    assert skipped.keys() == of_kind.keys()
+
+
+def samples_in(plan, step, m, rows, samples):
+    """The tokens, of pairs those of targets, of what these rows of a step hold."""
+    starts = plan.own_rows(step).starts
+    flat = []
+    for place, i in np.ndenumerate(rows):
+        if i >= 0:
+            sample = samples[i][1] if isinstance(samples[i], tuple) else samples[i]
+            start = 0 if starts is None else starts[m][place]
+            flat += sample[start : None if starts is None else start + plan.buckets[0].length].tolist()
+    return flat
+
+
+def test_a_packed_row_keeps_the_rest_of_its_samples():
+    plan, samples, lengths, collate, _ = KINDS["packed"]
+    step, m, row = next(
+        (step, m, row)
+        for step in range(plan.num_steps)
+        for m, row in np.argwhere((plan.rows(step) >= 0).sum(axis=2) > 2).tolist()
+    )
+    first, *others = (i for i in plan.rows(step)[m, row].tolist() if i >= 0)
+    batch = PlanSource(plan, Bad(samples, {first: OSError()}), collate, lengths=lengths, on_bad_sample="skip")[step]
+    segments = [n for n, i in enumerate(others, 1) for _ in range(lengths[i])]
+    assert batch.segment_ids[m, row].tolist() == [*segments, *[0] * (12 - len(segments))]
+    dataset = Bad(samples, dict.fromkeys([first, *others], OSError()))
+    read = PlanSource(plan, dataset, collate, lengths=lengths, on_bad_sample="skip").read(step)
+    assert not read.batch.segment_ids[m, -1].any()  # the empty row is the last one, as in any step
+    assert read.num_samples == plan.num_sequences[step] - len([first, *others])
+
+
+def test_a_collate_function_of_ones_own_gets_the_samples_that_are_left():
+    victims = PLAN.rows(0)[0, :2].tolist()
+    dataset = Bad([text.tobytes().decode() for text in SAMPLES], dict.fromkeys(victims, OSError("gone")))
+    read = PlanSource(PLAN, dataset, lambda step: step, on_bad_sample="skip").read(0)
+    rows, planned = read.batch.ids[0].tolist(), PLAN.rows(0)[0].tolist()
+    assert rows == [*planned[2:], -1, -1]  # padding rows are the last ones, as in any step
+    assert read.batch.samples[0] == [dataset.samples[i] for i in planned[2:]]
+    assert (read.batch.num_tokens, read.num_samples) == (None, PLAN.num_sequences[0] - 2)
+
+
+def broken_collate(step):
+    raise ValueError("of no sample alone")
+
+
+def test_what_no_sample_alone_is_to_blame_for_is_an_error():
+    options = {"lengths": LENGTHS, "on_bad_sample": "skip"}
+    with pytest.raises(ValueError, match="of no sample alone"):
+        PlanSource(PLAN, SAMPLES, broken_collate, **options)[0]
+    first = int(PLAN.rows(0)[0, 0])
+    for dataset_type in (Bad, AtOnce):
+        with pytest.raises(MemoryError):
+            PlanSource(PLAN, dataset_type(SAMPLES, {first: MemoryError()}), **options)[0]
+
+
+def test_lengths_tell_which_samples_are_bad_where_the_library_collates():
+    with pytest.raises(ValueError, match='on_bad_sample="skip" needs the lengths that the plan was made for, lengths='):
+        PlanSource(PLAN, SAMPLES, on_bad_sample="skip")
+    with pytest.raises(ValueError, match="on_bad_sample"):
+        PlanSource(PLAN, SAMPLES, lengths=LENGTHS, on_bad_sample="warn")
+
+
+def test_samples_of_another_length_are_adjusted_before_they_are_bad():
+    step, first, second = two_of_one_step()
+    samples = changed(**{f"i{first}": LENGTHS[first] - 1, f"i{second}": 0})
+    read = PlanSource(PLAN, samples, lengths=LENGTHS, on_mismatch="adjust", on_bad_sample="skip").read(step)
+    assert (read.num_adjusted, [read.ids.item(i) for i in read.bad], [*read.bad.values()]) == (
+        1,
+        [second],
+        ["no token"],
+    )
+
+
+@pytest.mark.parametrize("on_bad_sample", ["error", "skip"])
+def test_a_dataset_reads_the_samples_of_a_step_at_once(on_bad_sample):
+    dataset = AtOnce(SAMPLES, {})
+    source = PlanSource(PLAN, dataset, lengths=LENGTHS, on_bad_sample=on_bad_sample)
+    for step in range(PLAN.num_steps):
+        assert_equal_leaves(source[step], PlanSource(PLAN, SAMPLES)[step])
+    assert dataset.num_calls == PLAN.num_steps
+
+
+def assert_equal_leaves(batch, other):
+    for leaf, of_other in zip(batch, other, strict=True):
+        assert np.array_equal(leaf, of_other)
+
+
+def test_samples_read_at_once_are_as_many_as_asked_for():
+    class Short(AtOnce):
+        def __getitems__(self, indices):
+            return super().__getitems__(indices)[1:]
+
+    with pytest.raises(ValueError, match="`__getitems__` of the dataset returned 7 samples for 8 ids"):
+        PlanSource(PLAN, Short(SAMPLES, {}))[0]
+    first = int(PLAN.rows(0)[0, 0])
+    with pytest.raises(OSError, match="gone") as raised:
+        PlanSource(PLAN, AtOnce(SAMPLES, {first: OSError("gone")}))[0]
+    assert raised.value.__notes__[0] == f"while reading sample {first}"
