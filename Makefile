@@ -25,7 +25,7 @@ CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .p
 .PHONY: train test others check lint docs lowest newest suite compositions bench gpu clean
 
 train: $(VENV)/installed
-	$(VENV)/bin/jvarlen train $(ARGS)
+	$(VENV)/bin/jvarlen train --max-shapes auto $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(MAKE) --jobs 2 suite others

@@ -165,7 +165,7 @@ def _class_of(name: str) -> Any:
 
 
 def _as_typed(text: str, command: Any) -> str:
-    """A message with its options as they are typed: `--plan.packing best_fit` for packing="best_fit"."""
+    """A message with its options as they are typed: `--packing best_fit` for packing="best_fit"."""
     flags = dict(_flags(command))
     names = "|".join(sorted(flags, key=len, reverse=True))
 

@@ -211,7 +211,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "plan LENGTHS --max-tokens 4096 --packing best_fit --overlong split --compare",
             "--compare has strategies that cannot split: choose another --overlong for it",
         ),
-        ("plan LENGTHS --max-tokens 100", "--max-tokens 100 leaves no row for a bucket"),
+        ("plan LENGTHS --max-tokens 100 --max-length 500", "--max-tokens 100 leaves no row for a bucket"),
         ("plan LENGTHS --max-tokens many", "--max-tokens"),
         ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
         ("plan LENGTHS --max-tokens 0", "at least 1 and below 2**63: --max-tokens (0)"),
@@ -270,8 +270,8 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort LENGTHS --out LENGTHS", "lengths.npy, which is read"),
         ("sort LENGTHS --devices 9", "devices must be between 1 and 8, not 9"),
         ("sort LENGTHS --out nowhere/order.npy", "there is no directory nowhere"),
-        ("train --plan.max-tokens 0", "--plan.max-tokens (0)"),
-        ("train --plan.max-tokens 12", "--plan.max-tokens 12 leaves no row for a bucket"),
+        ("train --max-tokens 0", "--max-tokens (0)"),
+        ("train --max-tokens 7", "--max-tokens 7 leaves no row for a bucket"),
         ("train --decoder.width 7", "jvarlen: --decoder.width (7) must be a multiple"),
         ("train --held-out-fraction 3", "jvarlen: must be above 0 and below 1: --held-out-fraction (3.0)"),
         ("train --checkpoint-every 0", "jvarlen: must be integers from 1 to 2**31 - 1: --checkpoint-every (0)"),
@@ -477,7 +477,7 @@ def test_help_documents_every_setting(capsys):
     for prefix, settings in (
         ("", FitConfig),
         *(("", group) for group in (DataConfig, HardwareConfig, CheckpointConfig, DirectoryConfig)),
-        ("plan.", PlanConfig),
+        ("", PlanConfig),
         ("decoder.", TransformerConfig),
         ("optimizer.", OptimizerConfig),
     ):
@@ -524,9 +524,7 @@ def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, mon
 
     monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     assert main(["train", "--run-dir", str(tmp_path / "new")]) == 2
-    assert called == [
-        FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "new"), plan=PlanConfig(max_shapes="auto"))
-    ]
+    assert called == [FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "new"))]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -562,11 +560,11 @@ def test_options_are_named_as_they_are_typed():
         "block_size=False"
     )
     assert _as_typed(names, FitConfig) == (
-        "set --plan.packing best_fit, not --plan.overlong drop; --max-steps (0), --devices must be 1, --from data, "
-        "--plan.no-block-size"
+        "set --packing best_fit, not --overlong drop; --max-steps (0), --devices must be 1, --from data, "
+        "--no-block-size"
     )
     several = """overlong="drop", 'truncate' or "split" allows them, "so" ends"""
-    assert _as_typed(several, FitConfig) == '--plan.overlong drop, truncate or split allows them, "so" ends'
+    assert _as_typed(several, FitConfig) == '--overlong drop, truncate or split allows them, "so" ends'
     untouched = (
         "/x/max_steps/cost_model.json, --max-steps, order of the data, lengths must be, seedling (3), a.max_steps"
     )

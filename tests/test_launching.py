@@ -73,7 +73,7 @@ def small_settings(data: Path) -> list[str]:
     return [
         "--data", str(data), "--held-out-fraction", "0.1", "--max-steps", str(NUM_STEPS), "--num-epochs", "99",
         "--no-progress", "--compile.cache-dir", str(data.parent / "compiled"),
-        "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
+        "--max-tokens", "64", "--max-shapes", "1", "--max-length", "16",
         "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1",
     ]  # fmt: skip
 
@@ -230,7 +230,7 @@ def losses_alone(data: Path, compilation_cache: Path) -> list[float]:
     runs = data.parent / "runs"
     with pytest.MonkeyPatch.context() as patch:
         leave_pictures_empty(patch.setattr)
-        assert main(["train", *small_settings(data), "--plan.microbatches-per-step", "8", "--runs-dir", str(runs)]) == 0
+        assert main(["train", *small_settings(data), "--microbatches-per-step", "8", "--runs-dir", str(runs)]) == 0
     return losses_below(runs)
 
 

@@ -137,7 +137,7 @@ class DataConfig:
     tokenizer: Path | None = None
     """Tokenizer file (tokenizer.json); None trains on bytes."""
     end_token: int | None = None
-    """Token that ends every document of a .bin without index; None for blocks of plan.max_length."""
+    """Token that ends every document of a .bin without index; None for blocks of max_length."""
     weights: tuple[float, ...] = ()
     """Relative share of each file in an epoch. Samples are drawn once, so all epochs have the same samples.
     Without weights, an epoch has every sample of all files."""
@@ -304,7 +304,7 @@ class FitConfig:
         default_factory=DirectoryConfig, metadata=_FLAT | _CALL
     )
     """Where a run writes, and which run it resumes."""
-    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=_FLAT)
     """How samples become steps."""
     decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     """The shape of the built-in model."""
@@ -401,7 +401,7 @@ def default_settings(args: Sequence[str]) -> FitConfig:
         if (value or following) and (name == "--resume" or (name == "--run-dir" and is_run_dir(run_dir))):
             found = DirectoryConfig(resume=run_dir) if name == "--resume" else DirectoryConfig(run_dir=run_dir)
             return dataclasses.replace(load_config(run_dir / "config.json"), directory=found)
-    return FitConfig(plan=PlanConfig(max_shapes="auto"))
+    return FitConfig()
 
 
 def _of_this_call(config: FitConfig) -> FitConfig:
@@ -445,7 +445,7 @@ def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
 
 
 def shared_settings(config: FitConfig) -> dict[str, Any]:
-    """The settings that all processes have in common, by their dotted names, such as `plan.max_tokens`."""
+    """The settings that all processes have in common, by their dotted names, such as `optimizer.b1`."""
     return {name: value for name, scope, value in _settings(config) if scope not in ("process", "call")}
 
 

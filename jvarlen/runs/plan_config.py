@@ -24,7 +24,6 @@ from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 
 __all__ = [
-    "DEFAULT_MAX_SHAPES",
     "MODEL_FILES",
     "SHAPES_FILE",
     "BatchSizeRule",
@@ -33,10 +32,11 @@ __all__ = [
     "epoch_plan",
     "evaluation_plans",
     "note_on_candidates",
+    "note_on_overlong",
     "shapes_for",
 ]
 
-DEFAULT_MAX_SHAPES = 12
+_USUAL_LENGTH = 1024
 SHAPES_FILE = "shapes.json"  # in a run directory
 MODEL_FILES = ("cost_model", "memory_model")  # settings that name files, of which a run directory has copies
 
@@ -50,11 +50,12 @@ class PlanConfig(BudgetSettings, OrderSettings):
 
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
-    max_shapes: int | Literal["auto"] = DEFAULT_MAX_SHAPES  # type: ignore[assignment]
-    """The most buckets, that is, compiled shapes; auto for as many as the run is worth,
+    max_shapes: int | Literal["auto"] = BudgetSettings.max_shapes  # type: ignore[assignment]
+    """The most buckets, that is, compiled shapes; auto, for training, for as many as the run is worth,
     by the seconds that steps and compiling take on this machine."""
-    max_length: int | None = 1024
-    """Longest bucket in tokens; None for the longest sample."""
+    max_length: int | None = None
+    """Longest bucket in tokens. None: that of buckets or row_lengths, if they are given; else a quarter of max_tokens,
+    but at least 1,024, or max_tokens if that is less."""
     strategy: Strategy = "optimal"
     """How the lengths of the buckets are chosen."""
     length_multiple: int = 8
@@ -63,7 +64,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Buckets as pairs of rows and length, in place of chosen ones."""
     overlong: PackedOverlong | None = None
     """What happens to samples longer than that; split, which needs packing, trains on them in chunks.
-    None: an error, except that the built-in corpus is cut."""
+    None: they are cut (truncate). Samples given to `fit` are refused (error)."""
     order: OrderWord = "shuffle"
     """The order in which samples come."""
     pacing: PacingName = "none"
@@ -145,9 +146,21 @@ class PlanConfig(BudgetSettings, OrderSettings):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del fields["max_shapes"]
+        fields["max_length"] = self.longest
         if self.row_lengths:
             fields["strategy"] = self.row_lengths
         return Budget(**fields | changes)
+
+    @property
+    def longest(self) -> int:
+        """The longest bucket that may be chosen, in tokens."""
+        if self.max_length is not None:
+            return self.max_length
+        given = self.row_lengths or [length for _, length in self.buckets]
+        if given:
+            return given[-1]
+        longest = min(self.max_tokens, max(_USUAL_LENGTH, self.max_tokens // 4))
+        return max(longest - longest % self.length_multiple, self.length_multiple)
 
     def _make_order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, in which shapes come so far apart."""
@@ -217,6 +230,19 @@ def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[
     share = cost_of_candidates(lengths, budget, plan.bucket_overlong)
     return (
         f"bucket lengths were chosen from every k-th of very many: at most {share:.2%} from the best" if share else None
+    )
+
+
+def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:
+    """How many samples, and of int64[N] their tokens, are cut or dropped; None if none is."""
+    if not plan.num_dropped + plan.num_truncated:
+        return None
+    longest, done = plan.buckets[-1].lengths[-1], "dropped" if plan.num_dropped else "cut to that"
+    too_long = lengths[lengths > longest]
+    lost = int(too_long.sum()) - (0 if plan.num_dropped else longest * len(too_long))
+    return (
+        f"{len(too_long):,} of {len(lengths):,} samples are longer than {longest:,} tokens and are {done}, which "
+        f"leaves out {lost / lengths.sum():.1%} of all tokens: max_length and overlong change that"
     )
 
 

@@ -37,7 +37,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.planning.samples import WeightedTokens
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
-from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates
+from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
@@ -133,7 +133,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
         report = plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
-        notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths)
+        notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
         config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement

@@ -32,7 +32,7 @@ from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.runs.config import FitConfig, is_run_dir
-from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, SHAPES_FILE, ChosenShapes, epoch_plan, shapes_for
+from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, PlanConfig, epoch_plan, shapes_for
 from jvarlen.runs.task import Task, TrainingData, whole_loss
 
 __all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
@@ -58,9 +58,10 @@ class ShapeChooser:
         """The shapes for the lengths of the samples; the same on all processes, those of process 0."""
         plan, run_dir = self._config.plan, self._config.directory.resumed
         if plan.max_shapes != "auto" or plan.packing or plan.strategy != "optimal":  # not chosen by seconds
-            max_shapes = DEFAULT_MAX_SHAPES if plan.max_shapes == "auto" else plan.max_shapes
+            if plan.max_shapes == "auto":
+                plan = dataclasses.replace(plan, max_shapes=PlanConfig.max_shapes)
             with together("plan the training"):
-                return shapes_for(dataclasses.replace(plan, max_shapes=max_shapes), lengths, seed=self._config.seed)
+                return shapes_for(plan, lengths, seed=self._config.seed)
         if run_dir is not None and is_run_dir(run_dir):
             return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
         with together("choose the shapes"):
@@ -118,7 +119,7 @@ class ShapeChooser:
             num_steps=config.max_steps,
             compiled=costs.compiled.get(self._program, ()),
             can_space=plan.can_space,
-            max_length=plan.max_length,
+            max_length=plan.longest,
             overlong=plan.bucket_overlong,
         )
         known = "as given" if plan.compile_seconds is not None else "estimated" if costs.is_estimate else "measured"

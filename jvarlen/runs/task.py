@@ -41,8 +41,6 @@ from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["Task", "TrainingData", "open_training_data", "whole_loss"]
 
-_BLOCK_LENGTH = 1024  # of files of tokens, where no length is the longest
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
@@ -206,7 +204,7 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
         tokenizer=config.data.tokenizer,
         num_values=None if config.data.tokenizer else config.decoder.vocab_size,
         end_token=config.data.end_token,
-        block_length=config.plan.max_length or _BLOCK_LENGTH,
+        block_length=config.plan.longest,
         num_workers=config.data.num_workers,
         progress=config.progress,
     )

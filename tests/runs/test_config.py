@@ -36,7 +36,7 @@ CHANGED = FitConfig(
     checkpoints=CheckpointConfig(keep_best=2),
     trackers=("tensorboard",),
     compile=CompileOptions(cache_dir=None, max_live=3),
-    plan=PlanConfig(max_length=None, order="length", strategy="quantile"),
+    plan=PlanConfig(max_length=256, order="length", strategy="quantile"),
     decoder=TransformerConfig(width=64),
     optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),
 )
@@ -98,7 +98,7 @@ def test_impossible_settings_are_refused_by_name(make, said):
 def test_differing_settings_are_named_with_both_values():
     assert changes_between(FitConfig(), FitConfig()) == []
     other = dataclasses.replace(FitConfig(), seed=3, plan=PlanConfig(max_tokens=8192))
-    assert list(map(str, changes_between(FitConfig(), other))) == ["seed: 0, 3", "plan.max_tokens: 4096, 8192"]
+    assert list(map(str, changes_between(FitConfig(), other))) == ["seed: 0, 3", "max_tokens: 4096, 8192"]
 
 
 WRONG = ('"seed": "three"', '"no": 1', '"plan": {"max_tokens": 0}', '"data": {"field": "body"}', '"plan": 3')
@@ -150,3 +150,19 @@ def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(tmp_
     for read in (lambda: load_config(tmp_path / "config.json"), lambda: read_runs([tmp_path])):
         with pytest.raises(ValueError, match=rf"config\.json .* which {reader} reads; this version reads format 2$"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 1024),
+        ({"max_tokens": 65_536}, 16_384),
+        ({"max_tokens": 500}, 496),
+        ({"max_tokens": 500, "length_multiple": 1}, 500),
+        ({"max_tokens": 500, "max_length": 300}, 300),
+        ({"buckets": ((4, 64), (1, 2048))}, 2048),
+        ({"packing": "best_fit", "row_lengths": (64, 2048)}, 2048),
+    ],
+)
+def test_the_longest_bucket_fits_the_budget_unless_it_is_given(settings, longest):
+    assert PlanConfig(**settings).longest == longest

@@ -1,5 +1,6 @@
 """Training data: every file is split by itself, weights give exact counts, and evaluation sets stand alone."""
 
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,7 @@ from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.plan_config import epoch_plan, note_on_overlong, shapes_for
 from jvarlen.runs.task import open_training_data
 from tests.settings import changed
 
@@ -162,9 +164,30 @@ def test_a_run_in_which_nothing_has_weight_is_refused(settings, said, tmp_path):
 def test_a_run_in_which_nothing_has_weight_ends_with_exit_code_2(tmp_path, capsys):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({"q": f"{i:02} {'q' * 30}", "a": "yes"}) + "\n" for i in range(40)))
-    options = f"--field q a --loss-on a --plan.max-length 16 --held-out-fraction 0.1 --runs-dir {tmp_path / 'runs'}"
-    model = "--decoder.width 8 --decoder.num-heads 1 --decoder.num-layers 1 --plan.max-tokens 64"
-    assert main(["train", "--data", str(path), *options.split(), *model.split(), "--plan.overlong", "truncate"]) == 2
+    options = f"--field q a --loss-on a --max-length 16 --held-out-fraction 0.1 --runs-dir {tmp_path / 'runs'}"
+    model = "--decoder.width 8 --decoder.num-heads 1 --decoder.num-layers 1 --max-tokens 64"
+    assert main(["train", "--data", str(path), *options.split(), *model.split(), "--overlong", "truncate"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jvarlen: none of 36 training samples has a target")
-    assert "(--loss-on, --loss-weights), or cut less (--plan.max-length)" in error
+    assert "(--loss-on, --loss-weights), or cut less (--max-length)" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "done", "left_out"),
+    [
+        ({}, "cut to that", sum(range(1, 11))),
+        ({"overlong": "drop"}, "dropped", sum(range(65, 75))),
+        ({"max_length": 80}, None, 0),
+    ],
+)
+def test_what_is_too_long_is_counted(settings, done, left_out):
+    lengths = np.arange(1, 75)
+    config = PlanConfig(max_tokens=64, **{"overlong": "truncate"} | settings)
+    if done is None:
+        config = dataclasses.replace(config, max_tokens=80)
+    plan = epoch_plan(config, shapes_for(config, lengths), lengths, seed=0, epoch=0)
+    expected = (
+        f"10 of 74 samples are longer than 64 tokens and are {done}, which leaves out {left_out / lengths.sum():.1%}"
+    )
+    assert (note_on_overlong(plan, lengths) or "").startswith(expected if done else "")
+    assert (note_on_overlong(plan, lengths) is None) == (done is None)

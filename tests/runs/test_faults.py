@@ -123,7 +123,7 @@ def ended_run(tmp_path_factory):
 
 SMALL = [
     "--held-out-fraction", "0.1", "--max-steps", "4", "--num-epochs", "9", "--checkpoint-every", "2", "--no-progress",
-    "--compile.cache-dir", "None", "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
+    "--compile.cache-dir", "None", "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
     "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1",
 ]  # fmt: skip
 

@@ -176,8 +176,8 @@ def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
 
 def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
-        "--parallel", "data1.stage2.tensor2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64",
-        "--dry-run", "--plan.max-shapes", "1", "--plan.max-length", "16", "--decoder.num-layers", "2",
+        "--parallel", "data1.stage2.tensor2", "--microbatches-per-step", "4", "--max-tokens", "64",
+        "--dry-run", "--max-shapes", "1", "--max-length", "16", "--decoder.num-layers", "2",
         "--decoder.width", "8", "--decoder.num-heads", "2", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     assert cli.main(["train", *settings]) == 0

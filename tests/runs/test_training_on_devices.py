@@ -161,8 +161,8 @@ def assert_trees_agree(one, other):
 
 def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
-        "--parallel", "data2.zero2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--dry-run",
-        "--plan.max-shapes", "2", "--plan.max-length", "32", "--decoder.num-layers", "1", "--decoder.width", "16",
+        "--parallel", "data2.zero2", "--microbatches-per-step", "4", "--max-tokens", "64", "--dry-run",
+        "--max-shapes", "2", "--max-length", "32", "--decoder.num-layers", "1", "--decoder.width", "16",
         "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     assert cli.main(["train", *settings]) == 0
@@ -181,8 +181,8 @@ def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
 def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
     environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     settings = [
-        "--parallel", "data2.zero1", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--max-steps", "2",
-        "--plan.max-shapes", "1", "--plan.max-length", "16", "--decoder.num-layers", "1", "--decoder.width", "8",
+        "--parallel", "data2.zero1", "--microbatches-per-step", "4", "--max-tokens", "64", "--max-steps", "2",
+        "--max-shapes", "1", "--max-length", "16", "--decoder.num-layers", "1", "--decoder.width", "8",
         "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     ended = forks.run(ROOT / "jvarlen" / "__main__.py", "train", *settings, env=environment)

@@ -314,7 +314,7 @@ def test_every_evaluation_has_a_plan_of_its_own():
 
 
 def test_samples_to_evaluate_on_that_fit_no_bucket_are_named():
-    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=None, overlong="error"))
+    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=64, overlong="error"))
     with pytest.raises(ValueError, match=r"the evaluation held_out: .*id 1: 70"):
         TrainingPlan(config, LENGTHS, {"held_out": np.array([3, 70])})
 
