@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -63,7 +64,9 @@ def compile_step(
         state,
         BatchShapes(
             [bucket],
-            batch_spec=packed_batch_spec if "packed_attention" in form.setting else token_batch_spec,
+            batch_spec=functools.partial(packed_batch_spec, samples_per_row=1)
+            if "packed_attention" in form.setting
+            else token_batch_spec,
         ),
         progress=False,
     )

@@ -6,6 +6,7 @@ where compiled programs are kept. Imports are not timed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -67,7 +68,7 @@ def compile_all(
 
 
 def batch_spec(is_packed: bool) -> Callable[[Any, int], Any]:
-    return packed_batch_spec if is_packed else token_batch_spec
+    return functools.partial(packed_batch_spec, samples_per_row=1) if is_packed else token_batch_spec
 
 
 def text_batch(shape: Iterable[int], dataset: TokenDataset, is_packed: bool = False) -> Any:

@@ -99,7 +99,9 @@ def dotted(place: Any) -> str:
 def token_batch(tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> jvarlen.batches.Batch:
     """A batch of one microbatch, without the axis of microbatches."""
     weights_BxT = (np.arange(tokens_BxT.shape[1]) < lengths_B[:, None]).astype(np.float32)
-    return jvarlen.batches.Batch(tokens_BxT, lengths_B, weights_BxT, np.float32((lengths_B > 0).sum()))
+    is_real_B = lengths_B > 0
+    ids_B = np.where(is_real_B, np.arange(len(lengths_B), dtype=np.int32), np.int32(-1))
+    return jvarlen.batches.Batch(tokens_BxT, lengths_B, weights_BxT, np.float32(is_real_B.sum()), ids_B, is_real_B)
 
 
 class Gated:
@@ -321,6 +323,8 @@ def pack_by_grain(settings: Settings, samples: list[np.ndarray]) -> Iterator[Bat
             positions=rows["tokens_positions"],
             weights=is_token_BxT.astype(np.float32),
             num_sequences=np.float32(segment_ids_BxT.max(axis=1).sum()),
+            ids=np.zeros((len(segment_ids_BxT), 1), np.int32),  # which Grain does not tell, and no loss reads
+            is_real=np.ones((len(segment_ids_BxT), 1), bool),
         )
         yield Batch(arrays, segment_ids_BxT.shape, int(is_token_BxT.sum()))
 

@@ -1,6 +1,6 @@
 """Batch types, their shapes for a bucket, and their token counts.
 
-Letters: M microbatches, B rows, T positions, S and U positions of source and target.
+Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
     "PairBatch",
     "count_tokens",
     "full_batch",
+    "mark_padding_rows",
     "packed_batch_spec",
     "packed_pair_batch_spec",
     "pair_batch_spec",
@@ -36,12 +37,16 @@ class Batch(NamedTuple):
       lengths: int32[M, B], tokens a row; 0 marks a padding row.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
+      ids: int32[M, B], the sample of each row; −1: a padding row.
+      is_real: bool[M, B], whether a row holds a sample.
     """
 
     tokens: Any
     lengths: Any
     weights: Any
     num_sequences: Any
+    ids: Any
+    is_real: Any
 
 
 class PackedBatch(NamedTuple):
@@ -53,6 +58,9 @@ class PackedBatch(NamedTuple):
       positions: int32[M, B, T], the place of each token in its own sample, from 0.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
+      ids: int32[M, B, P], the samples of each row, of which entry p has the number p + 1 in it; −1: none. P is
+        `samples_per_row` of the plan.
+      is_real: bool[M, B, P], which of them there are.
     """
 
     tokens: Any
@@ -60,6 +68,8 @@ class PackedBatch(NamedTuple):
     positions: Any
     weights: Any
     num_sequences: Any
+    ids: Any
+    is_real: Any
 
 
 class PairBatch(NamedTuple):
@@ -72,6 +82,8 @@ class PairBatch(NamedTuple):
       target_lengths: int32[M, B].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
       num_sequences: float32[], real pairs in the whole step.
+      ids: int32[M, B], the pair of each row; −1: a padding row.
+      is_real: bool[M, B], whether a row holds a pair.
     """
 
     source_tokens: Any
@@ -80,6 +92,8 @@ class PairBatch(NamedTuple):
     target_lengths: Any
     weights: Any
     num_sequences: Any
+    ids: Any
+    is_real: Any
 
 
 class PackedPairBatch(NamedTuple):
@@ -96,6 +110,9 @@ class PackedPairBatch(NamedTuple):
       target_positions: int32[M, B, U].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
       num_sequences: float32[], real pairs in the whole step.
+      ids: int32[M, B, P], the pairs of each row, of which entry p has the number p + 1 in it; −1: none. P is
+        `samples_per_row` of the plan.
+      is_real: bool[M, B, P], which of them there are.
     """
 
     source_tokens: Any
@@ -106,6 +123,8 @@ class PackedPairBatch(NamedTuple):
     target_positions: Any
     weights: Any
     num_sequences: Any
+    ids: Any
+    is_real: Any
 
 
 def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
@@ -120,22 +139,24 @@ def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
     """
     shape_MxB = (microbatches_per_step, bucket.rows)
     shape_MxBxT = (*shape_MxB, bucket.length)
-    return Batch(_integers(shape_MxBxT), _integers(shape_MxB), _floats(shape_MxBxT), _floats(()))
+    return Batch(_integers(shape_MxBxT), _integers(shape_MxB), _floats(shape_MxBxT), *_of_samples(shape_MxB))
 
 
-def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch:
-    """The shapes and dtypes of the batches of `pack_to_bucket`.
+def packed_batch_spec(bucket: Bucket, microbatches_per_step: int, samples_per_row: int) -> PackedBatch:
+    """The shapes and dtypes of the batches of `pack_to_bucket`; `BatchShapes.of_plan` knows those of a plan.
 
     Args:
       bucket: the shape.
       microbatches_per_step: M.
+      samples_per_row: P, as the plan has it for the bucket.
 
     Returns:
       A `PackedBatch` of `jax.ShapeDtypeStruct`.
     """
     shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
     integers = _integers(shape_MxBxT)
-    return PackedBatch(integers, integers, integers, _floats(shape_MxBxT), _floats(()))
+    of_samples = _of_samples((*shape_MxBxT[:2], samples_per_row))
+    return PackedBatch(integers, integers, integers, _floats(shape_MxBxT), *of_samples)
 
 
 def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
@@ -151,24 +172,27 @@ def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch
     shape_MxB = (microbatches_per_step, bucket.rows)
     shape_MxBxS, shape_MxBxU = ((*shape_MxB, length) for length in bucket.lengths)
     lengths = _integers(shape_MxB)
+    of_samples = _of_samples(shape_MxB)
     return PairBatch(
-        _integers(shape_MxBxS), lengths, _integers(shape_MxBxU), lengths, _floats(shape_MxBxU), _floats(())
+        _integers(shape_MxBxS), lengths, _integers(shape_MxBxU), lengths, _floats(shape_MxBxU), *of_samples
     )
 
 
-def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PackedPairBatch:
-    """The shapes and dtypes of the batches of `pack_pairs_to_bucket`.
+def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int, samples_per_row: int) -> PackedPairBatch:
+    """The shapes and dtypes of the batches of `pack_pairs_to_bucket`; `BatchShapes.of_plan` knows those of a plan.
 
     Args:
       bucket: the shape.
       microbatches_per_step: M.
+      samples_per_row: P, as the plan has it for the bucket.
 
     Returns:
       A `PackedPairBatch` of `jax.ShapeDtypeStruct`.
     """
     shape_MxBxS, shape_MxBxU = ((microbatches_per_step, bucket.rows, length) for length in bucket.lengths)
     source, target = _integers(shape_MxBxS), _integers(shape_MxBxU)
-    return PackedPairBatch(source, source, source, target, target, target, _floats(shape_MxBxU), _floats(()))
+    of_samples = _of_samples((*shape_MxBxU[:2], samples_per_row))
+    return PackedPairBatch(source, source, source, target, target, target, _floats(shape_MxBxU), *of_samples)
 
 
 def _integers(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -177,6 +201,20 @@ def _integers(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def _floats(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def _of_samples(shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """How many samples there are, their ids, and which are real."""
+    return _floats(()), _integers(shape), jax.ShapeDtypeStruct(shape, np.bool)
+
+
+def mark_padding_rows(batch: Any) -> Any:
+    """The batch, or anything else, with the id −1 where its `is_real` is false, as in rows of zeros that were added."""
+    arrays = batch._asdict() if isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch) else batch
+    if not isinstance(arrays, dict) or not {"ids", "is_real"} <= arrays.keys():
+        return batch
+    ids = np.where(arrays["is_real"], arrays["ids"], arrays["ids"].dtype.type(-1))
+    return {**batch, "ids": ids} if arrays is batch else batch._replace(ids=ids)
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
@@ -191,7 +229,7 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
 
     Example:
       >>> lengths = np.array([[3, 0]])
-      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1))))
+      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1), None, None)))
       3.0
     """
     if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
@@ -214,9 +252,10 @@ def full_batch(spec: Any) -> Any:
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
     if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
         return batch
-    full: dict[str, Any] = {
-        "num_sequences": np.prod(batch.weights.shape[:2], dtype=np.float32)
-    }  # of packed rows, each is one sample
+    num_rows = int(np.prod(batch.weights.shape[:2]))  # of packed rows, each is one sample
+    ids = np.full(batch.ids.shape, -1, np.int32)
+    ids.reshape(num_rows, -1)[:, 0] = np.arange(num_rows)
+    full: dict[str, Any] = {"num_sequences": np.float32(num_rows), "ids": ids, "is_real": ids >= 0}
     for name, array in batch._asdict().items():
         if name.endswith(("lengths", "positions")):
             side = name.removesuffix("lengths").removesuffix("positions")

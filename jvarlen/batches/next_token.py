@@ -42,8 +42,8 @@ def next_token_targets(
       ValueError: a batch of another type, or a `begin_token` that is not an integer of at least 0.
 
     Example:
-      >>> tokens, lengths = np.array([[5, 6, 7, 0]]), np.array([3])
-      >>> microbatch = Batch(tokens, lengths, np.array([[1.0, 1.0, 1.0, 0.0]]), np.float32(1))
+      >>> tokens, lengths, ids = np.array([[5, 6, 7, 0]]), np.array([3]), np.array([0])
+      >>> microbatch = Batch(tokens, lengths, np.array([[1.0, 1.0, 1.0, 0.0]]), np.float32(1), ids, ids >= 0)
       >>> for array in next_token_targets(microbatch):
       ...     print(array.tolist())
       [[5, 6, 7, 0]]

@@ -15,16 +15,9 @@ from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["BatchShapes", "BatchSpec", "HasShapes"]
+__all__ = ["BatchShapes", "BatchSpec", "HasShapes", "token_specs"]
 
 BatchSpec = Callable[[Any, int], Any]
-
-_SPECS: dict[tuple[int, bool], BatchSpec] = {
-    (1, False): token_batch_spec,
-    (1, True): packed_batch_spec,
-    (2, False): pair_batch_spec,
-    (2, True): packed_pair_batch_spec,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +75,7 @@ class BatchShapes:
             plan.buckets,
             microbatches_per_step=plan.microbatches_per_step,
             layout=layout,
-            batch_spec=batch_spec or _SPECS[len(plan.buckets[0].lengths), plan.is_packed],
+            batch_spec=batch_spec or token_specs(plan),
             plan=plan,
             start_step=start_step,
         )
@@ -106,7 +99,8 @@ class BatchShapes:
         Returns:
           A pytree of `jax.ShapeDtypeStruct`, with the dtypes of arrays on devices, and shardings if there are several.
         """
-        batch_spec = self.batch_spec or _SPECS[len(bucket.lengths), False]
+        one_a_row: BatchSpec = token_batch_spec if len(bucket.lengths) == 1 else pair_batch_spec
+        batch_spec = self.batch_spec or one_a_row
         spec = jax.tree.map(_canonical, batch_spec(bucket, self.microbatches_per_step))
         if self.placement is None:
             return spec
@@ -115,6 +109,20 @@ class BatchShapes:
             spec,
             self.placement.batch_shardings(spec),
         )
+
+
+def token_specs(plan: PlannedSteps) -> BatchSpec:
+    """The batches of a plan whose samples are tokens, or pairs of them."""
+    is_pairs = len(plan.buckets[0].lengths) > 1
+    if not plan.is_packed:
+        return pair_batch_spec if is_pairs else token_batch_spec
+    packed: Callable[[Any, int, int], Any] = packed_pair_batch_spec if is_pairs else packed_batch_spec
+    samples_per_row = dict(zip(plan.buckets, plan.samples_per_row, strict=True))
+
+    def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+        return packed(bucket, microbatches_per_step, samples_per_row[bucket])
+
+    return batch_spec
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["explain_unplanned", "explain_unplanned_state", "nearest_larger", "pad_to_spec"]
@@ -54,10 +55,12 @@ def pad_to_spec(batch: Any, spec: Any) -> Any:
 
     def padded(leaf: Any, planned: jax.ShapeDtypeStruct) -> Any:
         missing = [(0, limit - size) for size, limit in zip(leaf.shape, planned.shape, strict=True)]
-        array = np.pad(np.asarray(leaf), missing) if missing else leaf
+        return np.pad(np.asarray(leaf), missing) if missing else leaf
+
+    def placed(array: Any, planned: jax.ShapeDtypeStruct) -> Any:
         return array if planned.sharding is None else jax.device_put(array, planned.sharding)
 
-    return jax.tree.map(padded, batch, spec)
+    return jax.tree.map(placed, mark_padding_rows(jax.tree.map(padded, batch, spec)), spec)
 
 
 def _fits(leaf: Any, planned: jax.ShapeDtypeStruct) -> bool:

@@ -39,7 +39,7 @@ class StepSamples(NamedTuple):
     Attributes:
       bucket: the shape to fill.
       ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 for none.
-        Padding rows come last in their microbatch.
+        Padding rows come last in their microbatch. P is `samples_per_row`.
       samples: M lists of the samples, in the order of `ids`.
       num_tokens: real tokens that were planned for these rows, truncated samples with their cut length; None if unknown
         for this part of the step.
@@ -56,6 +56,11 @@ class StepSamples(NamedTuple):
     truncate: bool
     num_sequences: int
     starts: Int64[np.ndarray, "M B P"] | None = None
+
+    @property
+    def samples_per_row(self) -> int:
+        """P, the same in every step of the bucket: the most samples that a row can hold; 1 where nothing is packed."""
+        return self.ids.shape[2] if self.ids.ndim == 3 else 1
 
 
 CollateFn = Callable[[StepSamples], Any]
@@ -153,7 +158,7 @@ def count_without_target(step: StepSamples) -> int:
 
 
 def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]:
-    """The arrays of a batch in their order: those of each side, loss weights, and the number of samples."""
+    """The arrays of a batch in their order: those of each side, loss weights, number of samples, ids, is_real."""
     is_packed, lengths_of_bucket = step.ids.ndim == 3, step.bucket.lengths
     own, kind = _COLLATE[len(lengths_of_bucket), is_packed]
     if own is not collate:
@@ -177,7 +182,9 @@ def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]
     if weights is not None:
         weights_MxBxT[is_token] = weights
     arrays = [array for _, *of_side in rows for array in of_side]
-    return *arrays, weights_MxBxT, np.float32(step.num_sequences)
+    if step.ids.max(initial=0) > _INT32.max:
+        raise UserError(f"ids of samples must fit int32, and this step has {step.ids.max()}: give your own collate=")
+    return *arrays, weights_MxBxT, np.float32(step.num_sequences), step.ids.astype(np.int32), step.ids >= 0
 
 
 def _cut(

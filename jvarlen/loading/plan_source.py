@@ -160,13 +160,18 @@ class PlanSource:
     def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str] | None) -> StepSamples:
         """What is collated of the samples that were read: those that are not bad."""
         ids, starts, num_tokens = rows
+        bucket_index = self._plan.step_bucket[step]
+        if ids.ndim == 3:
+            missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - ids.shape[2])]
+            ids = np.pad(ids, missing, constant_values=-1)
+            starts = None if starts is None else np.pad(starts, missing, constant_values=-1)
         if bad:
             ids, starts, num_tokens = *_without(ids, starts, bad), None
             samples = [sample for place, sample in enumerate(samples) if place not in bad]
         left = iter(samples)
         sizes = (ids >= 0).sum(axis=tuple(range(1, ids.ndim))).tolist()
         return StepSamples(
-            bucket=self._plan.buckets[self._plan.step_bucket[step]],
+            bucket=self._plan.buckets[bucket_index],
             ids=ids,
             samples=[list(itertools.islice(left, size)) for size in sizes],
             num_tokens=num_tokens,

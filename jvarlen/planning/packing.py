@@ -47,7 +47,7 @@ from jvarlen.planning.order import (
     sample_order,
     stable_argsort,
 )
-from jvarlen.planning.packings import PackedRows, Packing
+from jvarlen.planning.packings import PackedRows, Packing, feature_histograms
 from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
 if TYPE_CHECKING:
@@ -213,6 +213,9 @@ def pack_samples(  # type: ignore[misc]
             block_size = _least_block_size(first, len(ids), sizes, max_samples_per_row)
         rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, max_samples_per_row)
     which, row_offsets, capacity = rows
+    histograms = None
+    if len(ids) < len(given):  # another epoch may take others
+        histograms = feature_histograms(_fit(given, sizes, "drop" if overlong == "error" else overlong).lengths)
     return Packing(
         sample_ids=ids[fitted.which][which],
         row_offsets=row_offsets,
@@ -223,6 +226,8 @@ def pack_samples(  # type: ignore[misc]
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        max_samples_per_row=max_samples_per_row,
+        histograms=histograms,
     )
 
 
@@ -466,6 +471,7 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
         overlong=packing.overlong,
         num_dropped=packing.num_dropped,
         num_truncated=packing.num_truncated,
+        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets]),
     )
 
 

@@ -6,14 +6,15 @@ Letters: n samples (or chunks of them), R rows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen.planning.lengths import PackedOverlong
+from jvarlen.planning.lengths import LengthHistogram, PackedOverlong, histogram_of
 
-__all__ = ["PackedRows", "Packing", "PackingMethod"]
+__all__ = ["PackedRows", "Packing", "PackingMethod", "feature_histograms"]
 
 PackingMethod = Literal["best_fit"]
 
@@ -53,15 +54,31 @@ class Packing(PackedRows):
       num_truncated: samples cut by that rule.
       piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
         is split, which has its id once a chunk. None where no sample is split.
+      max_samples_per_row: the most samples that a row may have; None: any number.
+      histograms: how many samples have each length, a histogram a feature, also of samples that an order left out;
+        None: of these samples alone.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
     piece_starts: Int64[np.ndarray, " n"] | None = None
+    max_samples_per_row: int | None = None
+    histograms: tuple[LengthHistogram, ...] | None = None
 
     @property
     def num_rows(self) -> int:
         """R."""
         return len(self.capacity)
+
+    def samples_per_row(self, row_lengths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit."""
+        limits = [] if self.max_samples_per_row is None else [np.full(len(row_lengths), self.max_samples_per_row)]
+        features = self.histograms or feature_histograms(self.sample_lengths)
+        for row_length, (lengths, counts) in zip(np.array(row_lengths, np.int64).T, features, strict=True):
+            num_tokens, num_samples = (np.append(0, np.cumsum(each)) for each in (lengths * counts, counts))
+            num_whole = np.searchsorted(num_tokens[1:], row_length, side="right")  # lengths all of whose samples fit
+            next_length = np.append(lengths, 2**62)[num_whole]
+            limits.append(num_samples[num_whole] + (row_length - num_tokens[num_whole]) // next_length)
+        return tuple(np.min(limits, axis=0).tolist())
 
     @property
     def starts(self) -> Int64[np.ndarray, " n *features"]:
@@ -73,3 +90,10 @@ class Packing(PackedRows):
     def fill(self) -> float:
         """The share of all rows' tokens that are real, in (0, 1]."""
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
+
+
+def feature_histograms(lengths: Int64[np.ndarray, " n *features"]) -> tuple[LengthHistogram, ...]:
+    """How many samples have each length, for each of their features."""
+    if lengths.ndim == 1:
+        return (histogram_of(lengths),)
+    return tuple(LengthHistogram(*np.unique(of_feature, return_counts=True)) for of_feature in lengths.T)

@@ -65,6 +65,15 @@ class Plan(PlannedSteps):
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     piece_starts: Int64[np.ndarray, " n"] | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.row_offsets is not None and not self.samples_per_row:
+            first_rows = np.searchsorted(self.row_offsets, self.step_offsets[:-1])
+            most_of_steps = np.maximum.reduceat(np.diff(self.row_offsets), first_rows)
+            most = np.ones(len(self.buckets), np.int64)
+            np.maximum.at(most, self.step_bucket, most_of_steps)
+            object.__setattr__(self, "samples_per_row", tuple(most.tolist()))
+
     @property
     def num_rows(self) -> int:
         """R, the number of rows that hold samples; n where nothing is packed."""

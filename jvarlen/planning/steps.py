@@ -62,6 +62,10 @@ class ReadPlan(StepPlan, Protocol):
         """int32[S], the bucket of each step."""
 
     @property
+    def samples_per_row(self) -> tuple[int, ...]:
+        """The most samples that a row of each bucket can hold."""
+
+    @property
     def overlong(self) -> PackedOverlong:
         """The rule for samples longer than the longest bucket."""
 
@@ -91,6 +95,8 @@ class PlannedSteps:
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
+      samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
+        where nothing is packed. Neither in the digest nor in a plan's file: a plan from a file counts its own rows.
     """
 
     buckets: tuple[AnyBucket, ...]
@@ -102,9 +108,12 @@ class PlannedSteps:
     num_dropped: int = 0
     num_truncated: int = 0
     new_shape_every: int = 0
+    samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step))
+        if not self.is_packed:
+            object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets))
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.ndarray):
                 value.setflags(write=False)  # the digest is computed once

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,7 +157,7 @@ class PlanCommand(PlanConfig):
             say(self.html)
 
     def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
-        from jvarlen.batches.batches import packed_batch_spec, token_batch_spec  # here: they import JAX
+        from jvarlen.batches.shapes import token_specs  # here: it imports JAX
         from jvarlen.targets.choice import choose_layout
 
         choice = choose_layout(
@@ -166,7 +167,7 @@ class PlanCommand(PlanConfig):
             cluster,
             params=model.params,
             cost=self.cost,
-            batch_spec=packed_batch_spec if plan.is_packed else token_batch_spec,
+            batch_spec=token_specs(plan),
         )
         say(f"\n{choice}")
         if self.html is not None:
@@ -438,7 +439,7 @@ def measure_costs(
                 BatchShapes(
                     [Bucket(max_tokens // share // length, length) for length in lengths],
                     microbatches_per_step=microbatches_per_step,
-                    batch_spec=packed_batch_spec if packed else token_batch_spec,
+                    batch_spec=functools.partial(packed_batch_spec, samples_per_row=1) if packed else token_batch_spec,
                 ),
                 progress=progress,
                 options=CompileOptions(cache_dir=None, num_threads=1),

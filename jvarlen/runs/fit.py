@@ -286,7 +286,6 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         BatchShapes,
         microbatches_per_step=config.plan.microbatches_per_step,
         layout=placement,
-        batch_spec=prepared.batch_spec(place.epoch),
     )
     compiling = functools.partial(
         compile_buckets, progress=config.progress and not options.in_background, options=options
@@ -295,11 +294,11 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     buckets = list(steps_left) or training.buckets
     if options.in_background:
         say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    train_step = held.enter_context(contextlib.closing(compiling(step, state, shapes_of(buckets))))
+    shapes = shapes_of(buckets, batch_spec=prepared.batch_spec(place.epoch))
+    train_step = held.enter_context(contextlib.closing(compiling(step, state, shapes)))
     train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
-    eval_step = held.enter_context(
-        contextlib.closing(compiling(task.eval_step(placement), state, shapes_of(training.eval_buckets)))
-    )
+    shapes = shapes_of(training.eval_buckets, batch_spec=prepared.batch_spec(None))
+    eval_step = held.enter_context(contextlib.closing(compiling(task.eval_step(placement), state, shapes)))
     compile_s = time.perf_counter() - start
     heartbeat = held.enter_context(ending_stalled_processes("training", config.stall_timeout_s))
     return _Run(

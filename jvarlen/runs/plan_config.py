@@ -283,7 +283,8 @@ def evaluation_plans(
             )
         except UserError as error:
             raise UserError(f"samples of the evaluation {name}: {error}") from None
-    return plans
+    most = tuple(np.max([each.samples_per_row for each in plans.values()], axis=0).tolist())  # all share their programs
+    return {name: dataclasses.replace(each, samples_per_row=most) for name, each in plans.items()}
 
 
 def _rows_of(

@@ -64,13 +64,11 @@ class Prepared(NamedTuple):
     compile_options: CompileOptions  # with what the settings leave open
     placement: Placement | None  # None: on one device
 
-    def batch_spec(self, epoch: int = 0) -> BatchSpec:
-        """The shapes of the batches of an epoch and of evaluations."""
-        return self.task.batch_spec_for(
-            {"training": self.training_plan.plan_of_epoch(epoch), **self.training_plan.eval_plans},
-            {"training": self.data.train, **self.data.evaluation},
-            packed=self.config.plan.packing is not None,
-        )
+    def batch_spec(self, epoch: int | None = 0) -> BatchSpec:
+        """The shapes of the batches of an epoch; None: of evaluations."""
+        if epoch is None:
+            return self.task.batch_spec_for(self.training_plan.eval_plans, self.data.evaluation)
+        return self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
 
     def load(
         self,
@@ -191,9 +189,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
             cluster,
             params=jax.tree.map(jax.typeof, params),
             cost=config.plan.cost,
-            batch_spec=task.batch_spec_for(
-                {"training": plan}, {"training": prepared.data.train}, packed=config.plan.packing is not None
-            ),
+            batch_spec=task.batch_spec_for({"": plan}, {"": prepared.data.train}),
             extra=task.extra,
         )
         layout = next(filter(is_taken, choice.candidates.layouts()), None)

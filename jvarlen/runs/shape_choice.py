@@ -94,8 +94,8 @@ class ShapeChooser:
         buckets = tuple(Bucket(*bucket) for bucket in shapes.buckets)
         batch_spec: BatchSpec | None = None
         if task.batch_spec is not None or task.collate is not None:
-            made = {"training": epoch_plan(probe, shapes, lengths, seed=0, epoch=0)}
-            batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
+            made = epoch_plan(probe, shapes, lengths, seed=0, epoch=0)
+            batch_spec = task.batch_spec_for({"": made}, {"": self._data.train})
         step = task.train_step(task.optimizer or optax.adamw(1e-3))
         state = jax.eval_shape(functools.partial(task.init_state, step, self._config.seed))
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)

@@ -13,8 +13,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
-from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
-from jvarlen.batches.shapes import BatchSpec
+from jvarlen.batches.shapes import BatchSpec, token_specs
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn
 from jvarlen.data.mixtures import Mixture
@@ -92,14 +91,12 @@ class Task:
         """Whether `len()` of a sample is its length, so the loader can compare it with the plan."""
         return self.collate is None and self.length_fn is None
 
-    def batch_spec_for(
-        self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource], *, packed: bool
-    ) -> BatchSpec:
-        """The shapes of the batches of plans, each with the dataset of its name."""
+    def batch_spec_for(self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource]) -> BatchSpec:
+        """The shapes of the batches of plans with the same buckets, each with the dataset of its name."""
         if self.batch_spec is not None:
             return self.batch_spec
         if self.collate is None:
-            return packed_batch_spec if packed else token_batch_spec
+            return token_specs(next(iter(plans.values())))
         return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate)
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:

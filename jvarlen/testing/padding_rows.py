@@ -11,7 +11,7 @@ import optax
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.losses import LossFn
@@ -49,7 +49,8 @@ def assert_finite_on_padding_rows(
     Example:
       >>> import jax.numpy as jnp
       >>> from jvarlen.batches import Batch
-      >>> batch = Batch(np.ones((1, 2, 3), int), np.array([[3, 0]]), np.ones((1, 2, 3)), np.float32(1))
+      >>> tokens, lengths, ids = np.ones((1, 2, 3), int), np.array([[3, 0]]), np.array([[0, -1]])
+      >>> batch = Batch(tokens, lengths, np.ones((1, 2, 3)), np.float32(1), ids, ids >= 0)
       >>> def loss_fn(scale, microbatch):
       ...     mean_B = (scale * microbatch.tokens).sum(axis=1) / microbatch.lengths
       ...     return jnp.where(microbatch.lengths > 0, mean_B, 0).sum(), (microbatch.lengths > 0).sum()
@@ -81,8 +82,8 @@ def assert_finite_on_padding_rows(
         if alone := not_finite(rows):
             raise AssertionError(f"{bucket}: without any padding row, these are not finite: {list_first(alone)}")
         found = {
-            "with a padding row": not_finite(jax.tree.map(_with_padding_row, rows)),
-            "with padding rows alone": not_finite(jax.tree.map(np.zeros_like, rows)),
+            "with a padding row": not_finite(mark_padding_rows(jax.tree.map(_with_padding_row, rows))),
+            "with padding rows alone": not_finite(mark_padding_rows(jax.tree.map(np.zeros_like, rows))),
         }
         if said := [f"{how}: {list_first(names)}" for how, names in found.items() if names]:
             lines.append(f"  {bucket}: {'; '.join(said)}")

@@ -15,6 +15,7 @@ import optax
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.jaxprs import draws_by_itself
 from jvarlen._common.pytree import check_arrays, is_key, leaves_by_name
+from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
@@ -109,7 +110,8 @@ def assert_partition_invariant(
       ...     losses = (scale * microbatch.tokens - 1.0) ** 2
       ...     return (losses * microbatch.weights).sum(), microbatch.weights.sum()
       >>> tokens = np.array([[[3, 1], [2, 0]]])
-      >>> batch = Batch(tokens, np.array([[2, 1]]), (tokens > 0) * 1.0, np.float32(2))
+      >>> lengths, ids = np.array([[2, 1]]), np.array([[0, 1]])
+      >>> batch = Batch(tokens, lengths, (tokens > 0) * 1.0, np.float32(2), ids, ids >= 0)
       >>> for split in assert_partition_invariant(loss_fn, 0.5, batch, num_shards=[1]):
       ...     print(split)
       microbatches × rows 1×2, shards 1
@@ -140,6 +142,7 @@ def assert_partition_invariant(
         }
         no_rows = reference._replace(num_padding_rows=reference.num_microbatches * reference.rows)
         empty, nothing = jax.tree.map(np.zeros_like, (whole, expected))
+        empty = mark_padding_rows(empty)
         differences[no_rows] = differences_of(values_on[1](empty), nothing, rtol)
     differing = {split: found for split, found in differences.items() if found}
     if differing:
@@ -276,7 +279,7 @@ def _splits(
             widths = [(0, microbatches), (0, rows)] + [(0, 0)] * (leaf.ndim - 2)
             return np.pad(leaf, widths) if leaf.ndim else leaf
 
-        return jax.tree.map(padded, batch)
+        return mark_padding_rows(jax.tree.map(padded, batch))
 
     numbers = [num_microbatches]
     if not is_fixed:

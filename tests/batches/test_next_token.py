@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen import WeightedTokens, load, make_plan, pack_samples
-from jvarlen.batches import Batch, PackedBatch, next_token_targets
+from jvarlen.batches import PackedBatch, next_token_targets
 from jvarlen.parallel import spread_rows
+from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 
 RNG = np.random.default_rng(0)
@@ -100,9 +101,13 @@ def test_packed_samples_have_a_target_less_than_tokens_and_rows_with_a_weight_of
 
 def test_rows_of_one_microbatch_on_devices_that_share_the_tokens_of_a_row_have_the_same_targets():
     microbatch = PackedBatch(*(leaf[0] if np.ndim(leaf) else leaf for leaf in next(batches_of("packed"))))
-    microbatch = jax.tree.map(lambda leaf: np.pad(leaf, ((0, 0), (0, 5))) if np.ndim(leaf) else leaf, microbatch)
+    shape = np.shape(microbatch.tokens)
+    has_positions = jax.tree.map(lambda leaf: np.shape(leaf) == shape, microbatch)
+    microbatch = jax.tree.map(
+        lambda leaf, has: np.pad(leaf, ((0, 0), (0, 5))) if has else leaf, microbatch, has_positions
+    )
     shardings = jax.tree.map(
-        lambda leaf: NamedSharding(data_mesh(8), PartitionSpec(*(None, "data")[: np.ndim(leaf)])), microbatch
+        lambda has: NamedSharding(data_mesh(8), PartitionSpec(*[None, "data"] * has)), has_positions
     )
     sharded = jax.jit(next_token_targets)(jax.device_put(microbatch, shardings))
     for one, other in zip(sharded, next_token_targets(microbatch), strict=True):
@@ -111,7 +116,7 @@ def test_rows_of_one_microbatch_on_devices_that_share_the_tokens_of_a_row_have_t
 
 def test_bytes_hold_no_token_above_255_and_inputs_do():
     tokens = np.array([[1, 2]], np.uint8)
-    inputs, _, _ = next_token_targets(Batch(tokens, np.array([2]), np.ones((1, 2)), np.float32(1)), begin_token=256)
+    inputs, _, _ = next_token_targets(batch_of(tokens, np.array([2]), np.ones((1, 2)), np.float32(1)), begin_token=256)
     assert inputs.tolist() == [[256, 1]]
 
 

@@ -32,6 +32,7 @@ from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
+from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 from tests.run_fit import leave_pictures_empty, make_config, make_data
 from tests.settings import changed
@@ -181,7 +182,7 @@ def layered_params(ends: Any, layers: Any) -> Any:
 
 
 def batch(tokens: Any, lengths: Any, weights: Any, num_sequences: float) -> Any:
-    return jvarlen.batches.Batch(tokens, lengths, weights, np.float64(num_sequences))
+    return batch_of(tokens, lengths, weights, np.float64(num_sequences))
 
 
 def _adamw(batch_size: float = 8) -> Any:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvarlen import Bucket, WeightedTokens, load, make_plan, pack_samples, stream_batches
-from jvarlen.batches import token_batch_spec
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.batches.batches import count_tokens
 from jvarlen.loading import StepSamples, pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
@@ -76,6 +76,58 @@ def test_a_batch_has_the_planned_shapes_and_dtypes():
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), spec
     )
+
+
+LENGTHS = np.random.default_rng(3).integers(1, 9, (40, 2))
+PLAN_OF = {
+    "padded": lambda epoch: make_plan(LENGTHS[:, 0], [(3, 4), (2, 9)], microbatches_per_step=2, epoch=epoch),
+    "packed": lambda epoch: make_plan(
+        LENGTHS[:, 0], [(2, 9), (2, 14)], microbatches_per_step=2, packing="best_fit", epoch=epoch
+    ),
+    "pairs": lambda epoch: make_plan(LENGTHS, [(3, 4, 4), (2, 9, 9)], microbatches_per_step=2, epoch=epoch),
+    "packed pairs": lambda epoch: make_plan(
+        pack_samples(LENGTHS, [14, 12], order="shuffle", epoch=epoch), [(2, 14, 12)], microbatches_per_step=2
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PLAN_OF)
+def test_every_row_tells_its_samples_in_shapes_that_are_known_before(kind):
+    pairs = [tuple(np.full(length, i) for length in lengths) for i, lengths in enumerate(LENGTHS.tolist())]
+    samples = pairs if "pairs" in kind else [source for source, _ in pairs]
+    plans = [PLAN_OF[kind](epoch) for epoch in range(2)]
+    loader = load(plans.__getitem__, samples, num_epochs=2)
+    specs = loader.specs  # of the first epoch
+    assert specs == BatchShapes.of_plan(plans[1]).specs
+    steps = [(plan, step) for plan in plans for step in range(plan.num_steps)]
+    for (plan, step), batch in zip(steps, loader, strict=True):
+        spec = specs[plan.buckets[plan.step_bucket[step]]]
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), spec
+        )
+        rows = plan.rows(step)
+        missing = [(0, 0)] * (rows.ndim - 1) + [(0, batch.ids.shape[-1] - rows.shape[-1])]
+        assert batch.ids.tolist() == np.pad(rows, missing, constant_values=-1).tolist()
+        assert batch.is_real.tolist() == (batch.ids >= 0).tolist()
+        tokens = batch.target_tokens if "pairs" in kind else batch.tokens
+        segments = getattr(batch, "target_segment_ids" if "pairs" in kind else "segment_ids", None)
+        is_token = np.asarray(batch.weights) > 0
+        index = np.zeros_like(tokens) if segments is None else np.maximum(segments, 1) - 1
+        ids = np.asarray(batch.ids if segments is not None else batch.ids[..., None])
+        assert (np.take_along_axis(ids, index, axis=2) == tokens)[is_token].all()
+
+
+def test_a_stream_tells_the_samples_of_its_rows():
+    stream = stream_batches([3, 1, 8, 4, 2], [(2, 4), (1, 8)])
+    batches = list(load(stream, [np.arange(length) for length in (3, 1, 8, 4, 2)]))
+    assert [batch.ids.tolist() for batch in batches] == [[[0, 1]], [[2]], [[3, 4]]]
+    assert all(batch.is_real.all() for batch in batches)
+
+
+def test_ids_that_arrays_cannot_hold_are_refused():
+    step = make_step([[np.arange(3)]], Bucket(1, 4))
+    with pytest.raises(ValueError, match=f"ids of samples must fit int32, and this step has {2**31}"):
+        pad_to_bucket(step._replace(ids=np.array([[2**31]])))
 
 
 def test_cut_samples_keep_their_first_tokens():

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import make_train_step
-from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import new_state
+from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
@@ -38,7 +38,7 @@ def random_batch(num_microbatches, rows, length):
     lengths = rng.integers(1, length + 1, shape).astype(np.int32)
     weights = (np.arange(length) < lengths[..., None]).astype(np.float32)
     tokens = rng.integers(97, 105, (*shape, length)) * (weights > 0)
-    return Batch(tokens.astype(np.int32), lengths, weights, np.float32(lengths.size))
+    return batch_of(tokens.astype(np.int32), lengths, weights, np.float32(lengths.size))
 
 
 BATCH = random_batch(1, 8, 24)

@@ -11,10 +11,10 @@ import pytest
 
 from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen.batches import BatchShapes
-from jvarlen.batches.batches import Batch
 from jvarlen.loading import pack_to_bucket, pad_to_bucket
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
+from tests.hand_made import batch_of
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 LOSS_FN = jax.jit(make_loss_fn(CONFIG))
@@ -31,7 +31,7 @@ def initial_params():
 def microbatch(tokens, lengths, length):
     tokens = np.array([row + [0] * (length - len(row)) for row in tokens], np.int32)
     weights = (np.arange(length) < np.array(lengths)[:, None]).astype(np.float32)
-    return Batch(tokens, np.array(lengths, np.int32), weights, np.float32(len(tokens)))
+    return batch_of(tokens, np.array(lengths, np.int32), weights, np.float32(len(tokens)))
 
 
 def test_a_byte_is_predicted_from_those_before_it_only():

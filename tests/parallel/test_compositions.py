@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen.batches import Batch, PackedBatch
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
+from tests.hand_made import batch_of, packed_batch_of
 
 NUM_COMPOSITIONS = int(os.environ.get("COMPOSITIONS", "6"))
 LONG = 10**6  # longer than any row
@@ -52,11 +52,11 @@ def random_batch(draw, num_microbatches, length, vocab_size, *, packed):
     tokens = np.where(is_real, rng.integers(0, vocab_size, is_real.shape), 0).astype(np.int32)
     weights = np.where(is_real, rng.uniform(0.5, 2, is_real.shape), 0)
     if not packed:
-        return Batch(tokens, lengths.astype(np.int32), weights, np.float64((lengths > 0).sum()))
+        return batch_of(tokens, lengths.astype(np.int32), weights, np.float64((lengths > 0).sum()))
     first = lengths[..., None] // 2  # two samples a row
     segment_ids = np.where(is_real, 1 + (places >= first), 0).astype(np.int32)
     positions = np.where(is_real, np.where(places >= first, places - first, places), 0).astype(np.int32)
-    return PackedBatch(tokens, segment_ids, positions, weights, np.float64(2 * (lengths > 0).sum()))
+    return packed_batch_of(tokens, segment_ids, positions, weights, np.float64(2 * (lengths > 0).sum()))
 
 
 def positions_of(batch, axes):

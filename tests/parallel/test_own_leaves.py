@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jvarlen
-from jvarlen.batches import Batch
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, row_linear
 from jvarlen.parallel.layers import unstack_own
 from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
 from jvarlen.testing import assert_layout_invariant
+from tests.hand_made import batch_of
 
 WIDTH, HIDDEN, NUM_VALUES = 24, 96, 13  # with more than 1,024 elements, kernels are sharded; nothing divides 13
 
@@ -66,7 +66,7 @@ def own_params(num_layers=4):
     }
 
 
-def batch_of(num_microbatches=4):
+def random_batch(num_microbatches=4):
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, NUM_VALUES, (num_microbatches, 2, 6))
     weights = rng.uniform(0.5, 2, tokens.shape) * (rng.random(tokens.shape) < 0.8)
@@ -113,7 +113,7 @@ NUM_LAYOUTS = int(os.environ.get("COMPOSITIONS", "2"))  # of each optimizer; 6 a
 def test_an_optimizer_gives_the_numbers_of_one_device_on_any_layout(name):
     first = list(OPTIMIZERS).index(name) % len(LAYOUTS)
     layouts = [*LAYOUTS[first:], *LAYOUTS[:first]][:NUM_LAYOUTS]
-    assert_layout_invariant(MODEL, own_params(), batch_of(), layouts, optimizer=OPTIMIZERS[name], num_steps=3)
+    assert_layout_invariant(MODEL, own_params(), random_batch(), layouts, optimizer=OPTIMIZERS[name], num_steps=3)
 
 
 @pytest.mark.parametrize("name", ["decay of a tree", "rates of layers", "adafactor", "noise", "accumulated"])
@@ -140,7 +140,7 @@ def test_as_many_values_decay_with_stages_as_on_one_device():
     model, params = layered(config)._replace(stack=stack_layers), init_params(config, seed=0)
     optimizer = optax.chain(optax.add_decayed_weights(0.1, matrices), optax.sgd(1.0))
     tokens = np.zeros((2, 1, 4), np.int32)
-    batch = Batch(
+    batch = batch_of(
         tokens, np.full((2, 1), 4, np.int32), np.zeros(tokens.shape, np.float32), np.float32(2)
     )  # no gradient
     num_changed = []

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import torch
 
-import jvarlen
 import torch_ref
 from benchmarks.support.bfloat16_on_cpu import environment_for_bfloat16
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from tests.hand_made import batch_of
 
 CPU = Path("/proc/cpuinfo")
 if not CPU.exists() or "amx" in CPU.read_text():  # what some machines announce and trap
@@ -26,7 +26,7 @@ def test_bfloat16_gives_the_loss_and_gradient_that_autocast_gives():
     tokens = np.random.default_rng(0).integers(0, 256, (4, 48))
     lengths = np.array([48, 1, 30, 7])
     weights = (np.arange(48) < lengths[:, None]).astype(np.float32)
-    batch = jvarlen.batches.Batch(tokens.astype(np.int32), lengths.astype(np.int32), weights, np.float32(4))
+    batch = batch_of(tokens.astype(np.int32), lengths.astype(np.int32), weights, np.float32(4))
     (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(CONFIG), has_aux=True))(params, batch)
     torch_batch = torch_ref.Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), torch.from_numpy(weights), 4.0)
     with torch.autocast("cpu", torch.bfloat16):

@@ -9,6 +9,7 @@ import torch
 import jvarlen
 import torch_ref
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from tests.hand_made import batch_of
 
 from ..conftest import random_dataset
 
@@ -41,7 +42,7 @@ def test_the_models_agree_at_every_length(length):
     tokens = np.random.default_rng(0).integers(0, 256, (2, length))
     weights = np.ones((2, length), np.float32)
     lengths = np.full(2, length, np.int32)
-    batch = jvarlen.batches.Batch(tokens.astype(np.int32), lengths, weights, np.float32(2))
+    batch = batch_of(tokens.astype(np.int32), lengths, weights, np.float32(2))
     loss, _ = jax.jit(make_loss_fn(CONFIG))(params, batch)
     torch_batch = torch_ref.Batch(
         torch.from_numpy(tokens), torch.from_numpy(lengths).long(), torch.from_numpy(weights), 2.0

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import torch_ref
-from jvarlen.batches import PackedBatch, next_token_targets
+from jvarlen.batches import next_token_targets
+from tests.hand_made import packed_batch_of
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from jvarlen.batches import PackedBatch, next_token_targets
 )
 def test_no_target_crosses_what_is_no_neighbour_in_the_text(segment_ids, positions, targets):
     arrays = (np.array([each], np.int32) for each in (np.arange(8), segment_ids, positions))
-    microbatch = PackedBatch(*arrays, (np.array([segment_ids]) > 0) * 1.0, np.float32(2))
+    microbatch = packed_batch_of(*arrays, (np.array([segment_ids]) > 0) * 1.0, np.float32(2))
     twin = torch_ref.Batch(
         *map(torch.from_numpy, (microbatch.tokens, np.array([8]), microbatch.weights)), 2.0,
         *map(torch.from_numpy, (microbatch.segment_ids, microbatch.positions)),

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import jvarlen
 import torch_ref
-from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
+from jvarlen.batches import BatchShapes
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.optimizers import planned_schedule
@@ -116,9 +116,6 @@ def jax_optimizer(setting, plans):
 def train_in_jax(setting, plans, initial):
     """Train with every bucket compiled ahead of time."""
     mesh = Mesh(np.array(jax.devices(PLATFORMS[setting.device])[:1]), ("data",))
-    collate, batch_spec = jvarlen.loading.pad_to_bucket, token_batch_spec
-    if setting.packed:
-        collate, batch_spec = jvarlen.loading.pack_to_bucket, packed_batch_spec
     with jax.enable_x64(setting.dtype == "float64"), jax.default_matmul_precision("highest"):
         optimizer = jax_optimizer(setting, plans)
         state = new_state(jax.tree.map(lambda leaf: leaf.astype(setting.dtype), initial), optimizer)
@@ -126,15 +123,10 @@ def train_in_jax(setting, plans, initial):
         step = jvarlen.compile_buckets(
             jvarlen.make_train_step(make_loss_fn(setting.model), optimizer, layout=mesh),
             state,
-            BatchShapes(
-                plans[0].buckets,
-                microbatches_per_step=plans[0].microbatches_per_step,
-                layout=mesh,
-                batch_spec=batch_spec,
-            ),
+            BatchShapes.of_plan(plans[0], layout=mesh),
             progress=False,
         )
-        batches = jvarlen.load(plans.__getitem__, DATASET, num_epochs=len(plans), layout=mesh, collate=collate)
+        batches = jvarlen.load(plans.__getitem__, DATASET, num_epochs=len(plans), layout=mesh)
         losses = []
         for batch in itertools.islice(batches, setting.num_steps):
             state, metrics = step(state, batch)

@@ -61,7 +61,8 @@ def test_every_pair_is_laid_out_as_planned():
     assert_exactly_once(plan, len(PAIRS))
     assert (plan.planned_lengths(LENGTHS) == LENGTHS[plan.sample_ids]).all()
     for step, batch in enumerate(load(plan, PAIRS, lengths=LENGTHS)):
-        spec = packed_pair_batch_spec(plan.buckets[plan.step_bucket[step]], 2)
+        k = plan.step_bucket[step]
+        spec = packed_pair_batch_spec(plan.buckets[k], 2, plan.samples_per_row[k])
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), spec
         )
@@ -146,7 +147,7 @@ def as_packed(batch):
         places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
         is_token = places < np.asarray(lengths)[..., None]
         sides += [tokens, is_token.astype(np.int32), places * is_token]
-    return PackedPairBatch(*sides, batch.weights, batch.num_sequences)
+    return PackedPairBatch(*sides, batch.weights, batch.num_sequences, batch.ids[..., None], batch.is_real[..., None])
 
 
 def sums_over(plan, collate, params):
@@ -184,13 +185,13 @@ def test_packed_pairs_train_in_shapes_compiled_ahead():
     step = compile_buckets(
         count,
         np.float32(0),
-        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=packed_pair_batch_spec),
+        BatchShapes.of_plan(plan),
         progress=False,
     )
     state = np.float32(0)
     for batch in load(plan, PAIRS):
         state, _ = step(state, batch)
     assert int(state) == LENGTHS.sum()
-    full = full_batch(packed_pair_batch_spec(plan.buckets[0], 2))
+    full = full_batch(packed_pair_batch_spec(plan.buckets[0], 2, 3))
     assert count_tokens(full) == 2 * plan.buckets[0].padded_tokens
     assert full.target_positions[0, 0].tolist() == list(range(plan.buckets[0].target_length))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jvarlen import CompileOptions, fit
-from jvarlen.batches import Batch
 from jvarlen.cli import main
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
@@ -17,6 +16,7 @@ from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.plan_config import epoch_plan, note_on_overlong, shapes_for
 from jvarlen.runs.task import open_training_data
+from tests.hand_made import batch_of
 from tests.settings import changed
 
 
@@ -64,7 +64,7 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     samples = [held_out[i] for i in range(len(held_out))]
     for sample in samples:
         arrays = sample.tokens[None].astype(np.int32), np.array([len(sample)], np.int32), sample.weights[None]
-        sums += jax.device_get(jax.jit(loss_fn)(params, jax.tree.map(jnp.asarray, Batch(*arrays, np.float32(1)))))
+        sums += jax.device_get(jax.jit(loss_fn)(params, jax.tree.map(jnp.asarray, batch_of(*arrays, np.float32(1)))))
     np.testing.assert_allclose(means, sums[0] / sums[1] / np.log(2), rtol=1e-5)
     assert sums[1] == sum(sample.tokens.tobytes().count(b"y") for sample in samples)
 

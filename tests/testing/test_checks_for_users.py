@@ -397,8 +397,9 @@ def test_the_first_step_that_differs_is_named(other, message):
 def test_batches_are_compared_leaf_by_leaf_across_frameworks():
     dataset = random_dataset(30, 20)
     plan = make_plan(np.diff(dataset.offsets), [(3, 10), (2, 20)], order="length", microbatches_per_step=2)
-    assert_same_batches(load(plan, dataset), torch_ref.load(plan, dataset))
     batches = list(load(plan, dataset))
+    of_tokens = [batch._replace(ids=None, is_real=None) for batch in batches]
+    assert_same_batches(of_tokens, torch_ref.load(plan, dataset))
     tokens = np.array(batches[2].tokens)
     tokens[1, 0, 0] += 1
     wrong = [*batches[:2], batches[2]._replace(tokens=tokens), *batches[3:]]

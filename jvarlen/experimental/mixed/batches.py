@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Integer
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
-from jvarlen.batches.batches import token_batch_spec
+from jvarlen.batches.shapes import BatchSpec, token_specs
 from jvarlen.distributed.mesh import LayoutLike, shards_on
 from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.planning.buckets import AnyBucket
@@ -76,7 +76,7 @@ def mixed_batch_spec(
     *,
     layout: LayoutLike,
     cost: CostFn | None = None,
-    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    batch_spec: BatchSpec | None = None,
 ) -> MixedBatch:
     """The shapes and dtypes of all batches of a mixed plan: what its fullest rank needs in any step.
 
@@ -86,7 +86,7 @@ def mixed_batch_spec(
       layout: as for `make_mixed_train_step`: its p data shards are the ranks.
       cost: as for `load_mixed`: it decides which rank gets which microbatches.
       batch_spec: `batch_spec(bucket, 1)` gives the pytree of `jax.ShapeDtypeStruct` of a microbatch, with a leading
-        axis of 1 on all that are not scalars.
+        axis of 1 on all that are not scalars. None: samples of tokens.
 
     Returns:
       A `MixedBatch` of `jax.ShapeDtypeStruct` with their shardings on the mesh: every array lies along `"data"`.
@@ -100,6 +100,7 @@ def mixed_batch_spec(
     all_buckets = list(dict.fromkeys(plan.buckets for plan in plans))
     if len(all_buckets) != 1:
         raise UserError(f"plans must be at least one, all of the same buckets, not of {list_first(all_buckets, '; ')}")
+    batch_spec = batch_spec or token_specs(plans[0].plan)
     specs = [batch_spec(bucket, 1) for bucket in all_buckets[0]]
     arrays_of_each = tuple(
         BucketArrays(bucket, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(spec)))

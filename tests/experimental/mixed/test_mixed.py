@@ -23,8 +23,7 @@ from jvarlen import (
     pack_samples,
     scale_by_batch_size,
 )
-from jvarlen.batches import BatchShapes, packed_batch_spec
-from jvarlen.batches.batches import Batch
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import replicate
 from jvarlen.experimental.mixed import (
@@ -39,6 +38,7 @@ from jvarlen.training.train_state import new_state
 from tests import processes
 from tests.conftest import random_dataset
 from tests.experimental.mixed import run_mixed
+from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 
 BUCKETS = (Bucket(5, 3), Bucket(3, 5), Bucket(2, 8), Bucket(1, 13))
@@ -77,7 +77,7 @@ def random_microbatches(buckets, num_sequences=29):
         tokens_BxT = (rng.integers(0, 128, is_token_BxT.shape) * is_token_BxT).astype(np.int32)
         weights_BxT = (rng.integers(1, 5, is_token_BxT.shape) / 2 * is_token_BxT).astype(np.float32)
         arrays = (array[None] for array in (tokens_BxT, lengths_B, weights_BxT))
-        yield Batch(*arrays, np.float32(num_sequences))
+        yield batch_of(*arrays, np.float32(num_sequences))
 
 
 def hand_made(ranks, of_step=OF_STEP, buckets=BUCKETS):
@@ -238,7 +238,7 @@ def test_packed_rows_and_compiled_buckets():
     lengths = np.diff(DATASET.offsets)
     plan = make_mixed_plan(make_plan(pack_samples(lengths, [13]), BUCKETS[1:], order="shuffle"), 5)
     mesh = data_mesh(2)
-    spec = mixed_batch_spec(plan, layout=mesh, batch_spec=packed_batch_spec)
+    spec = mixed_batch_spec(plan, layout=mesh)
     batches = load_mixed(plan, DATASET, layout=mesh, spec=spec, collate=pack_to_bucket)
     state = new_state(make_params(np.float32), make_optimizer())
     step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, layout=mesh)
