@@ -2,6 +2,7 @@
 
 - `collate`: the samples of a step as host arrays of the bucket's shape.
 - `plan_source`: reads and collates any step; proof of which samples were read.
+- `forward`: datasets that can only be iterated.
 - `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
 - `loader`: the iterator of batches; the only module that moves data to devices.
 """
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
         pad_to_bucket,
     )
     from jvarlen.loading.loader import Loader
-    from jvarlen.loading.plan_source import planned_ids_digest
+    from jvarlen.loading.plan_source import SkippedSample, planned_ids_digest
 
 __all__ = [
     "Loader",
+    "SkippedSample",
     "StepSamples",
     "pack_pairs_to_bucket",
     "pack_to_bucket",

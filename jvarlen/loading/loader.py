@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -27,6 +27,7 @@ from jvarlen._common.checks import (
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, count_without_target, pad_to_bucket
+from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
 from jvarlen.loading.plan_source import (
     IdsDigest,
     OnBadSample,
@@ -34,6 +35,7 @@ from jvarlen.loading.plan_source import (
     PlanSource,
     ReadStep,
     SkippedSample,
+    by_microbatch,
     read_samples,
     spec_of_steps,
 )
@@ -143,7 +145,7 @@ class Loader(Iterator[Any]):
 
 def load(
     plan: ReadPlan | Callable[[int], ReadPlan] | StreamBatches,
-    dataset: DataSource | Readable,
+    dataset: DataSource | Readable | Iterable[Any],
     *,
     layout: LayoutLike = None,
     epoch: int = 0,
@@ -168,7 +170,10 @@ def load(
         result of `stream_batches`, for which only `layout` and `collate` apply. A plan that holds only this process's
         rows needs the layout that it was made for.
       dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
-        takes 1-D integer arrays, or pairs of them. A stream needs no `len()`; each sample is read once.
+        takes 1-D integer arrays, or pairs of them. With `__getitems__(ids) -> list`, as Hugging Face datasets have it,
+        the samples of a step are read at once. A stream needs no `len()`; each sample is read once. What can only be
+        iterated, such as a PyTorch `IterableDataset`, is read forward, the same samples in the same order each time; at
+        most those of a step of each bucket are held, so that a plan needs `order="dataset"`.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
         None puts them on the default device. If its devices belong to several processes, all of them load, and each
         reads only the samples of its own devices.
@@ -203,8 +208,9 @@ def load(
     Raises:
       ValueError: num_epochs below 1, or more than the one of a `Plan`; start_step out of range; the dataset is smaller
         than the plan, or has another number of samples than `lengths`; data shards that do not divide M; processes with
-        different plans; arguments that a stream does not have; and, when a step comes, samples of other lengths than
-        planned, samples that `collate` rejects, or more bad samples than `max_bad_fraction`, with the first of them.
+        different plans; arguments that a stream does not have; a dataset that can only be iterated, with workers or in
+        another order; and, when a step comes, samples of other lengths than planned, samples that `collate` rejects, or
+        more bad samples than `max_bad_fraction`, with the first of them.
       RuntimeError: when a step comes: a worker process died; or, with `verify`, other samples were read.
 
     Example:
@@ -236,6 +242,13 @@ def load(
     if not callable(plan) and (epoch or num_epochs not in (None, 1)):
         given_epochs = f"epoch={epoch}" if epoch else f"num_epochs={num_epochs}"
         raise UserError(f"{given_epochs} needs a function from the epoch to its plan; a Plan is one epoch")
+    if only_iterates(dataset) and num_workers:
+        raise UserError(f"num_workers={num_workers} needs random access, and this dataset can only be iterated")
+    if callable(plan) and isinstance(dataset, Iterator):
+        raise UserError(
+            f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load takes an iterable that "
+            "begins anew for each"
+        )
     last_epoch = epoch if num_epochs is None else num_epochs - 1
     first = cast(PlannedSteps, plan(min(epoch, last_epoch)) if callable(plan) else plan)
     if epoch > last_epoch:  # a training that is over
@@ -251,10 +264,10 @@ def load(
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch,
+        dataset=dataset,
         placement=placement,
         num_workers=num_workers,
         verify=verify,
-        dataset=dataset,
         collate=collate or own_collate,
         lengths=lengths,
         on_mismatch=on_mismatch,
@@ -288,9 +301,7 @@ def _plan_ahead(
     return plans()
 
 
-def _load_stream(
-    stream: StreamBatches, dataset: Readable, placement: Placement | None, collate: CollateFn | None
-) -> Loader:
+def _load_stream(stream: StreamBatches, dataset: Any, placement: Placement | None, collate: CollateFn | None) -> Loader:
     num_microbatches = stream.microbatches_per_step
     if placement is not None:
         placement.batch_shardings(np.empty(num_microbatches))
@@ -299,15 +310,24 @@ def _load_stream(
     def unknown(bucket: AnyBucket, microbatches_per_step: int) -> Any:
         raise UserError("a stream has no step to tell what your collate function makes: compile for BatchShapes")
 
+    check_iterator_of_stream(dataset)
+    to_come: set[int] = set()
+    forward = ForwardReader(dataset, to_come.__contains__) if only_iterates(dataset) else None
+    readable = dataset if forward is None else forward
+
     def steps() -> Iterator[ReadStep]:
         for number, step in enumerate(stream):
-            samples = [read_samples(dataset, ids_B[ids_B >= 0].tolist()) for ids_B in step.ids]
+            own_ids = step.ids[step.ids >= 0]
+            if forward is not None:
+                to_come.clear()
+                to_come.update(stream.ids_to_come, own_ids.tolist())
+                forward.hold_only(to_come)
+            samples = by_microbatch(step.ids, read_samples(readable, own_ids.tolist()))
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
             truncate = stream.overlong == "truncate"
             step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
             batch = put(make_batch(step_samples), placement)
             num_without_target = count_without_target(step_samples) if make_batch is pad_to_bucket else 0
-            own_ids = step.ids[step.ids >= 0]
             yield ReadStep(number, batch, num_sequences, 0, own_ids, num_without_target=num_without_target)
 
     batch_spec = None if make_batch is pad_to_bucket else unknown
@@ -319,6 +339,7 @@ def _load_stream(
 
 def _read_epoch(
     plan: ReadPlan,
+    dataset: Any,
     *,
     epoch: int,
     start_step: int,
@@ -336,7 +357,10 @@ def _read_epoch(
         from jvarlen.distributed.processes import agree
 
         agree("the plan", plan.digest)
-    source = PlanSource(plan, microbatches=own, **reading)
+    if only_iterates(dataset):
+        num_lengths = None if reading["lengths"] is None else len(reading["lengths"])
+        dataset = reader_of_plan(dataset, plan, own, start_step, num_lengths)
+    source = PlanSource(plan, dataset, microbatches=own, **reading)
     digest = IdsDigest() if verify else None
     num_samples = int(plan.num_sequences.sum()) * len(own) // num_microbatches
     all_skipped: list[SkippedSample] = []

@@ -20,6 +20,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.loading.collate import OWN_COLLATE, CollateFn, StepSamples, count_without_target, pad_to_bucket
+from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.samples import WeightedTokens, fields_of, samples_at_once
@@ -32,6 +33,7 @@ __all__ = [
     "PlanSource",
     "ReadStep",
     "SkippedSample",
+    "by_microbatch",
     "planned_ids_digest",
     "read_sample",
     "read_samples",
@@ -168,12 +170,10 @@ class PlanSource:
         if bad:
             ids, starts, num_tokens = *_without(ids, starts, bad), None
             samples = [sample for place, sample in enumerate(samples) if place not in bad]
-        left = iter(samples)
-        sizes = (ids >= 0).sum(axis=tuple(range(1, ids.ndim))).tolist()
         return StepSamples(
             bucket=self._plan.buckets[bucket_index],
             ids=ids,
-            samples=[list(itertools.islice(left, size)) for size in sizes],
+            samples=by_microbatch(ids, samples),
             num_tokens=num_tokens,
             truncate=self._plan.overlong == "truncate",
             num_sequences=int(self._plan.num_sequences[step]),
@@ -249,6 +249,13 @@ class PlanSource:
         return 0
 
 
+def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: list[Any]) -> list[list[Any]]:
+    """The samples of these rows as one list a microbatch."""
+    left = iter(samples)
+    sizes = (ids >= 0).sum(axis=tuple(range(1, ids.ndim))).tolist()
+    return [list(itertools.islice(left, size)) for size in sizes]
+
+
 def _without(
     ids: np.ndarray, starts: np.ndarray | None, bad: Mapping[int, str]
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -288,6 +295,11 @@ def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -
             return jax.ShapeDtypeStruct((microbatches_per_step, *shape[1:]) if shape else (), dtype)
 
         for plan, dataset in datasets.items():
+            if only_iterates(dataset):
+                raise UserError(
+                    "a dataset that can only be iterated has no step to read before, which would tell what your "
+                    "collate function makes: compile for BatchShapes, with batch_spec="
+                )
             index = plan.buckets.index(bucket) if bucket in plan.buckets else -1
             for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
                 return jax.tree.map(spec, PlanSource(plan, dataset, collate)[step])
@@ -376,7 +388,7 @@ def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None
     for place, i in enumerate(ids):
         try:
             samples.append(read_sample(dataset, i))
-        except MemoryError:
+        except (MemoryError, IterationError):
             raise
         except Exception as error:
             samples.append(None)

@@ -192,6 +192,11 @@ class StreamBatches:
         """Samples taken so far, without those that were only read ahead for the estimate."""
         return self._num_emitted + self.num_dropped + self._num_waiting() + len(self._state.buffered_ids)
 
+    @property
+    def ids_to_come(self) -> list[int]:
+        """Samples that were read, and are in no step yet: they wait, or are in the shuffle buffer."""
+        return [*itertools.chain.from_iterable(self._state.waiting_ids), *self._state.buffered_ids]
+
     def _num_waiting(self) -> int:
         return sum(map(len, self._state.waiting_ids))
 

@@ -25,6 +25,8 @@ from jvarlen import UserError, WeightedTokens, load, make_buckets, make_plan, pa
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
+from jvarlen.loading import pack_to_bucket
+from jvarlen.loading.forward import reader_of_plan
 from jvarlen.loading.plan_source import IdsDigest, PlanSource, planned_ids_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 from tests.conftest import random_dataset
@@ -699,3 +701,130 @@ def test_a_stream_counts_samples_without_a_target_as_they_are_cut():
     batches = load(stream, samples)
     assert len(list(batches)) == 2
     assert (batches.num_samples, batches.num_without_target) == (3, 2)
+
+
+class Iterable:
+    """The dataset, which can only be iterated; `num_held` is how many samples were read and not yet given."""
+
+    def __init__(self, samples=DATASET, fails_at=None):
+        self.samples, self.num_read, self.fails_at = samples, 0, fails_at
+
+    def __iter__(self):
+        for i in range(len(self.samples)):
+            self.num_read = i + 1
+            if i == self.fails_at:
+                raise OSError("the archive ends here")
+            yield self.samples[i]
+
+
+class IterableDataset(Iterable):
+    """As PyTorch has it."""
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+
+IN_ORDER = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4, order="dataset")
+
+
+@pytest.mark.parametrize("start_step", [0, 3])
+@pytest.mark.parametrize("dataset_type", [Iterable, IterableDataset, lambda: iter(Iterable())])
+def test_a_dataset_that_only_iterates_is_read_forward(dataset_type, start_step):
+    dataset = dataset_type()
+    options = {"lengths": LENGTHS, "verify": True, "start_step": start_step}
+    batches, expected = load(IN_ORDER, dataset, **options), load(IN_ORDER, DATASET, **options)
+    assert_same_batches(batches, expected)
+    assert batches.ids_digest == expected.ids_digest
+
+
+def test_few_samples_of_an_iterable_are_held():
+    ahead, dataset = [], Iterable()
+    source = PlanSource(IN_ORDER, reader_of_plan(dataset, IN_ORDER, None, 0, None))
+    num_given = 0
+    for step in range(IN_ORDER.num_steps):
+        source.read(step)
+        num_given += int(IN_ORDER.num_sequences[step])
+        ahead.append(dataset.num_read - num_given)
+    assert max(ahead) < sum(4 * bucket.rows for bucket in BUCKETS)
+    assert (max(ahead) > 0, ahead[-1], len(source._dataset._held)) == (True, 0, 0)
+
+
+def test_an_iterable_is_read_again_in_each_epoch_and_an_iterator_is_refused():
+    plans = [IN_ORDER] * 3
+    batches = load(plans.__getitem__, Iterable(), num_epochs=3)
+    assert_same_batches(batches, itertools.chain(*(load(IN_ORDER, DATASET) for _ in plans)))
+    with pytest.raises(ValueError, match="a generator gives its samples once: for any number of epochs"):
+        load(plans.__getitem__, iter(Iterable()), num_epochs=3)
+
+
+def test_a_part_of_the_microbatches_and_chunks_of_samples_are_read_forward():
+    plan = make_plan(pack_samples([9, 2, 3], 4, overlong="split"), [(4, 4)], order="dataset", microbatches_per_step=2)
+    samples = [np.arange(length) for length in (9, 2, 3)]
+    for own in ([0], [1], None):
+        own = None if own is None else np.array(own)
+        forward = PlanSource(plan, reader_of_plan(iter(samples), plan, own, 0, 3), pack_to_bucket, own)
+        assert_same_batches([forward[0]], [PlanSource(plan, samples, pack_to_bucket, own)[0]])
+
+
+def test_an_iterable_in_another_order_is_refused():
+    long = np.resize(LENGTHS, 600)
+    plan = make_plan(long, BUCKETS, microbatches_per_step=4, order="shuffle")
+    message = r'\d+ would wait in memory, and at most \d+ may, .* order="dataset", or .* with stream_batches'
+    with pytest.raises(ValueError, match=message):
+        load(plan, Iterable())
+    with pytest.raises(ValueError, match="num_workers=2 needs random access"):
+        load(IN_ORDER, Iterable(), num_workers=2)
+    with pytest.raises(ValueError, match="the plan holds sample 59, the dataset only 59 samples"):
+        load(IN_ORDER, Iterable(), lengths=LENGTHS[1:])
+    with pytest.raises(ValueError, match="has no step to read before"):
+        _ = load(IN_ORDER, Iterable(), collate=lambda step: step.ids).specs
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 1}])
+def test_an_iterable_that_ends_early_is_an_error(options):
+    with pytest.raises(ValueError, match="the dataset has only 50 samples, and not sample"):
+        list(load(IN_ORDER, Iterable([DATASET[i] for i in range(50)]), **options))
+    with pytest.raises(ValueError, match=r"raised OSError\('the archive ends here'\) after 20 samples"):
+        list(load(IN_ORDER, Iterable(fails_at=20), **options))
+
+
+def test_bad_samples_of_an_iterable_are_skipped():
+    samples = [DATASET[i] for i in range(60)]
+    samples[5] = samples[5][:0]
+    options = {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 0.02}
+    batches = load(IN_ORDER, Iterable(samples), **options)
+    assert_same_batches(batches, load(IN_ORDER, samples, **options))
+    assert [one.id for one in batches.skipped] == [5]
+
+
+@pytest.mark.parametrize("buffer", [{}, {"shuffle_buffer": 9, "seed": 1}])
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_a_stream_takes_what_can_only_be_iterated(buffer, overlong):
+    """Also from a state, and an iterator that is split for lengths and samples."""
+    options = {"buckets": [(2, 5), (1, 12)], "microbatches_per_step": 2, "overlong": overlong, **buffer}
+
+    def batches_from(dataset, state=None):
+        stream = stream_batches(LENGTHS.tolist(), state=state, **options)
+        return stream, load(stream, dataset)
+
+    expected = list(batches_from(DATASET)[1])
+    assert_same_batches(batches_from(Iterable())[1], expected)
+    lengths, samples = itertools.tee(Iterable())
+    assert_same_batches(load(stream_batches(map(len, lengths), **options), samples), expected)
+    stream, batches = batches_from(Iterable())
+    given = list(itertools.islice(batches, 4))
+    state = json.loads(json.dumps(stream.state()))
+    assert_same_batches([*given, *batches_from(Iterable(), state)[1]], expected)
+    with pytest.raises(ValueError, match=r"a generator gives each sample once, .* samples = itertools.tee\(dataset\)"):
+        batches_from(iter(Iterable()))
+
+
+def test_datasets_of_hugging_face_and_pytorch_are_read_in_the_order_of_the_plan():
+    datasets, torch = pytest.importorskip("datasets"), pytest.importorskip("torch")
+    plan = plan_of_epoch(0)
+    samples = [DATASET[i].tolist() for i in range(len(DATASET))]
+    table = datasets.Dataset.from_dict({"tokens": samples}).with_format("numpy")
+    expected = [[samples[i] for i in ids[ids >= 0].tolist()] for ids in (plan.rows(s) for s in range(plan.num_steps))]
+    for dataset in (table, torch.utils.data.Subset(table, range(len(samples)))):
+        source = PlanSource(plan, dataset, lambda step: [one["tokens"].tolist() for m in step.samples for one in m])
+        assert [source[step] for step in range(plan.num_steps)] == expected
