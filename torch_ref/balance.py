@@ -208,9 +208,11 @@ def _sample_tokens(plan: Plan, lengths: ArrayLike | None) -> NDArray[np.int64]:
     if values.shape[1] != len(plan.buckets[0]) - 1:
         raise ValueError(f"lengths of shape {np.shape(lengths)} do not go with buckets like {tuple(plan.buckets[0])}")
     _check_ids(plan, len(values), "lengths")
-    before = 0 if plan.piece_starts is None else plan.piece_starts[:, None]
-    edges = np.array(plan.buckets)[:, 1:].max(axis=0)
-    tokens: NDArray[np.int64] = np.minimum(values[plan.sample_ids] - before, edges).sum(axis=1)
+    if plan.piece_starts is None or plan.piece_ends is None:
+        edges = np.array(plan.buckets)[:, 1:].max(axis=0)
+        tokens: NDArray[np.int64] = np.minimum(values[plan.sample_ids], edges).sum(axis=1)
+    else:
+        tokens = np.minimum(values[plan.sample_ids, 0], plan.piece_ends) - plan.piece_starts
     found = np.diff(np.concatenate([[0], np.cumsum(tokens)])[plan.step_offsets])
     other = np.flatnonzero(found != plan.num_tokens)
     if len(other):

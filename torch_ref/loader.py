@@ -93,7 +93,7 @@ class PlanBatchSampler(Sampler[list[Any]]):
         self._share = _share(plan, rank, num_replicas)
         if padding_rows not in ("omit", "repeat"):
             raise ValueError(f'padding_rows must be "omit" or "repeat", got {padding_rows!r}')
-        if plan.piece_starts is not None:
+        if plan.piece_starts is not None and plan.piece_starts.any():
             raise ValueError("the plan splits samples, which indices cannot say: read it with torch_ref.load")
         self._repeats = padding_rows == "repeat"
         self._num_microbatches = plan.microbatches_per_step // num_replicas
@@ -207,9 +207,9 @@ class PlannedDataset(Dataset[PlannedRow]):
         return batch._replace(num_sequences=float(sum(is_real for *_, is_real in placed)))
 
 
-# A sample in its row of a batch: microbatch, row, id, sample, the tokens of it before its piece (None where it is not
-# split), and whether it counts.
-_Placed = tuple[int, int, int, Any, int | None, bool]
+# A sample in its row of a batch: microbatch, row, id, sample, the tokens of its piece (None where it is not split), and
+# whether it counts.
+_Placed = tuple[int, int, int, Any, slice | None, bool]
 
 
 class _Steps(Dataset[Batch]):
@@ -223,14 +223,15 @@ class _Steps(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         plan = self._plan
         rows_MxB = plan.rows(step)[self._share]  # of packed rows [M, B, P]
-        pieces_MxBxP = plan.pieces(step)
-        pieces_MxBxP = None if pieces_MxBxP is None else pieces_MxBxP[self._share]
+        pieces_MxBxP, ends_MxBxP = plan.pieces(step), plan.ends(step)
         rows_MxBxP = rows_MxB[..., None] if plan.row_offsets is None else rows_MxB
 
         def placed() -> Iterator[_Placed]:
             for m, row, segment in np.argwhere(rows_MxBxP >= 0).tolist():
                 sample_id = int(rows_MxBxP[m, row, segment])
-                piece = None if pieces_MxBxP is None else int(pieces_MxBxP[m, row, segment])
+                piece = None
+                if pieces_MxBxP is not None and ends_MxBxP is not None:
+                    piece = slice(pieces_MxBxP[self._share][m, row, segment], ends_MxBxP[self._share][m, row, segment])
                 yield m, row, sample_id, self._dataset[sample_id], piece, True
 
         bucket = plan.buckets[plan.step_bucket[step]]
@@ -277,7 +278,7 @@ def _filled(plan: Plan, bucket: tuple[int, ...], num_microbatches: int, placed: 
 
 
 def _read(
-    plan: Plan, sample_id: int, given: Any, piece: int | None, limit: int
+    plan: Plan, sample_id: int, given: Any, piece: slice | None, limit: int
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Return the tokens of a sample and their weights, cut as planned."""
     try:
@@ -291,7 +292,7 @@ def _read(
         )
     weights = given.weights if isinstance(given, WeightedTokens) else np.ones(len(sample), dtype=np.float32)
     if piece is not None:
-        return sample[piece : piece + limit], weights[piece : piece + limit]
+        return sample[piece], weights[piece]
     # Only samples of the longest bucket were planned to be cut: elsewhere the plan was made for other lengths.
     if len(sample) > limit and not (plan.overlong == "truncate" and limit == plan.buckets[-1][1]):
         raise ValueError(

@@ -25,6 +25,8 @@ def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong
     if packing.num_tokens.ndim == 2:
         _check_joint_packing(packing, buckets)
         return
+    if packing.method == "wrapped" and len(buckets) > 1:
+        raise ValueError(f"wrapped rows have one length and one bucket, got {[tuple(bucket) for bucket in buckets]}")
     longest = buckets[-1][1]
     if packing.num_truncated and longest != packing.row_lengths[-1]:
         raise ValueError(

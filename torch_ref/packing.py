@@ -19,7 +19,9 @@ from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_joint_lengths, chec
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.placing import fill_rows
 
-__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
+__all__ = ["METHODS", "PackedHistogram", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
+
+METHODS = ("best_fit", "wrapped")
 
 _LEAST_BLOCK = 256
 _MOST_SLOW = 2**16
@@ -39,8 +41,9 @@ class Packing:
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate" | "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
-        piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split. A
-            split sample has its id once for each piece.
+        piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split,
+            unless they are wrapped. A split sample has its id once for each piece.
+        method: "best_fit" | "wrapped".
     """
 
     sample_ids: NDArray[np.int64]
@@ -52,6 +55,7 @@ class Packing:
     num_dropped: int = 0
     num_truncated: int = 0
     piece_starts: NDArray[np.int64] | None = None
+    method: str = "best_fit"
 
     @property
     def num_rows(self) -> int:
@@ -120,6 +124,7 @@ def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    method: str = "best_fit",
     counts: None = None,
     max_samples_per_row: int | None = None,
     order: str | Order | ArrayLike = "dataset",
@@ -134,6 +139,7 @@ def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    method: str = "best_fit",
     counts: ArrayLike,
     max_samples_per_row: int | None = None,
     overlong: str = "error",
@@ -144,6 +150,7 @@ def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    method: str = "best_fit",
     counts: ArrayLike | None = None,
     max_samples_per_row: int | None = None,
     order: str | Order | ArrayLike = "dataset",
@@ -151,11 +158,14 @@ def pack_samples(
     epoch: int = 0,
     overlong: str = "error",
 ) -> Packing | PackedHistogram:
-    """Put several samples into a row, longest first, each where it leaves the least space.
+    """Put several samples into a row: longest first, each where it leaves the least space; or wrapped, end to end.
 
-    If any number of samples may share a row, a sample goes into the open row with the least space left that still holds
-    it, among equals the one that has had this space longest; where there is none, a new row of the smallest length that
-    holds it is opened.
+    Wrapped samples follow each other in their order through rows of one length, which cut them into pieces: each row
+    but the last is full, and no token is left out. The pieces are packed samples of their own, as those of split ones.
+
+    By best fit, a sample goes into the open row with the least space left that still holds it, among equals the one
+    that has had this space longest; where there is none, a new row of the smallest length that holds it is opened. So
+    it is if any number of samples may share a row.
 
     If at most m may, rows are made one after the other, each as often as its samples last. The length of a row is the
     smallest that holds the longest sample left. The row takes this sample, then the longest that fits, until nothing
@@ -184,6 +194,8 @@ def pack_samples(
         lengths: [N] integers >= 1, in tokens; or [N, D] for samples with D lengths each.
         row_lengths: the lengths that rows can have, strictly ascending, or one of them; or the D lengths of every row,
             each below 2**23.
+        method: "best_fit" | "wrapped". Wrapped, samples have one length each and all rows the same; there is no
+            `counts`, `max_samples_per_row`, `block_size` or rule for long samples.
         counts: [N] integers >= 1: there are `counts[i]` samples of `lengths[i]`. They have no ids and no order.
         max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
@@ -204,6 +216,12 @@ def pack_samples(
         >>> np.split(packing.sample_ids, packing.row_offsets[1:-1])
         [array([1, 0]), array([3, 2, 4])]
     """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method == "wrapped":
+        unfit = {"counts": counts, "max_samples_per_row": max_samples_per_row}
+        unfit["overlong"] = None if overlong == "error" else overlong
+        return _wrap(lengths, row_lengths, as_order(order), seed, epoch, unfit)
     if np.ndim(lengths) == 2:
         return _pack_joint(lengths, row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong)
     checked = check_lengths(lengths)
@@ -217,6 +235,45 @@ def pack_samples(
         return _pack_histogram(checked, numbers, sizes, max_samples_per_row, overlong)
     packed = _Packer(checked, sizes, max_samples_per_row, overlong).pack(as_order(order), seed, epoch)
     return Packing(row_lengths=sizes, overlong=overlong, **packed)
+
+
+def _wrap(
+    lengths: ArrayLike, row_lengths: int | Sequence[int], order: Order, seed: int, epoch: int, unfit: dict[str, Any]
+) -> Packing:
+    """Let ordered samples follow each other through rows of one length."""
+    unfit["block_size"] = order.blocks
+    named = [f"{name}={value!r}" for name, value in unfit.items() if value is not None]
+    if np.ndim(lengths) == 2:
+        named.append("samples with several lengths each")
+    elif np.size(row_lengths) > 1:
+        named.append(f"several row_lengths, {row_lengths}")
+    if named:
+        raise ValueError(f'method="wrapped" does not go with {", ".join(named)}')
+    checked, (size,) = check_lengths(lengths), check_row_lengths(row_lengths)
+    if order.name == "shuffle":
+        seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+        ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
+    else:
+        ids = sample_order(checked, order)
+    if checked[ids].sum(dtype=np.float64) >= 2**62:
+        raise ValueError("wrapped samples must have fewer than 2**62 tokens together")
+    after = np.cumsum(checked[ids])
+    before = after - checked[ids]
+    first_row = before // size
+    number = (after - 1) // size - first_row + 1  # of the rows that hold a part of each
+    sample = np.repeat(np.arange(len(ids)), number)
+    row = np.arange(len(sample)) - (np.cumsum(number) - number - first_row)[sample]
+    begin, end = np.maximum(before[sample], row * size), np.minimum(after[sample], (row + 1) * size)
+    return Packing(
+        sample_ids=ids[sample],
+        row_offsets=np.searchsorted(row, np.arange(row[-1] + 2)),
+        sample_lengths=end - begin,
+        capacity=np.full(row[-1] + 1, size),
+        row_lengths=(size,),
+        overlong="split",
+        piece_starts=begin - before[sample],
+        method="wrapped",
+    )
 
 
 class _Chunks(NamedTuple):

@@ -22,7 +22,7 @@ from torch_ref.lengths import check_lengths, check_pair_lengths
 from torch_ref.order import Order, as_order, check_difficulty, sample_order, split_difficulty
 from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
-from torch_ref.packing import Packing, pack_samples
+from torch_ref.packing import METHODS, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
@@ -152,6 +152,24 @@ class Plan:
         """
         return None if self.piece_starts is None else self._rows_of(self.piece_starts, step)
 
+    def ends(self, step: int) -> NDArray[np.int64] | None:
+        """Return where in their samples the pieces of a step end, like `pieces`; at least there, for the last ones."""
+        return None if self.piece_ends is None else self._rows_of(self.piece_ends, step)
+
+    @cached_property
+    def piece_ends(self) -> NDArray[np.int64] | None:
+        """int64[n], where each piece ends: where the next piece of its sample starts, or at most a row later."""
+        if self.piece_starts is None:
+            return None
+        longest = self.buckets[-1][1]
+        ends = np.minimum(self.piece_starts, INT64_MAX - longest) + longest
+        split = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.piece_starts > 0]))
+        ordered = split[np.lexsort((self.piece_starts[split], self.sample_ids[split]))]
+        has_next = self.sample_ids[ordered[1:]] == self.sample_ids[ordered[:-1]]
+        one, next_one = ordered[:-1][has_next], ordered[1:][has_next]
+        ends[one] = np.minimum(ends[one], self.piece_starts[next_one])
+        return ends
+
     def _rows_of(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
@@ -269,9 +287,10 @@ def make_plan(
             to a difficulty, only for "length". Samples then come at random from the admitted ones, and steps as they
             fill up. Only for "length" and "length_descending", and with nothing else that moves steps but
             `longest_first`.
-        packing: "best_fit": pack the samples into rows as long as the buckets, shuffled anew in each epoch if the order
-            is "shuffle". An order array chooses which. Buckets have one length unless they are given or there is a
-            cost.
+        packing: pack the samples into rows as long as the buckets, as `pack_samples` does, shuffled anew in each epoch
+            if the order is "shuffle". An order array chooses which. "best_fit": buckets have one length unless they are
+            given or there is a cost. "wrapped": the only bucket is given, or `max_length` long, or as long as the
+            longest sample; rows are in the order of their samples unless it is "shuffle", or with `chunks_in_order`.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
@@ -307,16 +326,31 @@ def make_plan(
     check_steps(checked, num_microbatches)
     if packing is not None:
         assert not isinstance(lengths, Packing)
-        by = order if order.name == "shuffle" else order.by if order.name == "array" else "dataset"
-        sizes = [bucket[1] for bucket in checked]
-        lengths = pack_samples(lengths, sizes, order=by, seed=seed, epoch=epoch, overlong=overlong)
-        order = replace(order, by="dataset" if order.name == "array" else order.by, block_size=None)
+        lengths = pack_samples(
+            lengths,
+            [bucket[1] for bucket in checked],
+            method=packing,
+            order=order_of_packing(order, packing),
+            seed=seed,
+            epoch=epoch,
+            overlong=overlong,
+        )
+        keeps_order = order.name == "array" or (packing == "wrapped" and order.name != "shuffle")
+        order = replace(order, by="dataset" if keeps_order else order.by, block_size=None)
         overlong = "error"
     packed = lengths if isinstance(lengths, Packing) else None
     if packed is not None:
         check_packing(packed, checked, overlong)
     if order.chunks_in_order and packed is None:
         raise ValueError("chunks_in_order needs a Packing: only packed samples can be split")
+    if packed is not None and packed.method == "wrapped":
+        if order.name == "array" and np.size(order.by) < packed.num_rows:
+            raise ValueError(
+                f"an order of {np.size(order.by)} of {packed.num_rows} wrapped rows would leave out parts of samples: "
+                "choose the samples where they are packed"
+            )
+        # A row begins where the one before it ended, so that pieces come in their order where rows do.
+        order = replace(order, by="dataset" if order.chunks_in_order else order.by, chunks_in_order=False)
     if packed is not None and order.chunks_in_order and packed.piece_starts is not None:
         rows = sample_order(packed.num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
         held = hold_back_rows(packed, rows)
@@ -417,7 +451,8 @@ def _choose(
     """Choose the buckets of samples, pairs, or packed rows."""
     if packing is not None:
         assert not isinstance(lengths, Packing)
-        return choose_packed_buckets(lengths, budget, overlong, order if order.name == "shuffle" else "dataset", seed)
+        by = order_of_packing(order, packing) if order.name == "shuffle" or packing == "wrapped" else "dataset"
+        return choose_packed_buckets(lengths, budget, overlong, by, seed, packing)
     values = _check_values(lengths)
     if values.ndim == 2:
         return make_pair_buckets(values, budget, overlong=overlong)
@@ -426,9 +461,14 @@ def _choose(
     return make_buckets(values, budget, overlong=overlong)
 
 
+def order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
+    """Return in which order samples are packed; by best fit, sorted ones make rows of the same sizes in any."""
+    return order if order.name in ("shuffle", "array") or method == "wrapped" else "dataset"
+
+
 def _check_packing_word(packing: str, lengths: ArrayLike | Packing, order: Order, is_ranked: bool) -> None:
-    if packing != "best_fit":
-        raise ValueError(f'packing must be None or "best_fit", got {packing!r}')
+    if packing not in METHODS:
+        raise ValueError(f"packing must be None or one of {', '.join(METHODS)}, got {packing!r}")
     if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
         raise ValueError(f"packing={packing!r} packs samples with one length each")
     if is_ranked:

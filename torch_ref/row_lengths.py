@@ -112,15 +112,29 @@ def choose_row_lengths(
 
 
 def choose_packed_buckets(
-    lengths: ArrayLike, budget: Budget, overlong: str, order: Order | str, seed: int
+    lengths: ArrayLike, budget: Budget, overlong: str, order: Order | ArrayLike | str, seed: int, method: str
 ) -> tuple[Bucket, ...]:
     """Choose the buckets of the packed rows of epoch 0, of one length without a cost and a given list of lengths."""
     sizes = budget.given_lengths
-    if sizes is None:
+    if sizes is None and method == "wrapped":
+        sizes = [_wrapped_length(lengths, budget)]
+    elif sizes is None:
         limits = budget if budget.cost is not None else replace(budget, max_shapes=1)
         sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
-    tokens = pack_samples(lengths, sizes, order=order, seed=seed, overlong=overlong).num_tokens
+    tokens = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong).num_tokens
     return make_buckets(tokens, replace(budget, strategy=sizes, max_length=None))
+
+
+def _wrapped_length(lengths: ArrayLike, budget: Budget) -> int:
+    if budget.strategy != "optimal":
+        raise ValueError(f'wrapped rows are as long as max_length: strategy must be "optimal", got {budget.strategy!r}')
+    multiple = budget.length_multiple
+    length = budget.max_length or -(-int(check_lengths(lengths).max()) // multiple) * multiple
+    if length % multiple:
+        raise ValueError(f"max_length={length} must be a multiple of length_multiple={multiple}")
+    if length > budget.max_tokens:
+        raise ValueError(f"max_tokens={budget.max_tokens} holds no wrapped row of {length} tokens: give max_length")
+    return length
 
 
 class _Search:

@@ -45,8 +45,10 @@ class StepSamples(NamedTuple):
         for this part of the step.
       truncate: whether the plan truncates samples that are longer than the bucket.
       num_sequences: real samples of the whole step, on all processes.
-      starts: int64[M, B, P], the token of its sample with which each chunk begins, −1 for none. A chunk ends with its
-        sample, or is as long as the bucket. None where the plan splits no sample.
+      starts: int64[M, B, P], the token of its sample with which each chunk begins, −1 for none. None where the plan
+        splits no sample.
+      stops: int64[M, B, P], the token before which each chunk ends, where its row ends; at most, if it is the last one
+        of its sample: `sample[start:stop]`.
     """
 
     bucket: AnyBucket
@@ -56,6 +58,7 @@ class StepSamples(NamedTuple):
     truncate: bool
     num_sequences: int
     starts: Int64[np.ndarray, "M B P"] | None = None
+    stops: Int64[np.ndarray, "M B P"] | None = None
 
     @property
     def samples_per_row(self) -> int:
@@ -218,11 +221,10 @@ def _cut(
 
 def _chunks(step: StepSamples, side: int) -> list[slice]:
     """The part of each sample that its row holds; empty if all are whole."""
-    if not step.truncate and step.starts is None:
-        return []
-    most, is_sample = step.bucket.lengths[side], step.ids >= 0
-    starts = [0] * int(is_sample.sum()) if step.starts is None else step.starts[is_sample].tolist()
-    return [slice(start, start + most) for start in starts]
+    is_sample = step.ids >= 0
+    if step.starts is not None and step.stops is not None:
+        return list(map(slice, step.starts[is_sample].tolist(), step.stops[is_sample].tolist()))
+    return [slice(step.bucket.lengths[side])] * int(is_sample.sum()) if step.truncate else []
 
 
 def _padded(

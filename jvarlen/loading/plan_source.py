@@ -161,29 +161,34 @@ class PlanSource:
 
     def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str] | None) -> StepSamples:
         """What is collated of the samples that were read: those that are not bad."""
-        ids, starts, num_tokens = rows
         bucket_index = self._plan.step_bucket[step]
-        if ids.ndim == 3:
-            missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - ids.shape[2])]
-            ids = np.pad(ids, missing, constant_values=-1)
-            starts = None if starts is None else np.pad(starts, missing, constant_values=-1)
+        if rows.ids.ndim == 3:
+            missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - rows.ids.shape[2])]
+            ids, starts, stops = (
+                each if each is None else np.pad(each, missing, constant_values=-1)
+                for each in (rows.ids, rows.starts, rows.stops)
+            )
+            rows = OwnRows(ids, starts, rows.num_tokens, stops)
         if bad:
-            ids, starts, num_tokens = *_without(ids, starts, bad), None
+            rows = _without(rows, bad)
             samples = [sample for place, sample in enumerate(samples) if place not in bad]
         return StepSamples(
             bucket=self._plan.buckets[bucket_index],
-            ids=ids,
-            samples=by_microbatch(ids, samples),
-            num_tokens=num_tokens,
+            ids=rows.ids,
+            samples=by_microbatch(rows.ids, samples),
+            num_tokens=rows.num_tokens,
             truncate=self._plan.overlong == "truncate",
             num_sequences=int(self._plan.num_sequences[step]),
-            starts=starts,
+            starts=rows.starts,
+            stops=rows.stops,
         )
 
     def _refused(self, step: StepSamples) -> dict[int, str]:
         """Which samples of a step that cannot be collated are refused alone, by their place, and why."""
         is_sample, refused = step.ids >= 0, {}
-        starts = itertools.repeat(None) if step.starts is None else step.starts[is_sample]
+        starts, stops = (
+            itertools.repeat(None) if each is None else each[is_sample] for each in (step.starts, step.stops)
+        )
         of_step = itertools.chain.from_iterable(step.samples)
 
         def row_of(value: int) -> Int64[np.ndarray, "1 1 *P"]:
@@ -191,13 +196,15 @@ class PlanSource:
             row.flat[0] = value
             return row
 
-        for place, (i, start, sample) in enumerate(zip(step.ids[is_sample], starts, of_step, strict=False)):
+        of_samples = zip(step.ids[is_sample], starts, stops, of_step, strict=False)
+        for place, (i, start, stop, sample) in enumerate(of_samples):
             alone = step._replace(
                 bucket=step.bucket._replace(rows=1),
                 ids=row_of(i),
                 samples=[[sample]],
                 num_tokens=None,
                 starts=None if start is None else row_of(start),
+                stops=None if stop is None else row_of(stop),
             )
             try:
                 self._collate(alone)
@@ -256,11 +263,9 @@ def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: list[Any]) -> list[
     return [list(itertools.islice(left, size)) for size in sizes]
 
 
-def _without(
-    ids: np.ndarray, starts: np.ndarray | None, bad: Mapping[int, str]
-) -> tuple[np.ndarray, np.ndarray | None]:
+def _without(rows: OwnRows, bad: Mapping[int, str]) -> OwnRows:
     """Rows without these samples: their places, and rows that are then empty, are the last ones, as in any step."""
-    ids = ids.copy()
+    ids, starts, stops = rows.ids.copy(), rows.starts, rows.stops
     flat = ids[ids >= 0]
     flat[[*bad]] = -1
     ids[ids >= 0] = flat
@@ -268,8 +273,9 @@ def _without(
         is_empty = ids < 0 if axis == ids.ndim - 1 else ids[:, :, :1] < 0
         order = np.argsort(is_empty, axis=axis, kind="stable")
         ids = np.take_along_axis(ids, order, axis)
-        starts = None if starts is None else np.take_along_axis(starts, order, axis)
-    return ids, None if starts is None else np.where(ids >= 0, starts, -1)
+        starts, stops = (each if each is None else np.take_along_axis(each, order, axis) for each in (starts, stops))
+    starts, stops = (each if each is None else np.where(ids >= 0, each, -1) for each in (starts, stops))
+    return OwnRows(ids, starts, None, stops)
 
 
 def _is_empty(sample: Any) -> bool:

@@ -47,7 +47,7 @@ from jvarlen.planning.order import (
     sample_order,
     stable_argsort,
 )
-from jvarlen.planning.packings import PackedRows, Packing, feature_histograms
+from jvarlen.planning.packings import PackedRows, Packing, PackingMethod, feature_histograms
 from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PackedHistogram",
     "lengths_of_rows",
+    "order_of_wrapped_rows",
+    "orders_of_packing",
     "pack_samples",
     "rows_in_chunk_order",
     "split_lengths",
@@ -116,6 +118,7 @@ def pack_samples(  # type: ignore[misc]
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    method: PackingMethod = "best_fit",
     counts: npt.ArrayLike | None = None,
     max_samples_per_row: int | None = None,
     order: str | Order | npt.ArrayLike = "dataset",
@@ -125,11 +128,14 @@ def pack_samples(  # type: ignore[misc]
 ) -> Packing | PackedHistogram:
     """Packs several samples into each row.
 
-    Without `max_samples_per_row`, by best fit: samples by descending length, ties as in `order`, each into the open row
-    with the least free space that holds it; of several such rows, into the one that has had this space longest. If no
-    open row holds it, a new one is opened with the smallest length that does.
+    Wrapped, samples lie end to end in their order, and are cut at the end of every row, so that all rows but the last
+    are full. Each chunk is packed as a sample of its own, and counted as one.
 
-    With `max_samples_per_row`, one row after the other. A row takes the longest sample that is left, and then
+    Best fit keeps samples whole. Without `max_samples_per_row`, samples come by descending length, ties as in `order`,
+    each into the open row with the least free space that holds it; of several such rows, into the one that has had this
+    space longest. If no open row holds it, a new one is opened with the smallest length that does.
+
+    With `max_samples_per_row`, rows come one after the other. A row takes the longest sample that is left, and then
     repeatedly the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the
     samples left after it are too many even for full rows of the shortest length, the row takes as many as it may
     instead: the shortest or the longest sample, whichever is farther from the mean; then repeatedly the longest up to
@@ -143,7 +149,7 @@ def pack_samples(  # type: ignore[misc]
     every d, then, after the first sample, only those of at most ⌊s_d / k⌋ tokens are considered, if there are any,
     where k is how many samples the row may still take. The same row is repeated as often as its samples last.
 
-    Shuffled samples are packed in blocks, so that every epoch has other rows. A block is `Order.block_size` samples
+    Best fit packs shuffled samples in blocks, so that every epoch has other rows. A block is `Order.block_size` samples
     that follow each other in the shuffled order, and the samples of the last row of the block before, which is not
     kept. A block size of `"auto"` is the least power of two, from 256 on and below the number of samples, with
     which the rows of epoch 0 (for more than 2**20 samples, of the first 2**20) are at most 0.1 %, rounded up, more
@@ -154,7 +160,9 @@ def pack_samples(  # type: ignore[misc]
     Args:
       lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
-        `choose_row_lengths`. For D features: D integers, the length of a row in each, below 2**23.
+        `choose_row_lengths`; wrapped, one. For D features: D integers, the length of a row in each, below 2**23.
+      method: `"best_fit"`, or `"wrapped"`, of one feature, without `counts` and `max_samples_per_row`, in blocks of no
+        size, and with the default `overlong`, since every sample may be cut.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order;
         time no longer depends on the number of samples.
       max_samples_per_row: the most samples in a row; None: any number.
@@ -184,7 +192,7 @@ def pack_samples(  # type: ignore[misc]
       descending size: Johnson et al. 1974. Features: Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
     """
     check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
-    check_choices(overlong=(overlong, PackedOverlong))
+    check_choices(overlong=(overlong, PackedOverlong), method=(method, PackingMethod))
     is_joint = np.ndim(lengths) == 2
     given = check_feature_lengths(lengths) if is_joint else check_lengths(lengths)
     if is_joint:
@@ -193,6 +201,9 @@ def pack_samples(  # type: ignore[misc]
             raise UserError('overlong="split" is for samples of one feature: chunks of others would not go together')
     else:
         sizes = check_bucket_lengths([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
+    if method == "wrapped":
+        given_too = {"counts": counts, "max_samples_per_row": max_samples_per_row}
+        return _wrapped(given, sizes, as_order(order), seed, epoch, overlong, given_too)
     if counts is not None:
         if not isinstance(order, str) or order != "dataset":
             raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
@@ -206,11 +217,13 @@ def pack_samples(  # type: ignore[misc]
         fitted = _fit(given[ids], sizes, overlong, ids)
         rows = _pack(fitted.lengths, None, sizes, max_samples_per_row)
     else:
-        ids, fitted = _shuffled(given, sizes, overlong, seed, epoch, len(given))
+        ids = _shuffled_ids(len(given), seed, epoch)
+        fitted = _fit(given[ids], sizes, overlong, ids)
         block_size = order.block_size
         if block_size == "auto":
-            first = fitted if epoch == 0 else _shuffled(given, sizes, overlong, seed, 0, _MOST_TRIED)[1]
-            block_size = _least_block_size(first, len(ids), sizes, max_samples_per_row)
+            first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0, _MOST_TRIED)
+            tried = fitted if epoch == 0 else _fit(given[first], sizes, overlong, first)
+            block_size = _least_block_size(tried, len(ids), sizes, max_samples_per_row)
         rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, max_samples_per_row)
     which, row_offsets, capacity = rows
     histograms = None
@@ -239,22 +252,55 @@ class _Rows(NamedTuple):
     capacity: Int64[np.ndarray, " R *features"]
 
 
-def _shuffled(
+def _shuffled_ids(num_samples: int, seed: int, epoch: int, most: int | None = None) -> Int64[np.ndarray, " m"]:
+    """The ids of shuffled samples; at most so many."""
+    keys = random_keys(num_samples, seed=seed, epoch=epoch, stream=PACKING_STREAM)
+    if most is None or most >= num_samples:
+        return stable_argsort(keys)
+    first = np.flatnonzero(keys <= np.partition(keys, most - 1)[most - 1])
+    return first[stable_argsort(keys[first])][:most]
+
+
+def _wrapped(
     lengths: Int64[np.ndarray, " N *features"],
     sizes: Int64[np.ndarray, " K"],
-    overlong: PackedOverlong,
+    order: Order,
     seed: int,
     epoch: int,
-    most: int,
-) -> tuple[Int64[np.ndarray, " m"], _Fitted]:
-    """The ids of so many shuffled samples, and what is packed of them."""
-    keys = random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM)
-    if most < len(keys):
-        first = np.flatnonzero(keys <= np.partition(keys, most - 1)[most - 1])
-        ids = first[stable_argsort(keys[first])][:most]
-    else:
-        ids = stable_argsort(keys)
-    return ids, _fit(lengths[ids], sizes, overlong, ids)
+    overlong: PackedOverlong,
+    options: dict[str, Any],
+) -> Packing:
+    """`pack_samples` end to end, cut at the end of every row."""
+    refused = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    refused += [f"block_size={order.block_size}"] if block_size_of(order) is not None else []
+    refused += [f"overlong={overlong!r}"] if overlong != "error" else []
+    refused += ["samples of several lengths"] if lengths.ndim == 2 else []
+    refused += [f"several row lengths, {sizes.tolist()}"] if lengths.ndim == 1 and len(sizes) > 1 else []
+    if refused:
+        raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
+    check_seed(seed, epoch)
+    ids = _shuffled_ids(len(lengths), seed, epoch) if is_by(order, "shuffle") else sample_order(lengths, order)
+    if lengths[ids].sum(dtype=np.float64) >= 2**62:
+        raise UserError("all samples together have 2**62 tokens or more, too many to lie end to end")
+    row_length = int(sizes[0])
+    begins = ends_to_offsets(np.cumsum(lengths[ids]))  # of each sample, and the end of the last
+    row_begins = np.arange(0, begins[-1], row_length)
+    place = np.searchsorted(begins, row_begins)
+    is_cut = begins[place] != row_begins
+    place, cuts = place[is_cut], row_begins[is_cut]
+    which = np.insert(np.arange(len(ids)), place, place - 1)
+    chunk_begins = np.insert(begins[:-1], place, cuts)
+    return Packing(
+        sample_ids=ids[which],
+        row_offsets=np.append(np.searchsorted(chunk_begins, row_begins), len(which)),
+        sample_lengths=np.diff(chunk_begins, append=begins[-1]),
+        capacity=np.full(len(row_begins), row_length),
+        piece_starts=chunk_begins - begins[which],
+        row_lengths=(row_length,),
+        overlong="split",
+        method="wrapped",
+        histograms=feature_histograms(lengths),
+    )
 
 
 def _least_block_size(
@@ -475,6 +521,27 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     )
 
 
+def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order]:
+    """The order in which the samples of a plan are packed, and that of the rows."""
+    of_rows = dataclasses.replace(order, block_size=None)
+    if is_by(order, "shuffle"):
+        return order, of_rows
+    if method == "wrapped" or not isinstance(order.by, str):
+        return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
+    return Order("dataset"), of_rows  # in which best fit makes rows of the same sizes
+
+
+def order_of_wrapped_rows(order: Order, num_rows: int) -> Order:
+    """The order of wrapped rows in a plan; ValueError for one that leaves out rows, and so parts of samples."""
+    if not isinstance(order.by, str) and np.size(order.by) < num_rows:
+        raise UserError(
+            f"order has {np.size(order.by):,} of {num_rows:,} wrapped rows, but samples reach from row to row: leave "
+            "samples out, by an order for pack_samples"
+        )
+    # Nearly every row begins with the rest of a sample.
+    return dataclasses.replace(order, by="dataset") if order.chunks_in_order else order
+
+
 def rows_in_chunk_order(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
     """Ordered rows, each after the rows that hold earlier chunks of its samples."""
     assert packing.piece_starts is not None
@@ -532,6 +599,8 @@ def _after_earlier_chunks(
 
 def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
     """Raises ValueError if a bucket would hold more of a cut or split sample than was packed."""
+    if packing.method == "wrapped" and len(buckets) > 1:
+        raise UserError(f"wrapped packing has one row length, so one bucket, not {[tuple(each) for each in buckets]}")
     is_split = packing.piece_starts is not None
     if not packing.num_truncated and not is_split:
         return

@@ -16,7 +16,7 @@ from jvarlen.planning.lengths import LengthHistogram, PackedOverlong, histogram_
 
 __all__ = ["PackedRows", "Packing", "PackingMethod", "feature_histograms"]
 
-PackingMethod = Literal["best_fit"]
+PackingMethod = Literal["best_fit", "wrapped"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +53,8 @@ class Packing(PackedRows):
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
       piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
-        is split, which has its id once a chunk. None where no sample is split.
+        is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
+      method: that of `pack_samples`.
       max_samples_per_row: the most samples that a row may have; None: any number.
       histograms: how many samples have each length, a histogram a feature, also of samples that an order left out;
         None: of these samples alone.
@@ -61,6 +62,7 @@ class Packing(PackedRows):
 
     sample_ids: Int64[np.ndarray, " n"]
     piece_starts: Int64[np.ndarray, " n"] | None = None
+    method: PackingMethod = "best_fit"
     max_samples_per_row: int | None = None
     histograms: tuple[LengthHistogram, ...] | None = None
 
@@ -70,7 +72,10 @@ class Packing(PackedRows):
         return len(self.capacity)
 
     def samples_per_row(self, row_lengths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit."""
+        """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit.
+
+        Wrapped, two more: the rest of the one before them, and the beginning of the one after.
+        """
         limits = [] if self.max_samples_per_row is None else [np.full(len(row_lengths), self.max_samples_per_row)]
         features = self.histograms or feature_histograms(self.sample_lengths)
         for row_length, (lengths, counts) in zip(np.array(row_lengths, np.int64).T, features, strict=True):
@@ -78,7 +83,7 @@ class Packing(PackedRows):
             num_whole = np.searchsorted(num_tokens[1:], row_length, side="right")  # lengths all of whose samples fit
             next_length = np.append(lengths, 2**62)[num_whole]
             limits.append(num_samples[num_whole] + (row_length - num_tokens[num_whole]) // next_length)
-        return tuple(np.min(limits, axis=0).tolist())
+        return tuple((np.min(limits, axis=0) + 2 * (self.method == "wrapped")).tolist())
 
     @property
     def starts(self) -> Int64[np.ndarray, " n *features"]:

@@ -127,8 +127,8 @@ class Plan(PlannedSteps):
           step: 0 ≤ step < S.
 
         Returns:
-          int64[M, B, P], placed as in `rows`; −1 where there is no sample. A piece has as many tokens as the longest
-          bucket, or what its sample has left.
+          int64[M, B, P], placed as in `rows`; −1 where there is no sample. A piece ends at the end of its row or with
+          its sample, where the next piece of the sample begins or with none left.
 
         Raises:
           IndexError: no such step.
@@ -138,9 +138,25 @@ class Plan(PlannedSteps):
     def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
         """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
         ids, starts = self.rows(step), self.pieces(step)
+        stops = None if self.piece_stops is None else self._laid_out(self.piece_stops, step)
         if microbatches is None or len(microbatches) == self.microbatches_per_step:
-            return OwnRows(ids, starts, int(self.num_tokens[step]))
-        return OwnRows(ids[microbatches], None if starts is None else starts[microbatches], None)
+            return OwnRows(ids, starts, int(self.num_tokens[step]), stops)
+        starts, stops = (None if part is None else part[microbatches] for part in (starts, stops))
+        return OwnRows(ids[microbatches], starts, None, stops)
+
+    @functools.cached_property
+    def piece_stops(self) -> Int64[np.ndarray, " n"] | None:
+        """int64[n], the token of its sample before which each piece ends; at most, where it is the last one."""
+        if self.piece_starts is None:
+            return None
+        longest = self.buckets[-1].lengths[0]
+        stops = np.minimum(self.piece_starts, np.iinfo(np.int64).max - longest) + longest
+        pieces = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.piece_starts > 0]))
+        pieces = pieces[np.lexsort([self.piece_starts[pieces], self.sample_ids[pieces]])]
+        before, after = pieces[:-1], pieces[1:]
+        is_next = self.sample_ids[before] == self.sample_ids[after]
+        stops[before[is_next]] = np.minimum(stops[before], self.piece_starts[after])[is_next]
+        return stops
 
     def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
         """The tokens that each of `sample_ids` was planned with, cut at the longest bucket, from those of N samples."""
@@ -148,8 +164,9 @@ class Plan(PlannedSteps):
         longest = np.max([bucket.lengths for bucket in self.buckets], axis=0)
         if planned.ndim == 2:
             return np.minimum(planned, longest)
-        left = planned if self.piece_starts is None else planned - self.piece_starts
-        return np.minimum(left, longest[0])
+        if self.piece_starts is None or self.piece_stops is None:
+            return np.minimum(planned, longest[0])
+        return np.minimum(planned, self.piece_stops) - self.piece_starts
 
     def _laid_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
         """The values of a step's samples in its microbatches and rows."""
@@ -239,10 +256,13 @@ def make_plan(
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes; or a `ValuePacing`. As long as admitted samples are left, no step holds
         another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that orders steps.
-      packing: `"best_fit"` packs the samples into rows as `pack_samples` does; a shuffled order packs others
-        together in every epoch, in blocks of `Order.block_size`. Rows are as long as the buckets, which, where they
-        are not given, have one length, that of the longest sample, or with a cost those of `choose_row_lengths`.
-        Not with difficulty or pacing, and in other orders not with a block size.
+      packing: packs the samples into rows as `pack_samples` does by this method; a shuffled order packs others
+        together in every epoch. `"best_fit"` keeps samples whole. Rows are as long as the buckets, which, where they
+        are not given, have one length, that of the longest sample, or with a cost those of `choose_row_lengths`; a
+        shuffled order is packed in blocks of `Order.block_size`. `"wrapped"` cuts samples at the ends of rows, which
+        are `max_length` long, or as the only bucket or the longest sample; rows come in the order of the samples,
+        except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with difficulty or pacing, nor in
+        other orders with a block size.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -287,22 +307,22 @@ def make_plan(
             from jvarlen.planning.row_lengths import choose_packed_buckets
 
             samples = cast("npt.ArrayLike", lengths)
-            checked, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed)
+            checked, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
     if packing is not None:
-        by = order.by
-        if packed is None or not isinstance(by, str) or (by == "shuffle" and epoch > 0):
-            from jvarlen.planning.packing import pack_samples
+        from jvarlen.planning.packing import orders_of_packing, pack_samples
 
+        of_samples, of_rows = orders_of_packing(order, packing)
+        if packed is None or not isinstance(order.by, str) or (order.by == "shuffle" and epoch > 0):
             packed = pack_samples(
                 cast("npt.ArrayLike", lengths),
                 [bucket.lengths[0] for bucket in checked],
-                order=order if is_by(order, "shuffle") else "dataset" if isinstance(by, str) else by,
+                method=packing,
+                order=of_samples,
                 seed=seed,
                 epoch=epoch,
                 overlong=overlong,
             )
-        lengths = packed
-        order = dataclasses.replace(order, by=by if isinstance(by, str) else "dataset", block_size=None)
+        lengths, order = packed, of_rows
         overlong = "error"
     ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
@@ -310,9 +330,18 @@ def make_plan(
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked, lengths)
         return _plan_rows(values, checked, num_microbatches, ordering, cast("Overlong", overlong))
-    from jvarlen.planning.packing import lengths_of_rows, rows_in_chunk_order, steps_in_chunk_order, with_samples
+    from jvarlen.planning.packing import (
+        lengths_of_rows,
+        order_of_wrapped_rows,
+        rows_in_chunk_order,
+        steps_in_chunk_order,
+        with_samples,
+    )
 
     num_tokens = lengths_of_rows(lengths, checked, overlong)
+    if lengths.method == "wrapped":
+        ordering = ordering._replace(order=order_of_wrapped_rows(order, lengths.num_rows))
+        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     if not order.chunks_in_order or lengths.piece_starts is None:
         return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)

@@ -25,11 +25,11 @@ from jvarlen.planning.buckets import (
     optimal_lengths,
     trimmed_costs,
 )
-from jvarlen.planning.budget import Budget, as_budget, bucket_costs
+from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import Order, is_by
 from jvarlen.planning.packing import pack_samples, split_lengths
-from jvarlen.planning.packings import Packing
+from jvarlen.planning.packings import Packing, PackingMethod
 from jvarlen.planning.placing import rows_by_tokens
 
 __all__ = ["choose_packed_buckets", "choose_row_lengths"]
@@ -122,24 +122,42 @@ def choose_packed_buckets(
     *,
     order: Order,
     seed: int,
+    method: PackingMethod = "best_fit",
 ) -> tuple[tuple[Bucket, ...], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
     if budget.given_lengths is not None:
         row_lengths = tuple(budget.given_lengths.tolist())
+    elif method == "wrapped":
+        row_lengths = (_wrapped_row_length(lengths, budget),)
     else:
         limits = budget if budget.cost else dataclasses.replace(budget, max_shapes=1)
         row_lengths = choose_row_lengths(lengths, limits, max_samples_per_row=max_samples_per_row, overlong=overlong)
-    # Of other orders than shuffled ones rows have the same sizes in all.
     rows = pack_samples(
         lengths,
         row_lengths,
+        method=method,
         max_samples_per_row=max_samples_per_row,
-        order=order if is_by(order, "shuffle") else "dataset",
+        # Best fit makes rows of the same sizes in all orders but shuffled ones.
+        order=order if is_by(order, "shuffle") else order.by if method == "wrapped" else "dataset",
         seed=seed,
         overlong=overlong,
     )
     return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows
+
+
+def _wrapped_row_length(lengths: npt.ArrayLike, budget: Budget) -> int:
+    """`max_length`, which rows are filled up to; else the longest sample."""
+    if budget.strategy != "optimal":
+        raise UserError(f"strategy {budget.strategy!r} chooses lengths for single samples: wrapped rows are max_length")
+    longest = int(round_up(check_lengths(lengths).max(), budget.length_multiple))
+    row_length = budget.max_length or longest
+    if row_length % budget.length_multiple:
+        raise UserError(f"max_length ({row_length}) is no multiple of length_multiple ({budget.length_multiple})")
+    if budget.row_caps(np.array([row_length]))[0] < 1:
+        which = "max_length" if budget.max_length else "the longest sample: give max_length, the length of rows"
+        raise UserError(f"max_tokens ({budget.max_tokens}) has no room for a row of {row_length} tokens, {which}")
+    return row_length
 
 
 class _SetSearch:

@@ -44,6 +44,7 @@ class OwnRows(NamedTuple):
     ids: Int64[np.ndarray, "m B *P"]  # as `Plan.rows` has them
     starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.pieces` has them
     num_tokens: int | None  # None where that is not known
+    stops: Int64[np.ndarray, "m B P"] | None = None  # where each piece ends, as `Plan.piece_stops` says
 
 
 class ReadPlan(StepPlan, Protocol):

@@ -209,7 +209,7 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:
-        overlong: Overlong = "truncate" if data is None else "error"
+        overlong: Overlong = "truncate" if data is None and config.plan.packing != "wrapped" else "error"
         config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, overlong=overlong))
     return config, placement
 

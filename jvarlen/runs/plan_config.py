@@ -18,7 +18,7 @@ from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from jvarlen.planning.packing import pack_samples
+from jvarlen.planning.packing import orders_of_packing, pack_samples
 from jvarlen.planning.packings import Packing, PackingMethod
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
@@ -215,6 +215,7 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: in
                 plan.max_samples_per_row,
                 order=plan._make_order(0),
                 seed=seed,
+                method=plan.packing,
             )
         else:
             buckets = make_buckets(lengths, plan.budget, overlong=plan.bucket_overlong)
@@ -251,11 +252,12 @@ def epoch_plan(
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
     order = plan._make_order(shapes.new_shape_every if epoch == 0 else 0)
+    of_samples, of_rows = orders_of_packing(order, plan.packing) if plan.packing else (order, order)
     return make_plan(
-        _rows_of(plan, shapes.buckets, lengths, order if plan.order == "shuffle" else "dataset", seed, epoch),
+        _rows_of(plan, shapes.buckets, lengths, of_samples, seed, epoch, method=plan.packing),
         shapes.buckets,
         microbatches_per_step=plan.microbatches_per_step,
-        order=dataclasses.replace(order, block_size=None) if plan.packing else order,
+        order=of_rows,
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
@@ -275,7 +277,8 @@ def evaluation_plans(
     for name, lengths_of_set in lengths.items():
         try:
             plans[name] = make_plan(
-                _rows_of(plan, buckets, lengths_of_set, "dataset", 0, 0),
+                # Wrapped rows would cut samples that other runs evaluate whole.
+                _rows_of(plan, buckets, lengths_of_set, "dataset", 0, 0, method=plan.packing and "best_fit"),
                 buckets,
                 order="length",
                 microbatches_per_step=plan.microbatches_per_step,
@@ -294,18 +297,22 @@ def _rows_of(
     order: str | Order,
     seed: int,
     epoch: int,
+    *,
+    method: PackingMethod | None,
 ) -> Integer[np.ndarray, " N"] | Packing:
     """What a plan plans: the samples, or packed rows as long as the buckets."""
-    if not plan.packing:
+    if method is None:
         return lengths
+    cuts_too_long = plan.packing == "wrapped" and method == "best_fit"
     return pack_samples(
         lengths,
         [length for _, length in buckets],
+        method=method,
         max_samples_per_row=plan.max_samples_per_row,
         order=order,
         seed=seed,
         epoch=epoch,
-        overlong=plan.packed_overlong,
+        overlong="split" if cuts_too_long else plan.packed_overlong,
     )
 
 
