@@ -195,6 +195,8 @@ def pack_samples(  # type: ignore[misc]
     check_choices(overlong=(overlong, PackedOverlong), method=(method, PackingMethod))
     is_joint = np.ndim(lengths) == 2
     given = check_feature_lengths(lengths) if is_joint else check_lengths(lengths)
+    if is_joint and method == "wrapped":
+        raise UserError("wrapped packing is for samples of one length each: chunks of others would not go together")
     if is_joint:
         sizes = _check_feature_row_lengths(row_lengths, given.shape[1])
         if overlong == "split":
@@ -262,7 +264,7 @@ def _shuffled_ids(num_samples: int, seed: int, epoch: int, most: int | None = No
 
 
 def _wrapped(
-    lengths: Int64[np.ndarray, " N *features"],
+    lengths: Int64[np.ndarray, " N"],
     sizes: Int64[np.ndarray, " K"],
     order: Order,
     seed: int,
@@ -274,8 +276,7 @@ def _wrapped(
     refused = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     refused += [f"block_size={order.block_size}"] if block_size_of(order) is not None else []
     refused += [f"overlong={overlong!r}"] if overlong != "error" else []
-    refused += ["samples of several lengths"] if lengths.ndim == 2 else []
-    refused += [f"several row lengths, {sizes.tolist()}"] if lengths.ndim == 1 and len(sizes) > 1 else []
+    refused += [f"several row lengths, {sizes.tolist()}"] if len(sizes) > 1 else []
     if refused:
         raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
     check_seed(seed, epoch)

@@ -142,6 +142,17 @@ def split_samples(lengths: Sequence[int], longest: int, ids: Sequence[int]) -> l
     return [(i, start, min(longest, lengths[i] - start)) for i in ids for start in range(0, lengths[i], longest)]
 
 
+def wrapped_rows(lengths: Sequence[int], row_length: int, ids: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Return rows of pieces (id, start, length) of samples that lie end to end, token by token."""
+    tokens = [(i, place) for i in ids for place in range(lengths[i])]
+    rows = []
+    for first in range(0, len(tokens), row_length):
+        in_row = tokens[first : first + row_length]
+        places = {i: [place for j, place in in_row if j == i] for i, _ in in_row}
+        rows.append([(i, min(held), len(held)) for i, held in places.items()])
+    return rows
+
+
 def after_earlier_pieces(groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
     """Return groups of pieces (id, start) in order, where last pieces wait for the others of their samples."""
     last: dict[int, int] = {}

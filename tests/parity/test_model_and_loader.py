@@ -82,12 +82,15 @@ def test_both_loaders_give_the_same_packed_arrays():
         assert float(batch.num_sequences) == float(reference.num_sequences)
 
 
-def test_both_loaders_cut_the_same_pieces():
+@pytest.mark.parametrize("method", ["best_fit", "wrapped"])
+def test_both_loaders_cut_the_same_pieces(method):
     """All tokens of all samples, once."""
+    overlong, edges = ("split", [(6, 8), (3, 20)]) if method == "best_fit" else ("error", [(3, 20)])
+    sizes = [length for _, length in edges]
     plan, torch_plan = (
         package.make_plan(
-            package.pack_samples(LENGTHS, [8, 20], order="shuffle", overlong="split"),
-            [(6, 8), (3, 20)],
+            package.pack_samples(LENGTHS, sizes, method=method, order="shuffle", overlong=overlong),
+            edges,
             order="shuffle",
             microbatches_per_step=2,
         )
@@ -95,7 +98,7 @@ def test_both_loaders_cut_the_same_pieces():
     )
     assert plan.digest == torch_plan.digest
     assert plan.num_tokens.sum() == LENGTHS.sum()
-    assert plan.num_samples == (-(-LENGTHS // 20)).sum()
+    assert method == "wrapped" or plan.num_samples == (-(-LENGTHS // 20)).sum()
     read = [np.full(length, -1) for length in LENGTHS]
     batches = jvarlen.load(plan, DATASET, lengths=LENGTHS)
     for step, (batch, reference) in enumerate(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True)):
@@ -122,7 +125,7 @@ def weighted_samples(package):
     return samples
 
 
-@pytest.mark.parametrize("kind", ["padded", "cut", "packed", "split", "mixture"])
+@pytest.mark.parametrize("kind", ["padded", "cut", "packed", "split", "wrapped", "mixture"])
 def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
     """In float64, where nothing but a wrong weight can differ."""
     params = init_params(CONFIG, seed=1)
@@ -134,15 +137,14 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
         if kind == "mixture":
             dataset = package.Mixture([dataset[:40], dataset[40:]], [3, 1], seed=2, loss_weights=[1, 0.4])
             lengths = np.array([len(dataset[i]) for i in range(len(dataset))])
-        if kind in ("packed", "split"):
-            packed = package.pack_samples(lengths, 64 if kind == "packed" else 20, overlong="split")
+        if is_packed := kind in ("packed", "split", "wrapped"):
+            how = {"method": "wrapped"} if kind == "wrapped" else {"overlong": "split"}
+            packed = package.pack_samples(lengths, 64 if kind == "packed" else 20, **how)
             plan = package.make_plan(packed, [(4, packed.row_lengths[-1])], microbatches_per_step=2, **options)
         else:
             edges, overlong = ([(8, 16), (4, 48)], "error") if kind != "cut" else ([(6, 30)], "truncate")
             plan = package.make_plan(lengths, edges, microbatches_per_step=2, overlong=overlong, **options)
-        collate = (
-            {"collate": jvarlen.loading.pack_to_bucket} if package is jvarlen and kind in ("packed", "split") else {}
-        )
+        collate = {"collate": jvarlen.loading.pack_to_bucket} if package is jvarlen and is_packed else {}
         batches.append(package.load(plan, dataset, **collate))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)

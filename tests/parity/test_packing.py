@@ -514,6 +514,164 @@ def test_only_packings_can_keep_chunks_in_order(package):
             package.make_plan(lengths, [(2, 10)], order=package.Order(**{"chunks_in_order": True, **options}))
 
 
+# Wrapped packing
+
+
+@st.composite
+def wrapped_arguments(draw):
+    """Draw lengths, a row length and an order, and the rows that come of them, of pieces (id, start, length)."""
+    lengths = draw(st.lists(st.integers(1, draw(st.sampled_from([4, 30]))), min_size=1, max_size=30))
+    row_length, order = draw(st.integers(1, 40)), draw(st.sampled_from(ORDERS))
+    if draw(st.integers(0, 3)) == 0:
+        order = draw(st.permutations(range(len(lengths))))[: draw(st.integers(1, len(lengths)))]
+    seed, epoch = draw(seeds), draw(seeds)
+    if order == "shuffle":
+        ids = slow.random_order(seed, epoch, 0, len(lengths), stream=1)
+    else:
+        ids = slow.sample_order(lengths, order)
+    arguments = {"lengths": lengths, "row_lengths": row_length, "order": order, "seed": seed, "epoch": epoch}
+    return arguments, slow_packing.wrapped_rows(lengths, row_length, ids)
+
+
+@moderate
+@given(drawn=wrapped_arguments())
+def test_wrapped_rows_are_cut_from_the_samples_end_to_end(package, drawn):
+    """Token by token."""
+    arguments, rows = drawn
+    packing = pack(package, arguments | {"method": "wrapped"})
+    pieces = [piece for row in rows for piece in row]
+    columns = zip(*(getattr(packing, name) for name in ("sample_ids", "piece_starts", "sample_lengths")), strict=True)
+    assert list(columns) == pieces
+    assert np.diff(packing.row_offsets).tolist() == [len(row) for row in rows]
+    assert packing.num_tokens.tolist() == [sum(length for _, _, length in row) for row in rows]
+    assert packing.capacity.tolist() == [arguments["row_lengths"]] * len(rows)
+    assert (packing.overlong, packing.row_lengths, packing.method) == ("split", (arguments["row_lengths"],), "wrapped")
+    for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "piece_starts"):
+        assert getattr(packing, name).dtype == np.int64
+
+
+@few
+@given(
+    drawn=wrapped_arguments(), num_rows=st.integers(1, 3), num_microbatches=st.integers(1, 2), in_order=st.booleans()
+)
+def test_plans_of_wrapped_rows_match_the_contract(
+    package, tmp_path_factory, drawn, num_rows, num_microbatches, in_order
+):
+    """Rows keep the order of the samples, unless that is a shuffle; chunks in order do in any."""
+    arguments, rows = drawn
+    order = np.array(arguments["order"]) if isinstance(arguments["order"], list) else arguments["order"]
+    buckets, rates = [(num_rows, arguments["row_lengths"])], {name: arguments[name] for name in ("seed", "epoch")}
+    plan = package.make_plan(
+        arguments["lengths"],
+        buckets,
+        packing="wrapped",
+        order=package.Order(order, chunks_in_order=in_order),
+        microbatches_per_step=num_microbatches,
+        **rates,
+    )
+    of_rows = "shuffle" if arguments["order"] == "shuffle" and not in_order else "dataset"
+    packed = [slow_packing.Row(0, [(r, length) for _, _, length in row]) for r, row in enumerate(rows)]
+    steps = slow.make_steps(
+        [row.num_tokens for row in packed],
+        buckets,
+        order=of_rows,
+        microbatches_per_step=num_microbatches,
+        **rates,
+    )
+    placed = [piece for _, held in steps for r in held for piece in rows[r]]
+    offsets = np.cumsum([0] + [len(rows[r]) for _, held in steps for r in held]).tolist()
+    in_steps = [(k, [i for r in held for i, _, _ in rows[r]]) for k, held in steps]
+    assert plan.digest == slow.digest(in_steps, buckets, num_microbatches, offsets, [start for _, start, _ in placed])
+    assert plan.num_sequences.tolist() == [len(ids) for _, ids in in_steps]
+    assert plan.num_tokens.sum() == sum(length for _, _, length in placed)
+    path = tmp_path_factory.mktemp("wrapped") / "plan.npz"
+    plan.save(path)
+    loaded = package.Plan.load(path)
+    ends = loaded.piece_stops if package.__name__ == "jvarlen" else loaded.piece_ends
+    for (i, start, length), end in zip(placed, ends.tolist(), strict=True):
+        assert min(end, arguments["lengths"][i]) == start + length
+
+
+def test_wrapped_rows_are_full_and_others_in_every_epoch(package):
+    """1,000 samples of 600 take 586 rows of 1,024, and by best fit one each."""
+    lengths = [600] * 1000
+    assert package.pack_samples(lengths, 1024, method="wrapped").num_rows == 586
+    assert package.pack_samples(lengths, 1024).num_rows == 1000
+    options = {"max_tokens": 8192, "max_length": 1024, "packing": "wrapped"}
+    plan, other = (package.make_plan(lengths, **options, epoch=epoch) for epoch in (0, 1))
+    assert plan.buckets == ((8, 1024),)
+    assert plan.num_rows == other.num_rows == 586
+    assert plan.digest != other.digest
+    in_order = package.make_plan(lengths, **options, order="dataset")
+    assert (np.diff(in_order.sample_ids) >= 0).all()
+    assert in_order.padding < 0.011
+
+
+def test_wrapped_rows_are_as_long_as_said(package):
+    """The only bucket, the only given length, `max_length` whatever the samples have, or the longest sample."""
+    lengths = [5, 12, 3, 9]
+    for options, longest in (
+        ({"max_tokens": 64, "max_length": 20}, 20),
+        ({"max_tokens": 64, "strategy": [16]}, 16),
+        ({"max_tokens": 64, "length_multiple": 8}, 16),
+        ({"max_tokens": 64}, 12),
+        ({"buckets": [(2, 7)]}, 7),
+    ):
+        plan = package.make_plan(lengths, packing="wrapped", **options)
+        assert [length for _, length in plan.buckets] == [longest]
+        assert plan.num_rows == -(-sum(lengths) // longest)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lengths": [[3, 4]]}, "samples"),
+        ({"row_lengths": [4, 8]}, r"\[4, 8\]"),
+        ({"overlong": "split"}, "overlong='split'"),
+        ({"max_samples_per_row": 2}, "max_samples_per_row=2"),
+        ({"counts": [1, 1]}, "counts="),
+        ({"order": {"by": "shuffle", "block_size": 4}}, "block_size=4"),
+        ({"lengths": [2**61, 2**61]}, r"2\*\*62"),
+        ({"method": "first_fit"}, "first_fit"),
+    ],
+)
+def test_what_wrapped_packing_excludes_is_named(package, options, named):
+    """What it is not for, it refuses."""
+    order = {"order": package.Order(**options["order"])} if "order" in options else {}
+    with pytest.raises(ValueError, match=named):
+        package.pack_samples(**{"lengths": [3, 4], "row_lengths": 8, "method": "wrapped"} | options | order)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"buckets": [(1, 4), (1, 8)]}, "8"),
+        ({"max_tokens": 64, "strategy": [4, 8]}, r"\[4, 8\]"),
+        ({"max_tokens": 64, "strategy": "quantile"}, "quantile"),
+        ({"max_tokens": 64, "overlong": "truncate"}, "overlong='truncate'"),
+        ({"max_tokens": 64, "max_length": 10, "length_multiple": 8}, "max_length.*10"),
+        ({"max_tokens": 5}, "max_length"),
+        ({"max_tokens": 64, "difficulty": [1, 2, 3]}, "difficulty"),
+        ({"max_tokens": 64, "order": {"by": "shuffle", "block_size": 4}}, "block_size=4"),
+    ],
+)
+def test_what_a_plan_of_wrapped_rows_excludes_is_named(package, options, named):
+    """Each in one line."""
+    order = {"order": package.Order(**options["order"])} if "order" in options else {}
+    with pytest.raises(ValueError, match=named):
+        package.make_plan([3, 4, 6], packing="wrapped", **options | order)
+
+
+def test_parts_of_samples_cannot_be_left_out(package):
+    """Rows of a packing can be left out, but not those that hold the rest of others."""
+    packing = package.pack_samples([9, 4, 40], 10, method="wrapped")
+    assert package.make_plan(packing, [(2, 10)], order=[5, 4, 3, 2, 1, 0]).num_tokens.sum() == 53
+    with pytest.raises(ValueError, match="wrapped rows"):
+        package.make_plan(packing, [(2, 10)], order=[0, 1])
+    with pytest.raises(ValueError, match=r"one .*length"):
+        package.make_plan(packing, [(2, 5), (2, 10)])
+
+
 # Lengths of rows
 
 

@@ -17,6 +17,7 @@ from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning import choose_row_lengths
+from jvarlen.planning.balance import balance_plan
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.testing import assert_exactly_once
 from jvarlen.training.train_state import new_state
@@ -98,6 +99,13 @@ def test_pieces_of_every_sample_come_exactly_once():
     assert_exactly_once(plan, len(LENGTHS))
     by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
     assert (plan.planned_lengths(LENGTHS)[by_piece] == [min(16, n - s) for n in LENGTHS for s in range(0, n, 16)]).all()
+    wrapped = pack_samples(LENGTHS, 16, method="wrapped")
+    assert_exactly_once(wrapped, len(LENGTHS))
+    plan = make_plan(wrapped, [(8, 16)], order="shuffle", microbatches_per_step=2)
+    assert_exactly_once(plan, len(LENGTHS))
+    assert (np.add.reduceat(plan.planned_lengths(LENGTHS), plan.row_offsets[:-1]) == 16).sum() == LENGTHS.sum() // 16
+    balanced = balance_plan(plan, np.arange(plan.num_rows), 2, over="epoch", lengths=LENGTHS)
+    assert_exactly_once(balanced, len(LENGTHS))
     repeated = dataclasses.replace(packing, sample_ids=np.zeros_like(packing.sample_ids))
     with pytest.raises(AssertionError, match="more than once"):
         assert_exactly_once(repeated, len(LENGTHS))
