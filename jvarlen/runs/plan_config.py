@@ -76,7 +76,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
     pacing_stages: int = 5
     """Number of stages of discrete pacing."""
     packing: PackingMethod | None = None
-    """Pack several samples into each row: best_fit keeps samples whole. None for one sample a row."""
+    """Pack several samples into each row: best_fit keeps samples whole, wrapped lays them end to end and cuts
+    them at the ends of rows, which are max_length long. None for one sample a row."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     max_samples_per_row: int | None = None

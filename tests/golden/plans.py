@@ -277,6 +277,13 @@ PACKED_OPTIONS: dict[str, dict[str, Any]] = {
         "overlong": "split",
         "plan": {"chunks_in_order": True, "longest_first": True},
     },
+    "wrapped": {"row_lengths": 512, "method": "wrapped", "order": "shuffle", "seed": 3, "plan": {"order": "shuffle"}},
+    "wrapped, pieces_in_order": {
+        "row_lengths": 300,
+        "method": "wrapped",
+        "order": SUBSET,
+        "plan": {"order": "shuffle", "seed": 1, "chunks_in_order": True},
+    },
     "max_samples_per_row": {"row_lengths": 2048, "max_samples_per_row": 5},
     "max_samples_per_row, several row lengths": {
         "row_lengths": (700, 1500),
