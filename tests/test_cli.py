@@ -190,6 +190,15 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
     assert plan.digest in capsys.readouterr().out
 
 
+def test_plan_wraps_samples(lengths_file, capsys):
+    settings = "--max-tokens 2048 --packing wrapped --max-length 128 --length-multiple 8 --order shuffle --seed 3"
+    assert main(["plan", lengths_file, *settings.split(), "--epoch", "1"]) == 0
+    options = {"max_length": 128, "order": "shuffle", "seed": 3, "epoch": 1}
+    plan = make_plan(LENGTHS, max_tokens=2048, packing="wrapped", **options)
+    assert plan.num_rows == -(-LENGTHS.sum() // 128)
+    assert plan.digest in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("block_size", ["auto", 300, None])
 def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys):
     settings = f"--max-tokens 2048 --packing best_fit --order shuffle --seed 3 --epoch 1 --block-size {block_size}"
@@ -212,6 +221,15 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "--compare has strategies that cannot split: choose another --overlong for it",
         ),
         ("plan LENGTHS --max-tokens 100 --max-length 500", "--max-tokens 100 leaves no row for a bucket"),
+        ("plan LENGTHS --max-tokens 4096 --packing wrapped --overlong drop", "excludes --overlong drop"),
+        (
+            "plan LENGTHS --max-tokens 4096 --packing wrapped --max-samples-per-row 3 --row-lengths 128 256",
+            "excludes --max-samples-per-row 3; several row lengths, [128, 256]",
+        ),
+        (
+            "plan LENGTHS --max-tokens 4096 --packing wrapped --max-length 100 --length-multiple 8",
+            "--max-length (100) is no multiple of --length-multiple (8)",
+        ),
         ("plan LENGTHS --max-tokens many", "--max-tokens"),
         ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
         ("plan LENGTHS --max-tokens 0", "at least 1 and below 2**63: --max-tokens (0)"),

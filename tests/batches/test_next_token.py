@@ -1,5 +1,7 @@
 """A target is the next token of the same sample, in rows of every kind."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -33,6 +35,18 @@ PAIRS = [(token_range(i, n), sample) for i, (n, sample) in enumerate(zip(OTHER_L
 PAIR_LENGTHS = np.stack([OTHER_LENGTHS, LENGTHS], axis=1)
 
 
+WRAPPED = make_plan(LENGTHS, [(3, 11)], order="dataset", packing="wrapped", microbatches_per_step=2)
+
+
+def wrapped_chunks():
+    """The parts of each sample that rows of 11 hold, end to end."""
+    end = 0
+    for length in map(int, LENGTHS):
+        begin, end = end, end + length
+        cuts = [begin, *range(begin - begin % 11 + 11, end, 11), end]
+        yield [slice(one - begin, other - begin) for one, other in itertools.pairwise(cuts)]
+
+
 def batches_of(kind):
     """Some steps, with padding rows and padding in rows."""
     if kind == "padded":
@@ -45,6 +59,8 @@ def batches_of(kind):
     if kind == "split":
         packing = pack_samples(LENGTHS, 11, overlong="split")
         return load(make_plan(packing, [(3, 11)], microbatches_per_step=2), SAMPLES)
+    if kind == "wrapped":
+        return load(WRAPPED, SAMPLES)
     if kind == "pairs":
         return load(make_plan(PAIR_LENGTHS, [(4, 16, 16)], order="dataset", microbatches_per_step=2), PAIRS)
     plan = make_plan(pack_samples(PAIR_LENGTHS, (35, 35)), [(3, 35, 35)], microbatches_per_step=2)
@@ -54,17 +70,18 @@ def batches_of(kind):
 def expected_pairs(kind):
     """(input, target, weight) of all samples, from their text; of a split one, each chunk is a sample."""
     most = {"truncated": 8, "split": 11}.get(kind, 16)
-    found = []
+    found, wrapped = [], wrapped_chunks()
     for sample in SAMPLES:
         tokens = getattr(sample, "tokens", sample)
         weights = getattr(sample, "weights", np.ones(len(tokens), np.float32))
-        for start in range(0, len(tokens) if kind == "split" else 1, most):
-            chunk = slice(start, start + most)
+        starts = range(0, len(tokens) if kind == "split" else 1, most)
+        chunks = [slice(start, start + most) for start in starts] if kind != "wrapped" else next(wrapped)
+        for chunk in chunks:
             found += zip(tokens[chunk][:-1], tokens[chunk][1:], weights[chunk][1:], strict=True)
     return sorted((int(one), int(next_one), float(weight)) for one, next_one, weight in found if weight)
 
 
-KINDS = ["padded", "truncated", "packed", "split", "pairs", "packed pairs"]
+KINDS = ["padded", "truncated", "packed", "split", "wrapped", "pairs", "packed pairs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -283,6 +283,10 @@ KINDS = {
         make_plan(pack_samples(LENGTHS, 8, overlong="split"), [(4, 8)], microbatches_per_step=2, order="length"),
         *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
     ),
+    "wrapped": (
+        make_plan(LENGTHS, [(4, 8)], packing="wrapped", microbatches_per_step=2, order="length"),
+        *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
+    ),
 }
 
 
@@ -314,14 +318,27 @@ def test_bad_samples_leave_padding_in_steps_as_planned(kind, dataset_type):
 
 def samples_in(plan, step, m, rows, samples):
     """The tokens, of pairs those of targets, of what these rows of a step hold."""
-    starts = plan.own_rows(step).starts
+    _, starts, _, stops = plan.own_rows(step)
     flat = []
     for place, i in np.ndenumerate(rows):
         if i >= 0:
             sample = samples[i][1] if isinstance(samples[i], tuple) else samples[i]
-            start = 0 if starts is None else starts[m][place]
-            flat += sample[start : None if starts is None else start + plan.buckets[0].length].tolist()
+            flat += sample[slice(None) if starts is None else slice(starts[m][place], stops[m][place])].tolist()
     return flat
+
+
+@pytest.mark.parametrize("change", [-3, -1, 1, 3])
+def test_a_sample_of_another_length_does_not_shift_those_that_are_wrapped_after_it(change):
+    """Rows that would be as full as planned, of other tokens."""
+    plan = make_plan([6] * 8, [(2, 8)], packing="wrapped", order="dataset")
+    samples = [np.arange(6)] * 8
+    assert PlanSource(plan, samples, pack_to_bucket)[0].tokens[0, :, :6].tolist() == [
+        [0, 1, 2, 3, 4, 5],
+        [2, 3, 4, 5, 0, 1],
+    ]
+    samples[0] = np.arange(6 + change)
+    with pytest.raises(ValueError, match=r"not the|longer than their bucket"):
+        PlanSource(plan, samples, pack_to_bucket)[0]
 
 
 def test_a_packed_row_keeps_the_rest_of_its_samples():

@@ -116,6 +116,23 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
 
 
+def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_whole():
+    plan = dataclasses.replace(CONFIG.plan, packing="wrapped", order="shuffle", overlong=None, max_length=16)
+    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
+    assert {(p.num_steps, p.num_rows, *p.buckets) for p in plans} == {
+        (training.steps_of_epoch(0), -(-LENGTHS.sum() // 16), *training.buckets)
+    }
+    assert len({p.digest for p in plans}) == 3
+    for p in plans:
+        assert p.num_tokens.sum() == LENGTHS.sum()
+    whole = dataclasses.replace(plan, packing="best_fit", overlong="split")
+    of_whole = TrainingPlan(dataclasses.replace(CONFIG, plan=whole), LENGTHS, EVAL_LENGTHS)
+    evaluated, expected = (each.eval_plans["held_out"] for each in (training, of_whole))
+    assert evaluated.sample_ids.tolist() == expected.sample_ids.tolist()
+    assert evaluated.piece_starts.tolist() == expected.piece_starts.tolist()
+
+
 def test_shapes_appear_one_by_one_in_the_first_epoch_only():
     spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, new_shape_every=10))
     plans, usual = (
