@@ -164,11 +164,12 @@ class PlanSource:
         bucket_index = self._plan.step_bucket[step]
         if rows.ids.ndim == 3:
             missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - rows.ids.shape[2])]
-            ids, starts, stops = (
-                each if each is None else np.pad(each, missing, constant_values=-1)
-                for each in (rows.ids, rows.starts, rows.stops)
-            )
-            rows = OwnRows(ids, starts, rows.num_tokens, stops)
+
+            def padded(each: np.ndarray) -> np.ndarray:
+                return np.pad(each, missing, constant_values=-1)
+
+            starts, stops = (each if each is None else padded(each) for each in (rows.starts, rows.stops))
+            rows = OwnRows(padded(rows.ids), starts, rows.num_tokens, stops)
         if bad:
             rows = _without(rows, bad)
             samples = [sample for place, sample in enumerate(samples) if place not in bad]

@@ -141,6 +141,13 @@ def test_as_many_samples_are_planned_for_a_row_as_the_shortest_that_fit_it(lengt
         assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
 
 
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(1, 20), st.integers(0, 3))
+def test_a_wrapped_row_has_room_for_the_parts_of_two_samples_as_well(lengths, row_length, epoch):
+    plan = make_plan(lengths, [(2, row_length)], packing="wrapped", epoch=epoch)
+    assert plan.samples_per_row == ((np.cumsum(sorted(lengths)) <= row_length).sum() + 2,)
+    assert np.diff(plan.row_offsets).max() <= plan.samples_per_row[0]
+
+
 def test_a_row_has_room_for_as_many_samples_in_epochs_that_take_some_of_them_only():
     lengths = [5, 4, 3, 1, 1, 2]
     plans = [make_plan(lengths, [(1, 6)], packing="best_fit", order=order) for order in ("shuffle", [0, 1], [3, 4, 5])]
