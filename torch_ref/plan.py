@@ -330,7 +330,7 @@ def make_plan(
             lengths,
             [bucket[1] for bucket in checked],
             method=packing,
-            order=order_of_packing(order, packing),
+            order=_order_of_packing(order, packing),
             seed=seed,
             epoch=epoch,
             overlong=overlong,
@@ -451,7 +451,7 @@ def _choose(
     """Choose the buckets of samples, pairs, or packed rows."""
     if packing is not None:
         assert not isinstance(lengths, Packing)
-        by = order_of_packing(order, packing) if order.name == "shuffle" or packing == "wrapped" else "dataset"
+        by = _order_of_packing(order, packing) if order.name == "shuffle" or packing == "wrapped" else "dataset"
         return choose_packed_buckets(lengths, budget, overlong, by, seed, packing)
     values = _check_values(lengths)
     if values.ndim == 2:
@@ -461,7 +461,7 @@ def _choose(
     return make_buckets(values, budget, overlong=overlong)
 
 
-def order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
+def _order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
     """Return in which order samples are packed; by best fit, sorted ones make rows of the same sizes in any."""
     return order if order.name in ("shuffle", "array") or method == "wrapped" else "dataset"
 
