@@ -65,7 +65,7 @@ def fit_seconds(config: FitConfig, data: Split) -> float:
         summary = jvarlen.fit(
             dataclasses.replace(config, directory=DirectoryConfig(runs_dir=Path(folder))), data
         ).summary
-    return summary.num_tokens / summary.real_tokens_per_s
+    return summary.train_s
 
 
 def compiled_step(

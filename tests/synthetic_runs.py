@@ -26,7 +26,7 @@ def records_of(num_steps, *, seed=0):
         "epoch": steps // 100,
         "loss": 1.5 + 4 * np.exp(-3 * steps / num_steps) + rng.normal(0, 0.15, num_steps),
         "num_tokens": num_tokens,
-        "num_positions": rows * length,
+        "padded_tokens": rows * length,
         "padding": 1 - num_tokens / (rows * length),
         "num_sequences": num_sequences,
         "bucket_rows": rows,
@@ -37,13 +37,14 @@ def records_of(num_steps, *, seed=0):
         "time_s": step_s.cumsum(),
         "step_s": step_s,
         "data_wait_s": step_s * rng.uniform(0, 0.05, num_steps),
+        "stall_s": np.zeros(num_steps),
         "host_memory_bytes": 900 * MB + 1000 * steps,
     }
     names = list(columns)
     records = []
     for place, values in enumerate(zip(*(column.tolist() for column in columns.values()), strict=True)):
         if place % max(num_steps // 5, 1) == 0:
-            records.append({"step": place, "evaluation": "held_out", "bits_per_token": 8 - 5 * place / num_steps})
+            records.append({"step": place, "evaluation": "held_out", "nats_per_token": 8 - 5 * place / num_steps})
         records.append(dict(zip(names, values, strict=True)) | {"device_memory_bytes": None})
     return records
 
@@ -61,6 +62,7 @@ def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, setti
             "held_out_before": 8.0,
             "held_out_after": 3.25,
             "compile_s": 12.5,
+            "compile_cpu_s": 20.25,
             "interrupted": False,
         }
         (path / "summary.json").write_text(json.dumps(summary))
@@ -69,5 +71,5 @@ def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, setti
             CompileRow(Bucket(*shape), 0.25 + k, 2.0 * k + 1, k % 2 == 0, 1e9, MB, MB, 0, MB, MB, used.count(shape[0]))
             for k, shape in enumerate(BUCKETS)
         ]
-        CompileReport(rows).save(path / "compile_report.json")
+        CompileReport(rows, 12.5, 20.25).save(path / "compile_report.json")
     return path

@@ -97,19 +97,6 @@ class Plan:
         """The share of all positions, padding rows included, that hold no real token."""
         return 1.0 - int(self.num_tokens.sum()) / int(self._positions().sum())
 
-    @property
-    def neighbour_correlation(self) -> float:
-        """Pearson's correlation of the mean sample lengths of neighbouring steps.
-
-        Near 1 where lengths come sorted, near 0 where they come at random; NaN for fewer than three steps or where
-        either side is constant.
-        """
-        means = self.num_tokens / self.num_sequences
-        one, next_one = means[:-1], means[1:]
-        if len(means) < 3 or np.ptp(one) == 0 or np.ptp(next_one) == 0:
-            return float("nan")
-        return float(np.corrcoef(one, next_one)[0, 1])
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the plan as 64 hex digits; equal digests mean the same steps."""

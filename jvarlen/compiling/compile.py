@@ -19,6 +19,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
+from jvarlen.compiling.clock import COMPILING
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -204,7 +205,8 @@ def _load(
 
     def load_one(bucket: AnyBucket, content: bytes) -> tuple[CompileRow, jax.stages.Compiled]:
         start = time.perf_counter()
-        executable = deserialized(content, *structures, step_compiler.devices)
+        with COMPILING, step_compiler.clock:
+            executable = deserialized(content, *structures, step_compiler.devices)
         return row_of(bucket, executable, 0.0, time.perf_counter() - start, cache_hit=True), executable
 
     with ThreadPoolExecutor(_num_threads(options)) as threads:

@@ -59,11 +59,6 @@ class CompileRow:
         """Bytes that a device holds during a step, if all temporaries are held at once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
-    @property
-    def compile_s_per_use(self) -> float:
-        """Seconds of tracing, lowering and compiling for each step that ran; NaN while none has."""
-        return (self.lower_s + self.compile_s) / self.times_used if self.times_used else math.nan
-
 
 def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> CompileRow:
     """The row of an executable that has not been used."""

@@ -100,7 +100,7 @@ class CompiledBuckets:
 
         self.wait()
         seconds: Mapping[AnyBucket, float] = {} if self._clock is None else self._clock.median_seconds()
-        report = CompileReport(
+        rows = (
             dataclasses.replace(
                 row,
                 times_used=self._times_used[bucket],
@@ -111,6 +111,7 @@ class CompiledBuckets:
             for bucket in self.specs
             if (row := self._programs.rows.get(bucket)) is not None
         )
+        report = CompileReport(rows, *self._step_compiler.clock.seconds)
         plan = self._step_compiler.shapes.plan
         return report if plan is None else report.with_plan(plan)
 

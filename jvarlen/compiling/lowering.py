@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
+from jvarlen.compiling.clock import COMPILING, CompileClock
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.program_store import deserialized, serialized, without_compilation_cache
@@ -77,6 +78,7 @@ class StepCompiler:
     donate: bool = True  # whether a step writes the next state over the one that it takes
     grad_buckets: BucketBytes | None = None  # in which gradients are reduced; None: all together
     is_timed: bool = False  # whether a step has to return something that can be waited for
+    clock: CompileClock = dataclasses.field(default_factory=CompileClock, repr=False)
     _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -150,14 +152,16 @@ class StepCompiler:
             return outputs
 
         start = time.perf_counter()
-        with self._buckets_in_force():
+        with COMPILING, self.clock, self._buckets_in_force():
             traced = self._jitted(step).trace(self.state_spec, self.shapes.spec(bucket))
-        hoisted = self._hoisted(traced.jaxpr)
-        constants = tuple(hoisted.values())
-        if keeps_state or constants:
-            again = self._jitted(_retraced(traced, tuple(hoisted), metrics_only=keeps_state), keeps_state=keeps_state)
-            traced = again.trace(self.state_spec, self.shapes.spec(bucket), *([constants] if constants else []))
-        return LoweredBucket(bucket, traced.lower(), constants, keeps_state, time.perf_counter() - start)
+            hoisted = self._hoisted(traced.jaxpr)
+            constants = tuple(hoisted.values())
+            if keeps_state or constants:
+                whole = _retraced(traced, tuple(hoisted), metrics_only=keeps_state)
+                again = self._jitted(whole, keeps_state=keeps_state)
+                traced = again.trace(self.state_spec, self.shapes.spec(bucket), *([constants] if constants else []))
+            lowered = traced.lower()
+        return LoweredBucket(bucket, lowered, constants, keeps_state, time.perf_counter() - start)
 
     def _jitted(self, step: Callable[..., Any], *, keeps_state: bool = False) -> Any:
         step.__name__ = step.__qualname__ = self.name
@@ -188,7 +192,7 @@ class StepCompiler:
     def compile(self, lowered: LoweredBucket) -> CompiledBucket:
         """Compiles what `lower` gave, in whatever thread."""
         start = time.perf_counter()
-        with counting_in_thread() as count:
+        with COMPILING, self.clock, counting_in_thread() as count:
             executable = lowered.program.compile(compiler_options=dict(self.compiler_options) or None)
         seconds = time.perf_counter() - start
         hit = count.num_cache_hits > 0

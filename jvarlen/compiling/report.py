@@ -9,9 +9,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from jvarlen._common.checks import UserError, is_integer, is_number
 from jvarlen._common.files import read_object, write_atomically
@@ -23,9 +23,9 @@ from jvarlen.planning.steps import PlannedSteps, bucket_figures
 __all__ = ["CompileReport", "CompileRow"]
 
 _UNKNOWN = "–"
-_FORMAT = 1
+_FORMAT = 2
 # Follow from the fields; in the file for those who read it by other means.
-_DERIVED = ("total_bytes", "compile_s_per_use")
+_DERIVED = ("total_bytes",)
 
 
 class CompileReport(tuple[CompileRow, ...]):
@@ -33,22 +33,34 @@ class CompileReport(tuple[CompileRow, ...]):
 
     Args:
       rows: one for each bucket.
+      wall_s: seconds in which at least one of them was being compiled. Threads compile several at once, so the seconds
+        of the rows add up to more.
+      cpu_s: seconds of CPU time of the process meanwhile: of all compiling threads, and of steps that ran.
 
     Example:
       >>> from jvarlen.planning.buckets import Bucket
       >>> row = CompileRow(Bucket(2, 8), 0.25, 1.75, False, 4e9, 3_000_000, 1_000_000, 0, 0, 4_000_000, times_used=4)
-      >>> report = CompileReport([row, dataclasses.replace(row, bucket=Bucket(4, 4), cache_hit=True, times_used=0)])
+      >>> again = dataclasses.replace(row, bucket=Bucket(4, 4), cache_hit=True, times_used=0)
+      >>> report = CompileReport([row, again], wall_s=2.5, cpu_s=4.0)
       >>> report.unused
       (Bucket(rows=4, length=4),)
       >>> print(report)
-      bucket  lower s  compile s  cache  GFLOP  args MB  out MB  temp MB  aliased MB  peak MB  used  compile s/step
-         2×8     0.25       1.75   miss      4        3       1        0           0        4     4             0.5
-         4×4     0.25       1.75    hit      4        3       1        0           0        4     0               –
-       total      0.5        3.5  1 hit                                                           4
+      bucket  lower s  compile s  cache  GFLOP  args MB  out MB  temp MB  aliased MB  peak MB  used
+         2×8     0.25       1.75   miss      4        3       1        0           0        4     4
+         4×4     0.25       1.75    hit      4        3       1        0           0        4     0
+       total                     1 hit                                                           4
+      compiling: 2.5 s wall, 4 s CPU
       never used: 4×4
     """
 
-    __slots__ = ()
+    wall_s: float
+    cpu_s: float
+
+    def __new__(cls, rows: Iterable[CompileRow] = (), wall_s: float = math.nan, cpu_s: float = math.nan) -> Self:
+        """A tuple of the rows, with the seconds of all."""
+        report = super().__new__(cls, rows)
+        report.wall_s, report.cpu_s = wall_s, cpu_s
+        return report
 
     def __str__(self) -> str:
         return self.table()
@@ -91,7 +103,7 @@ class CompileReport(tuple[CompileRow, ...]):
         )
         if foreign := [str(row.bucket) for row in self if row.bucket not in steps]:
             raise UserError(f"the compile report is not one of this plan, which does not have {', '.join(foreign)}")
-        return CompileReport(
+        rows = (
             dataclasses.replace(
                 row,
                 planned_steps=steps[row.bucket],
@@ -99,13 +111,13 @@ class CompileReport(tuple[CompileRow, ...]):
             )
             for row in self
         )
+        return CompileReport(rows, self.wall_s, self.cpu_s)
 
     def table(self) -> str:
         """Lines of text: a row for each bucket, a row of totals, and the buckets that were never used, if any.
 
-        Bytes are in MB, 10⁶ bytes; a GFLOP is 10⁹ operations. "compile s/step" is the seconds of lowering and compiling
-        divided by the steps that ran. Columns without any known figure are left out. "let go" marks executables that
-        are no longer held.
+        Bytes are in MB, 10⁶ bytes; a GFLOP is 10⁹ operations. Columns without any known figure are left out. "let go"
+        marks executables that are no longer held.
         """
         if not self:
             return "no bucket was compiled"
@@ -117,17 +129,19 @@ class CompileReport(tuple[CompileRow, ...]):
             if any(text != _UNKNOWN for text in texts):
                 columns.append([column.header, *texts, total])
         lines = [text_table(list(zip(*columns, strict=True)), align=">")]
+        if not math.isnan(self.wall_s + self.cpu_s):
+            lines.append(f"compiling: {_text(self.wall_s, 1)} s wall, {_text(self.cpu_s, 1)} s CPU")
         if self.unused:
             lines.append(f"never used: {', '.join(map(str, self.unused))}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """All rows as JSON, with the figures that follow from them; unknown figures are null."""
-        rows = []
-        for row in self:
-            figures = {**vars(row), **{name: getattr(row, name) for name in _DERIVED}, "bucket": list(row.bucket)}
-            rows.append({name: None if value != value else value for name, value in figures.items()})
-        return json.dumps({"format": _FORMAT, "rows": rows}, indent=2, allow_nan=False)
+        rows = [
+            {**vars(row), **{name: getattr(row, name) for name in _DERIVED}, "bucket": list(row.bucket)} for row in self
+        ]
+        document = {"format": _FORMAT, **_without_nan(vars(self)), "rows": list(map(_without_nan, rows))}
+        return json.dumps(document, indent=2, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_json` to a file, atomically.
@@ -159,9 +173,16 @@ class CompileReport(tuple[CompileRow, ...]):
             document = read_object(Path(path))
             if document["format"] != _FORMAT:
                 raise UserError(f"its format is {document['format']}, and this version of jvarlen reads {_FORMAT}")
-            return cls(map(_row_from, document["rows"]))
+            seconds = {name: math.nan if (value := document[name]) is None else value for name in ("wall_s", "cpu_s")}
+            if wrong := [name for name, value in seconds.items() if not is_number(value)]:
+                raise UserError(f"{wrong[0]} is {seconds[wrong[0]]!r}")
+            return cls(map(_row_from, document["rows"]), **seconds)
         except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise UserError(f"{path} holds no compile report: {error!r}") from error
+
+
+def _without_nan(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value != value else value for name, value in figures.items()}
 
 
 def _row_from(fields: dict[str, Any]) -> CompileRow:
@@ -206,8 +227,8 @@ class _Column(NamedTuple):
 _MB = 1e6
 
 _COLUMNS = (
-    _Column("lower s", lambda row: row.lower_s, of_all=_sum),
-    _Column("compile s", lambda row: row.compile_s, of_all=_sum),
+    _Column("lower s", lambda row: row.lower_s),
+    _Column("compile s", lambda row: row.compile_s),
     _Column("stall s", lambda row: row.stall_s or None, of_all=_sum),
     _Column("cache", lambda row: "hit" if row.cache_hit else "miss", of_all=lambda told: f"{told.count('hit'):,} hit"),
     _Column("GFLOP", lambda row: row.flops, 1e9),
@@ -220,6 +241,5 @@ _COLUMNS = (
     _Column("used", lambda row: row.times_used, of_all=_sum),
     _Column("in plan", lambda row: row.planned_steps, of_all=_sum),
     _Column("padding", lambda row: None if row.padding is None else f"{row.padding:.2%}"),
-    _Column("compile s/step", lambda row: row.compile_s_per_use),
     _Column("let go", lambda row: None if row.is_live else "yes", of_all=lambda told: told.count("yes")),
 )

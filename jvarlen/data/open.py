@@ -39,7 +39,6 @@ class StoredDataset(Dataset):
     Attributes:
       lengths: int64[N], tokens of every sample.
       num_values: all tokens are below it: 256 for bytes, otherwise the tokenizer's number of ids; None if unknown.
-      is_bytes: whether the tokens are the bytes of text.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class StoredDataset(Dataset):
         sources: list[Path],
         choice: str | None,
         num_values: int | None,
-        is_text: bool,
         tokenizer: FileTokenizer | None,
         num_workers: int,
         progress: bool,
@@ -57,7 +55,6 @@ class StoredDataset(Dataset):
         self._path, self._samples, self._sources = path, samples, sources
         self._choice, self._tokenizer, self._progress = choice, tokenizer, progress
         self.num_values = num_values if tokenizer is None else tokenizer.num_values
-        self.is_bytes = is_text and tokenizer is None
         if not len(samples):
             raise UserError(f"{path} holds no samples: at least one is needed")
         if samples.to_sample is None and all(hasattr(part, "lengths") for part in samples.parts):
@@ -212,7 +209,7 @@ def open_data(
     elif files[0].ending == ".bin" and len(sources) == len(files):
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = _NUM_BYTES if is_text else limit
-    dataset = StoredDataset(path, samples, sources, choice, most, is_text, from_file, num_workers, progress)
+    dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
     _refuse_empty(dataset, path, samples, wanted)
     return dataset
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -168,15 +167,6 @@ class PlannedSteps:
         """The share of tokens with padding that are none, padding rows included, in [0, 1)."""
         return 1.0 - int(self.num_tokens.sum()) / int(self.padded_tokens_per_step.sum())
 
-    @property
-    def neighbour_correlation(self) -> float:
-        """Pearson correlation of the mean sample lengths of neighbouring steps; NaN where there is none."""
-        mean_length = self.num_tokens / self.num_sequences
-        before, after = mean_length[:-1], mean_length[1:]
-        if len(before) < 2 or np.ptp(before) == 0 or np.ptp(after) == 0:
-            return float("nan")
-        return float(np.corrcoef(before, after)[0, 1])
-
     def report(
         self,
         learning_rates: Float[np.ndarray, " S"] | None = None,
@@ -227,9 +217,6 @@ class PlannedSteps:
             f"longest bucket {longest} tokens; overlong={self.overlong!r}: "
             f"{self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
         )
-        correlation = self.neighbour_correlation
-        if not math.isnan(correlation):
-            lines.append(f"correlation of mean length between neighbouring steps: {correlation:+.3f}")
         if seconds is not None and compile_seconds is not None:
             compiling = compile_seconds * len(self.buckets)
             lines.append(

@@ -25,6 +25,7 @@ __all__ = [
     "format_ticks",
     "look_of",
     "new_figure",
+    "scale_by_ratio",
     "series_picture",
     "style_of_colours",
     "to_svg",
@@ -53,6 +54,12 @@ _FEW_RANGES = 50  # of steps that are drawn together, where it is several lines,
 _MOST_RANGES = 300  # where it is one line
 _MOST_LABELS = 16  # of bars side by side
 _LEVEL_CHARACTERS = 24  # of all labels, if they are to stand level
+_FEWEST_VALUES = 10  # of which some may be outliers: a hundredth, or one
+_MOST_OUTLIERS = 0.01
+_MOST_MARKS = 50
+_OUTLIER_SPANS = 3.0  # beyond the middle nine tenths of the values, in units of their range
+_NARROW = 6.0  # highest over lowest, up to which an axis has no decades to mark
+_WIDE = 200.0  # from which on it marks nothing else
 
 
 class Picture(NamedTuple):
@@ -139,8 +146,12 @@ def draw_series(
     *,
     weights: Sequence[np.ndarray] | None = None,
     as_curve: bool = False,
+    is_log: bool = False,
 ) -> str:
-    """Draws x and y of each run, of many steps the mean, least and most of ranges; returns what is drawn, in words."""
+    """Draws x and y of each run, of many steps the mean, least and most of ranges; returns what is drawn, in words.
+
+    The axis leaves out a few values far beyond the others, which are marked at its end.
+    """
     num_steps = max(len(x) for x, _ in lines)
     is_long = num_steps > max(_MOST_POINTS // len(lines), _FEW_RANGES)
     num_ranges = _MOST_RANGES if len(lines) == 1 and is_long else _FEW_RANGES
@@ -164,14 +175,59 @@ def draw_series(
         marker = "." if len(y) < _FEW_RANGES else ""
         axis.plot(*means, color=colour, linewidth=1.6, linestyle=style, marker=marker, markersize=5)
     axis.set_ylabel(label)
+    if is_log:
+        scale_by_ratio(axis, "y")
+    else:
+        if not as_curve:
+            axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
+        _leave_out_outliers(axis, lines)
     if not as_curve:
-        axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
         axis.xaxis.get_major_locator().set_params(integer=True)
     format_ticks(axis.xaxis, axis.yaxis)
     if not is_long:
         return "Strong line: the mean of neighbours; faint line: each of them." if as_curve else "A point a step."
     mean = f"Line: the mean of up to {math.ceil(num_steps / num_ranges):,} neighbouring steps"
     return f"{mean}; band: their least to most." if len(lines) == 1 else f"{mean}."
+
+
+def _leave_out_outliers(axis: Any, lines: Sequence[tuple[Real[np.ndarray, " _"], Real[np.ndarray, " _"]]]) -> None:
+    """Ends the axis before a few values that would flatten the others, and marks where they are."""
+    values = np.concatenate([y[np.isfinite(x) & np.isfinite(y)] for x, y in lines])
+    if len(values) < _FEWEST_VALUES:
+        return
+    low, high = np.quantile(values, [0.05, 0.95])
+    reach = _OUTLIER_SPANS * (high - low)
+    is_beyond = (values > high + reach) | (values < low - reach)
+    if not 0 < is_beyond.sum() <= max(1, _MOST_OUTLIERS * len(values)) or not reach:
+        return
+    kept = values[~is_beyond]
+    margin = 0.05 * np.ptp(kept)
+    bottom, top = axis.get_ylim()
+    bottom, top = max(bottom, kept.min() - margin), min(top, kept.max() + margin)
+    axis.set_ylim(bottom, top)
+    for place, (x, y) in enumerate(lines):
+        for is_out, end, marker in ((y > top, top, "^"), (y < bottom, bottom, "v")):
+            look: dict[str, Any] = {"color": colour_of(place), "markersize": 5, "clip_on": False}
+            out = x[is_out]
+            marked = out[np.linspace(0, len(out) - 1, min(len(out), _MOST_MARKS)).astype(int)]
+            axis.plot(marked, np.full(len(marked), end), marker, **look)
+    beyond = values[is_beyond]
+    furthest = beyond[np.abs(beyond - np.median(values)).argmax()]
+    told = f"beyond the axis: {len(beyond):,}, the furthest at {furthest:.4g}"
+    axis.set_title(told, loc="right", fontsize="small", color=COLOURS["muted"])
+
+
+def scale_by_ratio(axis: Any, which: str) -> None:
+    """A logarithmic axis with readable numbers, also where it spans less than a decade."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    axis.set(**{f"{which}scale": "log"})
+    low, high = axis.get_ylim() if which == "y" else axis.get_xlim()
+    subs = (1.0, 2.0, 5.0) if high < _WIDE * low else (1.0,)
+    locator = MaxNLocator(5, integer=True) if high < _NARROW * low else LogLocator(subs=subs, numticks=12)
+    ticks = axis.yaxis if which == "y" else axis.xaxis
+    ticks.set_major_locator(locator)
+    format_ticks(ticks)
 
 
 def _draw_points(axis: Any, x: Float64[np.ndarray, " n"], y: Float64[np.ndarray, " n"], colour: str) -> None:

@@ -25,6 +25,7 @@ from jvarlen.reports.figures import (
     drawing_settings,
     format_ticks,
     new_figure,
+    scale_by_ratio,
     series_picture,
     to_svg,
 )
@@ -34,7 +35,6 @@ __all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
 _MOST_BINS = 48
 _MOST_LINES = 16  # of buckets, drawn strongly
-_WIDE = 6  # longest over median, from which on lengths are drawn by ratio
 
 
 def write_html_report(
@@ -97,7 +97,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str]]:
-    num_sequences, correlation = plan.num_sequences, plan.neighbour_correlation
+    num_sequences = plan.num_sequences
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
     microbatches, largest = plan.microbatches_per_step, max(bucket.padded_tokens for bucket in plan.buckets)
     packed, predicted = [], []
@@ -118,11 +118,6 @@ def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str
         ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
         *packed,
         *predicted,
-        (
-            "Neighbour correlation",
-            "–" if math.isnan(correlation) else f"{correlation:+.3f}",
-            "of mean length, step to step",
-        ),
     ]
 
 
@@ -163,16 +158,21 @@ def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Pi
     edges = np.array([bucket.lengths for bucket in plan.buckets], np.int64)
     labels = ["tokens"] if lengths.ndim == 1 else ["tokens of the source", "tokens of the target"]
     figure, axes = new_figure(len(labels))
-    for label, axis, values, edge in zip(labels, axes, lengths.reshape(len(lengths), -1).T, edges.T, strict=True):
-        by_ratio = bool(values.max() > _WIDE * np.median(values))
-        counts, bins = np.histogram(values, integer_bins(int(values.min()), int(values.max()), by_ratio))
+    num_empty = int((lengths == 0).sum())
+    for label, axis, all_values, edge in zip(labels, axes, lengths.reshape(len(lengths), -1).T, edges.T, strict=True):
+        values = all_values[all_values > 0]
+        counts, bins = np.histogram(values, integer_bins(int(values.min()), int(values.max())))
         axis.stairs(counts, bins, fill=True, color=COLOURS["first"], alpha=0.6)
         top = 1.05 * counts.max()
         axis.vlines(np.unique(edge), 0, top, color=COLOURS["second"], linewidth=1 if len(edge) <= _MOST_LINES else 0.6)
-        axis.set(xscale="log" if by_ratio else "linear", ylim=(0, top), xlabel=label, ylabel="samples")
-        format_ticks(axis.xaxis, axis.yaxis)
+        axis.set(ylim=(0, top), xlabel=label, ylabel="samples")
+        scale_by_ratio(axis, "x")
+        format_ticks(axis.yaxis)
     what = "row" if plan.is_packed else "bucket"
-    caption = f"Bars: samples by their length, before any is cut. Lines: the longest that each {what} holds."
+    caption = (
+        "Bars: samples by their length, before any is cut, on a logarithmic scale. "
+        f"Lines: the longest that each {what} holds.{f' Not shown: {num_empty:,} of length 0.' if num_empty else ''}"
+    )
     return Picture("lengths", "Lengths of the samples", caption, to_svg(figure))
 
 
@@ -221,7 +221,7 @@ def _over_steps(plan: Plan, learning_rates: Float[np.ndarray, " S"] | None) -> l
     about = "Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
     samples = f"{plan.num_sequences.min():,} to {plan.num_sequences.max():,}."
     pictures = [
-        series_picture("shapes", "Shapes over the steps", lines, more=about),
+        series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True),
         series_picture("sequences", "Samples of each step", {"samples": [(step, plan.num_sequences)]}, more=samples),
     ]
     if learning_rates is not None:
@@ -231,11 +231,8 @@ def _over_steps(plan: Plan, learning_rates: Float[np.ndarray, " S"] | None) -> l
     return pictures
 
 
-def integer_bins(shortest: int, longest: int, by_ratio: bool) -> Int64[np.ndarray, " bins_plus_1"]:
-    """Bins between integers, of one width, or none narrower than the one before it."""
-    if not by_ratio:
-        width = -(-(longest + 1 - shortest) // _MOST_BINS)
-        return np.arange(shortest, longest + 1 + width, width)
+def integer_bins(shortest: int, longest: int) -> Int64[np.ndarray, " bins_plus_1"]:
+    """Bins between integers that grow by about equal ratios, none narrower than the one before it."""
     ratio = ((longest + 1) / shortest) ** (1 / _MOST_BINS)
     bins = [shortest]
     while bins[-1] <= longest:

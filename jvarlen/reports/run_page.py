@@ -32,7 +32,8 @@ from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, loss_unit, 
 __all__ = ["RunReport", "draw_runs", "plot_curves", "read_runs"]
 
 _UNKNOWN = "not known"
-_LAST_STEPS = 50  # of which the last loss is the mean
+_LAST_STEPS = 50  # of which a mean loss is shown
+_LONGEST_STALLS = 3  # that are named
 _MOST_BASE_RATES = 500  # that are drawn
 _PNG_DPI = 200
 _Column = Float64[np.ndarray, " _"]
@@ -80,7 +81,11 @@ class RunReport(NamedTuple):
 
     def _figures_table(self) -> Table:
         rows = [[name, *values] for name, values in self.figures]
-        note = f"Last loss: mean of the last {_LAST_STEPS} steps. Wait for data: share of the time of all steps."
+        note = (
+            "Seconds of steps, tokens a second: without stalls. A stall is a wait for the compiler or a checkpoint, or "
+            "what a step takes beyond the median of its bucket where it takes 5 times that; from 0.1 s on. Steps count "
+            "from 0. Wait for data: share of the time of all steps."
+        )
         return Table("runs", "Figures", ["", *self.names], rows, note=note, is_wide=True)
 
     def _settings_table(self, *, is_whole: bool) -> Table:
@@ -95,9 +100,12 @@ class RunReport(NamedTuple):
 
     def _bucket_tables(self) -> list[Table]:
         """How each run used its buckets."""
-        header = ["Rows × length", "Steps", "Planned steps", "Real tokens", "Padding", "Seconds", "ms a step"]
+        header = ["Rows × length", "Steps", "Planned steps", "Tokens", "Padding", "Seconds", "ms a step"]
         header += ["Lower s", "Compile s", "From cache"]
-        note = "Planned steps: of the first epoch. Lower, compile: seconds. Known at the end of a run."
+        note = (
+            "Planned steps: of the first epoch. Seconds: without stalls. ms a step: the median. Lower, compile: "
+            "seconds of threads that compile at once; known at the end of a run."
+        )
         is_one = len(self.runs) == 1
         return [
             Table(
@@ -122,24 +130,43 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
 
 def _key_figures(run: Run, unit: str) -> dict[str, str]:
     steps = run.steps
-    tokens, positions, step_s, wait_s = (
-        steps[name].sum() for name in ("num_tokens", "num_positions", "step_s", "data_wait_s")
+    tokens, padded, step_s, wait_s = (
+        steps[name].sum() for name in ("num_tokens", "padded_tokens", "step_s", "data_wait_s")
     )
-    time_s = steps["time_s"][-1] if run.num_steps else 0.0
-    last, rates = (each[np.isfinite(each)] for each in (run.losses[-_LAST_STEPS:], steps["learning_rate"]))
+    own_s = run.own_s.sum()
+    losses, last, rates = (
+        each[np.isfinite(each)] for each in (steps["loss"], steps["loss"][-_LAST_STEPS:], steps["learning_rate"])
+    )
+    compiling = _UNKNOWN
+    if run.summary:
+        compiling = f"{run.summary['compile_s']:,.1f}, {run.summary['compile_cpu_s']:,.1f}"
     return {
         "State": run.state,
         "Steps": f"{run.num_steps:,}",
-        "Real tokens": f"{tokens:,.0f}",
-        "Padding": f"{1 - tokens / positions:.2%}" if positions else _UNKNOWN,
+        "Tokens": f"{tokens:,.0f}",
+        "Padding": f"{1 - tokens / padded:.2%}" if padded else _UNKNOWN,
         "Shapes": f"{len(bucket_uses(run)):,}",
-        f"Last loss{unit}": f"{last.mean():.3f}" if len(last) else _UNKNOWN,
+        f"Last loss{unit}": f"{losses[-1]:.3f}" if len(losses) else _UNKNOWN,
+        f"Mean loss of up to {_LAST_STEPS} last steps{unit}": f"{last.mean():.3f}" if len(last) else _UNKNOWN,
         "Learning rate": f"{rates.min():.3g} to {rates.max():.3g}" if len(rates) else _UNKNOWN,
-        "Real tokens a second": f"{tokens / time_s:,.0f}" if time_s else _UNKNOWN,
+        "Tokens a second": f"{tokens / own_s:,.0f}" if own_s else _UNKNOWN,
         "Wait for data": f"{wait_s / step_s:.2%}" if step_s else _UNKNOWN,
-        "Seconds of training": f"{time_s:,.1f}",
-        "Seconds of compiling": f"{run.summary['compile_s']:,.1f}" if run.summary else _UNKNOWN,
+        "Seconds of steps": f"{own_s:,.1f}",
+        "Stalls": _stalls(run),
+        "Seconds of compiling, wall and CPU": compiling,
     }
+
+
+def _stalls(run: Run) -> str:
+    """How many there were, how long they took, and the longest."""
+    stalls = run.stalls_s
+    places = np.argsort(-stalls, kind="stable")[: np.count_nonzero(stalls)]
+    if not len(places):
+        return "none"
+    longest = ", ".join(f"{stalls[i]:,.1f} s at step {run.steps['step'][i]:,.0f}" for i in places[:_LONGEST_STALLS])
+    return (
+        f"{len(places):,} of {stalls.sum():,.1f} s{', the longest' if len(places) > _LONGEST_STALLS else ''}: {longest}"
+    )
 
 
 def _evaluation(run: Run, kind: str) -> str:
@@ -162,7 +189,7 @@ def _bucket_row(use: BucketUse) -> list[str]:
         f"{use.num_tokens:,.0f}",
         _UNKNOWN if math.isnan(use.padding) else f"{use.padding:.2%}",
         f"{use.seconds:,.2f}",
-        f"{1e3 * use.seconds / use.num_steps:,.2f}" if use.num_steps else _UNKNOWN,
+        _UNKNOWN if math.isnan(use.median_s) else f"{1e3 * use.median_s:,.2f}",
         *compiled,
     ]
 
@@ -186,10 +213,10 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
     step = run.steps["step"]
     with drawing_settings():
         figure, axes = new_figure(4, sharex=True)
-        draw_series(axes[0], f"loss{loss_unit([run])}", [(step, run.losses)], as_curve=True)
+        draw_series(axes[0], f"loss{loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
         _draw_rates(axes[1], [run])
         draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])
-        draw_series(axes[3], "bucket length", [(step, run.steps["bucket_length"])])
+        draw_series(axes[3], "bucket length", [(step, run.steps["bucket_length"])], is_log=True)
         axes[3].set_xlabel("step")
         figure.savefig(path, dpi=_PNG_DPI, facecolor="white")
 
@@ -209,12 +236,12 @@ def _losses(runs: Sequence[Run]) -> list[Picture]:
     def curves(name: str, title: str, xlabel: str, lines: dict[str, list[tuple[_Column, _Column]]]) -> Picture:
         return series_picture(name, title, lines, xlabel=xlabel, as_curve=True)
 
-    by_tokens = [(x, run.losses) for x, run in zip(tokens, runs, strict=True)]
-    by_time = [(run.steps["time_s"], run.losses) for run in runs]
+    by_tokens = [(x, run.steps["loss"]) for x, run in zip(tokens, runs, strict=True)]
+    by_time = [(run.own_s.cumsum(), run.steps["loss"]) for run in runs]
     return [
-        curves("loss-tokens", "Loss against real tokens", "real tokens", {f"loss{unit}": by_tokens}),
-        curves("loss-time", "Loss against time", "seconds of training", {f"loss{unit}": by_time}),
-        *([curves("evaluations", "Evaluations", "real tokens", evaluations)] if evaluations else []),
+        curves("loss-tokens", "Loss against tokens", "tokens", {f"loss{unit}": by_tokens}),
+        curves("loss-time", "Loss against time", "seconds of steps, without stalls", {f"loss{unit}": by_time}),
+        *([curves("evaluations", "Evaluations", "tokens", evaluations)] if evaluations else []),
     ]
 
 
@@ -241,28 +268,26 @@ def _over_steps(runs: Sequence[Run]) -> list[Picture]:
     def column(name: str) -> list[_Column]:
         return [run.steps[name] for run in runs]
 
-    def ratio(above: str, below: str) -> list[_Column]:
-        return [a / b for a, b in zip(column(above), column(below), strict=True)]
+    def ratio(above: list[_Column], below: list[_Column]) -> list[_Column]:
+        return [a / b for a, b in zip(above, below, strict=True)]
 
     def picture(name: str, title: str, values: dict[str, list[_Column]], weights: Any = None) -> Picture:
         lines = {label: list(zip(column("step"), of_runs, strict=True)) for label, of_runs in values.items()}
-        return series_picture(name, title, lines, weights=weights)
+        return series_picture(name, title, lines, weights=weights, is_log=name == "shapes")
 
+    step_s, own_s = column("step_s"), [run.own_s for run in runs]
     shapes = {"bucket length": column("bucket_length"), "rows": column("bucket_rows")}
-    waits = {"wait in % of the step": [100 * wait for wait in ratio("data_wait_s", "step_s")]}
-    padding = {"padding in %": [100 * (1 - full) for full in ratio("num_tokens", "num_positions")]}
+    waits = {"wait in % of the step": [100 * wait for wait in ratio(column("data_wait_s"), step_s)]}
     memory = {
         f"{where}, MB": [each / 1e6 for each in column(f"{where}_memory_bytes")]
         for where in ("host", "device")
         if any(np.isfinite(each).any() for each in column(f"{where}_memory_bytes"))
     }
-    seconds = column("step_s")
     return [
         picture("shapes", "Shapes over the steps", shapes),
         picture("sequences", "Samples of each step", {"samples": column("num_sequences")}),
-        picture("throughput", "Throughput", {"real tokens a second": ratio("num_tokens", "step_s")}, seconds),
-        picture("data-wait", "Waiting for data", waits, seconds),
-        picture("step-padding", "Padding over the steps", padding, column("num_positions")),
+        picture("throughput", "Throughput", {"tokens a second": ratio(column("num_tokens"), own_s)}, own_s),
+        picture("data-wait", "Waiting for data", waits, step_s),
         *([picture("memory", "Memory over the steps", memory)] if memory else []),
     ]
 
@@ -272,11 +297,9 @@ def _of_buckets(runs: Sequence[Run]) -> list[Picture]:
     uses = [{use.bucket: use for use in bucket_uses(run)} for run in runs]
     buckets = sorted({bucket for of_run in uses for bucket in of_run}, key=lambda bucket: bucket[::-1])
     labels = [f"{rows}×{length}" for rows, length in buckets]
-    compiling = "Lowering, and compiling or reading what was compiled before; known at the end of a run."
     drawn: list[tuple[str, str, str, str, Callable[[BucketUse], float]]] = [
         ("padding", "Padding of each bucket", "Of the steps so far.", "padding in %", lambda use: 100 * use.padding),
-        ("time", "Time in each bucket", "All steps so far.", "seconds", lambda use: use.seconds),
-        ("compile", "Compiling each bucket", compiling, "seconds", lambda use: use.compiling_s),
+        ("time", "Time in each bucket", "All steps so far, without stalls.", "seconds", lambda use: use.seconds),
     ]
     pictures = []
     for name, title, caption, ylabel, figure in drawn:

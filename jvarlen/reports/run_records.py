@@ -6,6 +6,7 @@ Letters: S steps, E evaluations.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen._common.files import check_run_format, read_object, regular_file
@@ -23,12 +24,15 @@ from jvarlen.compiling.report import CompileReport, CompileRow
 
 __all__ = ["BucketUse", "Run", "bucket_uses", "loss_unit", "read_metrics", "read_run", "run_names", "run_of_records"]
 
+_STALL_FACTOR = 5.0  # a step that takes so many times the median of its bucket has stalled, if
+_LEAST_STALL_S = 0.1  # it stalls for longer than this
+_FEW_STEPS = 3  # of which a median tells what is usual
 # What is read of the records of steps; the loss is what makes a record one of a step.
 _STEP_FIELDS = (
     "step",
     "loss",
     "num_tokens",
-    "num_positions",
+    "padded_tokens",
     "num_sequences",
     "bucket_rows",
     "bucket_length",
@@ -37,6 +41,7 @@ _STEP_FIELDS = (
     "time_s",
     "step_s",
     "data_wait_s",
+    "stall_s",
     "host_memory_bytes",
     "device_memory_bytes",
 )
@@ -49,15 +54,41 @@ class Run:
     path: Path = Path()
     steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where it is null or missing
     evaluations: Mapping[str, Float64[np.ndarray, "2 E"]]  # by name: training steps done before, and the loss
-    in_bits: bool  # whether losses are shown in bits a token: they are in nats unless the run has a loss of its own
+    loss_unit: str  # "nats a token", or "" of a loss of the user's own
     summary: Mapping[str, Any] | None = None
     report: CompileReport | None = None
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
 
+    @functools.cached_property
+    def buckets(self) -> Int64[np.ndarray, "S 2"]:
+        """Rows and length of each step; 0 where they are not known."""
+        shapes = np.stack([self.steps["bucket_rows"], self.steps["bucket_length"]], axis=1)
+        return np.where(np.abs(shapes) < 2**31, shapes, 0).astype(np.int64)
+
+    @functools.cached_property
+    def excess_s(self) -> Float64[np.ndarray, " S"]:
+        """Seconds beyond the median of a step's bucket, if it takes over 5 times that and over 0.1 s more; otherwise 0.
+
+        A bucket of fewer than 3 steps is compared with the largest median of the others.
+        """
+        step_s = self.steps["step_s"]
+        _, bucket, counts = np.unique(self.buckets, axis=0, return_inverse=True, return_counts=True)
+        medians = np.array([np.median(step_s[bucket == k]) for k in range(len(counts))])
+        is_known = (counts >= _FEW_STEPS) & np.isfinite(medians)
+        others = medians[is_known].max() if is_known.any() else np.median(step_s) if len(step_s) else 0.0
+        usual = np.where(is_known, medians, others)[bucket]
+        return np.where((step_s > _STALL_FACTOR * usual) & (step_s > usual + _LEAST_STALL_S), step_s - usual, 0.0)
+
     @property
-    def losses(self) -> Float64[np.ndarray, " S"]:
-        """Of each step, in bits a token if it is shown so."""
-        return self.steps["loss"] / math.log(2) if self.in_bits else self.steps["loss"]
+    def stalls_s(self) -> Float64[np.ndarray, " S"]:
+        """Seconds of the stall of each step, 0 without one: `excess_s`, or a wait for the compiler or a checkpoint."""
+        waits = self.steps["stall_s"]
+        return self.excess_s + np.where(waits > _LEAST_STALL_S, waits, 0.0)
+
+    @property
+    def own_s(self) -> Float64[np.ndarray, " S"]:
+        """Seconds of each step without stalls."""
+        return self.steps["step_s"] - self.excess_s
 
     @property
     def num_steps(self) -> int:
@@ -78,19 +109,15 @@ class BucketUse(NamedTuple):
     bucket: tuple[int, int]  # rows and length
     num_steps: int
     num_tokens: float
-    num_positions: float
-    seconds: float
+    padded_tokens: float
+    seconds: float  # without stalls
+    median_s: float  # of the steps that did not stall; NaN without any
     row: CompileRow | None
 
     @property
     def padding(self) -> float:
         """The share of the tokens with padding that is padding; NaN without steps."""
-        return 1.0 - self.num_tokens / self.num_positions if self.num_positions else math.nan
-
-    @property
-    def compiling_s(self) -> float:
-        """Seconds of lowering and compiling; 0 where they are not known."""
-        return 0.0 if self.row is None else self.row.lower_s + self.row.compile_s
+        return 1.0 - self.num_tokens / self.padded_tokens if self.padded_tokens else math.nan
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -153,22 +180,23 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
     """A run of which nothing is known but its records, as from `read_metrics`."""
     steps = {name: array("d") for name in _STEP_FIELDS}  # of a long log, only numbers are held
     evaluations: dict[str, list[tuple[float, float]]] = {}
-    in_bits = True
+    loss_unit = "nats a token"
     for record in records:
         if "loss" in record:
             for name, column in steps.items():
                 value = record.get(name)
                 column.append(math.nan if value is None else value)
         elif "evaluation" in record:
-            in_bits &= "bits_per_token" in record
-            loss = record["bits_per_token" if in_bits else "mean_loss"]
+            if "mean_loss" in record:
+                loss_unit = ""
+            loss = record["mean_loss" if "mean_loss" in record else "nats_per_token"]
             evaluations.setdefault(str(record["evaluation"]), []).append(
                 (record["step"], math.nan if loss is None else loss)
             )
     return Run(
         steps={name: np.array(column) for name, column in steps.items()},
         evaluations={name: np.array(each, np.float64).T for name, each in evaluations.items()},
-        in_bits=in_bits,
+        loss_unit=loss_unit,
     )
 
 
@@ -182,22 +210,22 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 def loss_unit(runs: Iterable[Run]) -> str:
     """The unit of the losses of runs, to follow a label; empty for losses of the user's own."""
-    units = {", bits a token" if run.in_bits else "" for run in runs}
-    return units.pop() if len(units) == 1 else ", bits a token or own"
+    units = {run.loss_unit and f", {run.loss_unit}" for run in runs}
+    return units.pop() if len(units) == 1 else ", nats a token or own"
 
 
 def bucket_uses(run: Run) -> list[BucketUse]:
     """How a run used its buckets, in the log and in the compile report, by length."""
-    logged = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1)
-    shapes = np.where(np.abs(logged) < 2**31, logged, 0).astype(np.int64)  # 0 where it is not known
+    shapes, own_s = run.buckets, run.own_s
     rows = {tuple(row.bucket): row for row in run.report or ()}
     uses = []
     for bucket in sorted({*rows, *map(tuple, shapes.tolist())}, key=lambda bucket: bucket[::-1]):
         is_own = (shapes == bucket).all(axis=1)
-        tokens, positions, seconds = (
-            float(run.steps[name][is_own].sum()) for name in ("num_tokens", "num_positions", "step_s")
-        )
-        uses.append(BucketUse(bucket, int(is_own.sum()), tokens, positions, seconds, rows.get(bucket)))
+        tokens, padded = (float(run.steps[name][is_own].sum()) for name in ("num_tokens", "padded_tokens"))
+        free = own_s[is_own & (run.excess_s == 0)]
+        median_s = float(np.median(free)) if len(free) else math.nan
+        seconds = float(own_s[is_own].sum())
+        uses.append(BucketUse(bucket, int(is_own.sum()), tokens, padded, seconds, median_s, rows.get(bucket)))
     return uses
 
 
@@ -218,7 +246,9 @@ def _read_summary(path: Path) -> dict[str, Any]:
     """What a run ended with, of which reports take some figures."""
     summary = read_object(path)
     wrong = [
-        name for name in ("num_steps", "compile_s") if not is_number(summary.get(name)) or abs(summary[name]) >= 2**63
+        name
+        for name in ("num_steps", "compile_s", "compile_cpu_s")
+        if not is_number(summary.get(name)) or abs(summary[name]) >= 2**63
     ]
     wrong += [name for name in ("interrupted",) if not isinstance(summary.get(name), bool)]
     if wrong:

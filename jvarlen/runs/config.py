@@ -225,7 +225,7 @@ class CheckpointConfig:
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0
-    """Number of checkpoints to keep as well, those with the fewest held-out bits per token; needs eval_every."""
+    """Number of checkpoints to keep as well, those with the fewest held-out nats a token; needs eval_every."""
 
     def __post_init__(self):
         check_counts(self, 1, "checkpoint_every", "keep_last")

@@ -33,7 +33,6 @@ from jvarlen.runs.config import Change, FitConfig, changes_between, files_read, 
 from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, PlanConfig
 
 __all__ = [
-    "EvaluatedIn",
     "Summary",
     "continue_run",
     "lock_run_dir",
@@ -42,8 +41,6 @@ __all__ = [
     "resumed_run_dir",
     "write_summary",
 ]
-
-EvaluatedIn = Literal["bits per byte", "bits per token", "loss"]
 
 # What file systems without locks answer, such as Lustre mounted without them.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -201,14 +198,16 @@ class Summary:
       held_out_after: the same after the last step; None also if the run was interrupted.
       evaluations: the same for every evaluation set, by name; empty if the run was interrupted.
       num_steps: steps done.
-      num_tokens: real tokens trained on.
-      real_tokens_per_s: real tokens over `train_s`.
-      padding: share of the trained positions that held no token.
+      num_tokens: tokens trained on, without padding.
+      tokens_per_s: these over `train_s`, stalls left out.
+      padding: share of the tokens with padding that are none.
       num_shapes: buckets compiled for training.
-      compile_s: seconds until everything was compiled; where steps ran meanwhile, the sum over all programs.
+      compile_s: wall-clock seconds in which something was compiled.
+      compile_cpu_s: seconds of CPU time of this process meanwhile: of all compiling threads, and of steps that ran.
       num_cache_hits: executables that came from the persistent cache.
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
-      data_wait: share of these spent waiting for data.
+      stall_s: how many of these steps waited for the compiler, or for a checkpoint.
+      data_wait: share of the others spent waiting for data.
       num_adjusted: samples of process 0 that were cut or left shorter because they do not have the planned length.
       num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
         their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
@@ -216,9 +215,7 @@ class Summary:
       num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
       compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
-      stall_s: seconds that steps and evaluations waited for the compiler.
-      evaluated_in: the unit of evaluations: `"bits per byte"` if tokens are the bytes of text, `"bits per token"` for
-        other tokens, `"loss"` for a loss of your own.
+      evaluated_in: the unit of evaluations: `"nats a token"`, or `"loss"` for a loss of your own.
     """
 
     held_out_before: float | None
@@ -226,12 +223,14 @@ class Summary:
     evaluations: dict[str, float | None]
     num_steps: int
     num_tokens: int
-    real_tokens_per_s: float
+    tokens_per_s: float
     padding: float
     num_shapes: int
     compile_s: float
+    compile_cpu_s: float
     num_cache_hits: int
     train_s: float
+    stall_s: float
     data_wait: float
     num_adjusted: int
     num_without_target: int
@@ -239,28 +238,24 @@ class Summary:
     num_nonfinite_grads: int
     compilations_after_first_step: int
     interrupted: bool
-    stall_s: float = 0.0
-    evaluated_in: EvaluatedIn = "bits per byte"
+    evaluated_in: Literal["nats a token", "loss"]
 
     def __str__(self) -> str:
+        unit = "" if self.evaluated_in == "loss" else f" {self.evaluated_in}"
+        others = {name: loss for name, loss in self.evaluations.items() if name != HELD_OUT}
         lines = {
-            f"held-out {self.evaluated_in} before": _told(self.held_out_before),
-            f"held-out {self.evaluated_in} after": (
-                "– (interrupted)" if self.interrupted else _told(self.held_out_after)
-            ),
-            **{
-                f"{self.evaluated_in} on {name}": _told(bits)
-                for name, bits in self.evaluations.items()
-                if name != HELD_OUT
-            },
+            "held-out loss before": _told(self.held_out_before, unit),
+            "held-out loss after": "– (interrupted)" if self.interrupted else _told(self.held_out_after, unit),
+            **{f"loss on {name}": _told(loss, unit) for name, loss in others.items()},
             "steps": f"{self.num_steps:,}",
-            "real tokens": f"{self.num_tokens:,}",
-            "real tokens per second": f"{self.real_tokens_per_s:,.0f}",
+            "tokens": f"{self.num_tokens:,}",
+            "tokens per second": f"{self.tokens_per_s:,.0f}",
             "padding": f"{self.padding:.2%}",
             "shapes": f"{self.num_shapes}",
-            "compile seconds": f"{self.compile_s:.1f} ({self.num_cache_hits} programs from the cache), "
-            f"{self.stall_s:.1f} waited for",
-            "train seconds": f"{self.train_s:.1f} ({self.data_wait:.2%} waiting for data)",
+            "compile seconds": f"{self.compile_s:.1f} wall, {self.compile_cpu_s:.1f} CPU "
+            f"({self.num_cache_hits} programs from the cache)",
+            "step seconds": f"{self.train_s - self.stall_s:.1f} ({self.data_wait:.2%} waiting for data)",
+            "stall seconds": f"{self.stall_s:.1f} (waiting for the compiler or a checkpoint)",
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
             **({"samples without a target": f"{self.num_without_target:,}"} if self.num_without_target else {}),
             **({"steps without weight": f"{self.num_steps_without_weight:,}"} if self.num_steps_without_weight else {}),
@@ -270,8 +265,8 @@ class Summary:
         return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
 
 
-def _told(metric: float | None) -> str:
-    return "– (no token has weight)" if metric is None else f"{metric:.3f}"
+def _told(loss: float | None, unit: str) -> str:
+    return "– (no token has weight)" if loss is None else f"{loss:.3f}{unit}"
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from typing import NamedTuple
 
 import jax
@@ -57,33 +56,30 @@ class Evaluator:
         self._latest: tuple[int, dict[str, float | None]] | None = None
 
     def evaluate(self, state: TrainState, place: Place) -> dict[str, float | None] | None:
-        """The metric of each set, lower is better: bits per token, or the user's loss. None: it was interrupted.
+        """The loss of each set: nats a token, or the user's own. None: it was interrupted.
 
-        The metric of a set in which nothing has weight is None.
+        The loss of a set in which nothing has weight is None.
         """
         if self._latest is not None and self._latest[0] == place.num_steps_done:
             return self._latest[1]
         means = self._take_steps(state)
         if means is None:
             return None
-        in_bits = self._prepared.task.is_language_model
-        metrics = {
-            name: mean.loss / math.log(2) if in_bits and mean.loss is not None else mean.loss
-            for name, mean in means.items()
-        }
+        in_nats = self._prepared.task.is_language_model
+        losses = {name: mean.loss for name, mean in means.items()}
         told = [f"evaluation after step {place.num_steps_done:,}"]
-        for name, metric in metrics.items():
-            if metric is None:
+        for name, loss in losses.items():
+            if loss is None:
                 told.append(f"{name} has no value: none of its tokens has weight in the loss")
             else:
-                told.append(f"{name} {metric:.3f} bits/token" if in_bits else f"{name} loss {metric:.4g}")
+                told.append(f"{name} loss {loss:.3f} nats/token" if in_nats else f"{name} loss {loss:.4g}")
                 told += [f"{of_sum} {mean:.4g}" for of_sum, mean in means[name].sums.items()]
-            figure = "bits_per_token" if in_bits else "mean_loss"  # by which readers tell a loss of the user's own
-            record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: metric}
+            figure = "nats_per_token" if in_nats else "mean_loss"  # by which readers tell a loss of the user's own
+            record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: loss}
             self._trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
         show_line(" · ".join(told), progress=self._prepared.config.progress)
-        self._latest = place.num_steps_done, metrics
-        return metrics
+        self._latest = place.num_steps_done, losses
+        return losses
 
     def warm_up(self, state: TrainState) -> None:
         """Takes a step of each set, without a result: its first evaluation then compiles nothing."""

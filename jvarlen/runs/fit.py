@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.compiling.clock import COMPILING
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import no_recompiles
@@ -51,7 +51,6 @@ from jvarlen.planning.lengths import Overlong
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import FitConfig, saved_settings
 from jvarlen.runs.directory import (
-    EvaluatedIn,
     Summary,
     continue_run,
     new_run_dir,
@@ -227,7 +226,7 @@ class _Run(NamedTuple):
     heartbeat: Heartbeat
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
-    compile_s: float
+    compiling_before: tuple[float, float]  # seconds that this process had compiled for, and of its CPU
 
 
 class _Trained(NamedTuple):
@@ -281,7 +280,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     if resumed is not None:
         continue_run(run_dir, resumed, has_steps_left=place.num_steps_done < training.num_steps)
 
-    start, options = time.perf_counter(), prepared.compile_options
+    options, compiling_before = prepared.compile_options, COMPILING.seconds
     shapes_of = functools.partial(
         BatchShapes,
         microbatches_per_step=config.plan.microbatches_per_step,
@@ -299,7 +298,6 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
     shapes = shapes_of(training.eval_buckets, batch_spec=prepared.batch_spec(None))
     eval_step = held.enter_context(contextlib.closing(compiling(task.eval_step(placement), state, shapes)))
-    compile_s = time.perf_counter() - start
     heartbeat = held.enter_context(ending_stalled_processes("training", config.stall_timeout_s))
     return _Run(
         prepared=prepared,
@@ -312,7 +310,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         heartbeat=heartbeat,
         train_step=train_step,
         eval_step=eval_step,
-        compile_s=compile_s,
+        compiling_before=compiling_before,
     )
 
 
@@ -372,7 +370,7 @@ def _train(run: _Run) -> _Trained:
                 training.num_steps,
                 place.num_steps_done,
                 progress=config.progress,
-                in_bits=prepared.task.is_language_model,
+                in_nats=prepared.task.is_language_model,
             ) as display,
             StepProfiler(
                 run.run_dir / "profile", config.profile, steps_left=training.num_steps - place.num_steps_done
@@ -404,12 +402,13 @@ def _train(run: _Run) -> _Trained:
                     if is_evaluated:
                         meter.skip()
                     if is_saved:
-                        save(None if evaluations is None else evaluations[HELD_OUT])
+                        with meter.stalled():
+                            save(None if evaluations is None else evaluations[HELD_OUT])
                 if is_interrupted_at(place.num_steps_done):
                     break
                 batch = meter.next_batch()
                 run.heartbeat.step()  # before the computation that waits for all processes
-                if not _has_program(run, training.bucket_at(place)):
+                if not _has_program(run, training.bucket_at(place), meter, running):
                     break
                 record = training.record(place)
                 with profiler.step(f"{record['bucket_rows']}×{record['bucket_length']}", place.num_steps_done, state):
@@ -433,12 +432,16 @@ def _is_due(place: Place, every: int | None) -> bool:
     return every is not None and place.num_steps_done % every == 0
 
 
-def _has_program(run: _Run, bucket: Bucket) -> bool:
+def _has_program(run: _Run, bucket: Bucket, meter: StepMeter, running: Any) -> bool:
     """Waits until the program of the next step is compiled; False if the run was interrupted meanwhile."""
-    while not run.train_step.wait(bucket, timeout=_WAIT_S):
-        run.heartbeat.wait()
-        if jax.process_count() == 1 and is_any_interrupted():
-            return False
+    if run.train_step.wait(bucket, timeout=0.0):
+        return True
+    jax.block_until_ready(running)  # until then it is the time of that step
+    with meter.stalled():
+        while not run.train_step.wait(bucket, timeout=_WAIT_S):
+            run.heartbeat.wait()
+            if jax.process_count() == 1 and is_any_interrupted():
+                return False
     return True
 
 
@@ -514,31 +517,32 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
     prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
     report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
     prepared.chooser.remember(report)
-    evaluated_in: EvaluatedIn = "loss"
-    if prepared.task.is_language_model:
-        evaluated_in = "bits per byte" if prepared.data.is_bytes else "bits per token"
-    rows, in_background = [*report, *run.eval_step.report], prepared.compile_options.in_background
+    own_s = max(place.train_s - place.stall_s, 1e-9)
+    compile_s, compile_cpu_s = (
+        now - before for now, before in zip(COMPILING.seconds, run.compiling_before, strict=True)
+    )
     summary = Summary(
         held_out_before=place.held_out_before,
         held_out_after=None if evaluations is None else evaluations[HELD_OUT],
         evaluations=evaluations or {},
         num_steps=place.num_steps_done,
         num_tokens=place.num_tokens_done,
-        real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
-        padding=1.0 - place.num_tokens_done / max(place.num_positions_done, 1),
+        tokens_per_s=place.num_tokens_done / own_s,
+        padding=1.0 - place.num_tokens_done / max(place.padded_tokens_done, 1),
         num_shapes=len(report),
-        compile_s=sum(row.lower_s + row.compile_s for row in rows) if in_background else run.compile_s,
-        stall_s=sum(row.stall_s for row in rows) if in_background else run.compile_s,
-        num_cache_hits=sum(row.cache_hit for row in rows),
+        compile_s=compile_s,
+        compile_cpu_s=compile_cpu_s,
+        num_cache_hits=report.num_cache_hits + run.eval_step.report.num_cache_hits,
         train_s=place.train_s,
-        data_wait=place.data_wait_s / max(place.train_s, 1e-9),
+        stall_s=place.stall_s,
+        data_wait=place.data_wait_s / own_s,
         num_adjusted=place.num_adjusted_done,
         num_without_target=place.num_without_target_done,
         num_steps_without_weight=place.num_steps_without_weight,
         num_nonfinite_grads=place.num_nonfinite_grads,
         compilations_after_first_step=trained.num_compilations,
         interrupted=evaluations is None,
-        evaluated_in=evaluated_in,
+        evaluated_in="nats a token" if prepared.task.is_language_model else "loss",
     )
     with together("write the summary"):
         if is_main_process():

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,21 @@ _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BAR_S = 0.5  # between two changes of what a bar tells of the steps
 _LINE_S = 10.0  # between two lines in a log
+_SHOWN_STALL_S = 0.1  # of the steps that a line tells of
 
 
 class StepMeter:
     """Seconds and memory of each step, which ends when its metrics are read. Nothing waits for the device."""
 
-    # Waiting for a batch counts for the step before, so the seconds of all steps add up to those of the loop.
+    # Waiting for a batch counts for the step before. Steps and the stalls before them add up to the loop.
 
     def __init__(self, place: Place, batches: Loader) -> None:
         self._before = place
         self._batches = batches
-        self._train_s, self._data_wait_s = place.train_s, place.data_wait_s
+        self._train_s, self._data_wait_s, self._all_stall_s = place.train_s, place.data_wait_s, place.stall_s
         self._device = jax.local_devices()[0]
         self._last_end: float | None = None
-        self._wait_s = 0.0
+        self._wait_s = self._stall_s = 0.0
         self._num_nonfinite_grads = place.num_nonfinite_grads
         self.num_without_weight = place.num_steps_without_weight
         # Steps without weight up to now, with none between them that had some, as far as that is known after a resume.
@@ -57,21 +58,33 @@ class StepMeter:
             self._wait_s += end - start
         return batch
 
+    @contextlib.contextmanager
+    def stalled(self) -> Iterator[None]:
+        """A block between two steps in which training waits for the compiler or a checkpoint: no part of a step."""
+        start = time.perf_counter()
+        yield
+        stall_s = time.perf_counter() - start
+        assert self._last_end is not None
+        self._stall_s += stall_s
+        self._last_end += stall_s
+
     def end_step(self, *, has_weight: bool = True, grads_finite: bool = True) -> dict[str, Any]:
         """The figures of a step whose metrics have just been read; device memory may be unknown, None."""
         self._num_nonfinite_grads += not grads_finite
         self.num_without_weight += not has_weight
         self.num_in_a_row = 0 if has_weight else self.num_in_a_row + 1
         assert self._last_end is not None
-        now, wait_s, memory = time.perf_counter(), self._wait_s, self._device.memory_stats()
+        now, wait_s, stall_s, memory = time.perf_counter(), self._wait_s, self._stall_s, self._device.memory_stats()
         step_s = now - self._last_end
-        self._train_s += step_s
+        self._train_s += step_s + stall_s
         self._data_wait_s += wait_s
-        self._last_end, self._wait_s = now, 0.0
+        self._all_stall_s += stall_s
+        self._last_end, self._wait_s, self._stall_s = now, 0.0, 0.0
         return {
             "time_s": self._train_s,
             "step_s": step_s,
             "data_wait_s": wait_s,
+            "stall_s": stall_s,
             "host_memory_bytes": host_memory_bytes(),
             "device_memory_bytes": memory.get("bytes_in_use") if memory else None,
         }
@@ -86,6 +99,7 @@ class StepMeter:
             place,
             train_s=self._train_s,
             data_wait_s=self._data_wait_s,
+            stall_s=self._all_stall_s,
             num_adjusted_done=self._before.num_adjusted_done + self._batches.num_adjusted,
             num_without_target_done=self._before.num_without_target_done + self._batches.num_without_target,
             num_steps_without_weight=self.num_without_weight,
@@ -105,11 +119,11 @@ def host_memory_bytes() -> int:
 class StepDisplay:
     """Shows the progress of training on standard error: a bar on a terminal, otherwise a line now and then."""
 
-    def __init__(self, num_steps: int, num_steps_done: int = 0, *, progress: bool = True, in_bits: bool = True):
+    def __init__(self, num_steps: int, num_steps_done: int = 0, *, progress: bool = True, in_nats: bool = True):
         is_bar = progress and sys.stderr.isatty()
         self._is_shown = progress
         self._num_steps = num_steps
-        self._in_bits = in_bits
+        self._in_nats = in_nats
         self._bar = tqdm(
             total=num_steps,
             initial=num_steps_done,
@@ -121,7 +135,7 @@ class StepDisplay:
         self._seconds = _BAR_S if is_bar else _LINE_S
         self._next_line = -math.inf
         self._unshown: tuple[Mapping[str, Any], Sequence[AnyBucket]] | None = None
-        self._num_tokens, self._step_s, self._data_wait_s = 0, 0.0, 0.0  # since the line before
+        self._num_tokens, self._step_s, self._data_wait_s, self._stall_s = 0, 0.0, 0.0, 0.0  # since the line before
 
     def __enter__(self) -> StepDisplay:
         return self
@@ -138,6 +152,7 @@ class StepDisplay:
         self._num_tokens += record["num_tokens"]
         self._step_s += record["step_s"]
         self._data_wait_s += record["data_wait_s"]
+        self._stall_s += record["stall_s"]
         now = time.monotonic()
         self._unshown = record, pending
         if now >= self._next_line:
@@ -151,13 +166,14 @@ class StepDisplay:
         if loss is None:
             told_loss = "no loss: no token has weight"
         else:
-            told_loss = f"loss {loss / math.log(2):.3f} bits/token" if self._in_bits else f"loss {loss:.4g}"
+            told_loss = f"loss {loss:.3f} nats/token" if self._in_nats else f"loss {loss:.4g}"
         figures = (
             told_loss,
             f"{self._num_tokens / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             f"{record['bucket_rows']}×{record['bucket_length']}",
             f"wait {self._data_wait_s / step_s:.1%}".replace("%", " %"),
+            *([f"stalled {self._stall_s:.1f} s"] if self._stall_s >= _SHOWN_STALL_S else []),
             *([f"compiling {pending[0]}, {len(pending)} to go"] if pending else []),
         )
         if self._bar.disable:
@@ -166,7 +182,7 @@ class StepDisplay:
         else:
             self._bar.set_postfix_str(" · ".join(figures), refresh=False)
         self._unshown = None
-        self._num_tokens, self._step_s, self._data_wait_s = 0, 0.0, 0.0
+        self._num_tokens, self._step_s, self._data_wait_s, self._stall_s = 0, 0.0, 0.0, 0.0
 
 
 class StepProfiler:

@@ -157,7 +157,6 @@ class TrainingData(NamedTuple):
     train: DataSource
     evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
     vocab_size: int  # how many values a token can have
-    is_bytes: bool  # whether the tokens are known to be the bytes of text
     content_keys: dict[str, str]  # of each file and of the tokenizer, by its name
 
 
@@ -186,7 +185,6 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         train=split.train,
         evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
         vocab_size=max([config.decoder.vocab_size, *(dataset.num_values or 0 for dataset in opened.values())]),
-        is_bytes=given is None and all(dataset.is_bytes for dataset in opened.values()),
         content_keys=keys,
     )
 

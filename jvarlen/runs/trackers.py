@@ -34,7 +34,7 @@ _GROUPED_NAMES = {
     "learning_rate_scale": "rate/scale",
     "learning_rate": "rate/in_force",
     "num_tokens": "data/num_tokens",
-    "num_positions": "data/num_positions",
+    "padded_tokens": "data/padded_tokens",
     "num_sequences": "data/num_sequences",
     "padding": "data/padding",
     "bucket_rows": "data/bucket_rows",

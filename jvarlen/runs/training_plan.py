@@ -175,7 +175,7 @@ class TrainingPlan:
             num_steps_done=place.num_steps_done + 1,
             step=place.step + 1,
             num_tokens_done=place.num_tokens_done + int(plan.num_tokens[place.step]),
-            num_positions_done=place.num_positions_done + int(plan.padded_tokens_per_step[place.step]),
+            padded_tokens_done=place.padded_tokens_done + int(plan.padded_tokens_per_step[place.step]),
         )
         return self._within_epoch(place)
 
@@ -229,14 +229,14 @@ class TrainingPlan:
     def record(self, place: Place) -> dict[str, Any]:
         """The plan's figures of the step at `place`, for the log."""
         plan, bucket = self.plan_of_epoch(place.epoch), self.bucket_at(place)
-        num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
+        num_tokens, padded_tokens = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
         record = {
             "step": place.num_steps_done,
             "epoch": place.epoch,
             "num_sequences": int(plan.num_sequences[place.step]),
             "num_tokens": num_tokens,
-            "num_positions": num_positions,
-            "padding": 1.0 - num_tokens / num_positions,
+            "padded_tokens": padded_tokens,
+            "padding": 1.0 - num_tokens / padded_tokens,
             "bucket_rows": bucket.rows,
             "bucket_length": bucket.length,
         }

@@ -53,9 +53,10 @@ class Place:
       plan_digest: the digest of that plan.
       seed: the seed of the training.
       num_tokens_done: real tokens trained on.
-      num_positions_done: tokens with padding trained on.
+      padded_tokens_done: tokens with padding trained on.
       train_s: seconds of training so far.
       data_wait_s: how many of these it waited for data.
+      stall_s: how many of these it waited for the compiler, or for a checkpoint.
       num_adjusted_done: samples of process 0 that were cut or left shorter than planned.
       num_without_target_done: samples of process 0 without a token that has weight in the loss.
       num_steps_without_weight: steps in which no sample had one.
@@ -69,9 +70,10 @@ class Place:
     plan_digest: str
     seed: int = 0
     num_tokens_done: int = 0
-    num_positions_done: int = 0
+    padded_tokens_done: int = 0
     train_s: float = 0.0
     data_wait_s: float = 0.0
+    stall_s: float = 0.0
     num_adjusted_done: int = 0
     num_without_target_done: int = 0
     num_steps_without_weight: int = 0

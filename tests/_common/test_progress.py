@@ -1,6 +1,5 @@
 """Progress: a bar where someone looks on, plain lines where a log is read."""
 
-import math
 import os
 import pty
 import sys
@@ -16,10 +15,11 @@ from jvarlen.runs.steps import StepDisplay
 def record(step, **figures):
     return {
         "step": step,
-        "loss": math.log(2),
+        "loss": 1.0,
         "num_tokens": 100,
         "step_s": 0.5,
         "data_wait_s": 0.05,
+        "stall_s": 0.0,
         "learning_rate": 0.5,
         "bucket_rows": 3,
         "bucket_length": 8,
@@ -66,7 +66,7 @@ def test_on_a_terminal_there_are_bars(monkeypatch):
     assert "| 3/3 [" in seen
     assert "| 1000/2000 [" in seen
     assert "| 12/12 [" in seen
-    assert "loss 1.000 bits/token · 200 tokens/s · lr 5.0e-01 · 3×8 · wait 10.0 %]" in seen
+    assert "loss 1.000 nats/token · 200 tokens/s · lr 5.0e-01 · 3×8 · wait 10.0 %]" in seen
     assert "step 12/12" not in seen
 
 
@@ -74,7 +74,7 @@ def test_in_a_pipe_there_are_plain_lines(monkeypatch):
     rows, samples, first, last = seen_at(*os.pipe(), monkeypatch).split("\n")[:-1]
     assert rows == "rows: 3/3 × row, 0.0 s"
     assert samples == "samples: 1,000/2,000 × sample, 0.0 s"
-    figures = "loss 1.000 bits/token · 200 tokens/s · lr 5.0e-01 · 3×8 · wait 10.0 %"
+    figures = "loss 1.000 nats/token · 200 tokens/s · lr 5.0e-01 · 3×8 · wait 10.0 %"
     assert first == f"step 5/12 · {figures} · 2 s"
     assert last == f"step 12/12 · {figures} · 6 s"
 
@@ -98,6 +98,16 @@ def test_rates_are_over_the_steps_since_the_line_before(capsys, monkeypatch):
     second = capsys.readouterr().err.splitlines()[1]
     assert "· 300 tokens/s ·" in second
     assert "· wait 25.0 % ·" in second
+
+
+def test_stalls_are_told_apart(capsys):
+    with StepDisplay(9) as display:
+        display.update(record(0, stall_s=13.0))
+        display.update(record(1))
+    first, second = capsys.readouterr().err.splitlines()
+    assert "· 200 tokens/s ·" in first
+    assert "· stalled 13.0 s ·" in first
+    assert "stalled" not in second
 
 
 def test_the_last_step_before_an_error_is_shown(capsys):

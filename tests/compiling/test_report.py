@@ -61,16 +61,21 @@ def test_the_table_tells_every_figure_of_a_bucket_and_the_totals():
         "peak MB": "43",
         "step ms": "12.5",
         "used": "8",
-        "compile s/step": "0.5",
     }
-    assert [short[name] for name in ("cache", "GFLOP", "step ms", "used", "compile s/step")] == ["hit", *"––0–"]
-    names = ("bucket", "lower s", "compile s", "cache", "used", "compile s/step", "peak MB")
-    assert [total[name] for name in names] == ["total", "1", "4", "1 hit", "8", "", ""]
+    assert [short[name] for name in ("cache", "GFLOP", "step ms", "used")] == ["hit", *"––0"]
+    names = ("bucket", "lower s", "compile s", "cache", "used", "peak MB")
+    assert [total[name] for name in names] == ["total", "", "", "1 hit", "8", ""]
+
+
+def test_seconds_of_threads_are_not_added_up_and_the_whole_is_told():
+    report = CompileReport([LONG, SHORT], wall_s=3.75, cpu_s=7.5)
+    assert report.table().splitlines()[-2:] == ["compiling: 3.75 s wall, 7.5 s CPU", "never used: 4×8"]
+    assert "compiling" not in CompileReport([LONG]).table()
 
 
 def test_the_table_shows_only_columns_of_which_something_is_known():
     row, _ = cells(CompileReport([SHORT]))
-    assert not {"GFLOP", "step ms", "compile s/step", "in plan", "padding", "let go"} & set(row)
+    assert not {"GFLOP", "step ms", "in plan", "padding", "let go"} & set(row)
     released, held, total = cells(CompileReport([dataclasses.replace(LONG, is_live=False), MIDDLE]))
     assert [row["let go"] for row in (released, held, total)] == ["yes", "–", "1"]
 
@@ -87,7 +92,6 @@ def test_totals_are_those_of_all_rows():
     report = CompileReport([LONG, SHORT, MIDDLE])
     assert [len(report), report.num_cache_hits, report.times_used] == [3, 1, 8]
     assert LONG.total_bytes == 43_500_000
-    assert math.isnan(SHORT.compile_s_per_use)
 
 
 def test_an_empty_report_has_a_table_too():
@@ -107,10 +111,11 @@ def test_an_empty_report_has_a_table_too():
 )
 def test_a_report_comes_back_from_disk_exactly(rows, tmp_path):
     path = tmp_path / "compile_report.json"
-    report = CompileReport(rows)
+    report = CompileReport(rows, wall_s=1 / 3, cpu_s=4)
     report.save(path)
     loaded = CompileReport.load(path)
     assert loaded.to_json() == report.to_json()
+    assert (loaded.wall_s, loaded.cpu_s) == (1 / 3, 4)
     assert [row.bucket for row in loaded] == [row.bucket for row in rows]
     assert all(type(ours.bucket) is type(theirs.bucket) for ours, theirs in zip(rows, loaded, strict=True))
     assert loaded.table() == report.table()
@@ -124,9 +129,9 @@ def test_what_is_unknown_is_null_in_the_file_and_what_follows_is_there(tmp_path)
 
     long, short = json.loads((tmp_path / "compile_report.json").read_text(), parse_constant=refuse)["rows"]
     assert long["bucket"] == [2, 24]
-    assert [long["compile_s_per_use"], long["total_bytes"]] == [0.5, 43_500_000]
+    assert long["total_bytes"] == 43_500_000
     assert {name for name, value in short.items() if value is None} == {
-        *("flops", "step_s", "planned_steps", "padding", "compile_s_per_use")
+        *("flops", "step_s", "planned_steps", "padding")
     }
 
 
@@ -143,7 +148,9 @@ def changed(**figures):
         (changed(bucket=7), "int"),
         (lambda document: document["rows"].append(3), "int"),
         (lambda document: document.pop("rows"), "rows"),
-        (lambda document: document.update(format=2), "its format is 2, and this version of jvarlen reads 1"),
+        (lambda document: document.pop("wall_s"), "wall_s"),
+        (lambda document: document.update(cpu_s="long"), "cpu_s is 'long'"),
+        (lambda document: document.update(format=1), "its format is 1, and this version of jvarlen reads 2"),
     ],
 )
 def test_damaged_reports_are_refused_by_name(damage, said, tmp_path):

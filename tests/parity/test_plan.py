@@ -201,34 +201,6 @@ def test_block_shuffled_steps_come_as_they_fill(package, order):
     assert steps_of(shuffled) == [steps_of(plan)[i] for i in slow.random_order(2, 1, 300, plan.num_steps)]
 
 
-@moderate
-@given(arguments=plan_arguments())
-def test_neighbour_correlation_is_pearsons(package, arguments):
-    """Of the mean lengths of steps and those after them, by the textbook's formula."""
-    plan = make_plan(package, arguments)
-    means = [
-        tokens / count for tokens, count in zip(plan.num_tokens.tolist(), plan.num_sequences.tolist(), strict=True)
-    ]
-    one, other = means[:-1], means[1:]
-    found = plan.neighbour_correlation
-    assert isinstance(found, float)
-    if len(means) < 3 or len(set(one)) == 1 or len(set(other)) == 1:
-        assert np.isnan(found)
-        return
-    centre, other_centre = sum(one) / len(one), sum(other) / len(other)
-    products = sum((x - centre) * (y - other_centre) for x, y in zip(one, other, strict=True))
-    squares = sum((x - centre) ** 2 for x in one) * sum((y - other_centre) ** 2 for y in other)
-    assert found == pytest.approx(products / squares**0.5, abs=1e-9)
-
-
-def test_sorted_steps_are_correlated_and_shuffled_ones_are_not(package):
-    """What the number is for."""
-    lengths = np.random.default_rng(0).integers(1, 500, 5000)
-    buckets = package.make_buckets(lengths, 2000, max_shapes=12)
-    assert package.make_plan(lengths, buckets, order="length").neighbour_correlation > 0.99
-    assert abs(package.make_plan(lengths, buckets, order="shuffle").neighbour_correlation) < 0.2
-
-
 def test_plans_depend_on_their_arguments_alone(package):
     """The same call gives the same digest; another M, seed or order another one."""
     lengths = np.random.default_rng(0).integers(1, 50, 300)

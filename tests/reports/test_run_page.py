@@ -15,6 +15,7 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig
 from jvarlen.reports import figures as drawing
+from jvarlen.reports import run_page
 from jvarlen.reports.figures import look_of
 from jvarlen.reports.run_page import draw_runs, plot_curves, read_runs
 from jvarlen.reports.run_records import bucket_uses, read_run, run_names
@@ -25,7 +26,7 @@ from tests.synthetic_runs import BUCKETS, records_of, write_run
 
 FIGURES = {
     "loss-tokens", "loss-time", "evaluations", "learning-rate", "shapes", "sequences", "throughput", "data-wait",
-    "step-padding", "bucket-padding", "bucket-time", "bucket-compile", "memory",
+    "bucket-padding", "bucket-time", "memory",
 }  # fmt: skip
 
 
@@ -68,20 +69,22 @@ def test_the_table_holds_the_figures_of_the_records(tmp_path):
     records = records_of(70)
     report = read_runs([write_run(tmp_path / "run", 70, records=records)])
     figures = {name: values for name, (values,) in report.figures}
-    tokens, positions = sum_of(records, "num_tokens"), sum_of(records, "num_positions")
+    tokens, positions = sum_of(records, "num_tokens"), sum_of(records, "padded_tokens")
     steps = [record for record in records if "loss" in record]
     assert figures["State"] == "ended"
     assert figures["Steps"] == "70"
-    assert figures["Real tokens"] == f"{tokens:,}"
+    assert figures["Tokens"] == f"{tokens:,}"
     assert figures["Padding"] == f"{1 - tokens / positions:.2%}"
-    last = [record["loss"] / np.log(2) for record in steps[-50:]]
-    assert figures["Last loss, bits a token"] == f"{sum(last) / 50:.3f}"
-    assert figures["Real tokens a second"] == f"{tokens / steps[-1]['time_s']:,.0f}"
+    last = [record["loss"] for record in steps[-50:]]
+    assert figures["Last loss, nats a token"] == f"{last[-1]:.3f}"
+    assert figures["Mean loss of up to 50 last steps, nats a token"] == f"{sum(last) / 50:.3f}"
+    assert figures["Tokens a second"] == f"{tokens / steps[-1]['time_s']:,.0f}"
+    assert figures["Stalls"] == "none"
     assert figures["Wait for data"] == f"{sum_of(records, 'data_wait_s') / sum_of(records, 'step_s'):.2%}"
-    assert figures["Seconds of compiling"] == "12.5"
-    assert figures["Evaluation held_out, bits a token"] == "8.000, then 4.000"
+    assert figures["Seconds of compiling, wall and CPU"] == "12.5, 20.2"
+    assert figures["Evaluation held_out, nats a token"] == "8.000, then 4.000"
     lines = report.table().splitlines()
-    assert any(line.split() == ["Real", "tokens", f"{tokens:,}"] for line in lines)
+    assert any(line.split() == ["Tokens", f"{tokens:,}"] for line in lines)
     assert any(line.startswith("32 × 16") for line in lines)
 
 
@@ -95,13 +98,96 @@ def test_buckets_are_counted_from_the_records_and_described_by_the_report(tmp_pa
         assert use.num_steps == num_steps
         assert use.row.compile_s == 2 * k + 1
         if num_steps:
-            tokens, positions = (sum_of(records, name, bucket_rows=rows) for name in ("num_tokens", "num_positions"))
-            assert (use.num_tokens, use.num_positions) == (tokens, positions)
+            tokens, positions = (sum_of(records, name, bucket_rows=rows) for name in ("num_tokens", "padded_tokens"))
+            assert (use.num_tokens, use.padded_tokens) == (tokens, positions)
+            of_bucket = [record["step_s"] for record in records if record.get("bucket_rows") == rows]
+            assert use.median_s == np.median(of_bucket)
             assert use.padding == pytest.approx(1 - tokens / positions)
             assert use.seconds == pytest.approx(sum_of(records, "step_s", bucket_rows=rows))
         else:
             assert (use.num_tokens, use.seconds) == (0, 0)
             assert np.isnan(use.padding)
+
+
+def records_with(num_steps=60, **changes):
+    """Records of steps of one bucket and 0.1 s, with changes at some of them: `changes` is {field: {step: value}}."""
+    records = [record for record in records_of(num_steps) if "loss" in record]
+    for i, record in enumerate(records):
+        record |= {"bucket_rows": 32, "bucket_length": 16, "num_tokens": 500, "step_s": 0.1, "data_wait_s": 0.0}
+        record |= {name: values[i] for name, values in changes.items() if i in values}
+    return records
+
+
+def figures_and_buckets(path, records):
+    report = read_runs([write_run(path, records=records)])
+    uses = {use.bucket: use for use in bucket_uses(report.runs[0])}
+    return {name: values for name, (values,) in report.figures}, uses
+
+
+def test_a_stall_is_shown_apart_and_is_no_time_of_steps(tmp_path):
+    """A suspended machine, that no one told of, and a wait for the compiler, that the record tells."""
+    records = records_with(step_s={7: 13.496}, stall_s={20: 3.0, 30: 0.05})
+    figures, uses = figures_and_buckets(tmp_path / "run", records)
+    assert figures["Stalls"] == "2 of 16.4 s: 13.4 s at step 7, 3.0 s at step 20"
+    assert figures["Seconds of steps"] == "6.0"
+    assert figures["Tokens a second"] == "5,000"
+    assert uses[32, 16].median_s == pytest.approx(0.1)
+    assert uses[32, 16].seconds == pytest.approx(6.0)
+    table = read_runs([tmp_path / "run"]).table()
+    assert re.search(r"^32 × 16 .* 100\.00 ", table, re.MULTILINE)
+    steady, _ = figures_and_buckets(tmp_path / "steady", records_with(step_s={7: 0.49, 8: 0.3}))
+    assert steady["Stalls"] == "none"
+
+
+@pytest.mark.parametrize("num_slow", [1, 2])
+def test_a_stall_in_a_bucket_of_few_steps_is_told_from_a_slow_bucket(tmp_path, num_slow):
+    places = range(10, 10 + num_slow)
+    rare = dict.fromkeys(places, 64)
+    records = records_with(bucket_length=rare, bucket_rows=dict.fromkeys(places, 8), step_s=dict.fromkeys(places, 0.4))
+    figures, uses = figures_and_buckets(tmp_path / "slow", records)
+    assert figures["Stalls"] == "none"
+    assert uses[8, 64].median_s == 0.4
+    records[10]["step_s"] = 13.496
+    figures, uses = figures_and_buckets(tmp_path / "stalled", records)
+    assert figures["Stalls"] == "1 of 13.4 s: 13.4 s at step 10"
+    assert np.isnan(uses[8, 64].median_s) if num_slow == 1 else uses[8, 64].median_s == 0.4
+
+
+def axes_of(monkeypatch, draw):
+    """The axes of figures, by their label, as they are written."""
+    axes, to_svg = {}, drawing.to_svg
+
+    def noting(figure):
+        axes.update({axis.get_ylabel(): axis for axis in figure.axes})
+        return to_svg(figure)
+
+    for module in (drawing, run_page):
+        monkeypatch.setattr(module, "to_svg", noting)
+    draw()
+    return axes
+
+
+@pytest.mark.parametrize("num_steps", [60, 2000])
+def test_one_outlier_flattens_no_plot_and_is_marked(tmp_path, monkeypatch, num_steps):
+    run = read_run(write_run(tmp_path / "run", records=records_with(num_steps, loss={40: 4000.0})))
+    axes = axes_of(monkeypatch, lambda: draw_runs([run]))
+    axis = axes["loss, nats a token"]
+    others = np.delete(run.steps["loss"], 40)
+    assert others.max() <= axis.get_ylim()[1] < 2 * others.max()
+    assert axis.get_title(loc="right") == "beyond the axis: 1, the furthest at 4000"
+    marks = [line for line in axis.lines if line.get_marker() == "^"]
+    assert [line.get_xdata().tolist() for line in marks] == [[run.own_s.cumsum()[40]]]
+    assert axes["samples"].get_title(loc="right") == ""
+    plain = read_run(write_run(tmp_path / "plain", records=records_with(num_steps)))
+    axis = axes_of(monkeypatch, lambda: draw_runs([plain]))["loss, nats a token"]
+    assert (axis.get_title(loc="right"), axis.get_ylim()[1] >= plain.steps["loss"].max()) == ("", True)
+
+
+def test_a_stall_does_not_stretch_the_axis_of_time(tmp_path, monkeypatch):
+    run = read_run(write_run(tmp_path / "run", records=records_with(step_s={30: 3600.0})))
+    axis = axes_of(monkeypatch, lambda: draw_runs([run]))["loss, nats a token"]
+    assert axis.get_xlabel() == "seconds of steps, without stalls"
+    assert axis.get_xlim()[1] < 7
 
 
 def test_several_runs_lie_in_the_same_pictures_and_are_named(drawn):
@@ -136,7 +222,7 @@ def test_a_run_that_goes_on_is_shown_without_its_last_half_line(tmp_path):
     figures = dict(read_runs([run]).figures)
     assert figures["State"] == ["going on, or broken off"]
     assert figures["Steps"] == ["12"]
-    assert figures["Seconds of compiling"] == ["not known"]
+    assert figures["Seconds of compiling, wall and CPU"] == ["not known"]
 
 
 def test_a_summary_of_fewer_steps_than_were_logged_is_from_before_the_run_was_resumed(tmp_path):
@@ -250,7 +336,7 @@ def test_the_size_does_not_grow_with_the_run_and_every_step_counts(tmp_path, pag
     report = read_runs([run.path])._replace(runs=(run,))
     report.write_html(page_path)
     assert page_path.stat().st_size < 500_000
-    (line,) = lines["real tokens a second"]
+    (line,) = lines["tokens a second"]
     x, y = line.get_data()
     assert len(x) == 300
     assert 0 < x[0] < x[-1] < 200_000
@@ -302,7 +388,7 @@ def test_a_run_of_fit_is_shown_as_its_summary_has_it(tmp_path, page_path, split)
     rows = rows_of(page)
     assert rows["State"] == ["ended"]
     assert rows["Steps"] == ["5"]
-    assert rows["Real tokens"] == [f"{result.summary.num_tokens:,}"]
+    assert rows["Tokens"] == [f"{result.summary.num_tokens:,}"]
     assert rows["Padding"] == [f"{result.summary.padding:.2%}"]
     assert rows["Shapes"] == ["1"]
     assert rows["max_steps"] == ["5"]
@@ -318,7 +404,7 @@ def test_a_reader_sees_the_page_in_a_browser(drawn, width, is_dark):
     page = Page(seen.dom)
     assert "2 runs" in page.text
     tokens = read_run(first).steps["num_tokens"].sum()
-    assert rows_of(page)["Real tokens"][0] == f"{tokens:,.0f}"
+    assert rows_of(page)["Tokens"][0] == f"{tokens:,.0f}"
     for hex_code in ("#74b0f0", "#f5a25d") if is_dark else ("#2a6ebb", "#c8590a"):
         assert num_pixels_of(seen.pixels, hex_code) > 1000
     layout = measured(path, width=width)
@@ -340,16 +426,16 @@ def test_the_browser_would_run_no_script_that_got_into_a_page(drawn, tmp_path):
 
 def test_losses_of_ones_own_are_shown_as_they_are(tmp_path, page_path):
     own = [record | {"mean_loss": 0.5} if "evaluation" in record else record for record in records_of(60)]
-    own = [{name: value for name, value in record.items() if name != "bits_per_token"} for record in own]
+    own = [{name: value for name, value in record.items() if name != "nats_per_token"} for record in own]
     run = write_run(tmp_path / "own", records=own)
-    last = np.mean([record["loss"] for record in own if "loss" in record][-50:])
+    last = [record["loss"] for record in own if "loss" in record][-1]
     figures = {name: values for name, (values,) in read_runs([run]).figures}
     assert figures["Last loss"] == f"{last:.3f}"
     assert figures["Evaluation held_out"] == "0.500, then 0.500"
     reported(run, path=page_path)
-    assert "bits a token" not in page_path.read_text()
-    figures = dict(read_runs([run, write_run(tmp_path / "bits")]).figures)
-    assert figures["Last loss, bits a token or own"] == [f"{last:.3f}", f"{last / np.log(2):.3f}"]
+    assert "nats a token" not in page_path.read_text()
+    figures = dict(read_runs([run, write_run(tmp_path / "nats")]).figures)
+    assert figures["Last loss, nats a token or own"] == [f"{last:.3f}"] * 2
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 30])
@@ -365,7 +451,7 @@ def test_curves_are_drawn_for_any_number_of_steps(tmp_path, num_steps):
         }
         for s in range(num_steps)
     ]
-    plot_curves([{"step": 0, "held_out_bits_per_byte": 8.0}, *rows], tmp_path / "curves.png")
+    plot_curves([{"step": 0, "evaluation": "held_out", "nats_per_token": 8.0}, *rows], tmp_path / "curves.png")
     pixels = imread(tmp_path / "curves.png")[..., :3]
     is_blue = pixels[..., 2] - pixels[..., 0] > 0.3
     lower_half = is_blue[len(is_blue) // 2 :]  # points only

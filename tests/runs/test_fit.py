@@ -81,7 +81,7 @@ def step_records(run_dir):
 
 def same_training(one, other):
     """The same steps with the same losses, to the last bit; times are another matter."""
-    of_time = {"time_s", "step_s", "data_wait_s", "host_memory_bytes", "device_memory_bytes"}
+    of_time = {"time_s", "step_s", "data_wait_s", "stall_s", "host_memory_bytes", "device_memory_bytes"}
     without_time = [
         [{name: value for name, value in row.items() if name not in of_time} for row in step_records(run_dir)]
         for run_dir in (one.run_dir, other.run_dir)
@@ -113,7 +113,7 @@ def test_a_run_leaves_everything_behind(whole_and_printed, config):
     assert [row["step"] for row in records] == list(range(25))
     first_epoch = records[: plan.num_steps]
     assert [row["num_sequences"] for row in first_epoch] == plan.num_sequences[: len(first_epoch)].tolist()
-    positions, tokens = sum(row["num_positions"] for row in records), sum(row["num_tokens"] for row in records)
+    positions, tokens = sum(row["padded_tokens"] for row in records), sum(row["num_tokens"] for row in records)
     assert summary["padding"] == 1 - tokens / positions
     assert summary["num_tokens"] == tokens
 

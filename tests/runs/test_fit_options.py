@@ -69,10 +69,10 @@ def test_every_set_is_evaluated_when_it_is_due(result, records):
     assert [(row["step"], row["evaluation"]) for row in evaluations] == [
         (step, name) for step in due for name in ("held_out", "other")
     ]
-    last = {row["evaluation"]: row["bits_per_token"] for row in evaluations[-2:]}
+    last = {row["evaluation"]: row["nats_per_token"] for row in evaluations[-2:]}
     assert last == result.summary.evaluations
     assert last["held_out"] == result.summary.held_out_after
-    assert evaluations[0]["bits_per_token"] == result.summary.held_out_before
+    assert evaluations[0]["nats_per_token"] == result.summary.held_out_before
     lengths = [len(json.loads(line)["body"]) for line in Path(evaluations_file(result)).read_text().splitlines()]
     assert {row["num_tokens"] for row in evaluations if row["evaluation"] == "other"} == {sum(lengths)}
 
@@ -82,7 +82,7 @@ def evaluations_file(result):
 
 
 def test_the_newest_and_the_best_are_kept(result, records):
-    held_out = {row["step"]: row["bits_per_token"] for row in records if row.get("evaluation") == "held_out"}
+    held_out = {row["step"]: row["nats_per_token"] for row in records if row.get("evaluation") == "held_out"}
     candidates = {step: held_out[step] for step in held_out if step}
     kept = {int(path.name) for path in (result.run_dir / "checkpoints").iterdir() if path.name.isdigit()}
     assert kept == {NUM_STEPS, min(candidates, key=candidates.get)}
@@ -92,12 +92,12 @@ def test_every_step_is_recorded_with_what_it_took(result, records):
     steps = [row for row in records if "loss" in row]
     assert [row["step"] for row in steps] == list(range(NUM_STEPS))
     for row in steps:
-        assert row["padding"] == 1 - row["num_tokens"] / row["num_positions"]
+        assert row["padding"] == 1 - row["num_tokens"] / row["padded_tokens"]
         assert 0 <= row["data_wait_s"] <= row["step_s"]
         assert row["host_memory_bytes"] > 1e7
         assert row["device_memory_bytes"] is None, "this backend does not tell"
     # Evaluations are left out of both; reading the metrics of a step comes before it is timed.
-    assert sum(row["step_s"] for row in steps) == pytest.approx(result.summary.train_s, rel=0.05)
+    assert sum(row["step_s"] + row["stall_s"] for row in steps) == pytest.approx(result.summary.train_s, rel=0.05)
     times = [row["time_s"] for row in steps]
     assert times == sorted(times)
     assert 0 <= result.summary.data_wait < 1
@@ -115,7 +115,7 @@ def test_the_tracker_has_what_the_log_has(result, records):
     losses = {e.step: v.simple_value for e in events for v in e.summary.value if v.tag == "train/loss"}
     assert losses == {row["step"]: np.float32(row["loss"]) for row in records if "loss" in row}
     tags = {value.tag for event in events for value in event.summary.value}
-    assert {"eval/held_out/bits_per_token", "eval/other/bits_per_token", "rate/in_force", "data/wait_s"} <= tags
+    assert {"eval/held_out/nats_per_token", "eval/other/nats_per_token", "rate/in_force", "data/wait_s"} <= tags
 
 
 def test_a_trace_has_the_steps_with_their_buckets(result):

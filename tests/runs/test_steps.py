@@ -1,9 +1,11 @@
 """Profiling: seconds fall to the step they belong to, and a trace holds the steps asked for."""
 
+import dataclasses
 import gzip
 import json
 import mmap
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,28 @@ def test_times_of_steps_add_up_and_waits_lie_within_them(monkeypatch):
     meter.skip()
     now += 0.5
     assert meter.end_step()["step_s"] == 0.5
+    assert {row["stall_s"] for row in rows} == {0}
+
+
+def test_waits_for_the_compiler_and_checkpoints_are_no_time_of_a_step(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now)
+    meter = StepMeter(dataclasses.replace(FIRST, train_s=50.0, stall_s=7.0), iter("abc"))
+    meter.next_batch()
+    with meter.stalled():
+        now += 13.0
+    now += 0.25
+    first = meter.end_step()
+    meter.next_batch()
+    now += 0.25
+    second = meter.end_step()
+    assert [(row["step_s"], row["stall_s"], row["time_s"]) for row in (first, second)] == [
+        (0.25, 13, 63.25),
+        (0.25, 0, 63.5),
+    ]
+    meter._batches = types.SimpleNamespace(num_adjusted=0, num_without_target=0)
+    place = meter.measured(FIRST)
+    assert (place.train_s, place.stall_s) == (63.5, 20)
 
 
 def test_memory_is_what_is_held():

@@ -19,7 +19,7 @@ STEP = {
     "epoch": 0,
     "loss": 2.5,
     "num_tokens": 90,
-    "num_positions": 100,
+    "padded_tokens": 100,
     "padding": 0.1,
     "num_sequences": 7,
     "bucket_rows": 12,
@@ -37,7 +37,7 @@ SCALARS = {
     "train/epoch": 0,
     "train/loss": 2.5,
     "data/num_tokens": 90,
-    "data/num_positions": 100,
+    "data/padded_tokens": 100,
     "data/padding": 0.1,
     "data/num_sequences": 7,
     "data/bucket_rows": 12,
@@ -58,8 +58,8 @@ def lines_of(run_dir):
 
 def test_scalars_are_grouped():
     assert scalars_of({"step": 4, **STEP}) == SCALARS
-    assert scalars_of({"step": 4, "evaluation": "held_out", "bits_per_token": 4.5, "num_tokens": 9}) == {
-        "eval/held_out/bits_per_token": 4.5,
+    assert scalars_of({"step": 4, "evaluation": "held_out", "nats_per_token": 4.5, "num_tokens": 9}) == {
+        "eval/held_out/nats_per_token": 4.5,
         "eval/held_out/num_tokens": 9,
     }
 
@@ -163,11 +163,11 @@ def events_in(directory):
 def test_tensorboard_gets_scalars_in_groups(tmp_path):
     with open_trackers(["tensorboard"], tmp_path) as tracker:
         tracker.log({"step": 0, **STEP})
-        tracker.log({"step": 1, "evaluation": "held_out", "bits_per_token": math.nan})
+        tracker.log({"step": 1, "evaluation": "held_out", "nats_per_token": math.nan})
     start, step, evaluation = events_in(tmp_path / "tensorboard")
     assert start == (0, None)
     assert step == (0, pytest.approx(SCALARS))
-    assert evaluation == (1, pytest.approx({"eval/held_out/bits_per_token": math.nan}, nan_ok=True))
+    assert evaluation == (1, pytest.approx({"eval/held_out/nats_per_token": math.nan}, nan_ok=True))
 
 
 def test_tensorboard_hides_what_is_taken_anew(tmp_path):
@@ -223,11 +223,11 @@ def test_wandb_gets_scalars_in_groups_and_stays_one_run(tmp_path, monkeypatch):
         time.sleep(start_step and 1.0 - time.time() % 1.0)  # directories are named by the second
         with open_trackers(["wandb"], run_dir, start_step=start_step, config={"plan.max_tokens": 512}) as tracker:
             tracker.log({"step": start_step, **STEP})
-            tracker.log({"step": start_step + 1, "evaluation": "held_out", "bits_per_token": math.nan})
+            tracker.log({"step": start_step + 1, "evaluation": "held_out", "nats_per_token": math.nan})
     history = dict(wandb_history(run_dir))
     assert list(history) == [0, 1, 2]
     assert history[0] == history[1] == SCALARS
-    assert history[2] == pytest.approx({"eval/held_out/bits_per_token": math.nan}, nan_ok=True)
+    assert history[2] == pytest.approx({"eval/held_out/nats_per_token": math.nan}, nan_ok=True)
     runs = [record.run for record in wandb_records(run_dir) if record.HasField("run")]
     assert {run.run_id for run in runs} == {(run_dir / "wandb" / "run_id").read_text()}
     assert "plan.max_tokens" in {item.key for item in runs[0].config.update}

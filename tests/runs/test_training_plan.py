@@ -38,7 +38,7 @@ def test_places_run_through_all_epochs():
     assert all(b.num_steps_done == a.num_steps_done + 1 for a, b in pairwise(walked))
     assert len({p.plan_digest for p in walked[:-1]}) == 3
     assert walked[-1].num_tokens_done == 3 * np.minimum(LENGTHS, 32).sum()
-    assert walked[-1].num_positions_done == 3 * training.plan_of_epoch(0).padded_tokens_per_step.sum()
+    assert walked[-1].padded_tokens_done == 3 * training.plan_of_epoch(0).padded_tokens_per_step.sum()
 
 
 PACKED_LENGTHS = np.random.default_rng(0).permutation(np.arange(100, 1_100))
