@@ -8,7 +8,7 @@
 - `arguments`: which executable takes a batch, and which arrays a step may overwrite. `unplanned`: how a batch differs
   from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
-- `compile_row`, `report`: what each bucket cost, and the table of all.
+- `clock`, `compile_row`, `report`: how long compiling takes, what each bucket cost, and the table of all.
 - `measure`: how long steps take, and the most rows that fit.
 - `auto_shapes`: how many shapes pay off in a run, by what steps and compiling cost on this machine.
 - `lifetimes`: when the arrays of a traced function are alive. `hlo`: collectives of a compiled program.
