@@ -286,20 +286,21 @@ class _FieldLengths:
 
 def _field_names(sample: Any) -> Iterable[Any]:
     """The names of fields; attributes of other classes are none: an array has `data` and `shape`."""
-    if isinstance(sample, Mapping):
+    if isinstance(sample, dict | Mapping):  # of which the first is known at once
         return sample
     return getattr(sample, "__dataclass_fields__", getattr(sample, "_fields", ()))
 
 
 def _field(sample: Any, name: str) -> Any:
-    if name not in _field_names(sample):
+    names: Any = _field_names(sample)
+    if name not in names:
         return None
-    return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
+    return sample[name] if names is sample else getattr(sample, name)
 
 
 def _first_axis(field: Any) -> int:
     """The size of the first axis; raises TypeError for what has none, such as scalars and text."""
-    if isinstance(field, str | bytes | Mapping):
+    if isinstance(field, str | bytes | dict):
         raise TypeError(type(field))
     return len(field)
 
