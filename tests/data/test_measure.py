@@ -206,7 +206,7 @@ def test_other_names_of_lengths_are_refused(names):
 def test_an_empty_field_is_no_length():
     with pytest.raises(ValueError, match="id 1: 0"):
         measure_lengths([{"tokens": [1]}, {"tokens": []}], "tokens", progress=False)
-    with pytest.raises(ValueError, match="at least 1: id 1"):
+    with pytest.raises(ValueError, match=r"at least 1.*: id 1"):
         measure_lengths([{"a": [1], "b": [1]}, {"a": [], "b": [1]}], ("a", "b"), progress=False)
 
 
