@@ -4,11 +4,12 @@ from torch_ref.balance import assign_microbatches, balance_plan, packed_row_cost
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
 from torch_ref.budget import Budget
+from torch_ref.collate import Batch, PairBatch
 from torch_ref.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.graphs import no_recompiles
 from torch_ref.lengths import check_lengths
-from torch_ref.loader import Batch, PlanBatchSampler, PlannedDataset, PlannedRow, load
+from torch_ref.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
@@ -40,6 +41,7 @@ __all__ = [
     "Order",
     "PackedHistogram",
     "Packing",
+    "PairBatch",
     "PairBucket",
     "Plan",
     "PlanBatchSampler",

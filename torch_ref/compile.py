@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
+from torch_ref.collate import Batch
 from torch_ref.graphs import Backend, compile_loss, count_graphs, fitting_mode, no_recompiles, room_for, unchanged
-from torch_ref.loader import Batch
 from torch_ref.plan import Plan
 from torch_ref.train import LossFn, loss_sums, take_microbatch, train_step
 from torch_ref.unplanned import UnplannedShapeError, explain_unplanned, layout_of, name_of
@@ -66,7 +66,7 @@ class CompiledBuckets:
         model: nn.Module,
         buckets: tuple[Bucket, ...],
         *,
-        packed: bool,
+        samples_per_row: tuple[int, ...] | None,
         steps_left: dict[Bucket, int] | None,
         reset_after: int | None,
         loss_fn: LossFn,
@@ -84,7 +84,10 @@ class CompiledBuckets:
         self._steps_left = steps_left
         self._progress = progress
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-        self._specs = {bucket: _dummy_batch(bucket, packed, self._device) for bucket in buckets}
+        self._specs = {
+            bucket: _dummy_batch(bucket, num_slots, self._device)
+            for bucket, num_slots in zip(buckets, samples_per_row or [None] * len(buckets), strict=True)
+        }
         self._by_layout = {layout_of(spec): bucket for bucket, spec in self._specs.items()}
         self._rows = {bucket: CompileRow(bucket) for bucket in buckets}
         # The buckets that are compiled, or are to be before the next step, where compiling failed.
@@ -286,7 +289,7 @@ def compile_buckets(
     return CompiledBuckets(
         model,
         tuple(shapes),
-        packed=isinstance(plan, Plan) and plan.row_offsets is not None,
+        samples_per_row=plan.samples_per_row if isinstance(plan, Plan) and plan.row_offsets is not None else None,
         steps_left=steps_left,
         reset_after=reset_after,
         loss_fn=loss_fn,
@@ -296,15 +299,19 @@ def compile_buckets(
     )
 
 
-def _dummy_batch(bucket: Bucket, packed: bool, device: torch.device) -> Batch:
-    """Return one microbatch [1, B, T] of full rows, laid out like the loader's."""
+def _dummy_batch(bucket: Bucket, num_slots: int | None, device: torch.device) -> Batch:
+    """Return one microbatch [1, B, T] of full rows, laid out like the loader's; if packed, with P entries a row."""
     shape = (1, bucket.rows, bucket.length)
+    of_samples = shape[:2] if num_slots is None else (*shape[:2], num_slots)
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    positions = torch.arange(bucket.length, device=device).expand(shape).contiguous()
     return Batch(
         tokens=tokens,
         lengths=torch.full(shape[:2], bucket.length, device=device),
         weights=torch.ones(shape, dtype=torch.float32, device=device),
         num_sequences=float(bucket.rows),
-        segment_ids=torch.ones_like(tokens) if packed else None,
-        positions=torch.arange(bucket.length, device=device).expand(shape).contiguous() if packed else None,
+        segment_ids=None if num_slots is None else torch.ones_like(tokens),
+        positions=None if num_slots is None else positions,
+        ids=torch.zeros(of_samples, dtype=torch.int64, device=device),
+        is_real=torch.ones(of_samples, dtype=torch.bool, device=device),
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from torch_ref.loader import Batch
+from torch_ref.collate import Batch
 from torch_ref.train import LossFn
 
 __all__ = [

@@ -1,46 +1,22 @@
-"""Loads the padded batches of one replica, step by step, with torch's DataLoader."""
+"""Loads the batches of one replica, step by step, with torch's DataLoader."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.buckets import Bucket, PairBucket
 from torch_ref.checks import check_integer
+from torch_ref.collate import AnyBatch, Collator, Placed
 from torch_ref.plan import Plan
-from torch_ref.weighted import WeightedTokens
 
-__all__ = ["Batch", "PlanBatchSampler", "PlannedDataset", "PlannedRow", "SampleSource", "load"]
-
-
-class Batch(NamedTuple):
-    """A replica's share of a step, or one microbatch of it (then without the leading m).
-
-    Attributes:
-        tokens: int64[m, B, T], 0 where there is no token.
-        lengths: int64[m, B], tokens of each row, 0 for a padding row unless it repeats a sample.
-        weights: float32[m, B, T], of real tokens in the loss: 1 unless their samples have their own; 0 elsewhere.
-        num_sequences: real samples of the whole step, over all replicas.
-        segment_ids: int64[m, B, T] in batches of packed rows: 1 on the first sample of a row, 2 on the next and so on,
-            0 on padding. None where a row is a sample.
-        positions: int64[m, B, T] likewise: the place of each token in its sample, 0 on padding.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    weights: Tensor
-    num_sequences: float
-    segment_ids: Tensor | None = None
-    positions: Tensor | None = None
+__all__ = ["PlanBatchSampler", "PlannedDataset", "PlannedRow", "SampleSource", "load"]
 
 
 class SampleSource(Protocol):
-    """What `load` reads from: sample i is a 1-D array of integers, or `WeightedTokens`."""
+    """What `load` reads from: sample i is as `load` describes it."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Return sample `index`."""
@@ -138,6 +114,7 @@ class PlannedDataset(Dataset[PlannedRow]):
     Args:
         plan: the plan of the sampler.
         dataset: sample i is `dataset[i]`, of any kind.
+        fields: for `collate`, as for `load`.
 
     Raises:
         IndexError: when an item is read that is none, -1 among them.
@@ -154,10 +131,11 @@ class PlannedDataset(Dataset[PlannedRow]):
         [[[[7, 0], [7, 8], [0, 0]]], [[[1, 2, 3, 4]]]]
     """
 
-    def __init__(self, plan: Plan, dataset: SampleSource) -> None:
+    def __init__(self, plan: Plan, dataset: SampleSource, *, fields: Mapping[str, str] | None = None) -> None:
         """Look up the bucket of every sample."""
         self._plan = plan
         self._dataset = dataset
+        self._collator = Collator(plan, dataset, fields)
         self._bucket_of = np.full(int(plan.sample_ids.max()) + 1, -1, dtype=np.int32)
         self._bucket_of[plan.sample_ids] = np.repeat(plan.step_bucket, plan.num_sequences)
 
@@ -182,124 +160,54 @@ class PlannedDataset(Dataset[PlannedRow]):
         """Return one more than the largest sample id of the plan."""
         return len(self._bucket_of)
 
-    def collate(self, rows: Sequence[PlannedRow]) -> Batch:
-        """Pad a microbatch to its bucket, padding rows included: a DataLoader's `collate_fn`.
+    def collate(self, rows: Sequence[PlannedRow]) -> AnyBatch:
+        """Pad or pack a microbatch to its bucket, padding rows included: a DataLoader's `collate_fn`.
 
         Args:
             rows: the items of one microbatch. Their samples are as for `load`.
 
         Returns:
-            A `Batch` with m = 1, which `train_step` and compiled buckets take; its `num_sequences` counts the samples
-            of this microbatch. Rows that are not real have weight 0.
+            A batch as `load` makes it, with m = 1, which `train_step` and compiled buckets take; its `num_sequences`
+            counts the samples of this microbatch. Rows that are not real have weight 0.
 
         Raises:
-            ValueError: as `load` while iterating; or if the plan is one of pairs.
+            ValueError: as `load`.
         """
         bucket = rows[0].bucket
-        if len(bucket) != 2:
-            raise ValueError(f"collate pads samples of one length, the plan has buckets of pairs like {bucket}")
-        placed: list[_Placed] = []
-        for place, row in enumerate(rows):
-            if row.ids is not None:
-                ids, samples = (row.ids, row.sample) if isinstance(row.ids, list) else ([row.ids], [row.sample])
-                placed += [(0, place, i, sample, None, row.is_real) for i, sample in zip(ids, samples, strict=True)]
-        batch = _filled(self._plan, bucket, 1, placed)
-        return batch._replace(num_sequences=float(sum(is_real for *_, is_real in placed)))
+        held = [([] if row.ids is None else row.ids if isinstance(row.ids, list) else [row.ids]) for row in rows]
+        ids = np.full((1, bucket.rows, max(1, *map(len, held))), -1)
+        is_real = np.zeros((1, bucket.rows), dtype=np.bool_)
+        samples: list[Any] = []
+        for place, (row, of_row) in enumerate(zip(rows, held, strict=True)):
+            ids[0, place, : len(of_row)], is_real[0, place] = of_row, row.is_real
+            samples += row.sample if isinstance(row.ids, list) else [row.sample] * len(of_row)
+        num_sequences = sum(len(of_row) for row, of_row in zip(rows, held, strict=True) if row.is_real)
+        return self._collator.batch(bucket, Placed(ids, is_real, samples), num_sequences)
 
 
-# A sample in its row of a batch: microbatch, row, id, sample, the tokens of its piece (None where it is not split), and
-# whether it counts.
-_Placed = tuple[int, int, int, Any, slice | None, bool]
-
-
-class _Steps(Dataset[Batch]):
+class _Steps(Dataset[AnyBatch]):
     """The steps of a plan as a dataset of batches, so that a DataLoader worker prepares whole steps."""
 
-    def __init__(self, plan: Plan, dataset: SampleSource, share: slice) -> None:
-        self._plan = plan
-        self._dataset = dataset
-        self._share = share
+    def __init__(self, plan: Plan, dataset: SampleSource, share: slice, collator: Collator, *, repeats: bool) -> None:
+        self._plan, self._dataset, self._share, self._collator, self._repeats = plan, dataset, share, collator, repeats
 
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, step: int) -> AnyBatch:
         plan = self._plan
-        rows_MxB = plan.rows(step)[self._share]  # of packed rows [M, B, P]
-        pieces_MxBxP, ends_MxBxP = plan.pieces(step), plan.ends(step)
-        rows_MxBxP = rows_MxB[..., None] if plan.row_offsets is None else rows_MxB
-
-        def placed() -> Iterator[_Placed]:
-            for m, row, segment in np.argwhere(rows_MxBxP >= 0).tolist():
-                sample_id = int(rows_MxBxP[m, row, segment])
-                piece = None
-                if pieces_MxBxP is not None and ends_MxBxP is not None:
-                    piece = slice(pieces_MxBxP[self._share][m, row, segment], ends_MxBxP[self._share][m, row, segment])
-                yield m, row, sample_id, self._dataset[sample_id], piece, True
-
-        bucket = plan.buckets[plan.step_bucket[step]]
-        return _filled(plan, bucket, len(rows_MxB), placed())._replace(num_sequences=float(plan.num_sequences[step]))
-
-
-def _filled(plan: Plan, bucket: tuple[int, ...], num_microbatches: int, placed: Iterable[_Placed]) -> Batch:
-    """Return a batch of these samples, those of a row in their order; of no sequences yet."""
-    num_rows, length = bucket
-    packed = plan.row_offsets is not None
-    tokens_MxBxT = np.zeros((num_microbatches, num_rows, length), dtype=np.int64)
-    weights_MxBxT = np.zeros(tokens_MxBxT.shape, dtype=np.float32)
-    segments_MxBxT, positions_MxBxT = np.zeros_like(tokens_MxBxT), np.zeros_like(tokens_MxBxT)
-    lengths_MxB = np.zeros(tokens_MxBxT.shape[:2], dtype=np.int64)
-    before: tuple[int, int] | None = None
-    ids: list[int] = []
-    end = 0
-    for m, row, sample_id, given, piece, is_real in placed:
-        if before != (m, row):
-            before, ids, end = (m, row), [], 0
-        ids.append(sample_id)
-        sample, weights = _read(plan, sample_id, given, piece, length)
-        # Each sample begins where the one before it ended.
-        start, end = end, end + len(sample)
-        if end > length:
-            raise ValueError(
-                f"row {ids} takes {end} tokens, its bucket's limit is {length}: "
-                "the plan was made for other lengths than the dataset has"
-            )
-        tokens_MxBxT[m, row, start:end] = sample
-        weights_MxBxT[m, row, start:end] = weights if is_real else 0
-        if packed:
-            segments_MxBxT[m, row, start:end] = len(ids)
-            positions_MxBxT[m, row, start:end] = np.arange(len(sample))
-        lengths_MxB[m, row] = end
-    return Batch(
-        tokens=torch.from_numpy(tokens_MxBxT),
-        lengths=torch.from_numpy(lengths_MxB),
-        weights=torch.from_numpy(weights_MxBxT),
-        num_sequences=0.0,
-        segment_ids=torch.from_numpy(segments_MxBxT) if packed else None,
-        positions=torch.from_numpy(positions_MxBxT) if packed else None,
-    )
-
-
-def _read(
-    plan: Plan, sample_id: int, given: Any, piece: slice | None, limit: int
-) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Return the tokens of a sample and their weights, cut as planned."""
-    try:
-        sample = given.tokens if isinstance(given, WeightedTokens) else np.asarray(given)
-    except ValueError:  # tokens and a label, say
-        raise ValueError(f"sample {sample_id} must be a 1-D array of integers, got {type(given).__name__}") from None
-    if sample.ndim != 1 or sample.size == 0 or sample.dtype.kind not in "iu":
-        raise ValueError(
-            f"sample {sample_id} must be a 1-D array of integers with at least one element, "
-            f"got {sample.dtype} of shape {sample.shape}"
+        shape = (plan.microbatches_per_step, plan.buckets[plan.step_bucket[step]].rows, -1)
+        arrays = (plan.rows(step).reshape(shape), plan.pieces(step), plan.ends(step))
+        of_step = [values for values in arrays if values is not None]
+        is_real = of_step[0][self._share][..., 0] >= 0
+        placed = [values[self._share] for values in of_step]
+        if self._repeats:
+            placed = [np.where(is_real[..., None], values[self._share], values[0, 0]) for values in of_step]
+        ids = placed[0][placed[0] >= 0].tolist()
+        read = {i: self._dataset[i] for i in dict.fromkeys(ids)}
+        return self._collator.batch(
+            plan.buckets[plan.step_bucket[step]],
+            Placed(placed[0], is_real, [read[i] for i in ids], *placed[1:]),
+            int(plan.num_sequences[step]),
+            int(plan.num_tokens[step]) if len(is_real) == plan.microbatches_per_step else None,
         )
-    weights = given.weights if isinstance(given, WeightedTokens) else np.ones(len(sample), dtype=np.float32)
-    if piece is not None:
-        return sample[piece], weights[piece]
-    # Only samples of the longest bucket were planned to be cut: elsewhere the plan was made for other lengths.
-    if len(sample) > limit and not (plan.overlong == "truncate" and limit == plan.buckets[-1][1]):
-        raise ValueError(
-            f"sample {sample_id} has length {len(sample)}, its bucket's limit is {limit}: "
-            "the plan was made for other lengths than the dataset has"
-        )
-    return sample[:limit], weights[:limit]
 
 
 def load(
@@ -310,32 +218,47 @@ def load(
     num_replicas: int = 1,
     start_step: int = 0,
     num_workers: int = 0,
-) -> DataLoader[Batch]:
+    fields: Mapping[str, str] | None = None,
+    padding_rows: str = "zeros",
+) -> DataLoader[Any]:
     """Read a replica's batches in the plan's order.
 
     Args:
         plan: the plan; M must be a multiple of `num_replicas`.
-        dataset: sample i is `dataset[i]`, a 1-D integer array (uint8, say) as long as it was for the plan; or
-            `WeightedTokens`, whose weights go into the batch.
+        dataset: sample i is `dataset[i]`: 1-D integers (uint8, say) as long as they were for the plan; or
+            `WeightedTokens`, whose weights go into the batch; in plans of two lengths a pair of such, (source, target).
+            Or a dict or dataclass of fields: arrays, tensors, lists or numbers.
         rank: this replica, 0 <= rank < num_replicas.
         num_replicas: how many replicas share each step.
         start_step: the first step to read, 0 <= start_step <= num_steps; where a run stopped, say.
         num_workers: processes that read ahead; 0 reads in this one.
+        fields: of samples with fields, which of their leading axes have the sample's length: "length" for [l, ...],
+            which is padded or packed; "length length" for [l, l, ...], which packed rows cannot hold; "row" for all
+            others, which are stacked. In plans of two lengths "source" and "target" take the place of "length". Fields
+            that are not named are left out. None: all fields, their axes as they vary among up to 18 samples; for plans
+            of one length.
+        padding_rows: "zeros"; or "repeat": the first row of the step again, with weight 0.
 
     Returns:
-        An iterable of `Batch`es with m = M / num_replicas, one for each step from `start_step`; those of packed rows
-        have segment ids and positions. Iterating raises a
-        ValueError that names the sample, its length and the limit for one longer than its bucket, unless the plan
-        truncates and the bucket is the longest.
+        An iterable of `Batch`es with m = M / num_replicas, one for each step from `start_step`; of `PairBatch`es for
+        pairs; or of plain dicts of tensors for samples with fields. These hold the fields, [m, B, T, ...], [m, B, T, T,
+        ...] or [m, B, ...] ([m, B, P, ...] in packed rows), and the tensors of a `Batch` or `PairBatch` but for
+        the tokens, and, of packed rows, the lengths. A field `weights`, one number a token (of the target) or one a
+        sample, is the loss weights. Dtypes stay; Python's floats get torch's default one, and uint16, uint32 and uint64
+        become int64.
 
     Raises:
-        ValueError: if an argument is out of its range, `num_replicas` does not divide M, or the plan is one of pairs.
+        ValueError: if an argument is out of its range, or `num_replicas` does not divide M; while iterating, with the
+            first offenders, if samples are longer than their bucket (unless the plan truncates and the bucket is the
+            longest) or the samples of a whole step not as long as planned, if their fields are not alike or have names
+            of a batch's own tensors, or if the axes of fields cannot be told.
     """
-    if len(plan.buckets[0]) != 2:
-        raise ValueError(f"load reads samples of one length, the plan has buckets of pairs like {plan.buckets[0]}")
     start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
     num_workers = check_integer("num_workers", num_workers, minimum=0)
-    steps = _Steps(plan, dataset, _share(plan, rank, num_replicas))
+    if padding_rows not in ("zeros", "repeat"):
+        raise ValueError(f'padding_rows must be "zeros" or "repeat", got {padding_rows!r}')
+    share, collator = _share(plan, rank, num_replicas), Collator(plan, dataset, fields)
+    steps = _Steps(plan, dataset, share, collator, repeats=padding_rows == "repeat")
     return DataLoader(steps, batch_size=None, sampler=range(start_step, plan.num_steps), num_workers=num_workers)
 
 

@@ -40,7 +40,23 @@ def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong
         )
 
 
-def unpack_rows(packing: Packing, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> dict[str, Any]:
+def count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return how many of the shortest samples a row of each bucket holds: no row of any order has more.
+
+    A wrapped row can begin and end with parts of two others.
+    """
+    lengths = packing.sample_lengths if packing.all_lengths is None else packing.all_lengths
+    limits = np.array(buckets)[:, 1:]
+    tokens_before = np.cumsum(np.sort(lengths.reshape(len(lengths), -1), axis=0), axis=0)
+    most = [np.searchsorted(tokens_before[:, d], limits[:, d], side="right") for d in range(limits.shape[1])]
+    if packing.max_samples_per_row is not None:
+        most.append(np.full(len(limits), packing.max_samples_per_row))
+    return tuple((np.min(most, axis=0) + 2 * (packing.method == "wrapped")).tolist())
+
+
+def unpack_rows(
+    packing: Packing, buckets: Sequence[tuple[int, ...]], rows: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> dict[str, Any]:
     """Replace ordered rows int64[R], cut into steps by `offsets`, with their samples."""
     sizes = np.diff(packing.row_offsets)[rows]
     row_offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -54,6 +70,7 @@ def unpack_rows(packing: Packing, rows: NDArray[np.int64], offsets: NDArray[np.i
         "overlong": packing.overlong,
         "num_dropped": packing.num_dropped,
         "num_truncated": packing.num_truncated,
+        "samples_per_row": count_shortest(packing, buckets),
     }
 
 

@@ -44,6 +44,9 @@ class Packing:
         piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split,
             unless they are wrapped. A split sample has its id once for each piece.
         method: "best_fit" | "wrapped".
+        max_samples_per_row: the most samples that a row may have; None is any number.
+        all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
+            they are wrapped; otherwise None.
     """
 
     sample_ids: NDArray[np.int64]
@@ -56,6 +59,8 @@ class Packing:
     num_truncated: int = 0
     piece_starts: NDArray[np.int64] | None = None
     method: str = "best_fit"
+    max_samples_per_row: int | None = None
+    all_lengths: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -273,6 +278,7 @@ def _wrap(
         overlong="split",
         piece_starts=begin - before[sample],
         method="wrapped",
+        all_lengths=checked,
     )
 
 
@@ -325,14 +331,18 @@ class _Packer:
         sums = self._lengths if self._lengths.ndim == 1 else self._lengths.sum(axis=1)
         block_size: int | str | None = None
         if order.name == "shuffle":
-            fitted, block_size = self._fit(self._shuffled(seed, epoch)), order.block_size
+            ids, block_size = self._shuffled(seed, epoch), order.block_size
             if block_size == "auto":
                 block_size = self._least_block_size(seed)
         elif order.blocks is not None:
             raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
         else:
-            fitted = self._fit(sample_order(sums, order))
+            ids = sample_order(sums, order)
+        fitted, all_lengths = self._fit(ids), None
         rows = self._in_blocks(fitted, block_size)
+        if len(ids) < len(sums):  # another epoch may take others
+            rule = "drop" if self._overlong == "error" else self._overlong
+            all_lengths = _Packer(self._lengths, self._sizes, self._most, rule)._fit(np.arange(len(sums))).lengths
         return {
             "sample_ids": fitted.sample_ids[rows.chunks],
             "row_offsets": np.concatenate([[0], np.cumsum(rows.sizes)]),
@@ -341,6 +351,8 @@ class _Packer:
             "num_dropped": fitted.num_dropped,
             "num_truncated": fitted.num_truncated,
             "piece_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
+            "max_samples_per_row": self._most,
+            "all_lengths": all_lengths,
         }
 
     def _shuffled(self, seed: int, epoch: int) -> NDArray[np.int64]:

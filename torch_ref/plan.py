@@ -50,6 +50,9 @@ class Plan:
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
         new_shape_every: what the plan was made with, for its report; a plan that was loaded has 0.
+        samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
+            order: 1 where each sample is a row. Neither in the digest nor in a file: a plan that was loaded counts its
+            own rows.
     """
 
     buckets: tuple[Bucket, ...] | tuple[PairBucket, ...]
@@ -64,10 +67,17 @@ class Plan:
     num_dropped: int = 0
     num_truncated: int = 0
     new_shape_every: int = 0
+    samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
         object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step))
+        if not self.samples_per_row:
+            most = np.ones(len(self.buckets), dtype=np.int64)
+            if self.row_offsets is not None:
+                step_of_row = np.searchsorted(self.step_offsets, self.row_offsets[:-1], side="right") - 1
+                np.maximum.at(most, self.step_bucket[step_of_row], np.diff(self.row_offsets))
+            object.__setattr__(self, "samples_per_row", tuple(most.tolist()))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
@@ -390,7 +400,7 @@ def make_plan(
         "num_truncated": items.num_truncated,
     }
     if packed is not None:
-        fields = unpack_rows(packed, items.ids[places], offsets)
+        fields = unpack_rows(packed, checked, items.ids[places], offsets)
     return Plan(
         buckets=checked,
         microbatches_per_step=num_microbatches,

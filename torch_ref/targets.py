@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_ref.checks import check_integer
-from torch_ref.loader import Batch
+from torch_ref.collate import Batch
 
 __all__ = ["inputs_of", "next_token_targets"]
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_ref.loader import Batch
+from torch_ref.collate import AnyBatch, Batch, OneBatch, map_tensors, values_of
 
 __all__ = [
     "LossFn",
@@ -25,7 +25,7 @@ __all__ = [
     "update",
 ]
 
-LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
+LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
 def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
@@ -58,19 +58,16 @@ def sum_losses(logits_BxTxV: Tensor, microbatch: Batch) -> tuple[Tensor, Tensor]
     return (losses_BxT * microbatch.weights).sum(), microbatch.weights.sum()
 
 
-def take_microbatch(batch: Batch, index: int) -> Batch:
+def take_microbatch(batch: OneBatch, index: int) -> OneBatch:
     """Return microbatch `index` of a batch, its tensors without the leading m."""
-    fields: dict[str, Any] = {
-        name: value[index] for name, value in batch._asdict().items() if isinstance(value, Tensor)
-    }
-    return batch._replace(**fields)
+    return map_tensors(batch, lambda value: value[index] if value.ndim else value)
 
 
-def to_device(batch: Batch, device: torch.device | str) -> Batch:
+def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
     """Return a batch whose tensors are on a device.
 
     Args:
-        batch: what `load` gives, or a microbatch of it.
+        batch: what `load` gives, of any kind, or a microbatch of it.
         device: where the model is. Copies from pinned memory to it run beside the host's work.
 
     Returns:
@@ -83,18 +80,13 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """
     # On the way to the host nothing would say when a copy beside its work has arrived.
     non_blocking = torch.device(device).type != "cpu"
-    fields: dict[str, Any] = {
-        name: value.to(device, non_blocking=non_blocking)
-        for name, value in batch._asdict().items()
-        if isinstance(value, Tensor)
-    }
-    return batch._replace(**fields)
+    return map_tensors(batch, lambda value: value.to(device, non_blocking=non_blocking))
 
 
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: Batch,
+    batch: AnyBatch,
     *,
     loss_fn: LossFn = loss_sums,
     max_norm: float | None = None,
@@ -112,8 +104,9 @@ def train_step(
             parameters, `DistributedDataParallel` needs `find_unused_parameters`.
         optimizer: of the model's parameters; its gradients are overwritten. Gradients are those of the whole step in
             hooks of `register_step_pre_hook`.
-        batch: this replica's share of the step, `tokens` int64[m, B, T], on the model's device (see `to_device`).
-        loss_fn: gives a microbatch's two sums, like `loss_sums`; it calls the model that it is handed, once.
+        batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`).
+        loss_fn: gives the two sums of a microbatch, the batch without its leading m, like `loss_sums`, which is for
+            tokens; it calls the model that it is handed, once.
         max_norm: global norm to which gradients are clipped; None for no clipping.
 
     Returns:
@@ -142,7 +135,7 @@ def train_step(
 
 def backward_of_sums(
     model: nn.Module,
-    batch: Batch,
+    batch: AnyBatch,
     loss_fn: LossFn,
     around: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
 ) -> Tensor:
@@ -150,7 +143,7 @@ def backward_of_sums(
 
     Args:
         model: is handed to `loss_fn`.
-        batch: `tokens` int64[m, B, T].
+        batch: as for `train_step`.
         loss_fn: as for `train_step`.
         around: gives the context of a microbatch's forward and backward pass; it is told whether it is the last one.
 
@@ -158,8 +151,9 @@ def backward_of_sums(
         (sum of losses, sum of weights) of the batch: [2], without gradient, in float32 or the loss's wider dtype.
     """
     sums: list[Tensor] = []
-    for index in range(len(batch.tokens)):
-        with around(index == len(batch.tokens) - 1):
+    num_microbatches = len(values_of(batch)["weights"])
+    for index in range(num_microbatches):
+        with around(index == num_microbatches - 1):
             loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
             torch.autograd.backward(loss_sum)
         sums.append(join_sums(loss_sum, weight_sum))
@@ -175,7 +169,7 @@ def join_sums(loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
 def update(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: Batch,
+    batch: AnyBatch,
     total: Tensor,
     *,
     num_averaged: int = 1,
@@ -213,7 +207,7 @@ def update(
     return {
         "loss": loss / divisor,
         "weight": weight,
-        "num_sequences": batch.num_sequences,
+        "num_sequences": float(values_of(batch)["num_sequences"]),
         "grads_finite": norm.isfinite(),
         "params_finite": _norm([parameter.detach() for parameter in reached], 1, stage_group).isfinite(),
     }

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from torch_ref.buckets import Bucket
-from torch_ref.loader import Batch
+from torch_ref.collate import Batch
 
 __all__ = ["Layout", "UnplannedShapeError", "explain_unplanned", "layout_of", "name_of"]
 
 Layout = tuple[Any, ...]
 
-_TENSORS = ("tokens", "lengths", "weights", "segment_ids", "positions")
+_TENSORS = tuple(name for name in Batch._fields if name != "num_sequences")
 
 
 class UnplannedShapeError(ValueError):

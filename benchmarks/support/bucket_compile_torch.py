@@ -41,6 +41,8 @@ def full_batch(bucket: tuple[int, int]) -> torch_ref.Batch:
         lengths=torch.full(shape[:2], bucket[1]),
         weights=torch.ones(shape),
         num_sequences=float(bucket[0]),
+        ids=torch.zeros(shape[:2], dtype=torch.int64),
+        is_real=torch.ones(shape[:2], dtype=torch.bool),
     )
 
 

@@ -107,6 +107,8 @@ def full_batch(shape: Shape) -> torch_ref.Batch:
             lengths=torch.full(batch_shape[:2], shape[1]),
             weights=torch.ones(batch_shape),
             num_sequences=float(shape[0]),
+            ids=torch.zeros(batch_shape[:2], dtype=torch.int64),
+            is_real=torch.ones(batch_shape[:2], dtype=torch.bool),
         ),
         DEVICE,
     )

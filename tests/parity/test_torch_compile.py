@@ -171,7 +171,8 @@ def both_batches(rows, length, num_microbatches=2):
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
     tensors = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "lengths", "weights")}
     tensors |= {name: tensors[name].to(torch.int64) for name in ("tokens", "lengths")}
-    return torch_ref.Batch(**tensors, num_sequences=float(rows)), batch
+    ids = torch.zeros(num_microbatches, rows, dtype=torch.int64)
+    return torch_ref.Batch(**tensors, num_sequences=float(rows), ids=ids, is_real=ids == 0), batch
 
 
 FLOAT64 = (torch.float64, np.float64)

@@ -104,7 +104,7 @@ def test_samples_longer_than_planned_are_named():
 def test_samples_that_are_not_token_arrays_are_named(sample):
     """A sample is a 1-D integer array with at least one element."""
     plan = torch_ref.make_plan([2, 2], [(2, 2)], order="length")
-    with pytest.raises(ValueError, match="sample 1"):
+    with pytest.raises(ValueError, match=r"id 1\b"):
         list(torch_ref.load(plan, [np.ones(2, dtype=np.uint8), sample]))
 
 
@@ -320,25 +320,22 @@ def test_what_a_sampler_cannot_say_is_refused():
     split = torch_ref.make_plan(torch_ref.pack_samples([9, 3], 6, overlong="split"), [(2, 6)])
     with pytest.raises(ValueError, match=r"splits samples.*load"):
         torch_ref.PlanBatchSampler(split)
-    pairs = torch_ref.PlannedDataset(PLANS["pairs"](), Letters(10))
-    with pytest.raises(ValueError, match="pairs"):
-        pairs.collate([pairs[0]])
 
 
 def test_packed_rows_that_grew_are_named():
     """The samples of a row no longer fit it."""
     plan = torch_ref.make_plan(torch_ref.pack_samples([3, 2], 5), [(1, 5)], order="length")
-    with pytest.raises(ValueError, match=r"\[0, 1\].*\b7\b.*\b5\b"):
+    with pytest.raises(ValueError, match=r"id 0: 3 \(limit 5\), id 1: 4 \(limit 5\)"):
         list(torch_ref.load(plan, dataset_of([3, 4])))
     with pytest.raises(ValueError, match=r"\b0\b.*\b9\b.*\b5\b"):
         list(torch_ref.load(plan, dataset_of([9, 2])))
 
 
-def test_plans_of_pairs_are_not_read():
+def test_plans_of_pairs_need_pairs():
     """A dataset of single samples has no source and target."""
     plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)], order="length")
     with pytest.raises(ValueError, match="pairs"):
-        torch_ref.load(plan, dataset_of([3]))
+        list(torch_ref.load(plan, dataset_of([3])))
 
 
 # Model

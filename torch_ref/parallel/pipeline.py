@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loader import Batch
+from torch_ref.collate import Batch
 from torch_ref.model import Transformer, rows_of
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.targets import inputs_of

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_number, check_process_group
-from torch_ref.loader import Batch
+from torch_ref.collate import Batch
 from torch_ref.model import Block, Transformer
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.train import LossFn, backward_of_sums, loss_sums, update

@@ -1,0 +1,359 @@
+"""Batches of samples with named fields, against rows that are filled one by one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torch_ref
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(2, 13, 43)
+PAIR_LENGTHS = np.stack([LENGTHS, RNG.integers(2, 13, 43)], axis=1)
+
+
+@dataclasses.dataclass
+class Graph:
+    """A sample that is no dict."""
+
+    nodes: np.ndarray
+    edges: np.ndarray
+    near: np.ndarray
+    label: int
+    weights: float
+
+
+def sample_of(number, length):
+    """One of a single length."""
+    rng = np.random.default_rng(number)
+    return {
+        "tokens": rng.integers(1, 99, length).astype(np.int32),
+        "image": rng.normal(size=(length, 3)).astype(np.float32),
+        "mask": rng.random(length) < 0.5,
+        "label": number % 7,
+        "codes": rng.integers(0, 255, 4).astype(np.uint8),
+        "weights": rng.random(length).astype(np.float32),
+    }
+
+
+def graph_of(number, lengths):
+    """One of two lengths."""
+    num_nodes, num_edges = lengths
+    rng = np.random.default_rng(number)
+    near = rng.normal(size=(num_nodes, num_nodes, 2)).astype(np.float32)
+    return Graph(near[0], rng.integers(1, 9, num_edges).astype(np.int32), near, number % 7, number / 8)
+
+
+SAMPLES = [sample_of(i, n) for i, n in enumerate(LENGTHS.tolist())]
+SQUARE = [
+    sample | {"near": np.random.default_rng(n).normal(size=(n, n, 2)).astype(np.float32)}
+    for sample, n in zip(SAMPLES, LENGTHS.tolist(), strict=True)
+]
+GRAPHS = [graph_of(i, pair) for i, pair in enumerate(PAIR_LENGTHS.tolist())]
+# Of each field, which of the lengths its leading axes have.
+AXES = {"tokens": (0,), "image": (0,), "mask": (0,), "label": (), "codes": (), "weights": (0,)}
+GRAPH_AXES = {"nodes": (0,), "edges": (1,), "label": (), "weights": ()}
+GRAPH_FIELDS = {"nodes": "source", "edges": "target", "label": "row", "weights": "row"}
+
+
+def padded(package, lengths, buckets, **options):
+    return package.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=2, **options)
+
+
+def packed(package, lengths, *row, **options):
+    packing = package.pack_samples(lengths, row if len(row) > 1 else row[0], order="shuffle", **options)
+    return padded(package, packing, [(4, *row)])
+
+
+# The plan, its samples, the lengths of their axes, and the argument `fields`.
+CASES = {
+    "padded": (lambda package: padded(package, LENGTHS, [(4, 6), (3, 14)]), SQUARE, AXES | {"near": (0, 0)}, None),
+    "cut": (
+        lambda package: padded(package, LENGTHS, [(3, 9)], overlong="truncate"),
+        SQUARE,
+        AXES | {"near": (0, 0)},
+        None,
+    ),
+    "packed": (lambda package: packed(package, LENGTHS, 20), SAMPLES, AXES, None),
+    "split": (lambda package: packed(package, LENGTHS, 7, overlong="split"), SAMPLES, AXES, None),
+    "pairs": (
+        lambda package: padded(package, PAIR_LENGTHS, [(4, 8, 12), (3, 14, 14)]),
+        GRAPHS,
+        GRAPH_AXES | {"near": (0, 0)},
+        GRAPH_FIELDS | {"near": "source source"},
+    ),
+    "packed pairs": (lambda package: packed(package, PAIR_LENGTHS, 20, 18), GRAPHS, GRAPH_AXES, GRAPH_FIELDS),
+}
+
+
+def values_of(sample):
+    """The fields of a dict or dataclass, as arrays."""
+    return {name: np.asarray(value) for name, value in (sample if isinstance(sample, dict) else vars(sample)).items()}
+
+
+def slow_batch(plan, step, samples, axes, *, repeats):
+    """What a batch holds, written one sample after the other."""
+    limits = plan.buckets[plan.step_bucket[step]][1:]
+    is_packed = plan.row_offsets is not None
+    sides = ["source_", "target_"] if len(limits) == 2 else [""]
+    ids, starts = plan.rows(step), plan.pieces(step)
+    ids = ids if is_packed else ids[..., None]
+    shape = ids.shape[:2]
+    slots = (plan.samples_per_row[plan.step_bucket[step]],) if is_packed else ()
+    batch = {"num_sequences": np.float32(plan.num_sequences[step]), "weights": np.zeros((*shape, limits[-1]))}
+    batch |= {"ids": np.full((*shape, *slots), -1), "is_real": np.zeros((*shape, *slots), bool)}
+    for side, limit in zip(sides, limits, strict=True):
+        for name in ("segment_ids", "positions") if is_packed else ("lengths",):
+            batch[side + name] = np.zeros((*shape, limit) if is_packed else shape, int)
+    for name, of_field in axes.items():
+        if name != "weights":
+            value = values_of(samples[0])[name]
+            around = [limits[side] for side in of_field] or slots
+            batch[name] = np.zeros((*shape, *around, *value.shape[len(of_field) :]), value.dtype)
+    for place in np.ndindex(shape):
+        is_real = ids[place][0] >= 0
+        if not is_real and not repeats:
+            continue
+        at, begin = place if is_real else (0, 0), [0] * len(sides)
+        for slot, i in enumerate(ids[at][ids[at] >= 0].tolist()):
+            values = values_of(samples[i])
+            first = 0 if starts is None else starts[at][slot]
+            whole = [next(len(values[name]) for name in axes if axes[name] == (side,)) for side in range(len(sides))]
+            sizes = [min(size - first, limit) for size, limit in zip(whole, limits, strict=True)]
+            entry = (*place, slot) if is_packed else place
+            if is_real:
+                batch["ids"][entry], batch["is_real"][entry] = i, True
+                weights = np.broadcast_to(values["weights"], whole[-1])[first : first + sizes[-1]]
+                batch["weights"][place][begin[-1] : begin[-1] + sizes[-1]] = weights
+            for name, of_field in axes.items():
+                if len(of_field) == 2:
+                    corner = tuple(slice(sizes[side]) for side in of_field)
+                    batch[name][place][corner] = values[name][corner]
+                elif of_field and name != "weights":
+                    (side,) = of_field
+                    part = values[name][first : first + sizes[side]]
+                    batch[name][place][begin[side] : begin[side] + sizes[side]] = part
+                elif name != "weights":
+                    batch[name][entry] = values[name]
+            for k, side in enumerate(sides):
+                if is_packed:
+                    batch[f"{side}segment_ids"][place][begin[k] : begin[k] + sizes[k]] = slot + 1
+                    batch[f"{side}positions"][place][begin[k] : begin[k] + sizes[k]] = np.arange(sizes[k])
+                else:
+                    batch[f"{side}lengths"][place] = sizes[k]
+                begin[k] += sizes[k]
+    return batch
+
+
+def assert_equal(found, expected):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert np.shape(found[name]) == np.shape(value), name
+        np.testing.assert_allclose(np.asarray(found[name]), value, rtol=1e-6, atol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("padding_rows", ["zeros", "repeat"])
+@pytest.mark.parametrize("kind", CASES)
+def test_every_field_lies_where_its_sample_does(kind, padding_rows):
+    """Padded, packed or stacked, on both axes where there are two; with weights and ids."""
+    make, samples, axes, fields = CASES[kind]
+    plan = make(torch_ref)
+    batches = list(torch_ref.load(plan, samples, fields=fields, padding_rows=padding_rows))
+    assert len(batches) == plan.num_steps
+    num_padding_rows = 0
+    for step, batch in enumerate(batches):
+        expected = slow_batch(plan, step, samples, axes, repeats=padding_rows == "repeat")
+        num_padding_rows += int((~expected["is_real"].reshape(*expected["weights"].shape[:2], -1)[..., 0]).sum())
+        assert_equal(batch, expected)
+        assert {batch[name].dtype for name in axes if name not in ("label", "weights")} == {
+            torch.from_numpy(values_of(samples[0])[name]).dtype for name in axes if name not in ("label", "weights")
+        }
+    assert num_padding_rows
+
+
+# What only torch_ref has
+
+
+@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind != "split"])
+def test_collated_microbatches_are_those_of_load(kind, padding_rows):
+    """With m = 1, and `num_sequences` of the microbatch."""
+    make, samples, _, fields = CASES[kind]
+    plan = make(torch_ref)
+    steps = torch_ref.load(plan, samples, fields=fields, padding_rows=padding_rows.replace("omit", "zeros"))
+    expected = [torch_ref.train.take_microbatch(batch, m) for batch in steps for m in range(2)]
+    planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
+    sampler = torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows)
+    found = list(DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
+    for batch, other in zip(found, expected, strict=True):
+        assert_equal(
+            batch,
+            {name: value[None] for name, value in other.items() if value.ndim}
+            | {"num_sequences": other["is_real"].sum()},
+        )
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("words", [["tokens"], ["source_tokens", "target_tokens"]], ids=len)
+def test_tokens_and_pairs_are_the_case_of_one_field_a_length(is_packed, words):
+    """A `Batch` or `PairBatch` holds what a dict of these fields does."""
+    lengths, row = (LENGTHS[:, None], (20,)) if len(words) == 1 else (PAIR_LENGTHS, (20, 18))
+    given = lengths if len(words) == 2 else LENGTHS
+    plan = packed(torch_ref, given, *row) if is_packed else padded(torch_ref, given, [(4, *row)])
+    samples = [tuple(np.arange(n, dtype=np.uint8) + i for n in one) for i, one in enumerate(lengths.tolist())]
+    fields = {word: "length" if len(words) == 1 else word.removesuffix("_tokens") for word in words}
+    named = [dict(zip(words, sample, strict=True)) for sample in samples]
+    plain = [sample[0] if len(words) == 1 else sample for sample in samples]
+    for batch, other in zip(torch_ref.load(plan, plain), torch_ref.load(plan, named, fields=fields), strict=True):
+        assert type(batch) is (torch_ref.Batch if len(words) == 1 else torch_ref.PairBatch)
+        held = {name: value for name, value in batch._asdict().items() if value is not None}
+        for name in [name for name in held if name.endswith("lengths") and is_packed]:
+            in_segments = (other[name.replace("lengths", "segment_ids")] > 0).sum(-1)
+            np.testing.assert_array_equal(held.pop(name), in_segments)
+        assert_equal(other, held)
+
+
+def test_weights_of_targets_go_into_batches_of_pairs():
+    """`WeightedTokens` as the target."""
+    plan = torch_ref.make_plan([[1, 2], [2, 3]], [(2, 2, 3)], order="dataset")
+    pairs = [([5], torch_ref.WeightedTokens([1, 2], [0.5, 2.0])), ([5, 6], [1, 2, 3])]
+    (batch,) = torch_ref.load(plan, pairs)
+    assert batch.weights.tolist() == [[[0.5, 2.0, 0.0], [1.0, 1.0, 1.0]]]
+    assert batch.source_tokens.tolist() == [[[5, 0], [5, 6]]]
+
+
+KINDS = {
+    "bfloat16": (lambda n: torch.ones(n, 2, dtype=torch.bfloat16), torch.bfloat16),
+    "integers": (lambda n: list(range(n)), torch.int64),
+    "floats": (lambda n: [0.5] * n, torch.float32),
+    "wide": (lambda n: np.arange(n, dtype=np.uint16), torch.int64),
+    "double": (lambda n: np.ones((n, 1)), torch.float64),
+    "read-only": (lambda n: np.broadcast_to(np.float16(1), (n, 3)), torch.float16),
+    "flag": (lambda n: n > 4, torch.bool),
+    "score": (lambda n: n / 4, torch.float32),
+    "double score": (lambda n: np.float64(n / 4), torch.float64),
+    "narrower": (lambda n: np.arange(n, dtype=np.int16 if n == 9 else np.int8), torch.int16),
+    "tensors and arrays": (lambda n: torch.arange(n) if n == 9 else np.arange(n), torch.int64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_any_kind_become_tensors(kind):
+    """Each keeps its dtype; Python's floats get torch's default one, and wide unsigned integers int64."""
+    make, dtype = KINDS[kind]
+    plan = torch_ref.make_plan([9, 4, 7], [(3, 9)], order="dataset")
+    (batch,) = torch_ref.load(plan, [{"tokens": np.ones(n, np.int64), "value": make(n)} for n in (9, 4, 7)])
+    assert batch["value"].dtype == dtype
+    for row, n in zip(batch["value"][0], (9, 4, 7), strict=True):
+        value = torch.as_tensor(np.array(make(n)) if isinstance(make(n), np.ndarray) else make(n)).double()
+        assert torch.equal((row if value.ndim == 0 else row[:n]).double(), value)
+
+
+GOOD = [{"tokens": np.ones(n, np.int64), "label": n} for n in (2, 4, 3)]
+AS_ROW = {"tokens": "length", "label": "row"}
+
+
+def changed(number, **fields):
+    """The samples with one that is another."""
+    return [sample | fields if i == number else sample for i, sample in enumerate(GOOD)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "fields", "said"),
+    [
+        (
+            changed(0, label=[1]),
+            AS_ROW,
+            r"id 1: label is int64 \[\], expected int64 \[1\]",
+        ),
+        (changed(1, label=0.5), AS_ROW, r"id 1: label is float32 \[\], expected int64"),
+        (changed(1, tokens=np.ones(3, np.int64)), None, r"hold 8 tokens, planned were 9.*id 1: 3"),
+        (changed(1, tokens=np.ones(5, np.int64)), None, r"longer.*id 1: 5 \(limit 4\)"),
+        (GOOD, {"tokens": "length", "gone": "row"}, r"missing: id 0: \['gone'\]"),
+        ([sample | {"text": "a"} for sample in GOOD], None, r"leave others out, with fields=.*text: no array"),
+        ([sample | {"ids": 1} for sample in GOOD], None, r"batches have ids of their own"),
+        ([{"tokens": np.ones(3)}] * 3, None, r"no sizes vary.*give fields=.*tokens: float64 \[3\]"),
+        ([s | {"x": np.ones(n)} for s, n in zip(GOOD, (1, 4, 3), strict=True)], None, r"2 sizes vary.*give fields="),
+        (
+            [s | {"x": np.ones(n)} for s, n in zip(GOOD, (1, 4, 3), strict=True)],
+            {"tokens": "length", "x": "length"},
+            r"differ in length: id 0: 1 of x, 2 of others",
+        ),
+        (GOOD, {"tokens": "long"}, r"fields\['tokens'\] must be 'length' or 'length length' or 'row'.*'long'"),
+        (GOOD, {"tokens": "length row"}, r"fields\['tokens'\]"),
+        (GOOD, {"label": "row"}, r"no field of label has the axis 'length'"),
+        (GOOD, {"tokens": "length", "lengths": "row"}, r"lengths of their own"),
+        ([s | {"weights": -1.0} for s in GOOD], None, r"weights must be finite and at least 0: id 0: -1"),
+        ([s | {"weights": np.ones(2)} for s in GOOD], None, r"id 0: weights is float64 \[2\], expected float32 \[\]"),
+        (GOOD, {"tokens": "length", "label": "length"}, r"id 0: label is int64 \[\], expected int64 \[length\]"),
+        ([[1, 2], {"tokens": [1]}, [1, 2, 3]], None, r"id 1: tokens is no array of numbers"),
+        ([GOOD[0], [1] * 4, GOOD[2]], {"tokens": "length"}, r"missing: id 1: \['tokens'\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_samples_and_fields_that_do_not_fit_are_named(samples, fields, said):
+    """By id, field, what was found and what was expected."""
+    plan = torch_ref.make_plan([2, 4, 3], [(3, 4)], order="dataset")
+    with pytest.raises(ValueError, match=said):
+        list(torch_ref.load(plan, samples, fields=fields))
+
+
+def test_what_plans_cannot_hold_is_refused():
+    """Two axes in packed rows; two lengths that nobody told apart; words for padding rows."""
+    plan = torch_ref.make_plan(LENGTHS, [(2, 14)], packing="best_fit")
+    with pytest.raises(ValueError, match=r"packed rows cannot hold.*: near$"):
+        list(torch_ref.load(plan, SQUARE))
+    with pytest.raises(ValueError, match=r"packed rows cannot hold.*: near$"):
+        torch_ref.load(plan, SQUARE, fields={"tokens": "length", "near": "length length"})
+    pairs = torch_ref.make_plan(PAIR_LENGTHS, [(2, 14, 14)])
+    with pytest.raises(ValueError, match=r"samples have two: give fields=.*'source'.*nodes: float32"):
+        list(torch_ref.load(pairs, GRAPHS))
+    with pytest.raises(ValueError, match="'target'"):
+        torch_ref.load(pairs, GRAPHS, fields={"nodes": "source"})
+    with pytest.raises(ValueError, match=r"padding_rows.*'omit'"):
+        torch_ref.load(plan, SAMPLES, padding_rows="omit")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_repeated_rows_are_the_same_on_any_number_of_replicas(num_replicas):
+    """Also where a replica has none of its own to repeat."""
+    plan = torch_ref.make_plan([3], [(2, 3)], microbatches_per_step=2)
+    loaders = [
+        torch_ref.load(plan, [[7, 8, 9]], rank=rank, num_replicas=num_replicas, padding_rows="repeat")
+        for rank in range(num_replicas)
+    ]
+    batches = [batch for loader in loaders for batch in loader]
+    tokens = torch.cat([batch.tokens for batch in batches])
+    assert tokens.tolist() == [[[7, 8, 9]] * 2] * 2
+    assert torch.cat([batch.lengths for batch in batches]).tolist() == [[3, 3], [3, 3]]
+    assert torch.cat([batch.ids for batch in batches]).tolist() == [[0, -1], [-1, -1]]
+    assert sum(batch.weights.sum() for batch in batches) == 3
+
+
+def test_a_step_trains_on_fields_and_moves_with_them():
+    """One label a row: the gradient is that of the real rows alone, whatever fills the others."""
+    plan = torch_ref.make_plan(LENGTHS, [(4, 14)], microbatches_per_step=2)
+    model = torch.nn.Linear(3, 7).double()
+
+    def loss_fn(model, microbatch):
+        logits_BxK = model(microbatch["image"].double().sum(1))
+        losses_B = torch.nn.functional.cross_entropy(logits_BxK, microbatch["label"], reduction="none")
+        return (losses_B * microbatch["is_real"]).sum(), microbatch["is_real"].sum()
+
+    gradients, step = [], int(np.argmin(plan.num_sequences))
+    assert plan.num_sequences[step] < 8
+    for padding_rows in ("zeros", "repeat"):
+        batch = next(iter(torch_ref.load(plan, SAMPLES, padding_rows=padding_rows, start_step=step)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        metrics = torch_ref.train_step(model, optimizer, torch_ref.to_device(batch, "cpu"), loss_fn=loss_fn)
+        assert metrics["num_sequences"] == metrics["weight"] == plan.num_sequences[step]
+        gradients.append(model.weight.grad)
+    torch.testing.assert_close(*gradients)
+    held = [SAMPLES[i] for i in plan.sample_ids[plan.step_offsets[step] : plan.step_offsets[step + 1]]]
+    logits = model(torch.tensor(np.array([sample["image"].sum(0) for sample in held])).double())
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor([sample["label"] for sample in held]))
+    expected = torch.autograd.grad(loss, model.weight)[0]
+    torch.testing.assert_close(gradients[0], expected, rtol=1e-6, atol=1e-6)
+    assert torch_ref.to_device(batch, "meta")["image"].device.type == "meta"
