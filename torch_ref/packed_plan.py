@@ -40,7 +40,7 @@ def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong
         )
 
 
-def count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return how many of the shortest samples a row of each bucket holds: no row of any order has more.
 
     A wrapped row can begin and end with parts of two others.
@@ -70,7 +70,7 @@ def unpack_rows(
         "overlong": packing.overlong,
         "num_dropped": packing.num_dropped,
         "num_truncated": packing.num_truncated,
-        "samples_per_row": count_shortest(packing, buckets),
+        "samples_per_row": _count_shortest(packing, buckets),
     }
 
 

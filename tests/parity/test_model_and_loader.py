@@ -29,7 +29,7 @@ def test_both_loaders_give_the_same_arrays():
     pairs = list(zip(jvarlen.load(plan, DATASET), torch_ref.load(torch_plan, DATASET), strict=True))
     assert len(pairs) == plan.num_steps
     for batch, reference in pairs:
-        for name in ("tokens", "lengths", "weights"):
+        for name in ("tokens", "lengths", "weights", "ids", "is_real"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(reference, name).numpy())
         assert float(batch.num_sequences) == float(reference.num_sequences)
 
@@ -77,7 +77,7 @@ def test_both_loaders_give_the_same_packed_arrays():
     pairs = list(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True))
     assert len(pairs) == plan.num_steps
     for batch, reference in pairs:
-        for name in ("tokens", "segment_ids", "positions", "weights"):
+        for name in ("tokens", "segment_ids", "positions", "weights", "ids", "is_real"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(reference, name).numpy())
         assert float(batch.num_sequences) == float(reference.num_sequences)
 
@@ -102,7 +102,7 @@ def test_both_loaders_cut_the_same_pieces(method):
     read = [np.full(length, -1) for length in LENGTHS]
     batches = jvarlen.load(plan, DATASET, lengths=LENGTHS)
     for step, (batch, reference) in enumerate(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True)):
-        for name in ("tokens", "segment_ids", "positions", "weights"):
+        for name in ("tokens", "segment_ids", "positions", "weights", "ids", "is_real"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(reference, name).numpy())
         ids, starts = plan.rows(step), plan.pieces(step)
         for m, b, p in np.argwhere(ids >= 0):

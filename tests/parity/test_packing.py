@@ -945,6 +945,63 @@ def test_rows_that_no_bucket_holds_are_refused(package):
         package.make_plan(packing, [(2, 10)], order="length", difficulty=[1, 2, 3, 4])
 
 
+# How many samples a row has room for
+
+
+@moderate
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    epoch=st.integers(0, 3),
+    most=st.none() | st.integers(1, 4),
+)
+def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package, lengths, epoch, most):
+    """Whatever the order, pieces among them, at most as many as may share a row; of two lengths, the fewer."""
+    packing = package.pack_samples(
+        lengths, [6, 9], overlong="split", order="shuffle", epoch=epoch, max_samples_per_row=most
+    )
+    plan = package.make_plan(packing, [(2, 4), (1, 9)])
+    pieces = sorted(min(9, length - start) for length in lengths for start in range(0, length, 9))
+
+    def room(sizes, limit):
+        return max(n for n in range(len(sizes) + 1) if sum(sorted(sizes)[:n]) <= limit)
+
+    expected = [room(pieces, limit) for _, limit in plan.buckets]
+    assert plan.samples_per_row == tuple(expected if most is None else np.minimum(expected, most).tolist())
+    for step in range(plan.num_steps):
+        assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
+    pairs = np.stack([lengths, lengths[::-1]], axis=1)
+    joint = package.make_plan(package.pack_samples(pairs, [20, 15]), [(1, 20, 15)])
+    assert joint.samples_per_row == (min(room(lengths, 20), room(lengths, 15)),)
+
+
+@moderate
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), row_length=st.integers(1, 20), epoch=seeds)
+def test_a_wrapped_row_has_room_for_the_parts_of_two_samples_as_well(package, lengths, row_length, epoch):
+    """Whatever the epoch cuts."""
+    plan = package.make_plan(lengths, [(2, row_length)], packing="wrapped", epoch=epoch)
+    assert plan.samples_per_row == ((np.cumsum(sorted(lengths)) <= row_length).sum() + 2,)
+    assert np.diff(plan.row_offsets).max() <= plan.samples_per_row[0]
+
+
+def test_a_row_has_room_for_as_many_samples_in_epochs_that_take_some_of_them_only(package):
+    """Those that another epoch may take count, but for those too long for any."""
+    lengths, options = [5, 4, 3, 1, 1, 2, 9], {"packing": "best_fit", "overlong": "drop"}
+    plans = [package.make_plan(lengths, [(1, 6)], order=order, **options) for order in ("shuffle", [0, 1], [3, 4, 5])]
+    assert [plan.samples_per_row for plan in plans] == [(3,)] * 3
+    assert package.make_plan(lengths[:4], [(1, 6)], order=[0, 1], packing="best_fit").samples_per_row == (2,)
+    assert package.make_plan(lengths[:6], [(1, 3), (1, 6)]).samples_per_row == (1, 1)
+
+
+def test_a_plan_from_a_file_counts_its_own_rows(package, tmp_path):
+    """No file says how many samples others may have."""
+    plan = package.make_plan([5, 1, 1, 4, 2], [(1, 6), (1, 12)], packing="best_fit", order="length")
+    assert plan.samples_per_row == (3, 4)
+    plan.save(tmp_path / "plan.npz")
+    loaded = package.Plan.load(tmp_path / "plan.npz")
+    assert loaded.digest == plan.digest
+    assert loaded.samples_per_row == (2, 1)
+
+
 # Files
 
 

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jvarlen import Plan, compile_buckets, load, make_buckets, make_plan, make_train_step, no_recompiles, pack_samples
+from jvarlen import compile_buckets, load, make_buckets, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen.batches import BatchShapes
 from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.collate import StepSamples
@@ -128,40 +126,6 @@ def test_every_sample_is_laid_out_as_planned():
                 assert batch.segment_ids[m, b].tolist() == segments + [0] * rest
                 assert batch.positions[m, b].tolist() == positions + [0] * rest
                 assert batch.weights[m, b].tolist() == [1.0] * len(tokens) + [0.0] * rest
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(0, 3), st.none() | st.integers(1, 4))
-def test_as_many_samples_are_planned_for_a_row_as_the_shortest_that_fit_it(lengths, epoch, most):
-    packing = pack_samples(lengths, [6, 9], overlong="split", order="shuffle", epoch=epoch, max_samples_per_row=most)
-    plan = make_plan(packing, [(2, 4), (1, 9)])
-    chunks = sorted(min(9, length - start) for length in lengths for start in range(0, length, 9))
-    expected = [max(n for n in range(len(chunks) + 1) if sum(chunks[:n]) <= bucket.length) for bucket in plan.buckets]
-    assert plan.samples_per_row == tuple(expected if most is None else np.minimum(expected, most).tolist())
-    for step in range(plan.num_steps):
-        assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(1, 20), st.integers(0, 3))
-def test_a_wrapped_row_has_room_for_the_parts_of_two_samples_as_well(lengths, row_length, epoch):
-    plan = make_plan(lengths, [(2, row_length)], packing="wrapped", epoch=epoch)
-    assert plan.samples_per_row == ((np.cumsum(sorted(lengths)) <= row_length).sum() + 2,)
-    assert np.diff(plan.row_offsets).max() <= plan.samples_per_row[0]
-
-
-def test_a_row_has_room_for_as_many_samples_in_epochs_that_take_some_of_them_only():
-    lengths = [5, 4, 3, 1, 1, 2]
-    plans = [make_plan(lengths, [(1, 6)], packing="best_fit", order=order) for order in ("shuffle", [0, 1], [3, 4, 5])]
-    assert [plan.samples_per_row for plan in plans] == [(3,)] * 3
-    assert make_plan(lengths, [(1, 3), (1, 6)]).samples_per_row == (1, 1)
-
-
-def test_a_plan_from_a_file_counts_its_own_rows(tmp_path):
-    plan = make_plan([5, 1, 1, 4, 2], [(1, 6), (1, 12)], packing="best_fit", order="length")
-    assert plan.samples_per_row == (3, 4)
-    plan.save(tmp_path / "plan.npz")
-    loaded = Plan.load(tmp_path / "plan.npz")
-    assert loaded.digest == plan.digest
-    assert loaded.samples_per_row == (2, 1)
 
 
 def test_plans_and_collate_functions_that_do_not_match_are_refused():
