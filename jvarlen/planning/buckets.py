@@ -7,6 +7,7 @@ rows, T length, n samples of a bucket, s its steps.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -28,12 +29,14 @@ from jvarlen.planning.budget import (
 from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,
+    PairSize,
     check_counts,
     check_lengths,
     ends_to_offsets,
     histogram_of,
     ids_where,
     overlong_counts,
+    row_sizes,
 )
 
 __all__ = [
@@ -90,12 +93,12 @@ class Bucket(NamedTuple):
 
 
 class PairBucket(NamedTuple):
-    """A static shape for pairs: `rows` × (`source_length` + `target_length`) tokens.
+    """A static shape for samples of two lengths, such as source and target tokens, or height and width.
 
     Attributes:
-      rows: pairs of a microbatch.
-      source_length: tokens of each source.
-      target_length: tokens of each target.
+      rows: samples of a microbatch.
+      source_length: the first length, tokens of each source.
+      target_length: the second one, tokens of each target.
     """
 
     rows: int
@@ -123,22 +126,35 @@ _Kind = TypeVar("_Kind", bound=AnyBucket)
 
 
 class Buckets(tuple[_Kind, ...]):
-    """Buckets that know M, the microbatches a step for which their rows were chosen."""
+    """Buckets that know M, the microbatches a step for which their rows were chosen, and what pairs count in them."""
 
-    microbatches_per_step: int
+    microbatches_per_step: int | None
+    pair_size: PairSize
 
-    def __new__(cls, buckets: Iterable[_Kind], microbatches_per_step: int) -> Buckets[_Kind]:
-        """Keeps M beside the buckets."""
+    def __new__(
+        cls, buckets: Iterable[_Kind], microbatches_per_step: int | None, pair_size: PairSize = "sum"
+    ) -> Buckets[_Kind]:
+        """Keeps both beside the buckets; None for an M that nobody said."""
         self = super().__new__(cls, buckets)
-        self.microbatches_per_step = microbatches_per_step
+        self.microbatches_per_step, self.pair_size = microbatches_per_step, pair_size
         return self
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        return Buckets(found, self.microbatches_per_step) if isinstance(index, slice) else found
+        return Buckets(found, self.microbatches_per_step, self.pair_size) if isinstance(index, slice) else found
 
-    def __getnewargs__(self) -> tuple[tuple[_Kind, ...], int]:
-        return tuple(self), self.microbatches_per_step
+    def __getnewargs__(self) -> tuple[tuple[_Kind, ...], int | None, PairSize]:
+        return tuple(self), self.microbatches_per_step, self.pair_size
+
+    @property
+    def row_sizes(self) -> Int64[np.ndarray, " K"]:
+        """int64[K], what a row of each bucket counts: its length, or of two lengths what `pair_size` says."""
+        return row_sizes(np.array([bucket.lengths for bucket in self], np.int64), self.pair_size)
+
+    @property
+    def padded_tokens(self) -> Int64[np.ndarray, " K"]:
+        """int64[K], what fits into each bucket: rows × row size."""
+        return np.array([bucket.rows for bucket in self], np.int64) * self.row_sizes
 
 
 def make_buckets(
@@ -204,6 +220,8 @@ def buckets_by_number(
 ) -> list[Buckets[Bucket]]:
     """The buckets of `make_buckets` for each of these `max_shapes`, ascending, from one search."""
     given, max_length = budget.given_lengths, budget.max_length
+    if budget.pair_size != "sum":
+        raise UserError(f"pair_size ({budget.pair_size!r}) is for samples of two lengths; these have one")
     if given is not None:
         max_length = int(given[-1])
     shapes = list(compiled)
@@ -276,7 +294,10 @@ def rows_of_steps(buckets: Sequence[AnyBucket], microbatches_per_step: int) -> I
     """int64[K], the rows of a step of each bucket; raises ValueError for more than ids of a step can be laid out in."""
     check_at_least_one(microbatches_per_step=microbatches_per_step)
     rows = [int(microbatches_per_step) * bucket.rows for bucket in buckets]
-    tokens = [num * sum(bucket.lengths) for num, bucket in zip(rows, buckets, strict=True)]
+    sizes = [sum(bucket.lengths) for bucket in buckets]
+    if isinstance(buckets, Buckets) and buckets.pair_size != "sum" and max(sizes) < 2**63:
+        sizes = buckets.row_sizes.tolist()
+    tokens = map(operator.mul, rows, sizes)
     if max(rows) > _MOST_ROWS_A_STEP or max(tokens) >= 2**63:
         raise UserError(
             f"microbatches_per_step ({microbatches_per_step:,}) × rows ({max(b.rows for b in buckets):,}) must be at "

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number
+from jvarlen.planning.lengths import PairSize, check_pair_size
 
 __all__ = [
     "Budget",
@@ -78,9 +79,14 @@ class Budget(BudgetSettings):
     Attributes:
       cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
         broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
-        microbatches. None: rows × length tokens, in int64.
+        microbatches. None: rows × length tokens, in int64. Of pairs it is cost(rows, first, second), and by default
+        rows × `pair_size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
+      pair_size: what a sample of two lengths counts: `"sum"` of both, as source and target tokens; the `"larger"`;
+        their `"product"`, as the pixels of images; or a function of both, int64 arrays, that gives integers and does
+        not fall as a length grows. rows × pair_size stays within `max_tokens`, is what buckets are chosen by, and what
+        the plan reports as tokens and as padding.
 
     Raises:
       ValueError: a limit that is not a positive number, or that lacks its function; a strategy that does not exist.
@@ -93,6 +99,7 @@ class Budget(BudgetSettings):
 
     cost: CostFn | None = None
     memory: CostFn | None = None
+    pair_size: PairSize = "sum"
 
     def __post_init__(self):
         names = ["max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple"]
@@ -111,6 +118,7 @@ class Budget(BudgetSettings):
         for name, function in (("cost", self.cost), ("memory", self.memory)):
             if function is not None and not callable(function):
                 raise UserError(f"{name} must be a function of rows and length, not {function!r}")
+        check_pair_size(self.pair_size)
         for limit in _limits(self):
             if limit.function is None:
                 raise UserError(f"{limit.name} ({limit.value!r}) needs {limit.source}, a function of rows and length")
@@ -188,14 +196,20 @@ def steps_and_rows(
 
 
 def bucket_costs(
-    budget: Budget, num_held: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"], length: Int64[np.ndarray, " *n"]
+    budget: Budget,
+    num_held: Int64[np.ndarray, " *n"],
+    cap: Int64[np.ndarray, " *n"],
+    size: Int64[np.ndarray, " *n"],
+    lengths: tuple[Int64[np.ndarray, ""], ...] | None = None,
 ) -> Shaped[np.ndarray, " *n"]:
-    """What each bucket costs in all its microbatches: tokens with padding in int64, or with a cost float64."""
+    """What each bucket of rows of a size costs in all its microbatches: that in int64, or with a cost float64."""
+    # The size is the length, or of pairs, whose lengths are given, what they count.
     steps, rows = steps_and_rows(budget, num_held, cap)
     microbatches = steps * budget.microbatches_per_step
     if budget.cost is None:
-        return microbatches * (rows * length)
-    return microbatches.astype(np.float64) * checked_cost(budget.cost, rows, length) + (budget.compile_seconds or 0.0)
+        return microbatches * (rows * size)
+    each = checked_cost(budget.cost, rows, *(lengths or (size,)))
+    return microbatches.astype(np.float64) * each + (budget.compile_seconds or 0.0)
 
 
 def broken_by_one_row(budget: Budget, length: int) -> str:
@@ -226,13 +240,13 @@ def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | 
 
 
 def given_microbatches(fields: Mapping[str, Any], buckets: object) -> int:
-    """M of a budget's fields, or of the given buckets, which leave nothing else to choose."""
+    """M of a budget's fields, or of the given buckets, which leave nothing else to choose but what pairs count."""
     known = {field.name for field in dataclasses.fields(Budget)}
     if unknown := fields.keys() - known:
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
-    if idle := fields.keys() - {"microbatches_per_step"}:
+    if idle := fields.keys() - {"microbatches_per_step", "pair_size"}:
         raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
-    check_at_least_one(**fields)
+    check_at_least_one(**{name: value for name, value in fields.items() if name != "pair_size"})
     return int(fields.get("microbatches_per_step", getattr(buckets, "microbatches_per_step", 1)))
 
 
@@ -253,14 +267,14 @@ def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:
 def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:
     """function(rows, *lengths) as float64; raises ValueError where it is not finite and at least 0."""
     try:
-        values = np.broadcast_to(np.asarray(function(*shape), np.float64), shape[0].shape)
+        values = np.broadcast_to(np.asarray(function(*shape), np.float64), np.broadcast_shapes(*map(np.shape, shape)))
     except (TypeError, ValueError) as error:
         raise UserError(f"{name} takes int64 arrays of rows and lengths, and gives one number each: {error}") from error
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
         first = int(wrong.argmax())
-        sizes = ", ".join(str(axis[first]) for axis in shape)
-        raise UserError(f"{name}({sizes}) is {values[first]}; it must be finite and at least 0")
+        sizes = ", ".join(str(axis.flat[first]) for axis in np.broadcast_arrays(*shape))
+        raise UserError(f"{name}({sizes}) is {values.flat[first]}; it must be finite and at least 0")
     return values
 
 

@@ -71,7 +71,7 @@ class GroupedSamples(NamedTuple):
     """Samples by bucket ascending, and in order within a bucket."""
 
     ids: Int64[np.ndarray, " n"]
-    lengths_by_id: Integer[np.ndarray, " N"]  # cut at the longest bucket, in a small type; of pairs, the sum of both
+    lengths_by_id: Integer[np.ndarray, " N"]  # cut at the longest bucket, in a small type; of pairs, what they count
     num_samples: Int64[np.ndarray, " K"]
     place: Int64[np.ndarray, " n"] | None  # in the order; None where that is the order of the groups, or random
     num_dropped: int
@@ -80,12 +80,16 @@ class GroupedSamples(NamedTuple):
 
 def group_by_bucket(
     lengths: Int64[np.ndarray, " N *sides"],
+    sizes: Int64[np.ndarray, " N"],
     bucket_lengths: Int64[np.ndarray, " K *sides"],
     ordering: Ordering,
     rows_per_step: Int64[np.ndarray, " K"],
     overlong: Overlong,
 ) -> GroupedSamples:
-    """Groups the samples of an order by the smallest bucket that holds them, of pairs by the first."""
+    """Groups the samples of an order by the smallest bucket that holds them, of pairs by the first.
+
+    Sizes are the lengths, or what pairs count.
+    """
     check_choices(overlong=(overlong, Overlong))
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
@@ -96,24 +100,23 @@ def group_by_bucket(
             ids = stable_argsort(lengths)
             num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
             num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
-            return _grouped(lengths, bucket_lengths, ids, num_samples, None, overlong)
+            return _grouped(lengths, sizes, bucket_lengths, ids, num_samples, None, overlong)
         if order.by == "shuffle" and (grouped := _by_random_key(lengths, bucket_lengths, seed, epoch, overlong)):
             return grouped
-    totals = lengths.sum(axis=1) if is_pairs else lengths
-    ids = sample_order(totals, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
+    ids = sample_order(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
     if is_pairs:
         bucket = _first_that_holds(lengths, bucket_lengths)[ids]
     else:
         bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
     if ordering.pacing is not None:
-        bound = totals if ordering.difficulty is None else np.asarray(split_difficulty(ordering.difficulty)[0])
+        bound = sizes if ordering.difficulty is None else np.asarray(split_difficulty(ordering.difficulty)[0])
         has_bucket = bucket < len(bucket_lengths)
         ranks = _paced_ranks(bucket[has_bucket], bound[ids[has_bucket]], rows_per_step, ordering)
         arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
         ids, bucket = ids[arrived], bucket[arrived]
     place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
     num_samples = np.bincount(bucket, minlength=len(bucket_lengths) + 1)
-    return _grouped(lengths, bucket_lengths, ids[place], num_samples, place, overlong)
+    return _grouped(lengths, sizes, bucket_lengths, ids[place], num_samples, place, overlong)
 
 
 def _by_random_key(
@@ -139,11 +142,12 @@ def _by_random_key(
     packed.sort()
     num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
     packed &= np.uint64(2**index_bits - 1)
-    return _grouped(lengths, bucket_lengths, packed.view(np.int64), num_samples, None, overlong)
+    return _grouped(lengths, lengths, bucket_lengths, packed.view(np.int64), num_samples, None, overlong)
 
 
 def _grouped(
     lengths: Int64[np.ndarray, " N *sides"],
+    sizes: Int64[np.ndarray, " N"],
     bucket_lengths: Int64[np.ndarray, " K *sides"],
     ids: Int64[np.ndarray, " n"],
     num_samples: Int64[np.ndarray, " K_plus_1"],
@@ -163,7 +167,7 @@ def _grouped(
     counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting, **of_pairs)
     num_left = len(ids) - counts[0]
     if is_pairs:
-        by_id = lengths.sum(axis=1)
+        by_id = sizes
     else:
         by_id = np.empty(len(lengths), np.min_scalar_type(max_length))
         np.minimum(lengths, max_length, out=by_id, casting="unsafe")
@@ -261,7 +265,7 @@ def emitted_steps(
     ordering: Ordering,
     last_place: Int64[np.ndarray, " S"] | None,
     num_samples: int,
-    bucket_lengths: Int64[np.ndarray, " K"],
+    bucket_sizes: Int64[np.ndarray, " K"],
 ) -> Int64[np.ndarray, " S"]:
     """The canonical steps in the order in which they are taken."""
     order, num_steps = ordering.order, len(steps.bucket)
@@ -277,8 +281,8 @@ def emitted_steps(
         keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
         emitted = emitted[stable_argsort(keys)]
     if order.longest_first:
-        length = bucket_lengths[steps.bucket]
-        longest = steps.bucket[np.flatnonzero(length == length.max())[-1]]
+        size = bucket_sizes[steps.bucket]
+        longest = steps.bucket[np.flatnonzero(size == size.max())[-1]]
         first = int((steps.bucket[emitted] == longest).argmax())
         emitted[[0, first]] = emitted[[first, 0]]
     if order.new_shape_every:

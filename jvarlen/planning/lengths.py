@@ -18,6 +18,7 @@ __all__ = [
     "LengthHistogram",
     "Overlong",
     "PackedOverlong",
+    "PairSize",
     "apply_overlong",
     "check_counts",
     "check_feature_lengths",
@@ -25,16 +26,21 @@ __all__ = [
     "check_lengths",
     "check_lengths_for",
     "check_pair_lengths",
+    "check_pair_size",
     "dropped_and_truncated",
     "ends_to_offsets",
     "fit_lengths",
     "histogram_of",
     "ids_where",
     "overlong_counts",
+    "row_sizes",
+    "sample_sizes",
 ]
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
+# What a sample of two lengths counts: their sum, the larger, their product, or a function of arrays of both.
+PairSize = Literal["sum", "larger", "product"] | Callable[..., npt.ArrayLike]
 
 _LARGEST = 2**63 - 1
 _PIECE = 2**22  # samples read at a time
@@ -79,13 +85,16 @@ def _as_array(lengths: npt.ArrayLike) -> np.ndarray:
 def _check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0) -> None:
     """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
     most = _LARGEST // (1 if lengths.ndim == 1 else lengths.shape[1])
-    least, longest = lengths.min(), lengths.max()
-    if least >= 1 and longest <= most:
+    # Of several lengths only the first must be there: a graph may have no edges.
+    is_short = lengths.min() < 1 if lengths.ndim == 1 else lengths.min() < 0 or lengths[:, 0].min() < 1
+    if not is_short and lengths.max() <= most:
         return
-    problem, limit = ("at least", 1) if least < 1 else ("at most", most)
-    is_wrong = lengths < 1 if least < 1 else lengths > most
+    problem, limit = ("at least", 1) if is_short else ("at most", most)
+    is_wrong = lengths < ([1] + [0] * (lengths[0].size - 1)) if is_short else lengths > most
     ids = np.flatnonzero(is_wrong.reshape(len(lengths), -1).any(axis=1))
-    raise UserError(f"lengths must be {problem} {limit}: {list_offenders(ids + first_id, lengths[ids], limit)}")
+    others = ", those after the first of a sample at least 0" if is_short and lengths.ndim == 2 else ""
+    listed = list_offenders(ids + first_id, lengths[ids], limit)
+    raise UserError(f"lengths must be {problem} {limit}{others}: {listed}")
 
 
 def check_kind(lengths: np.ndarray) -> None:
@@ -148,7 +157,7 @@ def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, "
 
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
-    """Checks lengths of pairs: integers[N, 2], source and target tokens of a sample, each ≥ 1."""
+    """Checks lengths of pairs: integers[N, 2], source (≥ 1) and target tokens (≥ 0) of a sample."""
     return check_feature_lengths(lengths, num_features=2)
 
 
@@ -166,7 +175,7 @@ def check_lengths_for(
 
 
 def check_feature_lengths(lengths: npt.ArrayLike, num_features: int | None = None) -> Int64[np.ndarray, "N D"]:
-    """Checks lengths of several features: integers[N, D], tokens of each feature of a sample, each ≥ 1; D ≥ 2."""
+    """Checks lengths of features: integers[N, D], tokens of each, the first ≥ 1 and the others ≥ 0; D ≥ 2."""
     array = _as_array(lengths)
     if array.ndim != 2 or array.shape[1] < 2 or not array.size or num_features not in (None, array.shape[1]):
         wanted = "D, D at least 2" if num_features is None else num_features
@@ -175,6 +184,45 @@ def check_feature_lengths(lengths: npt.ArrayLike, num_features: int | None = Non
         raise UserError(f"lengths must be integers, not {array.dtype}")
     _check_values(array)
     return array.astype(np.int64, copy=False)
+
+
+def check_pair_size(pair_size: object) -> None:
+    """Raises ValueError for what does not say what a sample of two lengths counts."""
+    if not callable(pair_size) and pair_size not in ("sum", "larger", "product"):
+        raise UserError(
+            f'pair_size must be "sum", "larger", "product" or a function of both lengths, not {pair_size!r}'
+        )
+
+
+def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " *n"]:
+    """What a row of each of these lengths, one or several along the last axis, counts in a budget."""
+    if pair_size == "sum":
+        return lengths.sum(axis=-1)
+    if pair_size == "larger":
+        return lengths.max(axis=-1)
+    first, second = lengths[..., 0], lengths[..., 1]
+    if not callable(pair_size):
+        if int(first.max()) * int(second.max()) > _LARGEST:
+            raise UserError(f"the product of lengths {first.max()} and {second.max()} does not fit int64")
+        return first * second
+    sizes = np.asarray(pair_size(first, second))
+    if sizes.dtype.kind not in "iu" or sizes.shape != first.shape:
+        raise UserError(
+            "pair_size takes int64 arrays of both lengths and gives an integer for each pair, not "
+            f"{sizes.dtype}{list(sizes.shape)} for int64{list(first.shape)}"
+        )
+    return sizes.astype(np.int64, copy=False)
+
+
+def sample_sizes(lengths: Int64[np.ndarray, " N *sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " N"]:
+    """What each sample counts in a budget and in a report: its length, or of several what `pair_size` says."""
+    if lengths.ndim == 1:
+        return lengths
+    sizes = row_sizes(lengths, pair_size)
+    if sizes.min() < 1:
+        listed = list_offenders(*offenders_where(sizes < 1, lengths))
+        raise UserError(f"pair_size ({pair_size!r}) must be at least 1 for every sample: {listed}")
+    return sizes
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import functools
 import operator
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,11 +19,18 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.checks import UserError, check_choices, list_offenders
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets, make_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, round_up
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
-from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
+from jvarlen.planning.lengths import (
+    Overlong,
+    PackedOverlong,
+    check_lengths_for,
+    check_pair_size,
+    ends_to_offsets,
+    sample_sizes,
+)
 from jvarlen.planning.order import (
     Difficulty,
     Order,
@@ -198,30 +205,33 @@ class Plan(PlannedSteps):
 
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
-        write_plan_file(Path(path), fields | {"digest": np.array(self.digest)})
+        write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Plan:
+    def load(path: str | os.PathLike[str], *, pair_size: Callable[..., npt.ArrayLike] | None = None) -> Plan:
         """Reads a plan that `save` wrote, and verifies it.
 
         Args:
           path: the file.
+          pair_size: the function that the plan was made with, where it was one: the file knows the words alone.
 
         Returns:
           The plan.
 
         Raises:
-          ValueError: the file is not a plan, is damaged, of another version, or was edited.
+          ValueError: the file is not a plan, is damaged, of another version, or was edited; pair_size is needed, or
+            given for a plan that was made without a function.
         """
         from jvarlen.planning.plan_file import read_plan_file
 
-        fields = read_plan_file(Path(path))
+        fields, counted = read_plan_file(Path(path), pair_size)
         arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
         numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
         values: dict[str, Any] = {name: fields.get(name) for name in arrays}
         values |= {name: int(fields[name]) for name in numbers}
         overlong = cast(PackedOverlong, str(fields["overlong"]))
-        return Plan(buckets=check_buckets(fields["buckets"].tolist()), overlong=overlong, **values)
+        buckets = Buckets(check_buckets(fields["buckets"].tolist()), values["microbatches_per_step"], counted)
+        return Plan(buckets=buckets, overlong=overlong, **values)
 
 
 def make_plan(
@@ -243,13 +253,13 @@ def make_plan(
     rows; only a bucket's last step can be short, and padding rows fill it.
 
     Args:
-      lengths: integers[N], tokens a sample. Integers[N, 2], source and target of pairs. Or a `Packing`: then all that
-        is said of samples here holds for its rows.
+      lengths: integers[N], tokens a sample. Integers[N, 2], two lengths a sample: source and target, height and width;
+        the second may be 0. Or a `Packing`: then all that is said of samples here holds for its rows.
       buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length). None, or a
         `Budget`: they are chosen as `make_buckets` does, of pairs as `make_pair_buckets` does, of a `Packing` with the
         lengths of its rows.
-      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. Of a pair the sum of both lengths
-        counts. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
+      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
+        its `pair_size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
         `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
         block size or pacing, when their last sample arrives, and short steps at the end.
       difficulty: as in `sample_order`.
@@ -267,9 +277,9 @@ def make_plan(
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
-      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
-        `microbatches_per_step`, M, the microbatches of one optimizer update; by default that for which `make_buckets`
-        or another plan chose them, or 1.
+      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
+        `microbatches_per_step`, M, the microbatches of one optimizer update; by default those for which
+        `make_buckets` or another plan chose them, or the sum and 1.
 
     Returns:
       A `Plan`, which depends on M, but not on the number of devices or processes.
@@ -298,16 +308,21 @@ def make_plan(
     packed: Packing | None = None
     if limits is None:
         num_microbatches = given_microbatches(budget, buckets)
-        checked = check_buckets(cast("Sequence[tuple[int, ...]]", buckets))
+        pair_size = budget.get("pair_size", getattr(buckets, "pair_size", "sum"))
+        check_pair_size(pair_size)
+        made_for = getattr(buckets, "microbatches_per_step", None)
+        checked = Buckets(check_buckets(cast("Sequence[tuple[int, ...]]", buckets)), made_for, pair_size)
     else:
         num_microbatches = limits.microbatches_per_step
+        chosen: tuple[AnyBucket, ...]
         if packing is None:
-            checked = _choose_buckets(lengths, limits, overlong)
+            chosen = _choose_buckets(lengths, limits, overlong)
         else:
             from jvarlen.planning.row_lengths import choose_packed_buckets
 
             samples = cast("npt.ArrayLike", lengths)
-            checked, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
+            chosen, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
+        checked = Buckets(chosen, num_microbatches, limits.pair_size)
     if packing is not None:
         from jvarlen.planning.packing import orders_of_packing, pack_samples
 
@@ -343,10 +358,10 @@ def make_plan(
         ordering = ordering._replace(order=order_of_wrapped_rows(order, lengths.num_rows))
         return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     if not order.chunks_in_order or lengths.piece_starts is None:
-        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
+        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering, is_packed=True), lengths)
     rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
     ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
-    plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
+    plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering, is_packed=True), lengths)
     return steps_in_chunk_order(plan, order.longest_first)
 
 
@@ -398,10 +413,10 @@ def _check_packing(
 
 
 def _warn_of_padding_rows(
-    buckets: tuple[AnyBucket, ...], num_microbatches: int, num_samples: Int64[np.ndarray, " K"]
+    buckets: Buckets[AnyBucket], num_microbatches: int, num_samples: Int64[np.ndarray, " K"]
 ) -> None:
     """Warns where buckets hold clearly more padding rows than they would if made for M."""
-    made_for = buckets.microbatches_per_step if isinstance(buckets, Buckets) else None
+    made_for = buckets.microbatches_per_step
     if made_for == num_microbatches:
         return
     rows = np.array([bucket.rows for bucket in buckets], np.int64)
@@ -423,30 +438,38 @@ def _warn_of_padding_rows(
 
 def _plan_rows(
     lengths: Int64[np.ndarray, " N *sides"],
-    buckets: tuple[AnyBucket, ...],
+    buckets: Buckets[AnyBucket],
     num_microbatches: int,
     ordering: Ordering,
     overlong: Overlong = "error",
+    *,
+    is_packed: bool = False,
 ) -> Plan:
     """The plan of checked lengths, each a row."""
-    is_pairs = lengths.ndim == 2
+    if buckets.pair_size != "sum" and (lengths.ndim == 1 or is_packed):
+        raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
+    sizes = sample_sizes(lengths, buckets.pair_size)
     if (difficulty := ordering.difficulty) is not None:
-        totals = lengths.sum(axis=1) if is_pairs else lengths
-        is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), totals)
+        is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), sizes)
         if is_length and len(split_difficulty(difficulty)) == 1:
             ordering = ordering._replace(difficulty=None)
     rows_per_step = rows_of_steps(buckets, num_microbatches)
-    bucket_lengths = np.array([bucket.lengths for bucket in buckets], np.int64)
-    of_sides = bucket_lengths if is_pairs else bucket_lengths[:, 0]
-    samples = group_by_bucket(lengths, of_sides, ordering, rows_per_step, overlong)
+    bucket_lengths, bucket_sizes = np.array([bucket.lengths for bucket in buckets], np.int64), buckets.row_sizes
+    of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
+    samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
+    if callable(buckets.pair_size):
+        room = np.repeat(bucket_sizes, samples.num_samples)
+        if (is_above := sizes[samples.ids] > room).any():
+            listed = list_offenders(samples.ids[is_above], lengths[samples.ids[is_above]])
+            raise UserError(f"pair_size must not fall as a length grows; it is less for the buckets of {listed}")
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    padded_tokens = rows_per_step.astype(object) * bucket_lengths.sum(axis=1)
+    padded_tokens = rows_per_step.astype(object) * bucket_sizes
     num_steps = np.bincount(steps.bucket, minlength=len(buckets))
     if sum(map(operator.mul, padded_tokens.tolist(), num_steps.tolist())) >= 2**63:
         raise UserError("the plan would hold 2**63 tokens with padding or more, which int64 cannot count")
     _warn_of_padding_rows(buckets, num_microbatches, samples.num_samples)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
-    emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_lengths.sum(axis=1))
+    emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():
         offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))

@@ -9,18 +9,18 @@ import hashlib
 import os
 import struct
 import zipfile
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
 from jvarlen._common.files import regular_file, write_atomically
-from jvarlen.planning.buckets import check_buckets, rows_of_steps
-from jvarlen.planning.lengths import PackedOverlong
+from jvarlen.planning.buckets import Buckets, check_buckets, rows_of_steps
+from jvarlen.planning.lengths import PackedOverlong, PairSize
 
 __all__ = [
     "DIGEST_CHUNK",
@@ -44,6 +44,7 @@ _MOST_IDS_A_SAMPLE = 8  # ids up to so many times the samples are marked in a ta
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
 _SPLIT_DIGEST_NAME = b"jvarlen-split-plan-1\0"
+_COUNTED = ("sum", "larger", "product", "function")  # what pairs count
 DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
@@ -102,16 +103,17 @@ def plan_digest(
     return sha.hexdigest()
 
 
-def write_plan_file(path: Path, fields: Fields) -> None:
+def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
-    sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(_checksum(fields))}
+    checksum = _checksum(fields, "function" if callable(pair_size) else pair_size)
+    sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(checksum)}
     arrays: Any = {name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()}
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def read_plan_file(path: Path) -> Fields:
-    """Reads what `write_plan_file` wrote; raises ValueError where it is anything else."""
+def read_plan_file(path: Path, pair_size: Callable[..., Any] | None = None) -> tuple[Fields, PairSize]:
+    """Reads what `write_plan_file` wrote, and what pairs count; raises ValueError where it is anything else."""
     try:
         with regular_file(path).open("rb") as file, zipfile.ZipFile(file) as archive:
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
@@ -127,8 +129,17 @@ def read_plan_file(path: Path) -> Fields:
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
+        # Only the checksum holds what pairs count, so that all files have the same arrays.
+        sealed = next((word for word in _COUNTED if _checksum(fields, word) == str(fields["checksum"])), None)
+        if sealed is not None and (sealed == "function") != (pair_size is not None):
+            raise UserError(
+                "a function says what its pairs count: pass it as pair_size="
+                if sealed == "function"
+                else f"its pairs count their {sealed}, by no function: leave pair_size out"
+            )
+        counted = pair_size or cast(PairSize, sealed or "sum")
         with ThreadPoolExecutor(1) as thread:  # both leave the interpreter free
-            checked = thread.submit(check_plan, fields)
+            checked = thread.submit(check_plan, fields, counted)
             digest = plan_digest(
                 int(fields["microbatches_per_step"]),
                 fields["buckets"].tolist(),
@@ -138,7 +149,7 @@ def read_plan_file(path: Path) -> Fields:
                 fields.get("row_offsets"),
                 fields.get("piece_starts"),
             )
-        if digest != str(fields["digest"]) or _checksum(fields) != str(fields["checksum"]):
+        if digest != str(fields["digest"]) or sealed is None:
             raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
         checked.result()
     except FileNotFoundError:
@@ -146,7 +157,7 @@ def read_plan_file(path: Path) -> Fields:
     except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
         reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
         raise UserError(f"{path} is not a readable plan file: {reason}") from error
-    return fields
+    return fields, counted
 
 
 def _read_member(file: BinaryIO, members: Mapping[str, zipfile.ZipInfo], name: str) -> np.ndarray:
@@ -165,11 +176,11 @@ def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     return _FIELDS | packed if "row_offsets" in fields else _FIELDS
 
 
-def check_plan(fields: Mapping[str, Any]) -> None:
+def check_plan(fields: Mapping[str, Any], pair_size: PairSize = "sum") -> None:
     """Raises ValueError that lists what no plan has: whoever edits a file can renew its digest and checksum."""
     step_bucket, offsets, num_tokens = (fields[name] for name in ("step_bucket", "step_offsets", "num_tokens"))
     ids, num_steps = fields["sample_ids"], len(step_bucket)
-    buckets = check_buckets(fields["buckets"].tolist())
+    buckets = Buckets(check_buckets(fields["buckets"].tolist()), None, pair_size)
     rows_per_step = rows_of_steps(buckets, int(fields["microbatches_per_step"]))
     if not num_steps or (len(offsets), len(num_tokens)) != (num_steps + 1, num_steps):
         raise UserError("step_bucket, step_offsets and num_tokens are of no step, or of different numbers of steps")
@@ -188,7 +199,7 @@ def check_plan(fields: Mapping[str, Any]) -> None:
         num_rows = np.diff(rows_before)
         if (row_offsets[rows_before] != offsets).any():
             raise UserError("step_offsets cut rows")
-    room = rows_per_step * np.array([sum(bucket.lengths) for bucket in buckets])
+    room = rows_per_step * buckets.row_sizes
     wrong = {
         "more rows than their buckets": (num_rows > rows_per_step[step_bucket], num_rows),
         "fewer tokens than samples": (num_tokens < num_samples, num_tokens),
@@ -247,17 +258,22 @@ def _repeated(ids: Int64[np.ndarray, " n"]) -> list[str]:
     return [f"samples that come more than once: {list_offenders(values[times > 1], times[times > 1])}"]
 
 
-def _checksum(fields: Fields) -> str:
+def _checksum(fields: Fields, counted: str = "sum") -> str:
     counts = (int(fields["num_dropped"]), int(fields["num_truncated"]))
-    return plan_checksum(str(fields["digest"]), fields["num_tokens"], *counts, str(fields["overlong"]))
+    return plan_checksum(str(fields["digest"]), fields["num_tokens"], *counts, str(fields["overlong"]), counted)
 
 
 def plan_checksum(
-    digest: str, num_tokens: Int64[np.ndarray, " S"], num_dropped: int, num_truncated: int, overlong: str
+    digest: str,
+    num_tokens: Int64[np.ndarray, " S"],
+    num_dropped: int,
+    num_truncated: int,
+    overlong: str,
+    counted: str = "sum",
 ) -> str:
     """SHA-256 in hex of the digest and of what the digest leaves out."""
     sha = hashlib.sha256(digest.encode())
     sha.update(num_tokens.astype("<i8", copy=False).tobytes())
     sha.update(np.array([num_dropped, num_truncated], "<i8").tobytes())
-    sha.update(overlong.encode())
+    sha.update((overlong if counted == "sum" else f"{overlong}\0{counted}").encode())
     return sha.hexdigest()

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int32, Int64
 
 from jvarlen.planning.buckets import AnyBucket, Buckets
 from jvarlen.planning.budget import CostFn, checked_cost
-from jvarlen.planning.lengths import PackedOverlong
+from jvarlen.planning.lengths import PackedOverlong, PairSize
 
 __all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures"]
 
@@ -90,7 +90,8 @@ class PlannedSteps:
       microbatches_per_step: M.
       step_bucket: int32[S], the bucket of each step.
       step_offsets: int64[S+1], the samples before each step; the last is n.
-      num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length.
+      num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length, a pair with its
+        `pair_size`.
       overlong: of samples above the longest bucket: "error", "drop", "truncate", or of packed rows "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
@@ -99,7 +100,7 @@ class PlannedSteps:
         where nothing is packed. Neither in the digest nor in a plan's file: a plan from a file counts its own rows.
     """
 
-    buckets: tuple[AnyBucket, ...]
+    buckets: Buckets[AnyBucket]
     microbatches_per_step: int
     step_bucket: Int32[np.ndarray, " S"]
     step_offsets: Int64[np.ndarray, " S_plus_1"]
@@ -111,7 +112,8 @@ class PlannedSteps:
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
-        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step))
+        pair_size: PairSize = getattr(self.buckets, "pair_size", "sum")
+        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step, pair_size))
         if not self.is_packed:
             object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets))
         for field in dataclasses.fields(self):
@@ -122,6 +124,11 @@ class PlannedSteps:
     def num_steps(self) -> int:
         """S, the number of steps."""
         return len(self.step_bucket)
+
+    @property
+    def pair_size(self) -> PairSize:
+        """What a sample of two lengths counts in `num_tokens`, in padding and in reports: as in `Budget`."""
+        return self.buckets.pair_size
 
     @property
     def num_samples(self) -> int:
@@ -145,9 +152,8 @@ class PlannedSteps:
 
     @functools.cached_property
     def padded_tokens_per_step(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], tokens with padding of each step: M × rows × length."""
-        padded_tokens = np.array([bucket.padded_tokens for bucket in self.buckets], np.int64)
-        return _fixed((self.microbatches_per_step * padded_tokens)[self.step_bucket])
+        """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `pair_size`."""
+        return _fixed((self.microbatches_per_step * self.buckets.padded_tokens)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
         """How many steps each bucket has.
@@ -265,5 +271,5 @@ def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigu
     if cost is not None:
         rows, *lengths = np.array(plan.buckets, np.int64).T
         seconds = microbatches * checked_cost(cost, rows, *lengths)
-    padded_tokens = microbatches * np.array([bucket.padded_tokens for bucket in plan.buckets])
+    padded_tokens = microbatches * plan.buckets.padded_tokens
     return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)

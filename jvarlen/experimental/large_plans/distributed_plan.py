@@ -23,7 +23,7 @@ from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
-from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets, rows_of_steps
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.budget import given_microbatches
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
@@ -239,7 +239,7 @@ def plan_distributed(
     chunks = chunk_digests(positions, row_ids[is_real], int(step_offsets[-1]), int(sizes.sum()), mesh, axis_name)
     step_bucket = steps.bucket[emitted]
     return DistributedPlan(
-        buckets=checked,
+        buckets=Buckets(checked, num_microbatches),
         microbatches_per_step=num_microbatches,
         step_bucket=step_bucket,
         step_offsets=step_offsets,

@@ -25,7 +25,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.files import regular_file, take_space
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
-from jvarlen.planning.buckets import check_buckets, rows_of_steps
+from jvarlen.planning.buckets import Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.plan_file import DIGEST_CHUNK, check_plan, chunk_digest, plan_checksum, plan_digest
@@ -176,7 +176,7 @@ def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
     if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
         _verify(path, header, arrays, progress=False)
     plan = MappedPlan(
-        buckets=buckets,
+        buckets=Buckets(buckets, header["microbatches_per_step"]),
         microbatches_per_step=header["microbatches_per_step"],
         overlong=header["overlong"],
         num_dropped=header["num_dropped"],
