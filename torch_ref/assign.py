@@ -29,6 +29,7 @@ class Items(NamedTuple):
 
 def assign_buckets(
     values: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     ids: NDArray[np.int64],
     buckets: Sequence[tuple[int, ...]],
     overlong: str,
@@ -39,6 +40,7 @@ def assign_buckets(
 
     Args:
         values: int64[N], in tokens, or int64[N, 2] for pairs.
+        sizes: int64[N], what each counts: the same, or what pairs count.
         ids: int64[n], the items in use, in order.
         buckets: rows and one or two lengths, ascending.
         overlong: "error" | "drop" | "truncate" (not for pairs).
@@ -51,7 +53,7 @@ def assign_buckets(
         ValueError: if `overlong` refuses items; the first are listed.
     """
     if values.ndim == 2:
-        return _assign_pairs(values, ids, buckets, overlong)
+        return _assign_pairs(values, sizes, ids, buckets, overlong)
     longest = buckets[-1][1]
     if packed and (values[ids] > longest).any():
         rows = np.sort(ids[values[ids] > longest])
@@ -65,7 +67,11 @@ def assign_buckets(
 
 
 def _assign_pairs(
-    values: NDArray[np.int64], ids: NDArray[np.int64], buckets: Sequence[tuple[int, ...]], overlong: str
+    values: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    buckets: Sequence[tuple[int, ...]],
+    overlong: str,
 ) -> Items:
     if overlong == "truncate":
         raise ValueError('overlong="truncate" is not for pairs: pass "error" or "drop"')
@@ -75,4 +81,4 @@ def _assign_pairs(
     counts = count_overlong(
         overlong, len(outside), len(ids), lambda: list_pairs(outside, values[outside]), name="in none of the buckets"
     )
-    return Items(kept, values[kept].sum(axis=1), to_tensor(held[kept].argmax(axis=1)), *counts)
+    return Items(kept, sizes[kept], to_tensor(held[kept].argmax(axis=1)), *counts)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, check_integer, check_number
-from torch_ref.lengths import check_joint_lengths, check_lengths
+from torch_ref.lengths import check_joint_lengths, check_lengths, row_sizes
 from torch_ref.plan import Plan
 
 __all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs"]
@@ -210,7 +210,7 @@ def _sample_tokens(plan: Plan, lengths: ArrayLike | None) -> NDArray[np.int64]:
     _check_ids(plan, len(values), "lengths")
     if plan.piece_starts is None or plan.piece_ends is None:
         edges = np.array(plan.buckets)[:, 1:].max(axis=0)
-        tokens: NDArray[np.int64] = np.minimum(values[plan.sample_ids], edges).sum(axis=1)
+        tokens = row_sizes(np.minimum(values[plan.sample_ids], edges), plan.pair_size)
     else:
         tokens = np.minimum(values[plan.sample_ids, 0], plan.piece_ends) - plan.piece_starts
     found = np.diff(np.concatenate([[0], np.cumsum(tokens)])[plan.step_offsets])

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.budget import Budget, as_budget, checked_costs, round_up
 from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
 from torch_ref.fitting import Fitting, fit_budget
+from torch_ref.lengths import PairSize, row_sizes
 
 __all__ = [
     "Bucket",
@@ -56,24 +57,32 @@ class PairBucket(NamedTuple):
 
 
 class Buckets(tuple[Any, ...]):
-    """Buckets, and M, the microbatches of a step, that their rows were chosen for."""
+    """Buckets, M, the microbatches of a step, that their rows were chosen for, and what pairs count in them."""
 
-    microbatches_per_step: int
+    microbatches_per_step: int | None
+    pair_size: PairSize
 
-    def __new__(cls, buckets: Iterable[Any], microbatches_per_step: int) -> "Buckets":
-        """Keep both."""
+    def __new__(
+        cls, buckets: Iterable[Any], microbatches_per_step: int | None, pair_size: PairSize = "sum"
+    ) -> "Buckets":
+        """Keep all; None stands for an M that is not known."""
         made = super().__new__(cls, buckets)
-        made.microbatches_per_step = microbatches_per_step
+        made.microbatches_per_step, made.pair_size = microbatches_per_step, pair_size
         return made
 
     def __getitem__(self, index: Any) -> Any:
-        """Keep M with a part of the buckets."""
+        """Keep what is known with a part of the buckets."""
         found = super().__getitem__(index)
-        return Buckets(found, self.microbatches_per_step) if isinstance(index, slice) else found
+        return Buckets(found, self.microbatches_per_step, self.pair_size) if isinstance(index, slice) else found
 
-    def __getnewargs__(self) -> tuple[tuple[Any, ...], int]:
-        """Let a copy keep both."""
-        return tuple(self), self.microbatches_per_step
+    def __getnewargs__(self) -> tuple[tuple[Any, ...], int | None, PairSize]:
+        """Let a copy keep all."""
+        return tuple(self), self.microbatches_per_step, self.pair_size
+
+    @property
+    def row_sizes(self) -> NDArray[np.int64]:
+        """int64[K], what a row of each bucket counts: its length, or what `pair_size` says of both."""
+        return row_sizes(np.array([bucket[1:] for bucket in self], dtype=np.int64), self.pair_size)
 
 
 def make_buckets(
@@ -119,6 +128,8 @@ def make_buckets(
         (Bucket(rows=4, length=4), Bucket(rows=1, length=12))
     """
     limits = as_budget(max_tokens, budget)
+    if limits.pair_size != "sum":
+        raise ValueError(f"pair_size={limits.pair_size!r} counts pairs, and these samples have one length each")
     shapes = _check_compiled(compiled)
     if shapes and (limits.compile_seconds is None or limits.strategy != "optimal"):
         raise ValueError(
@@ -186,7 +197,10 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tu
 def check_steps(buckets: Sequence[tuple[int, ...]], microbatches_per_step: int) -> None:
     """Raise ValueError for buckets whose steps are too large to lay out the ids of their rows."""
     most_rows = microbatches_per_step * max(bucket[0] for bucket in buckets)
-    most_tokens = microbatches_per_step * max(rows * sum(lengths) for rows, *lengths in buckets)
+    sizes = [sum(lengths) for _, *lengths in buckets]
+    if isinstance(buckets, Buckets) and buckets.pair_size != "sum" and max(sizes) <= INT64_MAX:
+        sizes = buckets.row_sizes.tolist()
+    most_tokens = microbatches_per_step * max(bucket[0] * size for bucket, size in zip(buckets, sizes, strict=True))
     if most_rows > MAX_ROWS_PER_STEP or most_tokens > INT64_MAX:
         raise ValueError(
             f"microbatches_per_step={microbatches_per_step} makes steps of {most_rows} rows and {most_tokens} tokens; "

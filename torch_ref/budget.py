@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, check_integer, check_number, to_tensor
+from torch_ref.lengths import PairSize, check_pair_size
 
 __all__ = [
     "STRATEGIES",
@@ -23,7 +24,7 @@ __all__ = [
     "round_up",
 ]
 
-Cost = Callable[[NDArray[np.int64], NDArray[np.int64]], ArrayLike]
+Cost = Callable[..., ArrayLike]
 
 STRATEGIES = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal")
 _INTEGERS = ("max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple")
@@ -55,11 +56,15 @@ class Budget:
         length_multiple: bucket lengths are multiples of it.
         max_sequences: a microbatch has at most this many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
-            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length.
+            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. Of pairs it is
+            cost(rows, first, second), or None for rows times `pair_size`.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
         max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
         max_bytes: a microbatch needs at most this; only together with `memory`.
+        pair_size: what a sample of two lengths counts: their "sum", the "larger", their "product" (pixels), or a
+            function of two int64 arrays that gives integers and does not fall as a length grows. It is the unit of
+            `max_tokens`, of what buckets are chosen by, and of the tokens and the padding of a plan.
 
     Raises:
         ValueError: if a field is out of its range, or lacks the one that it goes with.
@@ -78,6 +83,7 @@ class Budget:
     max_cost: float | None = None
     memory: Cost | None = None
     max_bytes: float | None = None
+    pair_size: PairSize = "sum"
 
     def __post_init__(self) -> None:
         """Check the fields, and make plain numbers of them."""
@@ -90,6 +96,7 @@ class Budget:
             self._set("strategy", _check_lengths(self.strategy))
         elif self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, or lengths, got {self.strategy!r}")
+        check_pair_size(self.pair_size)
         for name, limit_name in (("cost", "max_cost"), ("memory", "max_bytes")):
             function, limit = getattr(self, name), getattr(self, limit_name)
             if function is not None and not callable(function):
@@ -214,8 +221,8 @@ def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
 
 
 def only_microbatches(fields: Mapping[str, Any], buckets: Any) -> int:
-    """Return M, the only field of a budget that goes with given buckets, or else what these were made for."""
-    for name in fields.keys() - {"microbatches_per_step"}:
+    """Return M, which beside `pair_size` goes with given buckets, or else what these were made for."""
+    for name in fields.keys() - {"microbatches_per_step", "pair_size"}:
         if name not in Budget.__dataclass_fields__:
             raise TypeError(f"unexpected keyword argument {name!r}")
         raise ValueError(f"{name} chooses buckets, and these are given")
@@ -236,23 +243,23 @@ def _check_lengths(values: Any) -> tuple[int, ...]:
     return lengths
 
 
-def checked_costs(label: str, function: Cost, rows: Tensor, lengths: Tensor) -> Tensor:
+def checked_costs(label: str, function: Cost, rows: Tensor, *lengths: Tensor) -> Tensor:
     """Call a function of rows and lengths and check what it gives.
 
     Args:
         label: what the message calls it.
-        function: called with two int64 arrays that broadcast.
-        rows: int64[n].
-        lengths: int64[n] or int64[1].
+        function: called with int64 arrays that broadcast.
+        rows: int64 of any shape.
+        *lengths: one int64 or, of pairs, two, of shapes that broadcast to that of `rows`.
 
     Returns:
-        float64[n].
+        float64 of that shape.
 
     Raises:
         ValueError: if the values are no numbers, or not finite, or below 0; the first shapes are listed.
     """
     try:
-        values: NDArray[Any] = np.asarray(function(rows.numpy(), lengths.numpy()))
+        values: NDArray[Any] = np.asarray(function(rows.numpy(), *(each.numpy() for each in lengths)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{label} must take int64 arrays of rows and lengths: {error}") from error
     if values.dtype.kind not in "iuf":
@@ -260,7 +267,7 @@ def checked_costs(label: str, function: Cost, rows: Tensor, lengths: Tensor) -> 
     costs = np.broadcast_to(values, rows.shape).astype(np.float64)
     bad = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
     if len(bad):
-        each = lengths.expand_as(rows)
-        shapes = ", ".join(f"{int(rows[i])} x {int(each[i])}: {costs[i]}" for i in bad[:MAX_LISTED])
+        sides = [each.expand_as(rows).reshape(-1).tolist() for each in (rows, *lengths)]
+        shapes = ", ".join(f"{' x '.join(str(side[i]) for side in sides)}: {costs.flat[i]}" for i in bad[:MAX_LISTED])
         raise ValueError(f"{label} must be finite and at least 0; rows x length: {shapes}")
     return to_tensor(costs)

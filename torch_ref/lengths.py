@@ -11,20 +11,27 @@ from torch_ref.checks import INT64_MAX, MAX_LISTED, integer_array, list_offender
 __all__ = [
     "OVERLONG",
     "PACKED_OVERLONG",
+    "PAIR_SIZES",
     "Fitted",
     "Overlong",
+    "PairSize",
     "check_joint_lengths",
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
+    "check_pair_size",
     "count_overlong",
     "fit_lengths",
     "list_pairs",
+    "row_sizes",
+    "sample_sizes",
 ]
 
 Overlong = Literal["error", "drop", "truncate"]
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
 PACKED_OVERLONG = (*OVERLONG, "split")
+PairSize = str | Callable[[NDArray[np.int64], NDArray[np.int64]], ArrayLike]
+PAIR_SIZES = ("sum", "larger", "product")
 
 
 class Fitted(NamedTuple):
@@ -77,8 +84,8 @@ def check_joint_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
         The same values as int64[N, D].
 
     Raises:
-        ValueError: if they are not so many integers for N >= 1 samples, or if some lie below 1 or their sum above
-            int64; the first offenders are listed.
+        ValueError: if they are not so many integers for N >= 1 samples, or if the first of a sample lies below 1,
+            another below 0, or their sum above int64; the first offenders are listed.
     """
     values = np.asarray(lengths)
     if values.ndim != 2 or values.shape[1] < 2 or len(values) == 0:
@@ -86,7 +93,8 @@ def check_joint_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     if values.dtype.kind not in "iu":
         raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
     most = INT64_MAX // values.shape[1]
-    _refuse_pairs(values, np.any(values < 1, axis=1), "lengths must be at least 1 (limit 1)")
+    missing = (values[:, 0] < 1) | np.any(values < 0, axis=1)
+    _refuse_pairs(values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0")
     _refuse_pairs(values, np.any(values > most, axis=1), f"lengths must be at most {most}")
     return values.astype(np.int64, copy=False)
 
@@ -101,13 +109,60 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
         The same values as int64[N, 2].
 
     Raises:
-        ValueError: if they are not N >= 1 pairs of integers, or if some lie below 1 or their sum above int64; the first
-            offenders are listed as id and (source, target).
+        ValueError: if they are not N >= 1 pairs of integers, or if a source lies below 1, a target below 0, or their
+            sum above int64; the first offenders are listed as id and (source, target).
     """
     values = np.asarray(lengths)
     if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
         raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
     return check_joint_lengths(values)
+
+
+def check_pair_size(pair_size: Any) -> None:
+    """Refuse what does not say what a pair counts, with a ValueError."""
+    if not callable(pair_size) and pair_size not in PAIR_SIZES:
+        raise ValueError(
+            f"pair_size must be one of {', '.join(PAIR_SIZES)}, or a function of both lengths, got {pair_size!r}"
+        )
+
+
+def row_sizes(lengths: NDArray[np.int64], pair_size: PairSize = "sum") -> NDArray[np.int64]:
+    """Return what rows count in a budget.
+
+    Args:
+        lengths: int64[..., D], the lengths of each row, one or several.
+        pair_size: what two of them count: their "sum", the "larger", their "product", or a function of both.
+
+    Returns:
+        int64[...].
+
+    Raises:
+        ValueError: if a product does not fit int64, or if the function gives anything but an integer for each pair.
+    """
+    if pair_size == "sum":
+        return np.asarray(lengths.sum(axis=-1))
+    if pair_size == "larger":
+        return np.asarray(lengths.max(axis=-1))
+    first, second = lengths[..., 0], lengths[..., 1]
+    if not callable(pair_size):
+        if int(first.max()) * int(second.max()) > INT64_MAX:
+            raise ValueError(f"the product of lengths {first.max()} and {second.max()} is above int64")
+        return np.asarray(first * second)
+    sizes = np.asarray(pair_size(first, second))
+    if sizes.dtype.kind not in "iu" or sizes.shape != first.shape:
+        raise ValueError(
+            f"pair_size must give an integer for each of {first.shape} pairs, got {sizes.dtype} of shape {sizes.shape}"
+        )
+    return sizes.astype(np.int64, copy=False)
+
+
+def sample_sizes(lengths: NDArray[np.int64], pair_size: PairSize = "sum") -> NDArray[np.int64]:
+    """Return what samples count, int64[N]: their lengths, int64[N], or of int64[N, D] what `row_sizes` says."""
+    if lengths.ndim == 1:
+        return lengths
+    sizes = row_sizes(lengths, pair_size)
+    _refuse_pairs(lengths, sizes < 1, f"pair_size={pair_size!r} must be at least 1 for each sample")
+    return sizes
 
 
 def fit_lengths(

@@ -85,7 +85,8 @@ class MixedPlan:
             ValueError: if there is no rank, or a cost is negative or not finite.
         """
         shapes = np.array(self.buckets, dtype=np.int64)[self.plan.step_bucket]
-        costs = shapes[:, 0] * shapes[:, 1:].sum(axis=1) if cost is None else np.asarray(cost(*shapes.T))
+        sizes = self.plan.buckets.row_sizes[self.plan.step_bucket]
+        costs = shapes[:, 0] * sizes if cost is None else np.asarray(cost(*shapes.T))
         steps = [assign_microbatches(costs[i:j], num_ranks) for i, j in pairwise(self.step_offsets.tolist())]
         return np.concatenate(steps).astype(np.int32)
 

@@ -5,7 +5,8 @@ which both lengths ascend together, and nested ones, where source lengths cut th
 has target lengths of its own. A cell (i, j) is the bucket of the first i sources and first j targets, counted from 1.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.buckets import Buckets, PairBucket, make_buckets
-from torch_ref.budget import Budget, as_budget
+from torch_ref.budget import Budget, as_budget, checked_costs
 from torch_ref.checks import INT64_MAX, check_integer, to_tensor
-from torch_ref.lengths import check_pair_lengths, list_pairs
+from torch_ref.lengths import check_pair_lengths, list_pairs, row_sizes, sample_sizes
 
-__all__ = ["PAIR_BUDGETS", "make_pair_buckets"]
+__all__ = ["make_pair_buckets"]
 
-PAIR_BUDGETS = ("sum", "larger")
 _FIELDS = (
     "max_tokens",
     "max_shapes",
@@ -29,6 +29,9 @@ _FIELDS = (
     "row_multiple",
     "length_multiple",
     "max_sequences",
+    "cost",
+    "compile_seconds",
+    "pair_size",
 )
 _UNREACHABLE = 2**61  # two of them still fit int64
 
@@ -37,21 +40,20 @@ def make_pair_buckets(
     lengths: ArrayLike,
     max_tokens: int | Budget,
     *,
-    budget: str = "sum",
     max_candidates: int = 64,
     overlong: str = "error",
     **fields: Any,
 ) -> tuple[PairBucket, ...]:
-    """Choose the static shapes for a list of pairs, with the fewest positions in all.
+    """Choose the static shapes for a list of samples of two lengths, with the least cost in all.
 
     Args:
-        lengths: [N, 2] integers >= 1, source and target, in tokens.
-        max_tokens: the budget of a microbatch; or a `Budget`.
-        budget: what counts: rows times the "sum" of the two lengths, or rows times the "larger" of them.
+        lengths: [N, 2] integers, source (>= 1) and target (>= 0), in tokens.
+        max_tokens: the budget of a microbatch, rows times `pair_size`; or a `Budget`.
         max_candidates: at most this many lengths of each side are tried: the buckets that `make_buckets` finds for it.
         overlong: pairs with a side above `max_length`: "error" | "drop" (not counted).
-        fields: other fields of `Budget` as keywords: `max_shapes`, `max_length` (of a side), `microbatches_per_step`,
-            `row_multiple`, `length_multiple` and `max_sequences`; no others, as only tokens count.
+        fields: other fields of `Budget` as keywords: `pair_size`, `cost` and `compile_seconds`, `max_shapes`,
+            `max_length` (of a side), `microbatches_per_step`, `row_multiple`, `length_multiple` and `max_sequences`;
+            no others.
 
     Returns:
         The buckets by ascending (source length, target length). A sample belongs to the first that holds it.
@@ -65,37 +67,47 @@ def make_pair_buckets(
         (PairBucket(rows=2, source_length=2, target_length=3), PairBucket(rows=1, source_length=8, target_length=9))
     """
     checked = check_pair_lengths(lengths)
-    if budget not in PAIR_BUDGETS:
-        raise ValueError(f"budget must be one of {', '.join(PAIR_BUDGETS)}, got {budget!r}")
     limits = as_budget(max_tokens, fields)
     if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
         raise ValueError(f"only {', '.join(_FIELDS)} choose buckets of pairs")
     checked = _within(checked, limits.max_length, overlong)
     max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple
     max_candidates = check_integer("max_candidates", max_candidates)
-    sources, targets = (
-        np.array([length for _, length in make_buckets(side, limits, max_shapes=max_candidates)]) for side in checked.T
-    )
-    shapes = _measure(sources[:, None], targets, budget)
+    sample_sizes(checked, limits.pair_size)
+    sources, targets = (_candidates(side, limits, max_candidates) for side in checked.T)
+    shapes = np.stack(np.meshgrid(sources, targets, indexing="ij"), axis=-1)
+    sizes = row_sizes(shapes, limits.pair_size).clip(min=1)  # of short ones that hold no sample it may be 0
     table = _Table(
-        before=_count(np.searchsorted(sources, checked[:, 0]), np.searchsorted(targets, checked[:, 1]), shapes.shape),
-        caps=limits.caps(to_tensor(shapes)),
-        positions=to_tensor(sources[:, None] + targets),
+        before=_count(np.searchsorted(sources, checked[:, 0]), np.searchsorted(targets, checked[:, 1]), sizes.shape),
+        lengths=to_tensor(shapes),
+        caps=replace(limits, cost=None, compile_seconds=None).caps(to_tensor(sizes)),
+        sizes=to_tensor(sizes),
         budget=limits,
     )
     chain, nested = _cheapest_chain(table, max_shapes), _cheapest_nested(table, max_shapes)
     least = chain if chain.cost <= nested.cost else nested
-    if least.cost == _UNREACHABLE:
-        rounded = -(-checked // length_multiple) * length_multiple
-        alone = np.flatnonzero(_measure(rounded[:, 0], rounded[:, 1], budget) > max_tokens)
+    if least.cost == table.unreachable:
+        rounded = -(-checked.clip(min=1) // length_multiple) * length_multiple
+        alone = np.flatnonzero(row_sizes(rounded, limits.pair_size) > max_tokens)
         listed = f"these samples do not fit alone: {list_pairs(alone, rounded[alone])}"
         others = "every sample fits alone, but not in one of the lengths tried"
         raise ValueError(
-            f"no {max_shapes} buckets of max_tokens={max_tokens} ({budget}) hold all samples, lengths rounded up to a "
+            f"no {max_shapes} buckets of max_tokens={max_tokens} hold all samples, lengths rounded up to a "
             f"multiple of {length_multiple}: {listed if len(alone) else others}"
         )
     cells = (PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells)
-    return Buckets(cells, limits.microbatches_per_step)
+    return Buckets(cells, limits.microbatches_per_step, limits.pair_size)
+
+
+def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) -> NDArray[np.int64]:
+    """Return the best lengths of one side, int64[n], none of them 0."""
+    lengths = side.clip(min=1)
+    alone = replace(limits, max_shapes=max_candidates, cost=None, compile_seconds=None, pair_size="sum")
+    if limits.pair_size not in ("sum", "larger"):
+        # One length says nothing of what a pair counts: those with the least padding of this side, row by row.
+        longest = -(-int(lengths.max()) // limits.length_multiple) * limits.length_multiple
+        alone = replace(alone, max_tokens=longest, max_sequences=1, microbatches_per_step=1)
+    return np.array([length for _, length in make_buckets(lengths, alone)])
 
 
 def _within(pairs: NDArray[np.int64], max_length: int | None, overlong: str) -> NDArray[np.int64]:
@@ -115,7 +127,7 @@ def _within(pairs: NDArray[np.int64], max_length: int | None, overlong: str) -> 
 class _Choice(NamedTuple):
     """A total cost, and the cells it takes in ascending order as (samples held, i, j)."""
 
-    cost: int
+    cost: float
     cells: list[tuple[int, int, int]]
 
 
@@ -125,15 +137,33 @@ class _Table:
 
     Attributes:
         before: int64[a + 1, b + 1], samples among the i first sources and the e first targets.
+        lengths: int64[a, b, 2], of each bucket.
         caps: int64[a, b], the most rows of a bucket; 0 where none fits.
-        positions: int64[a, b], of a row: source and target together.
-        budget: the rule of rows.
+        sizes: int64[a, b], what a row counts.
+        budget: the rule of rows, and the cost.
     """
 
     before: Tensor
+    lengths: Tensor
     caps: Tensor
-    positions: Tensor
+    sizes: Tensor
     budget: Budget
+
+    @property
+    def unreachable(self) -> float:
+        """More than any total cost: an integer without a cost function, whose values are floats."""
+        return _UNREACHABLE if self.budget.cost is None else math.inf
+
+    def _costs(self, i: int, j: int, held: Tensor) -> Tensor:
+        """Return what bucket (i, j), counted from 0, costs with so many samples, int64 or float64."""
+        if self.caps[i, j] < 1:
+            return torch.full(held.shape, self.unreachable)
+        rows, steps = self.budget.rows_and_steps(held, self.caps[i, j])
+        microbatches = steps * self.budget.microbatches_per_step
+        if self.budget.cost is None:
+            return microbatches * rows * self.sizes[i, j]
+        each = checked_costs("cost", self.budget.cost, rows, *self.lengths[i, j])
+        return microbatches.to(torch.float64) * each + (self.budget.compile_seconds or 0.0)
 
     def held(self, j: int) -> Tensor:
         """int64[j + 1, b + 1, b + 1]: samples of sources i..j and targets d..e - 1, by i, d and e (0 where d >= e)."""
@@ -142,22 +172,16 @@ class _Table:
 
     def costs(self, j: int) -> Tensor:
         """int64[j + 1, b + 1, b + 1]: the cost of such a bucket, unreachable where d >= e or no row fits."""
-        held, caps = self.held(j)[:, :, 1:], self.caps[j]
-        rows, steps = self.budget.rows_and_steps(held, caps.clamp(min=1))
-        costs = steps * self.budget.microbatches_per_step * rows * self.positions[j]
-        allowed = (caps >= 1) & (torch.arange(len(caps) + 1)[:, None] <= torch.arange(len(caps)))
-        padded = torch.full((j + 1, len(caps) + 1, len(caps) + 1), _UNREACHABLE)
-        padded[:, :, 1:] = torch.where(allowed, costs, _UNREACHABLE)
+        held = self.held(j)
+        padded = torch.full(held.shape, self.unreachable)
+        for e in range(1, held.shape[2]):
+            padded[:, :e, e] = self._costs(j, e - 1, held[:, :e, e])
         return padded
 
     def chained_costs(self, i: int, j: int) -> Tensor:
         """int64[i + 1, j + 1]: the cost of cell (i, j) after each cell before it, unreachable where no row fits."""
-        cap = self.caps[i - 1, j - 1]
-        if cap < 1:
-            return torch.full((i + 1, j + 1), _UNREACHABLE)
-        rows, steps = self.budget.rows_and_steps(self.before[i, j] - self.before[: i + 1, : j + 1], cap)
-        costs = steps * self.budget.microbatches_per_step * rows * self.positions[i - 1, j - 1]
-        costs[i, j] = _UNREACHABLE
+        costs = self._costs(i - 1, j - 1, self.before[i, j] - self.before[: i + 1, : j + 1])
+        costs[i, j] = self.unreachable
         return costs
 
     def rows(self, num_held: int, i: int, j: int) -> int:
@@ -170,7 +194,7 @@ def _cheapest_chain(table: _Table, max_shapes: int) -> _Choice:
     num_sources, num_targets = table.caps.shape
     max_shapes = min(max_shapes, num_sources + num_targets - 1)
     # total[k, i, j]: the least cost of a chain of exactly k cells that ends with (i, j); previous: the cell before it.
-    total = np.full((max_shapes + 1, num_sources + 1, num_targets + 1), _UNREACHABLE)
+    total = np.full((max_shapes + 1, num_sources + 1, num_targets + 1), table.unreachable)
     previous = np.zeros((max_shapes + 1, num_sources + 1, num_targets + 1), dtype=np.int64)
     total[0, 0, 0] = 0
     for i in range(1, num_sources + 1):
@@ -179,11 +203,11 @@ def _cheapest_chain(table: _Table, max_shapes: int) -> _Choice:
             # The first of equals: the smaller source, then the smaller target.
             place = sums.argmin(axis=1)
             previous[1:, i, j] = place
-            total[1:, i, j] = np.minimum(np.take_along_axis(sums, place[:, None], axis=1)[:, 0], _UNREACHABLE)
+            total[1:, i, j] = np.minimum(np.take_along_axis(sums, place[:, None], axis=1)[:, 0], table.unreachable)
     left = int(total[:, -1, -1].argmin())
-    cost, cells = int(total[left, -1, -1]), []
+    cost, cells = total[left, -1, -1].item(), []
     i, j = num_sources, num_targets
-    while cost < _UNREACHABLE and left:
+    while cost < table.unreachable and left:
         before = divmod(int(previous[left, i, j]), j + 1)
         cells.append((int(table.before[i, j] - table.before[before]), i, j))
         i, j = before
@@ -197,7 +221,7 @@ def _cheapest_nested(table: _Table, max_shapes: int) -> _Choice:
     max_shapes = min(max_shapes, num_sources * num_targets)
     # total[j, k]: the least cost of the j first sources in exactly k buckets; choice[j, k]: the sources before the last
     # class among them, and its number of buckets.
-    total = np.full((num_sources + 1, max_shapes + 1), _UNREACHABLE)
+    total = np.full((num_sources + 1, max_shapes + 1), table.unreachable)
     choice = np.zeros((num_sources + 1, max_shapes + 1, 2), dtype=np.int64)
     total[0, 0] = 0
     for j in range(num_sources):
@@ -206,11 +230,11 @@ def _cheapest_nested(table: _Table, max_shapes: int) -> _Choice:
             # By first source, then by the buckets of the class: argmin takes the widest class, then the fewest buckets.
             sums = total[: j + 1, k - 1 :: -1][:, :k] + best[:, 1 : k + 1]
             place = int(sums.argmin())
-            total[j + 1, k] = min(int(sums.flat[place]), _UNREACHABLE)
+            total[j + 1, k] = min(sums.flat[place], table.unreachable)
             choice[j + 1, k] = place // k, place % k + 1
     left = int(total[-1].argmin())
-    cost, cells = int(total[-1, left]), []
-    end = num_sources if cost < _UNREACHABLE else 0
+    cost, cells = total[-1, left].item(), []
+    end = num_sources if cost < table.unreachable else 0
     while end:
         first, num_buckets = choice[end, left].tolist()
         bucket_lengths = _target_lengths(table, first, end - 1, num_buckets)
@@ -230,14 +254,14 @@ def _target_costs(table: _Table, j: int, max_shapes: int) -> tuple[NDArray[np.in
     """
     costs = table.costs(j).numpy()
     num_classes, num_ends, _ = costs.shape
-    reach = np.full((max_shapes + 1, num_classes, num_ends), _UNREACHABLE)
+    reach = np.full((max_shapes + 1, num_classes, num_ends), table.unreachable)
     start = np.zeros((max_shapes + 1, num_classes, num_ends), dtype=np.int64)
     reach[0, :, 0] = 0
     for m in range(1, min(max_shapes, num_ends - 1) + 1):
         sums = reach[m - 1][:, :, None] + costs
         # The first of equals: the smallest length below.
         start[m] = sums.argmin(axis=1)
-        reach[m] = np.minimum(np.take_along_axis(sums, start[m][:, None], axis=1)[:, 0], _UNREACHABLE)
+        reach[m] = np.minimum(np.take_along_axis(sums, start[m][:, None], axis=1)[:, 0], table.unreachable)
     ends = [_last_target(table, i, j) for i in range(num_classes)]
     return reach[:, np.arange(num_classes), ends].T, start
 
@@ -255,10 +279,6 @@ def _last_target(table: _Table, i: int, j: int) -> int:
     """Return how many first targets hold all samples of sources i..j."""
     column = table.before[j + 1] - table.before[i]
     return int(torch.searchsorted(column, column[-1:]))
-
-
-def _measure(sources: NDArray[np.int64], targets: NDArray[np.int64], budget: str) -> NDArray[np.int64]:
-    return sources + targets if budget == "sum" else np.maximum(sources, targets)
 
 
 def _count(source: NDArray[np.int64], target: NDArray[np.int64], shape: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -18,7 +18,14 @@ from torch_ref.buckets import Bucket, Buckets, PairBucket, check_buckets, check_
 from torch_ref.budget import Budget, as_budget, only_microbatches
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.emission import emit_steps
-from torch_ref.lengths import check_lengths, check_pair_lengths
+from torch_ref.lengths import (
+    PairSize,
+    check_lengths,
+    check_pair_lengths,
+    check_pair_size,
+    list_pairs,
+    sample_sizes,
+)
 from torch_ref.order import Order, as_order, check_difficulty, sample_order, split_difficulty
 from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
@@ -41,7 +48,7 @@ class Plan:
         step_bucket: int32[S], the bucket of each step.
         step_offsets: int64[S + 1]; step s holds `sample_ids[step_offsets[s]:step_offsets[s + 1]]`.
         sample_ids: int64[n], real samples only.
-        num_tokens: int64[S], real tokens of each step (of cut samples what is left of them).
+        num_tokens: int64[S], real tokens of each step (of cut samples what is left of them, of pairs `pair_size`).
         row_offsets: int64[R + 1] for packed rows; row r, in the order of the steps, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
         piece_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each piece.
@@ -55,7 +62,7 @@ class Plan:
             own rows.
     """
 
-    buckets: tuple[Bucket, ...] | tuple[PairBucket, ...]
+    buckets: Buckets
     microbatches_per_step: int
     step_bucket: NDArray[np.int32]
     step_offsets: NDArray[np.int64]
@@ -71,7 +78,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
-        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step))
+        pair_size = getattr(self.buckets, "pair_size", "sum")
+        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step, pair_size))
         if not self.samples_per_row:
             most = np.ones(len(self.buckets), dtype=np.int64)
             if self.row_offsets is not None:
@@ -86,6 +94,11 @@ class Plan:
     def num_steps(self) -> int:
         """S, the number of steps."""
         return len(self.step_bucket)
+
+    @property
+    def pair_size(self) -> PairSize:
+        """What a sample of two lengths counts, as in `Budget`."""
+        return self.buckets.pair_size
 
     @property
     def num_samples(self) -> int:
@@ -206,26 +219,30 @@ class Plan:
             num_dropped=self.num_dropped,
             num_truncated=self.num_truncated,
             overlong=self.overlong,
+            pair_size=self.pair_size,
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str], *, pair_size: Callable[..., ArrayLike] | None = None) -> Self:
         """Read a plan that `save` wrote.
 
         Args:
             path: the file.
+            pair_size: the function that counted its pairs, if one did; the words are known from the file.
 
         Returns:
             An equal plan.
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is not a plan file, of another version, cut short or changed; the message names it.
+            ValueError: if it is not a plan file, of another version, cut short or changed, or if `pair_size` is missing
+                or out of place; the message names the file.
         """
-        fields = read_plan_file(path)
+        fields, counted = read_plan_file(path, pair_size)
+        num_microbatches = int(fields["microbatches_per_step"])
         return cls(
-            buckets=check_buckets(fields["buckets"].tolist()),
-            microbatches_per_step=int(fields["microbatches_per_step"]),
+            buckets=Buckets(check_buckets(fields["buckets"].tolist()), num_microbatches, counted),
+            microbatches_per_step=num_microbatches,
             step_bucket=fields["step_bucket"],
             step_offsets=fields["step_offsets"],
             sample_ids=fields["sample_ids"],
@@ -251,8 +268,8 @@ class Plan:
         )
 
     def _positions(self) -> NDArray[np.int64]:
-        per_step = [rows * sum(lengths) * self.microbatches_per_step for rows, *lengths in self.buckets]
-        return np.array(per_step, dtype=np.int64)[self.step_bucket]
+        rows = np.array([bucket[0] for bucket in self.buckets], dtype=np.int64)
+        return (rows * self.buckets.row_sizes * self.microbatches_per_step)[self.step_bucket]
 
 
 def make_plan(
@@ -271,8 +288,9 @@ def make_plan(
     """Cut the ordered samples into steps of static shapes.
 
     Args:
-        lengths: [N] integers >= 1, in tokens; or [N, 2], source and target of pairs, ordered by their sum; or a
-            `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would be.
+        lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
+            `pair_size`; or a `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would
+            be.
         buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
             strictly by (source, target); a sample goes to the first that holds it. None, or a `Budget`, chooses them.
         order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample (or row) ids, or an
@@ -292,7 +310,7 @@ def make_plan(
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
-            `microbatches_per_step`: M, data-parallel shards times accumulation.
+            `pair_size` and `microbatches_per_step`: M, data-parallel shards times accumulation.
 
     Returns:
         The plan; it depends on nothing but these arguments.
@@ -311,15 +329,19 @@ def make_plan(
     if packing is not None:
         _check_packing_word(packing, lengths, order, difficulty is not None or pacing is not None)
     if buckets is not None and not isinstance(buckets, Budget):
-        num_microbatches, checked = only_microbatches(budget, buckets), check_buckets(buckets)
+        num_microbatches = only_microbatches(budget, buckets)
+        pair_size = budget.get("pair_size", getattr(buckets, "pair_size", "sum"))
+        check_pair_size(pair_size)
+        checked = Buckets(check_buckets(buckets), getattr(buckets, "microbatches_per_step", None), pair_size)
     else:
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")
         limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
-        num_microbatches, checked = (
-            limits.microbatches_per_step,
-            _choose(lengths, limits, overlong, packing, order, seed),
-        )
+        num_microbatches = limits.microbatches_per_step
+        chosen = _choose(lengths, limits, overlong, packing, order, seed)
+        checked = Buckets(chosen, num_microbatches, limits.pair_size)
+    if checked.pair_size != "sum" and (len(checked[0]) == 2 or isinstance(lengths, Packing)):
+        raise ValueError(f"pair_size={checked.pair_size!r} counts pairs that are not packed")
     check_steps(checked, num_microbatches)
     if packing is not None:
         assert not isinstance(lengths, Packing)
@@ -359,11 +381,18 @@ def make_plan(
             f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(checked[0])}: "
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
-    sums = values if values.ndim == 1 else values.sum(axis=1)
+    sums, bucket_sizes = sample_sizes(values, checked.pair_size), checked.row_sizes
     is_one = difficulty is None or len(split_difficulty(difficulty)) == 1
     by_length = np.array_equal(check_difficulty(difficulty, sums), sums) and is_one
     ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    items = assign_buckets(values, ids, checked, overlong, packed=packed is not None)
+    items = assign_buckets(values, sums, ids, checked, overlong, packed=packed is not None)
+    if callable(checked.pair_size):
+        above = np.sort(items.ids[items.num_tokens > bucket_sizes[items.bucket.numpy()]])
+        if len(above):
+            raise ValueError(
+                "pair_size must not fall as a length grows, but gives less for the buckets of "
+                f"{list_pairs(above, values[above])}"
+            )
     rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
     if pacing is not None:
         first = sums if difficulty is None else np.asarray(split_difficulty(difficulty)[0])
@@ -379,13 +408,11 @@ def make_plan(
         shuffle_stream=(seed, epoch, len(sums))
         if order.shuffle_steps or (order.name == "shuffle" and not by_arrival)
         else None,
-        longest_first=torch.tensor([sum(bucket[1:]) for bucket in checked]) if order.longest_first else None,
+        longest_first=torch.from_numpy(bucket_sizes) if order.longest_first else None,
         new_shape_every=order.new_shape_every,
     )
     num_steps = torch.bincount(steps.bucket, minlength=len(checked)).tolist()
-    padded = sum(
-        n * rows * sum(bucket[1:]) for n, rows, bucket in zip(num_steps, rows_per_step.tolist(), checked, strict=True)
-    )
+    padded = sum(map(math.prod, zip(num_steps, rows_per_step.tolist(), bucket_sizes.tolist(), strict=True)))
     if padded > INT64_MAX:
         raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
     _warn_of_padding_rows(checked, num_microbatches, num_steps, np.bincount(items.bucket, minlength=len(checked)))
@@ -412,10 +439,10 @@ def make_plan(
 
 
 def _warn_of_padding_rows(
-    buckets: Sequence[tuple[int, ...]], num_microbatches: int, num_steps: list[int], num_samples: NDArray[np.int64]
+    buckets: Buckets, num_microbatches: int, num_steps: list[int], num_samples: NDArray[np.int64]
 ) -> None:
     """Warn where buckets hold more padding rows than buckets for this M would, by a quarter where theirs is unknown."""
-    known = buckets.microbatches_per_step if isinstance(buckets, Buckets) else None
+    known = buckets.microbatches_per_step
     if known == num_microbatches:
         return
     multiple = 1 if known is None else math.gcd(*(bucket[0] for bucket in buckets))

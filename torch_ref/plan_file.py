@@ -9,15 +9,16 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.buckets import check_buckets, check_steps
+from torch_ref.buckets import Buckets, check_buckets, check_steps
 from torch_ref.checks import INT64_MAX, check_integer
-from torch_ref.lengths import OVERLONG, PACKED_OVERLONG
+from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES, PairSize
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -90,11 +91,12 @@ def plan_digest(
     return total.hexdigest()
 
 
-def write_plan_file(path: str | os.PathLike[str], **fields: Any) -> None:
+def write_plan_file(path: str | os.PathLike[str], *, pair_size: PairSize = "sum", **fields: Any) -> None:
     """Write a plan's fields to an uncompressed .npz file, through a temporary file beside it.
 
     Args:
         path: where to; an existing file is replaced only once the new one is complete.
+        pair_size: what pairs count; of a function only that it is one is kept.
         **fields: all fields of the format but its version, digest and checksum; `row_offsets` only of packed
                 rows, `piece_starts` only of split samples.
 
@@ -102,7 +104,8 @@ def write_plan_file(path: str | os.PathLike[str], **fields: Any) -> None:
         OSError: if the file cannot be written.
     """
     digest = _digest_of(fields)
-    fields |= {"format_version": _VERSION, "digest": digest, "checksum": _checksum(digest, fields)}
+    checksum = _checksum(digest, fields, "function" if callable(pair_size) else pair_size)
+    fields |= {"format_version": _VERSION, "digest": digest, "checksum": checksum}
     arrays: dict[str, Any] = {
         name: np.asarray(fields[name], dtype=None if kind == "U" else np.dtype(kind).newbyteorder("<"))
         for name, (kind, _) in _fields_of(fields).items()
@@ -117,14 +120,17 @@ def write_plan_file(path: str | os.PathLike[str], **fields: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+def read_plan_file(
+    path: str | os.PathLike[str], pair_size: Callable[..., ArrayLike] | None = None
+) -> tuple[dict[str, NDArray[Any]], PairSize]:
     """Read and verify a plan file.
 
     Args:
         path: the file.
+        pair_size: the function that counted its pairs, if one did.
 
     Returns:
-        The fields by name, with the dtypes of the format.
+        The fields by name, with the dtypes of the format; and what pairs count.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -134,7 +140,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         raise ValueError(f"{path}: not a regular file")
     with open(path, "rb") as file:
         if file.read(len(_RAW_MAGIC)) == _RAW_MAGIC:
-            return _map_raw_file(path)
+            return _map_raw_file(path), "sum"
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as archive:
@@ -144,10 +150,24 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         # A damaged archive fails in many ways (BadZipFile, KeyError, EOFError, struct.error, ...): all mean the same.
         except Exception as error:
             raise ValueError(f"{path}: not a readable plan file ({type(error).__name__}: {error})") from error
-    problem = _find_problem(fields)
+    problem, counted = _find_problem(fields), "sum"
+    if not problem:
+        # The checksum alone holds what pairs count: every file has the same fields.
+        digest = _digest_of(fields)
+        seals = {_checksum(digest, fields, word): word for word in (*PAIR_SIZES, "function")}
+        counted = seals.get(str(fields["checksum"]), "")
+        if not counted:
+            problem = "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum is another"
+        elif (counted == "function") != (pair_size is not None):
+            problem = (
+                "its pairs were counted by a function: pass it as pair_size="
+                if counted == "function"
+                else f"its pairs count their {counted}, by no function: leave pair_size out"
+            )
+    problem = problem or _find_contradiction(fields, pair_size or counted)
     if problem:
         raise ValueError(f"{path}: {problem}")
-    return fields
+    return fields, pair_size or counted
 
 
 def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
@@ -244,18 +264,16 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     digest = _digest_of(fields)
     if digest != str(fields["digest"]):
         return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
-    if _checksum(digest, fields) != str(fields["checksum"]):
-        return "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum does not match"
-    return _find_contradiction(fields)
+    return None
 
 
-def _find_contradiction(fields: dict[str, NDArray[Any]]) -> str | None:
+def _find_contradiction(fields: dict[str, NDArray[Any]], pair_size: PairSize = "sum") -> str | None:
     """Return what no plan can have: a digest can be computed for anything."""
     num_microbatches = int(fields["microbatches_per_step"])
     if num_microbatches < 1:
         return f"microbatches_per_step is {num_microbatches}"
     try:
-        buckets = check_buckets(fields["buckets"].tolist())
+        buckets = Buckets(check_buckets(fields["buckets"].tolist()), None, pair_size)
         check_steps(buckets, num_microbatches)
     except ValueError as error:
         return str(error)
@@ -277,7 +295,7 @@ def _find_contradiction(fields: dict[str, NDArray[Any]]) -> str | None:
             return "a step begins in the midst of a row"
         num_rows = np.diff(places)
     rows_per_step = num_microbatches * np.array([bucket[0] for bucket in buckets])[of_step]
-    tokens_per_step = num_microbatches * np.array([rows * sum(lengths) for rows, *lengths in buckets])[of_step]
+    tokens_per_step = rows_per_step * buckets.row_sizes[of_step]
     if (num_rows > rows_per_step).any():
         return f"step {np.argmax(num_rows > rows_per_step)} has more rows than its bucket"
     if ((num_tokens < num_samples) | (num_tokens > tokens_per_step)).any():
@@ -323,9 +341,10 @@ def _digest_of(fields: dict[str, Any]) -> str:
     return plan_digest(int(fields["microbatches_per_step"]), **arrays, **packed)
 
 
-def _checksum(digest: str, fields: dict[str, Any]) -> str:
+def _checksum(digest: str, fields: dict[str, Any], counted: str = "sum") -> str:
     counts = _little_endian(fields["num_tokens"]) + _little_endian([fields["num_dropped"], fields["num_truncated"]])
-    return hashlib.sha256(digest.encode("ascii") + counts + str(fields["overlong"]).encode("utf-8")).hexdigest()
+    words = str(fields["overlong"]) + ("" if counted == "sum" else f"\0{counted}")
+    return hashlib.sha256(digest.encode("ascii") + counts + words.encode("utf-8")).hexdigest()
 
 
 def _little_endian(values: Any, dtype: str = "<i8") -> bytes:

@@ -26,7 +26,7 @@ from jvarlen._common.checks import (
 )
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
-from jvarlen.planning.lengths import check_feature_lengths, check_lengths, ends_to_offsets
+from jvarlen.planning.lengths import check_feature_lengths, check_lengths, ends_to_offsets, sample_sizes
 from jvarlen.planning.order import stable_argsort
 from jvarlen.planning.plan import Plan
 
@@ -239,7 +239,7 @@ def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike | None) -> Int64[np.nd
         raise UserError(f"lengths of shape {checked.shape} do not go with buckets like {tuple(plan.buckets[0])}")
     _check_known(plan, len(checked), "lengths")
     tokens = plan.planned_lengths(checked)
-    tokens = tokens if tokens.ndim == 1 else tokens.sum(axis=1)
+    tokens = sample_sizes(tokens, plan.pair_size)
     found = np.add.reduceat(tokens, plan.step_offsets[:-1])
     if wrong := np.flatnonzero(found != plan.num_tokens).tolist():
         listed = list_first(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong)

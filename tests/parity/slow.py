@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -401,6 +402,13 @@ def first_holding(length: Length, buckets: Sequence[tuple[int, ...]]) -> int | N
     return next(holding, None)
 
 
+def count_of(pair_size: str | Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the function that counts a pair."""
+    if callable(pair_size):
+        return pair_size
+    return {"sum": operator.add, "larger": max, "product": operator.mul}[pair_size]
+
+
 def make_steps(
     lengths: Sequence[Length],
     buckets: Sequence[tuple[int, ...]],
@@ -417,9 +425,11 @@ def make_steps(
     longest_first: bool = False,
     new_shape_every: int = 0,
     overlong: str = "error",
+    pair_size: str | Callable[[Any, Any], Any] = "sum",
 ) -> list[Step]:
     """Return the steps in the order in which they are emitted."""
-    sums = [length if isinstance(length, int) else sum(length) for length in lengths]
+    counts = count_of(pair_size)
+    sums = [length if isinstance(length, int) else counts(*length) for length in lengths]
     ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
     if overlong == "truncate":
         lengths = [min(length, buckets[-1][1]) for length in sums]
@@ -460,7 +470,7 @@ def make_steps(
     if shuffle_steps or (order == "shuffle" and not by_arrival):
         steps = [steps[i] for i in random_order(seed, epoch, len(lengths), len(steps))]
     if longest_first:
-        top = max((sum(buckets[k][1:]), k) for k, _ in steps)[1]
+        top = max((sum(buckets[k][1:]) if len(buckets[k]) < 3 else counts(*buckets[k][1:]), k) for k, _ in steps)[1]
         place = next(i for i, (k, _) in enumerate(steps) if k == top)
         steps[0], steps[place] = steps[place], steps[0]
     return one_by_one(steps, new_shape_every) if new_shape_every else steps

@@ -1,7 +1,7 @@
 """Buckets of pairs transcribed into plain Python: every chain and every nested set of edges tried."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import slow
@@ -47,7 +47,9 @@ def make_pair_buckets(
     lengths: Sequence[Pair],
     max_tokens: int,
     *,
-    budget: str = "sum",
+    pair_size: str | Callable[[Any, Any], Any] = "sum",
+    cost: Callable[..., Any] | None = None,
+    compile_seconds: float = 0.0,
     max_shapes: int = 16,
     max_candidates: int = 64,
     microbatches_per_step: int = 1,
@@ -56,40 +58,44 @@ def make_pair_buckets(
     max_sequences: int = 10**9,
 ) -> list[Bucket] | None:
     """Return the buckets by trying everything, or None where nothing fits."""
-    if slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
+    counts = slow.count_of(pair_size)
+    by_length = pair_size in ("sum", "larger")
+    if by_length and slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
         return None
     sources, targets = (
         [
             edge
             for _, edge in slow.make_buckets(
-                [pair[side] for pair in lengths],
-                max_tokens,
+                side,
+                max_tokens if by_length else slow.round_up(max(side), length_multiple),
                 max_shapes=max_candidates,
-                microbatches_per_step=microbatches_per_step,
+                microbatches_per_step=microbatches_per_step if by_length else 1,
                 row_multiple=row_multiple,
                 length_multiple=length_multiple,
-                max_sequences=max_sequences,
+                max_sequences=max_sequences if by_length else 1,
             )
         ]
-        for side in (0, 1)
+        for side in ([max(1, length) for length in side] for side in zip(*lengths, strict=True))
     )
 
-    def fill(edges: Sequence[Pair]) -> tuple[int, list[Bucket]] | None:
-        """Return the positions of all buckets and these, or None where one has no row."""
+    def fill(edges: Sequence[Pair]) -> tuple[float, list[Bucket]] | None:
+        """Return the cost of all buckets and these, or None where one has no row."""
         owners = [next(edge for edge in edges if s <= edge[0] and t <= edge[1]) for s, t in lengths]
-        positions, buckets = 0, []
+        total, buckets = 0, []
         for source, target in edges:
-            cap = min(max_tokens // (source + target if budget == "sum" else max(source, target)), max_sequences)
+            size = max(1, counts(source, target))
+            cap = min(max_tokens // size, max_sequences)
             if cap < 1:
                 return None
             held = owners.count((source, target))
             rows, steps = slow.capped_rows_and_steps(held, cap, microbatches_per_step, row_multiple)
-            positions += steps * microbatches_per_step * rows * (source + target)
+            each = rows * size if cost is None else float(cost(rows, source, target))
+            total += steps * microbatches_per_step * each + compile_seconds
             buckets.append((rows, source, target))
-        return positions, buckets
+        return total, buckets
 
-    # (positions, 0 for chains and 1 for nested sets, buckets, what settles the rest), buckets
-    found: list[tuple[tuple[int, int, int, Any], list[Bucket]]] = []
+    # (cost, 0 for chains and 1 for nested sets, buckets, what settles the rest), buckets
+    found: list[tuple[tuple[float, int, int, Any], list[Bucket]]] = []
     for chain in chains(sources, targets, max_shapes):
         filled = fill(chain)
         if filled is not None:

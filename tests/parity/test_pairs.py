@@ -1,5 +1,7 @@
 """Pairs of source and target: their buckets against all chains and nested sets, and their plans."""
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,18 +11,34 @@ from . import find, slow, slow_pairs
 from .inputs import ORDERS, arrangements, difficulties, for_plan, many, moderate, seeds, steps_of
 
 
-def pairs(longest, max_size):
-    """Draw the lengths of sources and targets."""
-    return st.lists(st.tuples(st.integers(1, longest), st.integers(1, longest)), min_size=1, max_size=max_size)
+def patches(height, width):
+    """Count the patches of 2 x 2 that an image takes."""
+    return ((height + 1) // 2) * ((width + 1) // 2)
+
+
+def exact_cost(rows, source, target):
+    """Seconds without rounding errors, so that equal totals are equal."""
+    return 0.5 + rows * (source + 3 * target) / 4
+
+
+PAIR_SIZES = ["sum", "larger", "product", patches]
+
+
+def pairs(longest, max_size, pair_size):
+    """Draw the lengths of sources and targets; targets may be empty where an empty one counts something."""
+    least = 1 if pair_size in ("product", patches) else 0
+    return st.lists(st.tuples(st.integers(1, longest), st.integers(least, longest)), min_size=1, max_size=max_size)
 
 
 @st.composite
 def pair_bucket_arguments(draw):
     """Draw arguments of `make_pair_buckets` that all sets of edges can be tried for; some fit nothing."""
-    return {
-        "lengths": draw(pairs(9, 9)),
+    pair_size = draw(st.sampled_from(PAIR_SIZES))
+    seconds = {"cost": exact_cost, "compile_seconds": draw(st.sampled_from([0.0, 4.0]))}
+    return (seconds if draw(st.booleans()) else {}) | {
+        "lengths": draw(pairs(9, 9, pair_size)),
         "max_tokens": draw(st.integers(8, 60)),
-        "budget": draw(st.sampled_from(["sum", "larger"])),
+        "pair_size": pair_size,
         "max_shapes": draw(st.integers(1, 5)),
         "max_candidates": draw(st.integers(1, 4)),
         "microbatches_per_step": draw(st.integers(1, 3)),
@@ -33,10 +51,11 @@ def pair_bucket_arguments(draw):
 @st.composite
 def pair_plan_arguments(draw):
     """Draw valid arguments of `make_plan` for pairs, for which at least one sample remains."""
-    given_lengths = draw(pairs(12, 30))
+    pair_size = draw(st.sampled_from(PAIR_SIZES))
+    given_lengths = draw(pairs(12, 30, pair_size))
     shapes = set(draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=4)))
     overlong = draw(st.sampled_from(["error", "drop"]))
-    shapes.add((12, 12) if overlong == "error" else given_lengths[0])
+    shapes.add((12, 12) if overlong == "error" else (given_lengths[0][0], max(1, given_lengths[0][1])))
     order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 4)) == 0:
         order = [0, *draw(st.permutations(range(1, len(given_lengths))))]
@@ -45,7 +64,8 @@ def pair_plan_arguments(draw):
         "buckets": [(draw(st.integers(1, 3)), *shape) for shape in sorted(shapes)],
         "microbatches_per_step": draw(st.integers(1, 3)),
         "order": order,
-        "difficulty": draw(difficulties([source + target for source, target in given_lengths])),
+        "difficulty": draw(difficulties([slow.count_of(pair_size)(*pair) for pair in given_lengths])),
+        "pair_size": pair_size,
         "seed": draw(seeds),
         "overlong": overlong,
     } | draw(arrangements(order))
@@ -58,7 +78,7 @@ def make_plan(package, arguments):
 @many
 @given(arguments=pair_bucket_arguments())
 def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
-    """Fewest positions over chains and nested sets; ties as the contract settles them; refused where nothing fits."""
+    """The least cost over chains and nested sets; ties as the contract settles them; refused where nothing fits."""
     expected = slow_pairs.make_pair_buckets(**arguments)
     call = arguments | {"lengths": np.array(arguments["lengths"])}
     if expected is None:
@@ -78,11 +98,118 @@ def test_pair_buckets_are_named_tuples(package):
     assert find(package, "PairBucket")(rows=4, source_length=8, target_length=9) == (4, 8, 9)
 
 
-def test_the_budget_counts_both_sides_or_the_larger(package):
-    """Six positions of each pair, or four."""
-    lengths = [[2, 4]] * 24
-    assert package.make_pair_buckets(lengths, 24) == ((4, 2, 4),)
-    assert package.make_pair_buckets(lengths, 24, budget="larger") == ((6, 2, 4),)
+@pytest.mark.parametrize(("pair_size", "rows"), [("sum", 4), ("larger", 6), ("product", 3), (patches, 12)])
+def test_the_budget_counts_what_pair_size_says(package, pair_size, rows):
+    """Six of each pair, four, eight, or two; a plan knows it from its buckets, or is told."""
+    lengths = [[2, 4]] * 23
+    buckets = package.make_pair_buckets(lengths, 24, pair_size=pair_size)
+    assert buckets == ((rows, 2, 4),)
+    size = 24 // rows
+    plans = (
+        package.make_plan(lengths, buckets),
+        package.make_plan(lengths, list(buckets), pair_size=pair_size),
+        package.make_plan(lengths, max_tokens=24, pair_size=pair_size),
+    )
+    for plan in plans:
+        assert plan.pair_size == pair_size
+        assert plan.num_tokens.sum() == 23 * size
+        assert plan.padding == 1 - 23 * size / (plan.num_steps * rows * size)
+
+
+def image_sizes(num_images=500):
+    """Return heights and widths of images: lognormal areas around 224 x 224, four aspect ratios, some upright."""
+    rng = np.random.default_rng(0)
+    area = 224**2 * rng.lognormal(0, 0.4, num_images)
+    ratio = rng.choice([1, 4 / 3, 3 / 2, 16 / 9], num_images)
+    ratio = np.where(rng.random(num_images) < 0.3, 1 / ratio, ratio)
+    return np.clip(np.sqrt(np.stack([area / ratio, area * ratio], axis=1)), 32, 1024).astype(int)
+
+
+def test_the_padding_of_images_is_that_of_their_pixels(package):
+    """By the sum of the sides a plan says 19 % where 37 % of the pixels are padding; by their product it says 35 %."""
+    sizes = image_sizes()
+
+    def padding_of_pixels(plan):
+        real = padded = 0
+        for step in range(plan.num_steps):
+            ids = plan.rows(step)
+            _, height, width = plan.buckets[plan.step_bucket[step]]
+            padded += ids.size * height * width
+            real += sum(int(sizes[i][0]) * int(sizes[i][1]) for i in ids[ids >= 0])
+        return 1 - real / padded
+
+    by_sum = package.make_plan(sizes, max_tokens=2**14, max_shapes=7, length_multiple=16)
+    assert by_sum.padding == pytest.approx(0.1923, abs=1e-4)
+    assert padding_of_pixels(by_sum) == pytest.approx(0.3743, abs=1e-4)
+    by_pixels = package.make_plan(sizes, max_tokens=2**22, max_shapes=7, length_multiple=16, pair_size="product")
+    assert by_pixels.padding == padding_of_pixels(by_pixels) < padding_of_pixels(by_sum)
+    assert f"{by_pixels.padding:.2%}" in by_pixels.report()
+    assert all(rows * height * width <= 2**22 for rows, height, width in by_pixels.buckets)
+
+
+def test_the_order_by_length_is_by_what_pairs_count(package):
+    """A long thin image comes before a square one that holds more; its sum would put it behind."""
+    lengths, buckets = [[40, 2], [10, 10], [3, 3]], [(1, 40, 40)]
+    orders = {
+        pair_size: package.make_plan(lengths, buckets, order="length", pair_size=pair_size).sample_ids.tolist()
+        for pair_size in ("sum", "larger", "product")
+    }
+    assert orders == {"sum": [2, 1, 0], "larger": [2, 1, 0], "product": [2, 0, 1]}
+
+
+def test_a_second_length_may_be_0(package):
+    """A graph without edges: it counts its nodes, goes into the bucket of its nodes, and no bucket is of length 0."""
+    graphs = [[3, 0], [5, 0], [4, 7], [2, 1]]
+    plan = package.make_plan(graphs, max_tokens=24, max_shapes=4, order="length")
+    assert sorted(plan.sample_ids.tolist()) == [0, 1, 2, 3]
+    assert plan.num_tokens.sum() == 22
+    alone = package.make_plan(graphs[:2], max_tokens=24, max_shapes=1)
+    assert alone.buckets == ((2, 5, 1),)
+    assert (alone.num_tokens.sum(), alone.padding) == (8, 1 - 8 / 12)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda p: p.make_pair_buckets([[3, 2], [4, 0]], 64, pair_size="product"), r"at least 1.*id 1\D+4\D+0"),
+        (lambda p: p.make_plan([[3, 2], [4, 0]], [(1, 9, 9)], pair_size="product"), r"at least 1.*id 1\D+4\D+0"),
+        (lambda p: p.make_plan([[3, 2]], max_tokens=64, pair_size=lambda h, w: h * w / 2), "integer for each"),
+        (lambda p: p.make_plan([[3, 2]], max_tokens=64, pair_size=lambda h, w: 3), "integer for each"),
+        (lambda p: p.make_plan([[3, 2]], [(1, 9, 9)], pair_size=lambda h, w: 99 - h), r"must not fall.*id 0\D+3\D+2"),
+        (lambda p: p.make_plan([[2**40, 2**40]], [(1, 2**40, 2**40)], pair_size="product"), "int64|2\\*\\*63"),
+        (lambda p: p.make_plan([3, 2], max_tokens=64, pair_size="product"), "pair_size.*one"),
+        (lambda p: p.make_plan([3, 2], [(1, 3)], pair_size="product"), "pair_size"),
+        (
+            lambda p: p.make_plan(p.pack_samples([[3, 2]], (4, 4)), max_tokens=64, pair_size="product"),
+            "pair_size.*packed",
+        ),
+        (lambda p: p.make_plan([[3, 2]], [(1, 3, 2)], pair_size="area"), "pair_size.*area"),
+        (lambda p: p.make_pair_buckets([[3, 2]], 64, max_cost=2.0, cost=lambda b, s, t: b), "max_sequences, cost"),
+    ],
+)
+def test_sizes_that_cannot_be_counted_are_refused(package, call, named):
+    """By name, with the first pairs."""
+    with pytest.raises(ValueError, match=named):
+        call(package)
+
+
+@pytest.mark.parametrize("pair_size", PAIR_SIZES)
+def test_a_plan_file_tells_what_its_pairs_count(package, tmp_path, pair_size):
+    """By its checksum: the fields of all files are the same. A function has to be said again."""
+    from jvarlen.planning import plan_file
+
+    lengths = np.random.default_rng(0).integers(1, 40, (60, 2))
+    plan = package.make_plan(lengths, max_tokens=4096, max_shapes=3, length_multiple=4, pair_size=pair_size)
+    path = tmp_path / "plan.npz"
+    plan.save(path)
+    with np.load(path) as archive:
+        assert set(archive.files) == set(plan_file._FIELDS)
+    told = {"pair_size": pair_size} if callable(pair_size) else {}
+    for other in ("jvarlen", "torch_ref"):
+        loaded = importlib.import_module(other).Plan.load(path, **told)
+        assert (loaded.pair_size, loaded.padding, loaded.digest) == (pair_size, plan.padding, plan.digest)
+        with pytest.raises(ValueError, match=r"plan\.npz.*function"):
+            importlib.import_module(other).Plan.load(path, **({} if told else {"pair_size": patches}))
 
 
 def test_both_families_win_somewhere(package):
@@ -97,7 +224,7 @@ def test_both_families_win_somewhere(package):
 @given(arguments=pair_bucket_arguments())
 def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(package, arguments):
     """Every sample fits, every bucket holds some, and no step is empty."""
-    arguments |= {"max_tokens": 60}
+    arguments |= {"max_tokens": 180}
     buckets = package.make_pair_buckets(**arguments)
     num_microbatches = arguments["microbatches_per_step"]
     plan = package.make_plan(arguments["lengths"], buckets, order="length", microbatches_per_step=num_microbatches)
@@ -105,7 +232,7 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(packa
     assert set(plan.step_bucket.tolist()) == set(range(len(buckets)))
     for k, (rows, source, target) in enumerate(buckets):
         held = int(plan.num_sequences[plan.step_bucket == k].sum())
-        size = source + target if arguments["budget"] == "sum" else max(source, target)
+        size = slow.count_of(arguments["pair_size"])(source, target)
         limit = min(arguments["max_tokens"] // size, arguments["max_sequences"])
         expected = slow.capped_rows_and_steps(held, limit, num_microbatches, arguments["row_multiple"])
         assert (rows, int((plan.step_bucket == k).sum())) == expected
@@ -117,8 +244,9 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(packa
         ({"lengths": []}, "length"),
         ({"lengths": [[1, 2, 3]]}, "length"),
         ({"lengths": [[1.0, 2.0]]}, "length"),
-        ({"lengths": [[1, 2], [3, 0]]}, r"\b1\D+3\D+0\b"),
-        ({"budget": "product"}, "product"),
+        ({"lengths": [[1, 2], [0, 3]]}, r"\b1\D+0\D+3\b"),
+        ({"lengths": [[1, 2], [3, -1]]}, r"\b1\D+3\D+-1\b"),
+        ({"pair_size": "area"}, "area"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_candidates": 0}, "max_candidates"),
         ({"microbatches_per_step": 0}, "microbatches_per_step"),
@@ -157,7 +285,7 @@ def test_pairs_above_max_length_are_dropped_on_request(package):
 @moderate
 @given(arguments=pair_plan_arguments())
 def test_plans_of_pairs_match_the_contract(package, tmp_path_factory, arguments):
-    """Each pair in the first bucket that holds both sides, ordered by the sum; counts of both; three columns a file."""
+    """Each pair in the first bucket that holds both sides, ordered by its size; three columns a file."""
     plan = make_plan(package, arguments)
     steps, lengths = slow.make_steps(**arguments), arguments["lengths"]
     buckets, num_microbatches = arguments["buckets"], arguments["microbatches_per_step"]
@@ -165,8 +293,9 @@ def test_plans_of_pairs_match_the_contract(package, tmp_path_factory, arguments)
     assert plan.digest == slow.digest(steps, buckets, num_microbatches)
     for step, (bucket, ids) in enumerate(steps):
         assert plan.rows(step).tolist() == slow.step_rows(ids, buckets[bucket][0], num_microbatches)
-    tokens = [sum(sum(lengths[i]) for i in ids) for _, ids in steps]
-    positions = sum(buckets[k][0] * sum(buckets[k][1:]) * num_microbatches for k, _ in steps)
+    counts = slow.count_of(arguments["pair_size"])
+    tokens = [sum(counts(*lengths[i]) for i in ids) for _, ids in steps]
+    positions = sum(buckets[k][0] * counts(*buckets[k][1:]) * num_microbatches for k, _ in steps)
     assert plan.num_tokens.tolist() == tokens
     assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
     assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
@@ -181,7 +310,8 @@ def test_plans_of_pairs_match_the_contract(package, tmp_path_factory, arguments)
     with np.load(path, allow_pickle=False) as archive:
         assert archive["buckets"].dtype == np.int64
         assert archive["buckets"].tolist() == [list(bucket) for bucket in buckets]
-    loaded = package.Plan.load(path)
+    told = {"pair_size": patches} if arguments["pair_size"] is patches else {}
+    loaded = package.Plan.load(path, **told)
     assert (loaded.digest, loaded.buckets, loaded.padding) == (plan.digest, plan.buckets, plan.padding)
     assert all(isinstance(bucket, find(package, "PairBucket")) for bucket in (*plan.buckets, *loaded.buckets))
 

@@ -101,7 +101,7 @@ class MixedPlan:
 
     def _bucket_costs(self, cost: CostFn | None) -> Float[np.ndarray, " K"]:
         if cost is None:
-            return np.array([bucket.padded_tokens for bucket in self.buckets], np.float64)
+            return self.plan.buckets.padded_tokens.astype(np.float64)
         return checked_cost(cost, *np.array(self.buckets, np.int64).T)
 
     def _sums(self, values: Int64[np.ndarray, " N"]) -> Int64[np.ndarray, " S"]:
