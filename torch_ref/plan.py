@@ -265,6 +265,7 @@ class Plan:
         return (
             f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{self.num_dropped:,} samples dropped, "
             f"{self.num_truncated:,} truncated; digest {self.digest[:16]}"
+            + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
         )
 
     def _positions(self) -> NDArray[np.int64]:

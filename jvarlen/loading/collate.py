@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float32, Int32, Int64, Integer
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.lengths import PairSize, row_sizes
 from jvarlen.planning.samples import WeightedTokens, fields_of
 
 __all__ = [
@@ -49,6 +50,7 @@ class StepSamples(NamedTuple):
         splits no sample.
       stops: int64[M, B, P], the token before which each chunk ends, where its row ends; at most, if it is the last one
         of its sample: `sample[start:stop]`.
+      pair_size: what a sample of two lengths counts in `num_tokens`, as in `Budget`.
     """
 
     bucket: AnyBucket
@@ -59,6 +61,7 @@ class StepSamples(NamedTuple):
     num_sequences: int
     starts: Int64[np.ndarray, "M B P"] | None = None
     stops: Int64[np.ndarray, "M B P"] | None = None
+    pair_size: PairSize = "sum"
 
     @property
     def samples_per_row(self) -> int:
@@ -178,7 +181,7 @@ def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]
             offenders = list_offenders(ids[too_long], lengths[too_long], length)
             raise UserError(f"samples longer than their bucket: {offenders}")
         sides.append((tokens, lengths, length))
-    _check_planned(step, ids, sum(lengths for _, lengths, _ in sides))
+    _check_planned(step, ids, np.stack([lengths for _, lengths, _ in sides], axis=1))
     rows = [(_packed if is_packed else _padded)(step.ids, *side) for side in sides]
     is_token = rows[-1][0]
     weights_MxBxT = is_token.astype(np.float32)
@@ -271,11 +274,14 @@ def _filled(
     return array_MxBxT
 
 
-def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Any) -> None:
-    if step.num_tokens is not None and lengths.sum() != step.num_tokens:
+def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:
+    if step.num_tokens is None:
+        return
+    if (found := row_sizes(lengths, step.pair_size).sum()) != step.num_tokens:
+        listed = list_offenders(ids, lengths if lengths.shape[1] > 1 else lengths[:, 0])
         raise UserError(
-            f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
-            f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
+            f"the samples of a step hold {found:,} tokens, but {step.num_tokens:,} were planned; this dataset is not "
+            f"the one whose lengths were planned: {listed}"
         )
 
 

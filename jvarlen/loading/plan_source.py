@@ -182,6 +182,7 @@ class PlanSource:
             num_sequences=int(self._plan.num_sequences[step]),
             starts=rows.starts,
             stops=rows.stops,
+            pair_size=getattr(self._plan.buckets, "pair_size", "sum"),
         )
 
     def _refused(self, step: StepSamples) -> dict[int, str]:

@@ -156,6 +156,21 @@ class Buckets(tuple[_Kind, ...]):
         """int64[K], what fits into each bucket: rows × row size."""
         return np.array([bucket.rows for bucket in self], np.int64) * self.row_sizes
 
+    @property
+    def unit(self) -> str:
+        """What is counted, for reports."""
+        if callable(self.pair_size):
+            return f"tokens (of pairs {getattr(self.pair_size, '__name__', 'pair_size')})"
+        return {
+            "sum": "tokens",
+            "larger": "tokens (of pairs the larger length)",
+            "product": "tokens (of pairs the product of both lengths)",
+        }[self.pair_size]
+
+    def lengths_of(self, bucket: AnyBucket) -> str:
+        """The lengths of one of the buckets, for reports."""
+        return ("+" if self.pair_size == "sum" else "×").join(f"{length:,}" for length in bucket.lengths)
+
 
 def make_buckets(
     lengths: npt.ArrayLike,

@@ -339,6 +339,8 @@ def make_plan(
             )
         lengths, order = packed, of_rows
         overlong = "error"
+    if checked.pair_size != "sum" and (isinstance(lengths, Packing) or len(checked[0].lengths) == 1):
+        raise UserError(f"pair_size ({checked.pair_size!r}) is for samples of two lengths each that are not packed")
     ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
         if order.chunks_in_order:
@@ -358,10 +360,10 @@ def make_plan(
         ordering = ordering._replace(order=order_of_wrapped_rows(order, lengths.num_rows))
         return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     if not order.chunks_in_order or lengths.piece_starts is None:
-        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering, is_packed=True), lengths)
+        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
     ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
-    plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering, is_packed=True), lengths)
+    plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     return steps_in_chunk_order(plan, order.longest_first)
 
 
@@ -442,12 +444,8 @@ def _plan_rows(
     num_microbatches: int,
     ordering: Ordering,
     overlong: Overlong = "error",
-    *,
-    is_packed: bool = False,
 ) -> Plan:
     """The plan of checked lengths, each a row."""
-    if buckets.pair_size != "sum" and (lengths.ndim == 1 or is_packed):
-        raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
     sizes = sample_sizes(lengths, buckets.pair_size)
     if (difficulty := ordering.difficulty) is not None:
         is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), sizes)

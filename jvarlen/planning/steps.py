@@ -197,9 +197,8 @@ class PlannedSteps:
         rows = [["rows × length", "samples", "steps", "padding"]]
         for k, bucket in enumerate(self.buckets):
             padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
-            length = "+".join(f"{length:,}" for length in bucket.lengths)
             counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
-            rows.append([f"{bucket.rows:>6,} × {length:>6}", *counts, padding])
+            rows.append([f"{bucket.rows:>6,} × {self.buckets.lengths_of(bucket):>6}", *counts, padding])
         rows.append(["total", f"{self.num_samples:,}", f"{self.num_steps:,}", f"{self.padding:.2%}"])
         if self.new_shape_every:
             used, first = np.unique(self.step_bucket, return_index=True)
@@ -212,13 +211,14 @@ class PlannedSteps:
         from jvarlen._common.text_table import text_table
 
         lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
+        num_tokens, padded_tokens = int(self.num_tokens.sum()), int(self.padded_tokens_per_step.sum())
         lines.append(
-            f"{int(self.num_tokens.sum()):,} tokens, {int(self.padded_tokens_per_step.sum()):,} with padding; "
+            f"{num_tokens:,} {self.buckets.unit}, {padded_tokens:,} with padding; "
             f"microbatches a step: {self.microbatches_per_step}"
         )
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
-        longest = "+".join(f"{length:,}" for length in self.buckets[-1].lengths)
+        longest = self.buckets.lengths_of(self.buckets[-1])
         lines.append(
             f"longest bucket {longest} tokens; overlong={self.overlong!r}: "
             f"{self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from jaxtyping import Float, Int64, Real
 
 from jvarlen._common.checks import UserError
-from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.planning.buckets import PairBucket
 from jvarlen.planning.budget import CostFn
-from jvarlen.planning.lengths import check_lengths, check_pair_lengths
+from jvarlen.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import BucketFigures, bucket_figures
 from jvarlen.reports.compare import StrategyFigures, comparison_cells
@@ -66,7 +66,8 @@ def write_html_report(
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
     if plan.largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")
-    num_tokens, planned = int(plan.planned_lengths(checked).sum()), int(plan.num_tokens.sum())
+    num_tokens = int(sample_sizes(plan.planned_lengths(checked), plan.pair_size).sum())
+    planned = int(plan.num_tokens.sum())
     if num_tokens != planned:
         raise UserError(
             "these are not the lengths that the plan was made for: its samples have "
@@ -99,7 +100,7 @@ def _counted(number: int, what: str) -> str:
 def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str]]:
     num_sequences = plan.num_sequences
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
-    microbatches, largest = plan.microbatches_per_step, max(bucket.padded_tokens for bucket in plan.buckets)
+    microbatches, largest = plan.microbatches_per_step, int(plan.buckets.padded_tokens.max())
     packed, predicted = [], []
     if plan.is_packed:
         packed = [("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
@@ -107,7 +108,7 @@ def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str
         seconds = figures.seconds.sum()
         predicted = [("Predicted", f"{seconds:,.1f} s", f"{seconds / plan.num_steps:.3g} s a step")]
     return [
-        ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} tokens"),
+        ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} {plan.buckets.unit}"),
         ("Shapes", f"{len(plan.buckets):,}", f"up to {largest:,} tokens with padding"),
         ("Steps", f"{plan.num_steps:,}", f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"),
         (
@@ -128,7 +129,9 @@ def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
     for k, bucket in enumerate(plan.buckets):
         padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
         counts = (figures.num_samples[k], figures.num_steps[k], figures.num_tokens[k], figures.padded_tokens[k])
-        rows.append([f"{bucket.rows:,} × {_length_of(bucket)}", *(f"{count:,}" for count in counts), padding])
+        rows.append(
+            [f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{count:,}" for count in counts), padding]
+        )
     totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
     total = ["Total", *(f"{count:,}" for count in totals), f"{plan.padding:.2%}"]
     if seconds is not None:
@@ -195,7 +198,7 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
     def bars(
         name: str, what: str, caption: str, label: str, *parts: Real[np.ndarray, " K"], line: float | None = None
     ) -> Picture:
-        labels = [_length_of(bucket) for bucket in plan.buckets]
+        labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets]
         options: dict[str, Any] = {"xlabel": "bucket length", "ylabel": label, "stacked": True, "line": line}
         return bars_picture(name, f"{what} of each bucket", caption, labels, parts, **options)
 
@@ -209,10 +212,6 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
         seconds = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."
         pictures.append(bars("seconds", "Predicted seconds", seconds, "seconds", figures.seconds))
     return pictures
-
-
-def _length_of(bucket: Bucket | PairBucket) -> str:
-    return "+".join(f"{length:,}" for length in bucket.lengths)
 
 
 def _over_steps(plan: Plan, learning_rates: Float[np.ndarray, " S"] | None) -> list[Picture]:

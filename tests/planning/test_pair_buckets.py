@@ -1,5 +1,8 @@
 """Pairs: few two-dimensional shapes, every pair once, batches of both sides."""
 
+import copy
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +10,8 @@ import pytest
 from jvarlen import Order, compile_buckets, load, make_buckets, make_pair_buckets, make_plan, no_recompiles
 from jvarlen.batches import BatchShapes, pair_batch_spec
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.steps import bucket_figures
+from jvarlen.reports.plan_page import write_html_report
 
 
 def translation_lengths(num_pairs=20_000):
@@ -81,6 +86,53 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
             num_tokens.append(int(total))
     assert num_tokens == plan.num_tokens.tolist()
     assert float(state) == len(lengths)
+
+
+def by_area(rows, first, second):
+    return 1e-6 * rows * (first + second) ** 3
+
+
+def test_images_are_reported_in_pixels_everywhere(tmp_path):
+    sizes = translation_lengths(300)
+    plan = make_plan(sizes, max_tokens=20_000, max_shapes=4, length_multiple=8, pair_size="product")
+    pixels = sizes.prod(axis=1)
+    padded = sum(int(plan.buckets[k].rows * np.prod(plan.buckets[k].lengths)) for k in plan.step_bucket)
+    assert plan.num_tokens.tolist() == [pixels[plan.rows(t)[plan.rows(t) >= 0]].sum() for t in range(plan.num_steps)]
+    assert plan.padded_tokens_per_step.sum() == padded
+    assert plan.padding == 1 - pixels.sum() / padded
+    figures = bucket_figures(plan)
+    assert (figures.num_tokens.sum(), figures.padded_tokens.sum()) == (pixels.sum(), padded)
+    report = plan.report()
+    assert f"{plan.padding:.2%}" in report
+    assert f"{pixels.sum():,} tokens (of pairs the product of both lengths), {padded:,} with padding" in report
+    assert all(f"{bucket.source_length}×{bucket.target_length}" in report for bucket in plan.buckets)
+    write_html_report(tmp_path / "plan.html", plan, sizes)
+    page = (tmp_path / "plan.html").read_text()
+    assert f"{plan.padding:.2%}" in page
+    assert "product of both lengths" in page
+    assert copy.deepcopy(plan).pair_size == dataclasses.replace(plan).pair_size == "product"
+
+
+@pytest.mark.parametrize("pair_size", ["sum", "larger", "product", lambda first, second: first + 2 * second])
+def test_loading_compares_what_was_planned_in_its_unit(pair_size):
+    lengths = np.array([[3, 4], [5, 2], [2, 6]])
+    plan = make_plan(lengths, max_tokens=200, max_shapes=1, pair_size=pair_size)
+    (batch,) = load(plan, Pairs(lengths))
+    assert np.asarray(batch.num_sequences) == 3
+    with pytest.raises(ValueError, match=rf"hold .* tokens, but {plan.num_tokens.sum()} were planned"):
+        list(load(plan, Pairs([(3, 5), (5, 2), (2, 6)])))
+
+
+def test_a_cost_of_pairs_chooses_among_buckets_and_their_number():
+    lengths = translation_lengths(300)
+    budget = {"max_tokens": 1024, "max_shapes": 3, "length_multiple": 8}
+
+    def total(plan):
+        return sum(by_area(*plan.buckets[k]) for k in plan.step_bucket)
+
+    chosen = make_plan(lengths, **budget, cost=by_area)
+    assert total(chosen) < total(make_plan(lengths, **budget))
+    assert len(make_pair_buckets(lengths, **budget, cost=by_area, compile_seconds=1e9)) == 1
 
 
 def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():
