@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Budget, Order, Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
+from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, _as_typed, main
 from jvarlen.distributed.processes import ProcessesError
@@ -47,39 +47,38 @@ def lengths_file(tmp_path):
     return str(tmp_path / "lengths.npy")
 
 
-def test_plan_prints_and_saves_the_plan(lengths_file, tmp_path, capsys):
-    out = tmp_path / "plan.npz"
-    assert main(["plan", lengths_file, "--max-tokens", "4096", "--max-shapes", "5", "--out", str(out)]) == 0
-    expected = make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=5), order="length")
+USUAL = {"max_tokens": 4096, "max_length": 1024, "length_multiple": 8, "overlong": "truncate"}  # of `plan` and `train`
+
+
+def test_plan_prints_saves_and_compares_the_plan(lengths_file, tmp_path, capsys):
+    out, page = tmp_path / "plan.npz", tmp_path / "plan.html"
+    assert main(["plan", lengths_file, "--out", str(out), "--html", str(page)]) == 0
+    expected = make_plan(LENGTHS, **USUAL)
     assert Plan.load(out).digest == expected.digest
+    figures = compare_strategies(expected, LENGTHS, 4096, length_multiple=8)
     printed = capsys.readouterr().out
-    assert expected.report() in printed
-    assert expected.digest in printed
+    for part in (expected.report(), f"digest {expected.digest}", comparison_table(figures)):
+        assert part in printed
+    assert printed.endswith(f"{out}\n{page}\n")
+    assert "packed rows" in page.read_text()
+
+
+def test_plan_says_how_many_samples_are_cut(lengths_file, capsys):
+    assert main(["plan", lengths_file, "--max-length", "400"]) == 0
+    num_long = (LENGTHS > 400).sum()
+    printed = capsys.readouterr().out
+    assert make_plan(LENGTHS, **USUAL | {"max_length": 400}).digest in printed
+    assert f"{num_long} of 1,000 samples are longer than 400 tokens and are cut to that" in printed
 
 
 def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
     lengths = np.arange(1, 6_000)
     np.save(tmp_path / "lengths.npy", lengths)
-    assert main(["plan", str(tmp_path / "lengths.npy"), "--max-tokens", "200000", "--max-shapes", "5"]) == 0
+    settings = "--max-tokens 200000 --max-shapes 5 --length-multiple 1"
+    assert main(["plan", str(tmp_path / "lengths.npy"), *settings.split()]) == 0
     share = cost_of_candidates(lengths, Budget(max_tokens=200_000, max_shapes=5))
     assert 0 < share < 0.001
     assert f"of very many: at most {share:.2%} from the best" in capsys.readouterr().out
-
-
-def test_plan_compares_strategies_and_writes_a_page(lengths_file, tmp_path, capsys):
-    page = tmp_path / "plan.html"
-    limits = {"max_shapes": 4, "max_length": 256, "length_multiple": 8, "row_multiple": 2, "microbatches_per_step": 2}
-    flags = [part for name, value in limits.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    common = ["plan", lengths_file, "--max-tokens", "2048", *flags, "--overlong", "truncate"]
-    assert main([*common, "--compare", "--html", str(page)]) == 0
-    expected = comparison_table(compare_strategies(LENGTHS, 2048, overlong="truncate", **limits))
-    printed = capsys.readouterr().out
-    assert printed.index("with padding") < printed.index(expected)
-    assert printed.endswith(f"{page}\n")
-    assert "Strategies compared" in page.read_text()
-    assert main([*common, "--html", str(page)]) == 0
-    assert "Strategies compared" not in page.read_text()
-    assert "no plan" not in capsys.readouterr().out
 
 
 def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(lengths_file, tmp_path, capsys):
@@ -90,10 +89,9 @@ def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(l
     models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
     limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05"]
     page = tmp_path / "plan.html"
-    assert main(["plan", lengths_file, "--max-tokens", "4096", *models, *limits, "--compare", "--html", str(page)]) == 0
-    figures = compare_strategies(
-        LENGTHS, 4096, cost=seconds, compile_seconds=0.05, max_cost=0.01, memory=num_bytes, max_bytes=6000
-    )
+    assert main(["plan", lengths_file, *models, *limits, "--html", str(page)]) == 0
+    budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01, "memory": num_bytes, "max_bytes": 6000}
+    figures = compare_strategies(make_plan(LENGTHS, **USUAL, **budget), LENGTHS, 4096, length_multiple=8, **budget)
     assert comparison_table(figures) in capsys.readouterr().out
     assert "Predicted seconds of each bucket" in page.read_text()
 
@@ -169,9 +167,11 @@ def test_plan_takes_every_setting(lengths_file, capsys):
 
 
 def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
-    settings = "--max-tokens 2048 --max-shapes 3 --order shuffle --new-shape-every 4"
+    settings = "--max-tokens 2048 --max-shapes 3 --length-multiple 1 --new-shape-every 4"
     assert main(["plan", lengths_file, *settings.split()]) == 0
-    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 2048, max_shapes=3), order=Order("shuffle", new_shape_every=4))
+    plan = make_plan(
+        LENGTHS, make_buckets(LENGTHS, 2048, max_shapes=3), overlong="truncate", order=Order(new_shape_every=4)
+    )
     assert "first step" in plan.report()
     printed = capsys.readouterr().out
     assert plan.report() in printed
@@ -201,7 +201,7 @@ def test_plan_wraps_samples(lengths_file, capsys):
 
 @pytest.mark.parametrize("block_size", ["auto", 300, None])
 def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys):
-    settings = f"--max-tokens 2048 --packing best_fit --order shuffle --seed 3 --epoch 1 --block-size {block_size}"
+    settings = f"--max-tokens 2048 --packing best_fit --length-multiple 1 --seed 3 --epoch 1 --block-size {block_size}"
     assert main(["plan", lengths_file, *settings.split()]) == 0
     order = Order(block_size=block_size)
     plan = make_plan(LENGTHS, max_tokens=2048, packing="best_fit", order=order, seed=3, epoch=1)
@@ -216,11 +216,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "plan LENGTHS --max-tokens 4096 --max-samples-per-row 3",
             "--max-samples-per-row (3) is for packed rows: it needs --packing best_fit",
         ),
-        (
-            "plan LENGTHS --max-tokens 4096 --packing best_fit --overlong split --compare",
-            "--compare has strategies that cannot split: choose another --overlong for it",
-        ),
-        ("plan LENGTHS --max-tokens 100 --max-length 500", "--max-tokens 100 leaves no row for a bucket"),
+        ("plan LENGTHS --max-tokens 100 --max-length 504", "--max-tokens 100 leaves no row for a bucket"),
         ("plan LENGTHS --max-tokens 4096 --packing wrapped --overlong drop", "excludes --overlong drop"),
         (
             "plan LENGTHS --max-tokens 4096 --packing wrapped --max-samples-per-row 3 --row-lengths 128 256",
@@ -239,11 +235,10 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "there is no cluster dgx, and no preset; there are dgx-a100",
         ),
         ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT", "holds no model"),
-        (
-            "plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT --compare --html page.html",
-            "--compare, --cluster and --html exclude each other",
-        ),
-        ("plan LENGTHS", "--max-tokens"),
+        ("plan LENGTHS --max-shapes auto", "--max-shapes 'auto' is chosen by a training run"),
+        ("plan LENGTHS TEXT", "a .npy file holds lengths: it is planned alone"),
+        ("plan LENGTHS --field body", "no other option of data applies"),
+        ("plan nowhere.jsonl", "nowhere.jsonl"),
         ("plan LENGTHS --max-tokens 4096 --html LENGTHS", "which is read"),
         ("plan LENGTHS --max-tokens 4096 --out LENGTHS", "--out ("),
         ("plan LENGTHS --max-tokens 4096 --out LINK", "which is read"),
@@ -266,7 +261,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("report RUN --html RUN", "run is a directory"),
         ("plan LENGTHS --max-tokens 4096 --order random", "random"),
         ("plan LENGTHS --max-tokens 4096 --colour red", "--colour"),
-        ("plan nowhere.npy --max-tokens 4096", "there is no lengths file nowhere.npy"),
+        ("plan nowhere.npy --max-tokens 4096", "there is no lengths file "),
         ("plan TEXT --max-tokens 4096", "not a readable .npy file"),
         ("plan FLOATS --max-tokens 4096", "lengths must be integers, not float64"),
         ("sort nowhere.npy", "there is no lengths file nowhere.npy"),
@@ -505,18 +500,6 @@ def test_help_documents_every_setting(capsys):
                 assert f"--{prefix}{flag.replace('_', '-')}" in text
 
 
-def test_learning_rates_are_shown_where_asked_for(lengths_file, tmp_path, capsys):
-    page = tmp_path / "plan.html"
-    rates = ["--learning-rate", "1e-3", "--base-batch-size", "32", "--batch-size-rule", "linear"]
-    assert main(["plan", str(lengths_file), "--max-tokens", "4096", *rates, "--html", str(page)]) == 0
-    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 4096), order="length")
-    expected = lr_sequence(plan, 1e-3, 32)
-    assert f"learning rate {expected.min():.3g} to {expected.max():.3g}" in capsys.readouterr().out
-    assert "Learning rate" in page.read_text()
-    assert main(["plan", str(lengths_file), "--max-tokens", "4096", "--learning-rate", "1e-3"]) == 2
-    assert "--base-batch-size" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["--resume", "--run-dir"])
 def test_a_run_that_is_continued_has_its_own_settings_as_defaults(tmp_path, monkeypatch, name):
     save_config(FitConfig(max_steps=7, seed=3), tmp_path / "config.json")
@@ -551,7 +534,7 @@ def test_a_plan_is_saved_where_its_table_cannot_be_printed(encoding, lengths_fil
     os.close(reading)
     with os.fdopen(writing, "w", encoding=encoding) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        args = ["--max-tokens", "4096", "--compare", "--out", str(tmp_path / "plan.npz")]
+        args = ["--max-tokens", "4096", "--out", str(tmp_path / "plan.npz")]
         assert main(["plan", lengths_file, *args]) == 0
         with pytest.raises(SystemExit) as stopped:
             main(["train", "--help"])

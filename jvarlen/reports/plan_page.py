@@ -59,8 +59,7 @@ def write_html_report(
       comparison: as from `compare_strategies`, shown as a table.
 
     Raises:
-      ValueError: lengths that are not those of the plan, another number of learning rates than of steps, or a
-        comparison without any possible plan.
+      ValueError: lengths that are not those of the plan, or another number of learning rates than of steps.
     """
     is_pairs = isinstance(plan.buckets[0], PairBucket)
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
@@ -79,8 +78,8 @@ def write_html_report(
     figures, what = bucket_figures(plan, cost), "pair" if is_pairs else "sample"
     tables = [_bucket_table(plan, figures)]
     if comparison is not None:
-        header, rows, best, note = comparison_cells(comparison)
-        tables.append(Table("comparison", "Strategies compared", header, rows, note=note, best=best))
+        header, rows = comparison_cells(comparison)
+        tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
     write_page(
         path,
         title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets), 'shape')}",

@@ -11,16 +11,15 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from jvarlen import __version__, models
 from jvarlen._common.checks import (
     UserError,
-    check_above,
     check_at_least_one,
     check_at_least_zero,
     check_counts,
@@ -34,12 +33,12 @@ from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import TransformerConfig, check_temperature
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths
-from jvarlen.planning.order import OrderWord, check_seed
+from jvarlen.planning.lengths import check_lengths
+from jvarlen.planning.order import check_seed
 from jvarlen.planning.packings import PackingMethod
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, changed_contents, files_read, is_run_dir, load_config
-from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, note_on_candidates, shapes_for
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, changed_contents, files_read, is_run_dir, load_config
+from jvarlen.runs.plan_config import PlanConfig, epoch_plan, note_on_candidates, note_on_overlong, shapes_for
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -65,37 +64,33 @@ _WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanCommand(PlanConfig):
-    """Print the plan of an epoch for any file of lengths, and save it."""
+class PlannedData(DataConfig):
+    """The data to plan."""
 
-    lengths: tyro.conf.Positional[Path]
-    """A .npy file of integers, tokens a sample."""
-    max_tokens: int = dataclasses.field()
-    """Budget of one microbatch in tokens, padding included."""
-    max_shapes: int = 16
-    """The most buckets, that is, compiled shapes."""
-    max_length: int | None = None
-    """Longest bucket in tokens; None for the longest sample."""
-    overlong: PackedOverlong = "error"
-    """What happens to samples longer than that; split, which needs packing, plans them in pieces."""
-    length_multiple: int = 1
-    """Lengths of buckets are rounded up to a multiple of this."""
-    order: OrderWord = "length"
-    """The order in which samples come."""
+    files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
+    """What `jvarlen train --data` takes; none for the built-in corpus. Or a .npy file of integers, tokens a sample."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Print the plan by which train with the same settings trains, or that of any lengths."""
+
+    data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
+    """The data to plan."""
+    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
+    """How samples become steps."""
+    vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
+        default=TransformerConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
+    )
+    """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
     seed: int = 0
-    """Seed of every shuffle, together with the epoch."""
+    """Seed of mixtures and of every shuffle, together with the epoch."""
     epoch: int = 0
     """The epoch to plan."""
-    learning_rate: float | None = None
-    """Base learning rate at base_batch_size. If given, the learning rates of the steps are shown."""
-    base_batch_size: float | None = None
-    """Sequences in a step for which the base rate is meant."""
-    batch_size_rule: BatchSizeRule = "sqrt"
-    """How the learning rate scales with the sequences of a step."""
+    progress: bool = True
+    """Show progress where lengths are measured."""
     out: Path | None = None
     """Where to save the plan, a .npz file."""
-    compare: bool = False
-    """Also print a table of all strategies, packing, and batching without a plan."""
     html: Path | None = None
     """Where to write a page with pictures of the plan: one file that works offline.
     With cluster, the page shows layouts instead of the plan."""
@@ -106,25 +101,16 @@ class PlanCommand(PlanConfig):
     """JSON file of the model: layers, width, heads, vocabulary, params_dtype, compute_dtype, optimizer."""
 
     def __post_init__(self):
-        super().__post_init__()
         check_seed(self.seed, self.epoch)
-        rates = [name for name in ("learning_rate", "base_batch_size") if getattr(self, name) is not None]
-        check_above(self, 0, *rates)
 
     def run(self) -> None:
-        """Prints the plan, the comparison and the layouts, and writes the requested files."""
+        """Prints the plan, what there is without it, and layouts, and writes the requested files."""
         from jvarlen.reports.compare import compare_strategies, comparison_table
-        from jvarlen.training.rates import lr_sequence
 
         if (self.cluster is None) != (self.model is None):
             raise UserError("cluster= and model= go together: layouts are chosen for a model on a cluster")
-        if self.compare and self.cluster is not None and self.html is not None:
-            raise UserError("compare=, cluster= and html= exclude each other: the page shows layouts, no comparison")
-        if (self.learning_rate is None) != (self.base_batch_size is None):
-            raise UserError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
-        if self.compare and self.overlong == "split":
-            raise UserError("compare=True has strategies that cannot split: choose another overlong= for it")
-        read = self.lengths, self.model, self.cluster, self.cost_model, self.memory_model
+        settings = self.plan.of_files()
+        read = *files_read(self.data), self.model, self.cluster, settings.cost_model, settings.memory_model
         check_outputs({"out": self.out, "html": self.html}, *read)
         described = None
         if self.cluster is not None and self.model is not None:
@@ -132,20 +118,16 @@ class PlanCommand(PlanConfig):
             from jvarlen.targets.model_file import ModelFile
 
             described = Cluster.named(self.cluster), ModelFile.load(self.model)
-        lengths = check_lengths(load_array(self.lengths, "lengths"))
-        shapes = shapes_for(self, lengths, seed=self.seed)
-        plan = epoch_plan(self, shapes, lengths, seed=self.seed, epoch=self.epoch)
-        rates = comparison = None
-        if self.learning_rate is not None and self.base_batch_size is not None:
-            rule = None if self.batch_size_rule == "none" else self.batch_size_rule
-            rates = lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
+        lengths = self._lengths()
+        shapes = shapes_for(settings, lengths, seed=self.seed)
+        plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
-        notes = filter(None, [note_on_candidates(self, shapes, lengths)])
-        say(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds), *notes, f"digest {plan.digest}")
-        if self.compare:
-            comparison = compare_strategies(lengths, self.budget, overlong=cast("Overlong", self.overlong))
-            say(f"\n{comparison_table(comparison)}")
+        report = plan.report(cost=settings.cost, compile_seconds=settings.compile_seconds)
+        notes = note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
+        say(report, *filter(None, notes), f"digest {plan.digest}")
+        comparison = compare_strategies(plan, lengths, settings.budget)
+        say(f"\n{comparison_table(comparison)}")
         if self.out is not None:
             say(self.out)
         if described is not None:
@@ -153,8 +135,22 @@ class PlanCommand(PlanConfig):
         elif self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
-            write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
+            write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
             say(self.html)
+
+    def _lengths(self) -> Int64[np.ndarray, " N"]:
+        """Of a file of lengths, or of the samples that a run with these settings trains on."""
+        files = self.data.files
+        if any(str(path).endswith(".npy") for path in files):
+            if self.data != PlannedData(files=files[:1]):
+                raise UserError("a .npy file holds lengths: it is planned alone, and no other option of data applies")
+            return check_lengths(load_array(Path(files[0]), "lengths"))
+        from jvarlen.data.measure import known_lengths
+        from jvarlen.runs.task import open_training_data  # here: it imports JAX
+
+        model = TransformerConfig(vocab_size=self.vocab_size)
+        config = FitConfig(data=self.data, plan=self.plan, seed=self.seed, progress=self.progress, decoder=model)
+        return known_lengths(open_training_data(config).train, progress=self.progress)
 
     def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
         from jvarlen.batches.shapes import token_specs  # here: it imports JAX
@@ -166,7 +162,7 @@ class PlanCommand(PlanConfig):
             model.make_optimizer(),
             cluster,
             params=model.params,
-            cost=self.cost,
+            cost=self.plan.cost,
             batch_spec=token_specs(plan),
         )
         say(f"\n{choice}")

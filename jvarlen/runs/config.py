@@ -43,6 +43,7 @@ from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
 
 __all__ = [
     "AUTO",
+    "FLAT",
     "Change",
     "CheckpointConfig",
     "DataConfig",
@@ -80,7 +81,7 @@ Scope = Literal["run", "resumed", "process", "call"]
 
 
 _RESUMED, _PROCESS, _CALL = ({"scope": scope} for scope in ("resumed", "process", "call"))
-_FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
+FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,21 +291,21 @@ class FitConfig:
     """Show progress: bars on a terminal, otherwise a line now and then."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=_FLAT)
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
     """The data to train and evaluate on."""
     hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
-        default_factory=HardwareConfig, metadata=_FLAT
+        default_factory=HardwareConfig, metadata=FLAT
     )
     """The devices and processes that train, and how a step spreads over them."""
     checkpoints: tyro.conf.OmitArgPrefixes[CheckpointConfig] = dataclasses.field(
-        default_factory=CheckpointConfig, metadata=_FLAT | _RESUMED
+        default_factory=CheckpointConfig, metadata=FLAT | _RESUMED
     )
     """When checkpoints are written, and which of them stay."""
     directory: tyro.conf.OmitArgPrefixes[DirectoryConfig] = dataclasses.field(
-        default_factory=DirectoryConfig, metadata=_FLAT | _CALL
+        default_factory=DirectoryConfig, metadata=FLAT | _CALL
     )
     """Where a run writes, and which run it resumes."""
-    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=_FLAT)
+    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     """The shape of the built-in model."""

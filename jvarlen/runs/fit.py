@@ -47,7 +47,6 @@ from jvarlen.loading.collate import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import Bucket
-from jvarlen.planning.lengths import Overlong
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import FitConfig, saved_settings
 from jvarlen.runs.directory import (
@@ -207,10 +206,7 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
         config = dataclasses.replace(config, hardware=hardware)
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
-    if config.plan.overlong is None:
-        overlong: Overlong = "truncate" if data is None and config.plan.packing != "wrapped" else "error"
-        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, overlong=overlong))
-    return config, placement
+    return dataclasses.replace(config, plan=config.plan.of_files() if data is None else config.plan), placement
 
 
 class _Run(NamedTuple):

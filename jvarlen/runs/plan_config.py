@@ -128,6 +128,12 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
             raise UserError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
 
+    def of_files(self) -> PlanConfig:
+        """The same for samples of files, which are cut where nothing is said of long ones."""
+        if self.overlong is not None or self.packing == "wrapped":
+            return self
+        return dataclasses.replace(self, overlong="truncate")
+
     @functools.cached_property
     def cost(self) -> CostModel | None:
         """The cost model in seconds, read from its file once."""

@@ -269,8 +269,8 @@ def plan_report(plan: Any, learning_rates: Any, cost: Any, *, compile_seconds: f
 
 
 def plan_page(path: Path, plan: Any, lengths: Any, learning_rates: Any, cost: Any, options: dict[str, Any]) -> str:
-    """The page of a plan, with other strategies compared; `options` are those of the buckets."""
-    comparison = compare_strategies(lengths, cost=cost, **options)
+    """The page of a plan, compared with others; `options` are those of the buckets."""
+    comparison = compare_strategies(plan, lengths, cost=cost, **options)
     write_html_report(path, plan, lengths, learning_rates=learning_rates, cost=cost, comparison=comparison)
     return path.read_text(encoding="utf-8")
 

@@ -5,7 +5,6 @@ import pytest
 
 from jvarlen import Budget, CostModel, UserError, make_buckets, make_pair_buckets, make_plan
 from jvarlen.planning import choose_row_lengths
-from jvarlen.reports.compare import compare_strategies
 
 COST = CostModel(constant=1e-3, linear=1e-5, quadratic=0.0)
 BUDGET = Budget(max_tokens=4096, cost=COST, compile_seconds=0.5)
@@ -33,7 +32,7 @@ def test_what_is_no_shape_is_a_users_error():
         make_buckets(LENGTHS, 4096, compiled=[(1, 300)])
 
 
-@pytest.mark.parametrize("function", [choose_row_lengths, compare_strategies, make_pair_buckets, Budget])
+@pytest.mark.parametrize("function", [choose_row_lengths, make_pair_buckets, Budget])
 def test_what_cannot_reuse_shapes_does_not_take_them(function):
     arguments = {"max_tokens": 4096} | ({} if function is Budget else {"lengths": [[3, 4]]})
     with pytest.raises(TypeError, match="compiled"):

@@ -1,0 +1,79 @@
+"""`jvarlen plan` makes the plan by which `jvarlen train` with the same settings trains."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from jvarlen import Plan, UserError
+from jvarlen.cli import main
+from jvarlen.data.tokens import TokenDataset
+
+TINY = ["--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1", "--no-progress"]
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Files with some samples that are longer than 1,024 bytes, and one of 50,000."""
+    monkeypatch.chdir(tmp_path)
+    lengths = RNG.lognormal(5, 1.2, 400).astype(int).clip(1, 9_000)
+    lengths[7] = 50_000
+    texts = [bytes(RNG.integers(97, 123, length, np.uint8)).decode() for length in lengths]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text, "q": text[:9]}) + "\n" for text in texts))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in texts[:90]))
+    RNG.integers(0, 3_000, 40_000, np.uint16).tofile(tmp_path / "t.bin")
+    monkeypatch.setattr("jvarlen.runs.task.stdlib_functions", lambda progress: TokenDataset.from_bytes(SAMPLES))
+
+
+SAMPLES = [bytes(RNG.integers(97, 123, length, np.uint8)) for length in RNG.integers(1, 3_000, 200)]
+
+
+def digest_of(printed):
+    (digest,) = [line.removeprefix("digest ") for line in printed.splitlines() if line.startswith("digest ")]
+    return digest
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "a.jsonl --field text",
+        "a.jsonl --field q text --template {q}:{text} --loss-on text --max-tokens 700 --order length --seed 3",
+        "a.jsonl b.jsonl --weights 1 3 --held-out-fraction 0.1 --overlong drop --microbatches-per-step 2",
+        "*.jsonl --packing best_fit --overlong split --max-shapes 3",
+        "a.jsonl --packing wrapped",
+        "t.bin --decoder.vocab-size 3000 --max-length 256",
+    ],
+)
+def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
+    class Reached(UserError):
+        pass
+
+    def stop(prepared, trackers, held):
+        nonlocal planned
+        planned = prepared.training_plan.plan_of_epoch(0)
+        raise Reached("planned")
+
+    planned = None
+    monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "_open_run", stop)
+    assert main(["plan", *options.split(), "--no-progress"]) == 0
+    printed = capsys.readouterr().out
+    data = ["--data"] * bool(options)
+    assert main(["train", *data, *options.split(), *TINY]) == 2
+    assert isinstance(planned, Plan)
+    assert digest_of(printed) == planned.digest
+    note = [line for line in printed.splitlines() if "tokens and are" in line]
+    assert len(note) == (planned.num_truncated + planned.num_dropped > 0)
+    assert note == [line for line in capsys.readouterr().out.splitlines() if "tokens and are" in line]
+
+
+@pytest.mark.slow
+def test_a_file_with_long_samples_is_planned_and_trained_on_by_the_defaults(files, tmp_path, capsys):
+    assert main(["plan", "a.jsonl", "--field", "text", "--no-progress"]) == 0
+    digest = digest_of(capsys.readouterr().out)
+    settings = ["--field", "text", "--max-steps", "2", "--run-dir", "run", "--compile.cache-dir", "None", *TINY]
+    assert main(["train", "--data", "a.jsonl", *settings]) == 0
+    assert Plan.load(tmp_path / "run" / "plan.npz").digest == digest
+    assert "are cut to that" in capsys.readouterr().out
