@@ -139,7 +139,14 @@ def _figures(
 
 
 def comparison_table(figures: Sequence[StrategyFigures]) -> str:
-    """The figures of `compare_strategies` as aligned text: a header, and a line each."""
+    """The figures as aligned text.
+
+    Args:
+      figures: as from `compare_strategies`.
+
+    Returns:
+      Lines: a header, and one of each.
+    """
     header, rows = comparison_cells(figures)
     return text_table([header, *rows], align="<" + ">" * (len(header) - 1))
 
