@@ -64,7 +64,7 @@ _WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedData(DataConfig):
+class _PlannedData(DataConfig):
     """The data to plan."""
 
     files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
@@ -75,7 +75,7 @@ class PlannedData(DataConfig):
 class PlanCommand:
     """Print the plan by which train with the same settings trains, or that of any lengths."""
 
-    data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
+    data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
     """The data to plan."""
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
@@ -142,7 +142,7 @@ class PlanCommand:
         """Of a file of lengths, or of the samples that a run with these settings trains on."""
         files = self.data.files
         if any(str(path).endswith(".npy") for path in files):
-            if self.data != PlannedData(files=files[:1]):
+            if self.data != _PlannedData(files=files[:1]):
                 raise UserError("a .npy file holds lengths: it is planned alone, and no other option of data applies")
             return check_lengths(load_array(Path(files[0]), "lengths"))
         from jvarlen.data.measure import known_lengths
