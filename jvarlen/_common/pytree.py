@@ -10,12 +10,17 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["check_arrays", "describe", "have_same_containers", "is_key", "leaves_by_name", "zeros_of"]
+__all__ = ["check_arrays", "describe", "have_same_containers", "is_key", "leaves_by_name", "plain_names", "zeros_of"]
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by where they are, such as `.tokens`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def plain_names(tree: Any) -> list[str]:
+    """Where the leaves of a pytree are, without punctuation: `tokens` of a batch with attributes, and of a dict."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def check_arrays(tree: Any, what: str = "parameters") -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -24,6 +24,7 @@ from jvarlen._common.checks import (
     is_number,
     list_first,
 )
+from jvarlen._common.pytree import plain_names
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, count_without_target, pad_to_bucket
@@ -158,6 +159,7 @@ def load(
     on_bad_sample: OnBadSample = "error",
     max_bad_fraction: float = 0.01,
     verify: bool = False,
+    num_values: Mapping[str, int] | None = None,
 ) -> Loader:
     """The steps of a plan or a stream as device arrays, in their order.
 
@@ -200,6 +202,8 @@ def load(
       max_bad_fraction: the most samples of an epoch that may be skipped, as a share of those planned for this process.
       verify: compares the ids that were read for each step, in the process that read them, with this process's rows of
         the plan, and hashes them into `ids_digest`.
+      num_values: by the name of an array of the batch, such as `"tokens"`, how many values it may have, as an embedding
+        has rows: JAX reads another row for a larger value, without an error. None: all that fit int32.
 
     Returns:
       A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. At its end, or when nothing
@@ -231,6 +235,7 @@ def load(
             "on_mismatch": on_mismatch != "error",
             "on_bad_sample": on_bad_sample != "error",
             "verify": verify,
+            "num_values": num_values,
         }
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
@@ -273,6 +278,7 @@ def load(
         on_mismatch=on_mismatch,
         on_bad_sample=on_bad_sample,
         max_bad_fraction=max_bad_fraction,
+        num_values=num_values or {},
     )
     reading = read(cast(ReadPlan, first), epoch=epoch, start_step=start_step)
     if not callable(plan):
@@ -347,6 +353,7 @@ def _read_epoch(
     num_workers: int,
     verify: bool,
     max_bad_fraction: float,
+    num_values: Mapping[str, int],
     **reading: Any,
 ) -> ReadAhead:
     """Starts reading an epoch."""
@@ -378,6 +385,8 @@ def _read_epoch(
                 f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
                 f"max_bad_fraction={max_bad_fraction:g}: {listed}"
             )
+        if num_values:
+            _check_values(step, num_values)
         batch = put(step.batch, placement, num_microbatches if is_part else None)
         ids_digest = None if digest is None else digest.hexdigest()
         return step._replace(batch=batch, ids_digest=ids_digest, skipped=skipped)
@@ -389,6 +398,24 @@ def _read_epoch(
         workers = WorkerPool(source, min(num_workers, max(len(steps), 1)))
         return ReadAhead(read_in_workers(workers, steps), deliver, workers)
     return ReadAhead((source.read(step) for step in steps), deliver)
+
+
+def _check_values(step: ReadStep, num_values: Mapping[str, int]) -> None:
+    """Raises ValueError where an array of the batch has more values than it may."""
+    arrays = dict(zip(plain_names(step.batch), jax.tree.leaves(step.batch), strict=True))
+    for name in num_values.keys() & arrays.keys():
+        values, limit = arrays[name], num_values[name]
+        if values.size and values.max() >= limit:
+            ids = arrays.get("ids")
+            of_samples = ""
+            if ids is not None and ids.shape[:2] == values.shape[:2]:
+                in_rows = ids[(values >= limit).any(axis=tuple(range(2, values.ndim)))]
+                listed = list_first(map(str, np.unique(in_rows[in_rows >= 0])))
+                of_samples = f", in {'rows with ' if ids.ndim > 2 else ''}the samples {listed}"
+            raise UserError(
+                f"{name} of step {step.step} reach {values.max()}{of_samples}, but only values below {limit} have "
+                "a row in the table that the loss reads by them: JAX would read another row, without an error"
+            )
 
 
 def _check_ids(plan: ReadPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:

@@ -2,6 +2,7 @@
 
 - `config`, `plan_config`: frozen, checked settings. `task`: what is trained, and on what.
 - `shape_choice`: the shapes of a run whose settings leave their number open. `training_plan`: the plans of all epochs.
+- `vocabulary`: which tables a loss reads by tokens.
 - `prepare`: data, shapes and plan, before anything is placed or compiled.
 - `fit`: all of it, in order, with the loop. `evaluation`: what the loop evaluates.
 - `steps`: the seconds of steps, their display and traces.

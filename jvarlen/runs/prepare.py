@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class Prepared(NamedTuple):
     chooser: ShapeChooser
     compile_options: CompileOptions  # with what the settings leave open
     placement: Placement | None  # None: on one device
+    num_values: Mapping[str, int]  # of arrays of batches, by name, that the loss reads a table by
 
     def batch_spec(self, epoch: int | None = 0) -> BatchSpec:
         """The shapes of the batches of an epoch; None: of evaluations."""
@@ -86,6 +87,7 @@ class Prepared(NamedTuple):
             lengths=lengths if self.task.compares_lengths else None,
             on_mismatch=self.config.data.on_mismatch,
             verify=self.config.verify,
+            num_values=self.num_values,
             **where,
         )
 
@@ -134,7 +136,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
-        config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement
+        config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement, {}
     )
     if config.hardware.parallel == AUTO:
         if placement is not None and num_devices > 1:
@@ -149,7 +151,9 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             _check_layout(layout, prepared.task, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         _check_targets(prepared)
         raise_if_interrupted()
-    return prepared
+        bucket = training_plan.buckets[0]
+        batch = prepared.batch_spec()(bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
+        return prepared._replace(num_values=prepared.task.num_values(batch, data.vocab_size))
 
 
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:

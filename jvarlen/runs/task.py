@@ -34,6 +34,7 @@ from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, evaluation_name
+from jvarlen.runs.vocabulary import table_rows
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
@@ -103,6 +104,12 @@ class Task:
         """The step to compile, which also makes the first state."""
         assert self.loss_fn is not None  # there is one after `with_model`
         return make_train_step(self.loss_fn, optimizer, layout=placement)
+
+    def num_values(self, batch: Any, vocab_size: int) -> dict[str, int]:
+        """How many values arrays of a batch may have that the loss reads a table by, as far as can be seen."""
+        if self.is_language_model:
+            return {"tokens": vocab_size}
+        return table_rows(whole_loss(self.loss_fn), self.params, self.extra, batch)
 
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
         """The state before the first step; it has keys if a loss takes one."""
