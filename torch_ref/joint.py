@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch_ref.checks import check_integer
 from torch_ref.lengths import Fitted, count_overlong, list_pairs
 
-__all__ = ["JointRow", "check_sizes", "fill_joint_rows", "fit_joint", "place_samples"]
+__all__ = ["MAX_SIZE", "JointRow", "check_sizes", "fill_joint_rows", "fit_joint", "place_samples"]
 
-_MAX_SIZE = 2**23 - 1  # so that a space times 2**40 fits int64
+MAX_SIZE = 2**23 - 1  # so that a space times 2**40 fits int64
 _UNIT = 2**40
 
 
@@ -28,7 +28,7 @@ def check_sizes(row_lengths: Any, num_lengths: int) -> NDArray[np.int64]:
     given = list(row_lengths) if np.ndim(row_lengths) else [row_lengths]
     if len(given) != num_lengths:
         raise ValueError(f"row_lengths must be one for each of {num_lengths} lengths of a sample, got {given}")
-    sizes = [check_integer(f"row length {d}", size, maximum=_MAX_SIZE) for d, size in enumerate(given)]
+    sizes = [check_integer(f"row length {d}", size, maximum=MAX_SIZE) for d, size in enumerate(given)]
     return np.array(sizes, dtype=np.int64)
 
 

@@ -19,7 +19,7 @@ from torch_ref.budget import Budget, as_budget, checked_costs
 from torch_ref.checks import INT64_MAX, check_integer, to_tensor
 from torch_ref.lengths import check_pair_lengths, list_pairs, row_sizes, sample_sizes
 
-__all__ = ["make_pair_buckets"]
+__all__ = ["check_pair_fields", "make_pair_buckets"]
 
 _FIELDS = (
     "max_tokens",
@@ -68,8 +68,7 @@ def make_pair_buckets(
     """
     checked = check_pair_lengths(lengths)
     limits = as_budget(max_tokens, fields)
-    if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
-        raise ValueError(f"only {', '.join(_FIELDS)} choose buckets of pairs")
+    check_pair_fields(limits)
     checked = _within(checked, limits.max_length, overlong)
     max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple
     max_candidates = check_integer("max_candidates", max_candidates)
@@ -108,6 +107,13 @@ def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) ->
         longest = -(-int(lengths.max()) // limits.length_multiple) * limits.length_multiple
         alone = replace(alone, max_tokens=longest, max_sequences=1, microbatches_per_step=1)
     return np.array([length for _, length in make_buckets(lengths, alone)])
+
+
+def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
+    """Raise ValueError for a budget with fields that are not for pairs, or not for rows of them."""
+    names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "pair_size")]
+    if budget != Budget(**{name: getattr(budget, name) for name in names}):
+        raise ValueError(f"only {', '.join(names)} choose {'packed rows' if packed else 'buckets'} of pairs")
 
 
 def _within(pairs: NDArray[np.int64], max_length: int | None, overlong: str) -> NDArray[np.int64]:

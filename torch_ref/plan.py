@@ -305,8 +305,9 @@ def make_plan(
             `longest_first`.
         packing: pack the samples into rows as long as the buckets, as `pack_samples` does, shuffled anew in each epoch
             if the order is "shuffle". An order array chooses which. "best_fit": buckets have one length unless they are
-            given or there is a cost. "wrapped": the only bucket is given, or `max_length` long, or as long as the
-            longest sample; rows are in the order of their samples unless it is "shuffle", or with `chunks_in_order`.
+            given or there is a cost; pairs have one bucket, of `choose_row_lengths`. "wrapped": the only bucket is
+            given, or `max_length` long, or as long as the longest sample; rows are in the order of their samples unless
+            it is "shuffle", or with `chunks_in_order`.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
@@ -341,14 +342,14 @@ def make_plan(
         num_microbatches = limits.microbatches_per_step
         chosen = _choose(lengths, limits, overlong, packing, order, seed)
         checked = Buckets(chosen, num_microbatches, limits.pair_size)
-    if checked.pair_size != "sum" and (len(checked[0]) == 2 or isinstance(lengths, Packing)):
+    if checked.pair_size != "sum" and (len(checked[0]) == 2 or packing or isinstance(lengths, Packing)):
         raise ValueError(f"pair_size={checked.pair_size!r} counts pairs that are not packed")
     check_steps(checked, num_microbatches)
     if packing is not None:
         assert not isinstance(lengths, Packing)
         lengths = pack_samples(
             lengths,
-            [bucket[1] for bucket in checked],
+            _row_lengths_of(checked),
             method=packing,
             order=_order_of_packing(order, packing),
             seed=seed,
@@ -486,6 +487,15 @@ def _choose(
     return make_buckets(values, budget, overlong=overlong)
 
 
+def _row_lengths_of(buckets: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the lengths of rows that these buckets hold, of pairs those of both sides."""
+    if len(buckets[0]) == 2:
+        return [length for _, length in buckets]
+    if len(buckets) > 1:
+        raise ValueError(f"packed pairs have rows of one shape and one bucket, got {[tuple(b) for b in buckets]}")
+    return list(buckets[0][1:])
+
+
 def _order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
     """Return in which order samples are packed; by best fit, sorted ones make rows of the same sizes in any."""
     return order if order.name in ("shuffle", "array") or method == "wrapped" else "dataset"
@@ -494,8 +504,8 @@ def _order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
 def _check_packing_word(packing: str, lengths: ArrayLike | Packing, order: Order, is_ranked: bool) -> None:
     if packing not in METHODS:
         raise ValueError(f"packing must be None or one of {', '.join(METHODS)}, got {packing!r}")
-    if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
-        raise ValueError(f"packing={packing!r} packs samples with one length each")
+    if isinstance(lengths, Packing):
+        raise ValueError(f"packing={packing!r} packs samples, got a Packing")
     if is_ranked:
         raise ValueError(f"packing={packing!r} goes with neither difficulty nor pacing")
     if order.blocks is not None and order.name != "shuffle":

@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.buckets import Bucket, Cheapest, make_buckets
+from torch_ref.buckets import Bucket, Buckets, Cheapest, PairBucket, make_buckets
 from torch_ref.budget import Budget, as_budget
 from torch_ref.checks import check_integer
 from torch_ref.fitting import fit_budget
-from torch_ref.lengths import check_lengths
+from torch_ref.joint import MAX_SIZE, fill_joint_rows, fit_joint
+from torch_ref.lengths import check_lengths, check_pair_lengths, list_pairs
 from torch_ref.order import Order
 from torch_ref.packing import pack_samples, split_samples
+from torch_ref.pairs import check_pair_fields
 from torch_ref.placing import fill_rows
 
 __all__ = ["choose_packed_buckets", "choose_row_lengths"]
@@ -29,6 +31,7 @@ _MOST_SETS = 4096
 _MOST_SETS_TIMES_LENGTHS = 2**20
 _MOST_SETS_TIMES_LENGTHS_IF_LIMITED = 2**16
 _MOST_ADDED = 16
+_MOST_PAIRS = 2048
 
 
 def choose_row_lengths(
@@ -54,8 +57,15 @@ def choose_row_lengths(
     the dynamic program over the rows that each class of samples needs at least, and from the best of an even grid
     of lengths.
 
+    Pairs get one length for the sources of a row and one for its targets: that of the longest, rounded up. But of the
+    side that is full sooner, by the sums over all pairs, longer ones are tried: for k = 14, ..., 20, k / 16 of the
+    tokens that this side has where those of the other fill their length, rounded up. The one with which rows take the
+    fewest tokens is chosen, or the shortest of several. At most 2,048 pairs are packed for it, every n-th in ascending
+    order (source, target), the last one among them. Both lengths together are at most `max_tokens`, each at most
+    `max_length`.
+
     Args:
-        lengths: [N] integers >= 1, in tokens.
+        lengths: [N] integers >= 1, in tokens; or [N, 2], those of pairs.
         max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
         max_samples_per_row: as in `pack_samples`.
         overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it) |
@@ -64,7 +74,7 @@ def choose_row_lengths(
             `max_sequences` counts packed rows, not the samples in them. There is no other strategy than "optimal".
 
     Returns:
-        The lengths, strictly ascending.
+        The lengths, strictly ascending; of pairs those of both sides.
 
     Raises:
         ValueError: as in `make_buckets`.
@@ -74,6 +84,9 @@ def choose_row_lengths(
         (3, 90)
     """
     limits = as_budget(max_tokens, budget)
+    if np.ndim(lengths) == 2:
+        most = None if max_samples_per_row is None else check_integer("max_samples_per_row", max_samples_per_row)
+        return _pair_row_lengths(check_pair_lengths(lengths), limits, most, overlong)
     if limits.strategy != "optimal":
         raise ValueError(f'row lengths are chosen by their cost: strategy must be "optimal", got {limits.strategy!r}')
     most_tried, max_shapes = _MOST_SETS_TIMES_LENGTHS, limits.max_shapes
@@ -113,8 +126,16 @@ def choose_row_lengths(
 
 def choose_packed_buckets(
     lengths: ArrayLike, budget: Budget, overlong: str, order: Order | ArrayLike | str, seed: int, method: str
-) -> tuple[Bucket, ...]:
+) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
     """Choose the buckets of the packed rows of epoch 0, of one length without a cost and a given list of lengths."""
+    if np.ndim(lengths) == 2:
+        source, target = choose_row_lengths(lengths, budget, overlong=overlong)
+        packed = pack_samples(lengths, (source, target), method=method, order=order, seed=seed, overlong=overlong)
+        cap = budget.max_tokens // (source + target)
+        cap = cap if budget.max_sequences is None else min(cap, budget.max_sequences)
+        cap -= cap % budget.row_multiple if cap >= budget.row_multiple else 0
+        rows, _ = budget.rows_and_steps(torch.tensor(packed.num_rows), torch.tensor(cap))
+        return Buckets([PairBucket(int(rows), source, target)], budget.microbatches_per_step)
     sizes = budget.given_lengths
     if sizes is None and method == "wrapped":
         sizes = [_wrapped_length(lengths, budget)]
@@ -123,6 +144,43 @@ def choose_packed_buckets(
         sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
     tokens = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong).num_tokens
     return make_buckets(tokens, replace(budget, strategy=sizes, max_length=None))
+
+
+def _pair_row_lengths(
+    pairs: NDArray[np.int64], limits: Budget, max_samples_per_row: int | None, overlong: str
+) -> tuple[int, ...]:
+    """Choose one length for each side of packed pairs."""
+    check_pair_fields(limits, packed=True)
+    if limits.max_length is not None:
+        whole, ids = np.full(2, limits.max_length), np.arange(len(pairs))
+        pairs = fit_joint(pairs, ids, whole, overlong).lengths
+    multiple, most = limits.length_multiple, min(limits.max_length or MAX_SIZE, MAX_SIZE)
+    longest = [-(-max(1, length) // multiple) * multiple for length in pairs.max(axis=0).tolist()]
+    if max(longest) > most or sum(longest) > limits.max_tokens:
+        alone = np.flatnonzero(pairs.sum(axis=1) > limits.max_tokens)
+        listed = f"; these pairs do not fit alone: {list_pairs(alone, pairs[alone])}" if len(alone) else ""
+        raise ValueError(
+            f"rows for the longest sides, {longest}, must take at most max_tokens={limits.max_tokens} together and "
+            f"{most} each{listed}"
+        )
+    sums = pairs.sum(axis=0).tolist()
+    sooner = 0 if sums[0] * longest[1] > sums[1] * longest[0] else 1
+    other = 1 - sooner
+    lengths = {longest[sooner]}
+    if sums[other]:
+        for sixteenths in range(14, 21):
+            tokens = -(-longest[other] * sums[sooner] * sixteenths // (16 * sums[other]))
+            lengths.add(max(longest[sooner], -(-tokens // multiple) * multiple))
+    every = -(-len(pairs) // _MOST_PAIRS)
+    ascending = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    distinct, counts = np.unique(ascending[::-1][::every], axis=0, return_counts=True)
+    costs = {}
+    for length in sorted(lengths):
+        sides = (length, longest[1]) if sooner == 0 else (longest[0], length)
+        if max(sides) <= most and sum(sides) <= limits.max_tokens:
+            rows = fill_joint_rows(distinct, counts.tolist(), np.array(sides), max_samples_per_row)
+            costs[sides] = sum(row.number for row in rows) * sum(sides)
+    return min(costs, key=costs.__getitem__)
 
 
 def _wrapped_length(lengths: ArrayLike, budget: Budget) -> int:

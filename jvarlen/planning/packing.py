@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
 __all__ = [
+    "MAX_ROW_LENGTH",
     "PackedHistogram",
     "lengths_of_rows",
     "order_of_wrapped_rows",
@@ -68,7 +69,7 @@ __all__ = [
 _LEAST_BLOCK = 256  # samples
 _MOST_SLOW = 2**16  # samples, if rules without a kernel for blocks pack them; of more, few rows recur without blocks
 _MOST_TRIED = 2**20  # samples that tell the block size
-_MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
+MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
@@ -465,9 +466,9 @@ def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: i
     given: list[Any] = [row_lengths] if isinstance(row_lengths, int) else list(row_lengths)
     if len(given) != num_features:
         raise UserError(f"lengths of {num_features} features need a row length for each, not {given}")
-    wrong = [f"feature {d}: {t!r}" for d, t in enumerate(given) if not is_integer(t) or not 1 <= t <= _MAX_ROW_LENGTH]
+    wrong = [f"feature {d}: {t!r}" for d, t in enumerate(given) if not is_integer(t) or not 1 <= t <= MAX_ROW_LENGTH]
     if wrong:
-        raise UserError(f"row lengths must be integers from 1 to {_MAX_ROW_LENGTH}: {', '.join(wrong)}")
+        raise UserError(f"row lengths must be integers from 1 to {MAX_ROW_LENGTH}: {', '.join(wrong)}")
     return np.array(given, np.int64)
 
 

@@ -19,7 +19,7 @@ from jvarlen.planning.buckets import Buckets, PairBucket, make_buckets
 from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up, rounded_caps, steps_and_rows
 from jvarlen.planning.lengths import check_pair_lengths, fit_lengths, row_sizes, sample_sizes
 
-__all__ = ["make_pair_buckets"]
+__all__ = ["check_pair_fields", "make_pair_buckets"]
 
 _FIELDS = (
     "max_tokens",
@@ -82,8 +82,7 @@ def make_pair_buckets(
     check_choices(overlong=(overlong, Literal["error", "drop"]))
     check_at_least_one(max_candidates=max_candidates)
     limits = as_budget(max_tokens, fields)
-    if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
-        raise UserError(f"buckets of pairs are chosen by {', '.join(_FIELDS)} alone")
+    check_pair_fields(limits)
     max_tokens, max_shapes = limits.max_tokens, limits.max_shapes
     lengths = fit_lengths(check_pair_lengths(lengths), limits.max_length, overlong, problem=_TOO_LONG).lengths
     sample_sizes(lengths, limits.pair_size)  # raises ValueError for samples that count nothing
@@ -116,6 +115,13 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
         longest = int(round_up(side.max(), limits.length_multiple))
         alone = dataclasses.replace(alone, max_tokens=longest, max_sequences=1, microbatches_per_step=1)
     return np.array([bucket.length for bucket in make_buckets(side, alone)])
+
+
+def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
+    """Raises ValueError for a budget with fields that pairs, or rows of several, have no use for."""
+    names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "pair_size")]
+    if budget != Budget(**{name: getattr(budget, name) for name in names}):
+        raise UserError(f"{'packed rows' if packed else 'buckets'} of pairs are chosen by {', '.join(names)} alone")
 
 
 class _Found(NamedTuple):

@@ -268,11 +268,11 @@ def make_plan(
         another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that orders steps.
       packing: packs the samples into rows as `pack_samples` does by this method; a shuffled order packs others
         together in every epoch. `"best_fit"` keeps samples whole. Rows are as long as the buckets, which, where they
-        are not given, have one length, that of the longest sample, or with a cost those of `choose_row_lengths`; a
-        shuffled order is packed in blocks of `Order.block_size`. `"wrapped"` cuts samples at the ends of rows, which
-        are `max_length` long, or as the only bucket or the longest sample; rows come in the order of the samples,
-        except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with difficulty or pacing, nor in
-        other orders with a block size.
+        are not given, have one length, that of the longest sample; with a cost, and for pairs, those of
+        `choose_row_lengths`. A shuffled order is packed in blocks of `Order.block_size`. `"wrapped"` cuts samples at
+        the ends of rows, which are `max_length` long, or as the only bucket or the longest sample; rows come in the
+        order of the samples, except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with
+        difficulty or pacing, nor in other orders with a block size.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -330,7 +330,7 @@ def make_plan(
         if packed is None or not isinstance(order.by, str) or (order.by == "shuffle" and epoch > 0):
             packed = pack_samples(
                 cast("npt.ArrayLike", lengths),
-                [bucket.lengths[0] for bucket in checked],
+                _row_lengths_of(checked),
                 method=packing,
                 order=of_samples,
                 seed=seed,
@@ -381,6 +381,15 @@ def _choose_buckets(
     return make_buckets(values, limits, overlong=cast("Overlong", overlong))
 
 
+def _row_lengths_of(buckets: Sequence[AnyBucket]) -> list[int]:
+    """The lengths of packed rows in these buckets; of pairs those of both sides."""
+    if len(buckets[0].lengths) == 1:
+        return [bucket.lengths[0] for bucket in buckets]
+    if len(buckets) > 1:
+        raise UserError(f"packed rows of pairs have one bucket, not {[tuple(bucket) for bucket in buckets]}")
+    return list(buckets[0].lengths)
+
+
 def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
     """Raises ValueError for an order that pacing does not go with."""
     if pacing is None:
@@ -405,8 +414,8 @@ def _check_packing(
 ) -> None:
     """Raises ValueError for what packed samples cannot have."""
     check_choices(packing=(packing, PackingMethod))
-    if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
-        raise UserError(f"packing={packing!r} is for samples of one length each that are not packed yet")
+    if isinstance(lengths, Packing):
+        raise UserError(f"packing={packing!r} is for samples that are not packed yet")
     given = {"difficulty": difficulty, "pacing": pacing}
     if not is_by(order, "shuffle"):
         given["block_size"] = block_size_of(order)

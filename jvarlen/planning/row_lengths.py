@@ -16,21 +16,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import UserError, check_at_least_one, if_given
+from jvarlen._common.checks import UserError, check_at_least_one, if_given, list_offenders, offenders_where
 from jvarlen.planning.buckets import (
-    Bucket,
+    Buckets,
     CountedSamples,
+    PairBucket,
     least_rows_when_packed,
     make_buckets,
     optimal_lengths,
     trimmed_costs,
 )
-from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up
-from jvarlen.planning.lengths import PackedOverlong, check_lengths
+from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up, rounded_caps, steps_and_rows
+from jvarlen.planning.lengths import PackedOverlong, check_lengths, check_pair_lengths, fit_lengths
 from jvarlen.planning.order import Order, is_by
-from jvarlen.planning.packing import pack_samples, split_lengths
+from jvarlen.planning.packing import MAX_ROW_LENGTH, pack_samples, split_lengths
 from jvarlen.planning.packings import Packing, PackingMethod
-from jvarlen.planning.placing import rows_by_tokens
+from jvarlen.planning.pair_buckets import check_pair_fields
+from jvarlen.planning.placing import distinct_joint_rows, rows_by_tokens
 
 __all__ = ["choose_packed_buckets", "choose_row_lengths"]
 
@@ -39,6 +41,7 @@ _MAX_SETS = 2**12
 _MAX_SETS_TIMES_LENGTHS = 2**20
 _MAX_SETS_TIMES_LENGTHS_ROW_BY_ROW = 2**16  # with a limit on the samples of a row, packing takes longer
 _WIDEST_GRID = 16
+_MOST_PAIRS_PACKED = 2**11
 
 
 def choose_row_lengths(
@@ -65,15 +68,21 @@ def choose_row_lengths(
     moves one among the D rounded lengths, or adds one, as long as that is cheaper; it moves by D / 8 places at first
     and by one at the end.
 
+    For pairs, the rows of all have one length for each side. It is that of the longest, rounded; but the side that
+    would fill up first may be longer: then its length is, of those between 14/16 and 20/16 of what the mean pair needs
+    beside the other side, in steps of 1/16, rounded up, the one with which packed rows have the fewest tokens, with
+    padding; among equals the shortest. Of more than 2,048 pairs, every ⌈N/2,048⌉-th is packed to tell, from the longest
+    down. Both together stay within `max_tokens`, and each within `max_length`.
+
     Args:
-      lengths: as in `make_buckets`.
+      lengths: as in `make_buckets`, or as in `make_pair_buckets`.
       max_tokens: as in `make_buckets`.
       max_samples_per_row: as in `pack_samples`.
       overlong: as in `make_buckets`, or `"split"`: samples above `max_length` count as the chunks that they come in.
       budget: the other fields of `Budget`, as keywords; `max_shapes` is the most row lengths.
 
     Returns:
-      Row lengths, strictly ascending; the last holds the longest sample.
+      Row lengths, strictly ascending; the last holds the longest sample. For pairs, those of source and target.
 
     Raises:
       ValueError: as in `make_buckets`.
@@ -81,9 +90,13 @@ def choose_row_lengths(
     Example:
       >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
       (8,)
+      >>> choose_row_lengths([[3, 9], [3, 4], [8, 8], [2, 4]], max_tokens=32)
+      (8, 9)
     """
     limits = as_budget(max_tokens, budget)
     check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
+    if np.ndim(lengths) == 2:
+        return _pair_row_lengths(lengths, limits, max_samples_per_row, overlong)
     if limits.strategy != "optimal":
         raise UserError(f"row lengths are chosen by their cost: strategy must be 'optimal', not {limits.strategy!r}")
     if overlong == "split":
@@ -123,15 +136,16 @@ def choose_packed_buckets(
     order: Order,
     seed: int,
     method: PackingMethod = "best_fit",
-) -> tuple[tuple[Bucket, ...], Packing]:
+) -> tuple[tuple[Any, ...], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
-    if budget.given_lengths is not None:
+    is_pairs = np.ndim(lengths) == 2
+    if budget.given_lengths is not None and not is_pairs:
         row_lengths = tuple(budget.given_lengths.tolist())
     elif method == "wrapped":
         row_lengths = (_wrapped_row_length(lengths, budget),)
     else:
-        limits = budget if budget.cost else dataclasses.replace(budget, max_shapes=1)
+        limits = budget if budget.cost or is_pairs else dataclasses.replace(budget, max_shapes=1)
         row_lengths = choose_row_lengths(lengths, limits, max_samples_per_row=max_samples_per_row, overlong=overlong)
     rows = pack_samples(
         lengths,
@@ -143,7 +157,46 @@ def choose_packed_buckets(
         seed=seed,
         overlong=overlong,
     )
-    return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows
+    if not is_pairs:
+        return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows
+    cap = rounded_caps(budget, np.array(budget.max_tokens // sum(row_lengths)))
+    _, num_rows = steps_and_rows(budget, np.array(rows.num_rows), cap)
+    return Buckets([PairBucket(int(num_rows), *row_lengths)], budget.microbatches_per_step), rows
+
+
+def _pair_row_lengths(
+    lengths: npt.ArrayLike, limits: Budget, max_samples_per_row: int | None, overlong: PackedOverlong
+) -> tuple[int, ...]:
+    """`choose_row_lengths` for pairs."""
+    check_pair_fields(limits, packed=True)
+    checked = check_pair_lengths(lengths)
+    pairs = fit_lengths(checked, limits.max_length, overlong).lengths
+    longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), limits.length_multiple).tolist()
+    most = min(limits.max_length or MAX_ROW_LENGTH, MAX_ROW_LENGTH)
+    if max(longest) > most or sum(longest) > limits.max_tokens:
+        alone = offenders_where(pairs.sum(axis=1) > limits.max_tokens, pairs)
+        raise UserError(
+            f"rows of {longest[0]} and {longest[1]} tokens, for the longest of both sides, must be within max_tokens "
+            f"({limits.max_tokens}) together, and {most} each; pairs too long by themselves: "
+            f"{list_offenders(*alone, limits.max_tokens) if len(alone[0]) else 'none'}"
+        )
+    totals: list[int] = pairs.sum(axis=0).tolist()
+    side = int(longest[0] * totals[1] >= longest[1] * totals[0])  # that fills up first
+    candidates = {tuple(longest)}
+    for sixteenths in range(14, 21) if totals[1 - side] else ():
+        needed = -(-longest[1 - side] * totals[side] * sixteenths // (16 * totals[1 - side]))
+        length = max(longest[side], round_up(needed, limits.length_multiple))
+        candidates.add((length, longest[1]) if side == 0 else (longest[0], length))
+    every = -(-len(pairs) // _MOST_PAIRS_PACKED)
+    codes = np.sort(pairs[:, 0] * (longest[1] + 1) + pairs[:, 1])[::-every]
+    tried = np.stack(np.divmod(codes, longest[1] + 1), axis=1)
+
+    def num_tokens(row_lengths: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        rows, _ = distinct_joint_rows(tried, None, np.array(row_lengths), max_samples_per_row)
+        return int(rows.counts.sum()) * sum(row_lengths), row_lengths
+
+    within = [each for each in candidates if max(each) <= most and sum(each) <= limits.max_tokens]
+    return min(within, key=num_tokens)
 
 
 def _wrapped_row_length(lengths: npt.ArrayLike, budget: Budget) -> int:

@@ -1,6 +1,8 @@
 """Packing: rows of several samples, best fit sample by sample, and plans of such rows."""
 
 import importlib
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -894,13 +896,92 @@ def test_what_cannot_be_packed_by_a_plan_is_refused(package):
     for lengths, options, named in (
         ([3, 4], {"packing": "worst_fit"}, "worst_fit"),
         (package.pack_samples([3, 4], 8), {}, "best_fit"),
-        ([[3, 4]], {}, "best_fit"),
+        ([[3, 4]], {"packing": "wrapped"}, r"one length|several lengths"),
+        ([[3, 4]], {"buckets": [(1, 4, 8), (1, 8, 8)]}, "one bucket"),
         ([3, 4], {"difficulty": [1, 2]}, "difficulty"),
         ([3, 4], {"order": package.Order("length", block_size=2)}, "block_size"),
         ([3, 4], {"order": "length", "pacing": package.linear_pacing(3)}, "pacing"),
     ):
         with pytest.raises(ValueError, match=named):
-            package.make_plan(lengths, [(1, 8)], **{"packing": "best_fit"} | options)
+            package.make_plan(lengths, **{"buckets": [(1, 8)], "packing": "best_fit"} | options)
+
+
+@st.composite
+def pairs_to_pack(draw):
+    """Draw pairs of few or many tokens a side, and limits of their rows."""
+    sides = [
+        draw(st.lists(st.integers(least, draw(st.sampled_from([least, 3, 40]))), min_size=30, max_size=30))
+        for least in (1, 0)
+    ]
+    pairs = list(zip(*sides, strict=True))[: draw(st.integers(1, 30))]
+    fields = {"max_length": draw(st.sampled_from([None, 24, 48])), "length_multiple": draw(st.sampled_from([1, 4]))}
+    return np.array(pairs), fields, draw(st.sampled_from([None, 1, 3]))
+
+
+@moderate
+@given(drawn=pairs_to_pack(), max_tokens=st.integers(80, 200))
+def test_the_side_of_pairs_that_fills_up_first_is_as_long_as_takes_fewest_tokens(package, drawn, max_tokens):
+    """By packing into all."""
+    pairs, fields, most = drawn
+    choose = find(package, "choose_row_lengths")
+    limit, multiple = fields["max_length"] or max_tokens, fields["length_multiple"]
+    rule = "error" if pairs.max() <= limit else "drop" if (pairs.max(axis=1) <= limit).any() else None
+    if rule is None:
+        return
+    kept = pairs[pairs.max(axis=1) <= limit]
+    longest = [-(-max(1, int(side.max())) // multiple) * multiple for side in kept.T]
+    # Rows that each side needs alone.
+    needed = [Fraction(int(side.sum()), length) for side, length in zip(kept.T, longest, strict=True)]
+    first = 0 if needed[0] > needed[1] else 1
+    tried = []
+    for sixteenths in (None, *range(14, 21 if needed[1 - first] else 14)):
+        sides = list(longest)
+        if sixteenths is not None:
+            tokens = math.ceil(needed[first] / needed[1 - first] * longest[first] * Fraction(sixteenths, 16))
+            sides[first] = max(longest[first], -(-tokens // multiple) * multiple)
+        if sum(sides) <= max_tokens and max(sides) <= limit:
+            rows = package.pack_samples(kept, sides, max_samples_per_row=most)
+            tried.append((rows.num_rows * sum(sides), *sides))
+    chosen = choose(pairs, max_tokens, overlong=rule, max_samples_per_row=most, **fields)
+    assert chosen == min(tried)[1:]
+
+
+@pytest.mark.parametrize(("is_correlated", "before", "after"), [(True, 0.18, 0.03), (False, 0.34, 0.045)])
+def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, before, after):
+    """Padding of rows of the longest sides, and of the chosen ones; the same again from a file, in other epochs."""
+    rng = np.random.default_rng(0)
+    source = np.clip(np.rint(rng.lognormal(3.0, 0.6, 1000)), 1, 200)
+    target = source * rng.lognormal(0.05, 0.25, 1000) if is_correlated else rng.lognormal(4.0, 0.9, 1000)
+    pairs = np.stack([source, np.clip(np.rint(target), 1, 1000)], axis=1).astype(int)
+    longest = pairs.max(axis=0).tolist()
+    rows = package.pack_samples(pairs, longest)
+    assert 1 - pairs.sum() / (rows.num_rows * sum(longest)) > before
+    plan = package.make_plan(pairs, max_tokens=4096, packing="best_fit", epoch=1)
+    (bucket,) = plan.buckets
+    assert 1 - pairs.sum() / (plan.num_rows * sum(bucket[1:])) < after
+    assert bucket[0] * sum(bucket[1:]) <= 4096
+    assert np.sort(plan.sample_ids).tolist() == list(range(1000))
+    again = package.make_plan(pairs, [bucket], packing="best_fit", epoch=1)
+    assert again.digest == plan.digest
+    packed = package.pack_samples(pairs, bucket[1:], order="shuffle", epoch=1)
+    assert package.make_plan(packed, [bucket], epoch=1).digest == plan.digest
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "named"),
+    [
+        ([[30, 2], [3, 40], [50, 60]], {"max_tokens": 100}, r"50.*60"),
+        ([[30, 2], [3, 40]], {"max_tokens": 60}, r"30.*40"),
+        ([[30, 2], [3, 40]], {"max_tokens": 100, "max_length": 32}, "40"),
+        ([[30, 2]], {"max_tokens": 100, "cost": dyadic_cost}, r"max_tokens.*alone|only max_tokens"),
+        ([[30, 2]], {"max_tokens": 100, "pair_size": "product"}, r"max_tokens.*alone|only max_tokens"),
+        ([[30, 2]], {"max_tokens": 100, "strategy": [32, 64]}, r"max_tokens.*alone|only max_tokens"),
+    ],
+)
+def test_what_rows_of_pairs_cannot_be_is_told(package, pairs, options, named):
+    """Sides, limits, fields that pairs have no use for."""
+    with pytest.raises(ValueError, match=named):
+        package.make_plan(pairs, packing="best_fit", **options)
 
 
 def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package):
