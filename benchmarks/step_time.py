@@ -18,7 +18,7 @@ from support.timing import report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.batches import BatchShapes
-from jvarlen.batches.shapes import token_specs
+from jvarlen.batches.shapes import plan_specs
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
@@ -75,7 +75,7 @@ def measured_seconds(planned: Planned, model: TransformerConfig, known: dict[Buc
         compiled = jvarlen.compile_buckets(
             train_step,
             state,
-            BatchShapes(missing, batch_spec=token_specs(planned.plan)),
+            BatchShapes(missing, batch_spec=plan_specs(planned.plan)),
             progress=False,
         )
         measured = jvarlen.compiling.measure_buckets(compiled, state, progress=False)

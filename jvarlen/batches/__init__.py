@@ -1,5 +1,6 @@
 """Batch types: the arrays of a step, their shapes, and their token counts.
 
+- `fields`: fields of samples, and the arrays of a batch for a bucket.
 - `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and their specs for a bucket.
 - `next_token`: inputs, targets and weights of a loss that predicts the next token.
 - `shapes`: the shapes of all buckets and where they lie, which `compile_buckets` needs.

@@ -11,14 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key, zeros_of
-from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec
+from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
 
 __all__ = [
     "Batch",
     "PackedBatch",
     "PackedPairBatch",
     "PairBatch",
+    "arrays_by_name",
     "count_tokens",
     "full_batch",
     "mark_padding_rows",
@@ -26,6 +29,7 @@ __all__ = [
     "packed_pair_batch_spec",
     "pair_batch_spec",
     "token_batch_spec",
+    "with_arrays",
 ]
 
 
@@ -137,9 +141,7 @@ def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
     Returns:
       A `Batch` of `jax.ShapeDtypeStruct`.
     """
-    shape_MxB = (microbatches_per_step, bucket.rows)
-    shape_MxBxT = (*shape_MxB, bucket.length)
-    return Batch(_integers(shape_MxBxT), _integers(shape_MxB), _floats(shape_MxBxT), *_of_samples(shape_MxB))
+    return Batch(**arrays_spec(TOKENS, bucket, microbatches_per_step))
 
 
 def packed_batch_spec(bucket: Bucket, microbatches_per_step: int, samples_per_row: int) -> PackedBatch:
@@ -153,10 +155,7 @@ def packed_batch_spec(bucket: Bucket, microbatches_per_step: int, samples_per_ro
     Returns:
       A `PackedBatch` of `jax.ShapeDtypeStruct`.
     """
-    shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
-    integers = _integers(shape_MxBxT)
-    of_samples = _of_samples((*shape_MxBxT[:2], samples_per_row))
-    return PackedBatch(integers, integers, integers, _floats(shape_MxBxT), *of_samples)
+    return PackedBatch(**arrays_spec(TOKENS, bucket, microbatches_per_step, samples_per_row))
 
 
 def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
@@ -169,13 +168,7 @@ def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch
     Returns:
       A `PairBatch` of `jax.ShapeDtypeStruct`.
     """
-    shape_MxB = (microbatches_per_step, bucket.rows)
-    shape_MxBxS, shape_MxBxU = ((*shape_MxB, length) for length in bucket.lengths)
-    lengths = _integers(shape_MxB)
-    of_samples = _of_samples(shape_MxB)
-    return PairBatch(
-        _integers(shape_MxBxS), lengths, _integers(shape_MxBxU), lengths, _floats(shape_MxBxU), *of_samples
-    )
+    return PairBatch(**arrays_spec(PAIR_TOKENS, bucket, microbatches_per_step))
 
 
 def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int, samples_per_row: int) -> PackedPairBatch:
@@ -189,39 +182,34 @@ def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int, sampl
     Returns:
       A `PackedPairBatch` of `jax.ShapeDtypeStruct`.
     """
-    shape_MxBxS, shape_MxBxU = ((microbatches_per_step, bucket.rows, length) for length in bucket.lengths)
-    source, target = _integers(shape_MxBxS), _integers(shape_MxBxU)
-    of_samples = _of_samples((*shape_MxBxU[:2], samples_per_row))
-    return PackedPairBatch(source, source, source, target, target, target, _floats(shape_MxBxU), *of_samples)
+    return PackedPairBatch(**arrays_spec(PAIR_TOKENS, bucket, microbatches_per_step, samples_per_row))
 
 
-def _integers(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, np.int32)
+def arrays_by_name(batch: Any) -> dict[str, Any] | None:
+    """The arrays of a batch of tokens or of named fields; None for anything else."""
+    if isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+        return batch._asdict()
+    return batch if isinstance(batch, dict) and {WEIGHTS, "num_sequences", "ids", "is_real"} <= batch.keys() else None
 
 
-def _floats(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, np.float32)
-
-
-def _of_samples(shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """How many samples there are, their ids, and which are real."""
-    return _floats(()), _integers(shape), jax.ShapeDtypeStruct(shape, np.bool)
+def with_arrays(batch: Any, arrays: dict[str, Any]) -> Any:
+    """The batch with these arrays in place of its own."""
+    return {**batch, **arrays} if isinstance(batch, dict) else batch._replace(**arrays)
 
 
 def mark_padding_rows(batch: Any) -> Any:
     """The batch, or anything else, with the id −1 where its `is_real` is false, as in rows of zeros that were added."""
-    arrays = batch._asdict() if isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch) else batch
-    if not isinstance(arrays, dict) or not {"ids", "is_real"} <= arrays.keys():
+    if (arrays := arrays_by_name(batch)) is None:
         return batch
-    ids = np.where(arrays["is_real"], arrays["ids"], arrays["ids"].dtype.type(-1))
-    return {**batch, "ids": ids} if arrays is batch else batch._replace(ids=ids)
+    return with_arrays(batch, {"ids": np.where(arrays["is_real"], arrays["ids"], arrays["ids"].dtype.type(-1))})
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
     """Real tokens of a batch or of a microbatch.
 
     Args:
-      batch: a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, or a microbatch; traced or not.
+      batch: a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, a batch of named fields, or a microbatch;
+        traced or not.
       dtype: of the result.
 
     Returns:
@@ -232,34 +220,44 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
       >>> float(count_tokens(Batch(None, lengths, None, np.float32(1), None, None)))
       3.0
     """
-    if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+    if (arrays := arrays_by_name(batch)) is None:
         return None
-    arrays = batch._asdict()
-    counted = [array for name, array in arrays.items() if name.endswith("lengths")]
-    counted += [array > 0 for name, array in arrays.items() if name.endswith("segment_ids")]
+    counted = [arrays[name] for prefix in PREFIXES if (name := f"{prefix}lengths") in arrays]
+    counted += [arrays[name] > 0 for prefix in PREFIXES if (name := f"{prefix}segment_ids") in arrays]
     return jnp.asarray(sum(jnp.sum(array) for array in counted), dtype)
 
 
-def full_batch(spec: Any) -> Any:
+def full_batch(spec: Any, bucket: AnyBucket | None = None) -> Any:
     """A batch without padding, for measuring a step.
 
     Args:
       spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
+      bucket: its shape, which named fields of two lengths need.
 
     Returns:
       A pytree of NumPy arrays: the lengths and positions of full rows, typed keys, and otherwise ones.
+
+    Raises:
+      ValueError: named fields of two lengths without a bucket.
     """
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
-    if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+    if (arrays := arrays_by_name(batch)) is None:
         return batch
-    num_rows = int(np.prod(batch.weights.shape[:2]))  # of packed rows, each is one sample
-    ids = np.full(batch.ids.shape, -1, np.int32)
+    num_rows = int(np.prod(arrays[WEIGHTS].shape[:2]))  # of packed rows, each is one sample
+    ids = np.full(arrays["ids"].shape, -1, np.int32)
     ids.reshape(num_rows, -1)[:, 0] = np.arange(num_rows)
     full: dict[str, Any] = {"num_sequences": np.float32(num_rows), "ids": ids, "is_real": ids >= 0}
-    for name, array in batch._asdict().items():
-        if name.endswith(("lengths", "positions")):
-            side = name.removesuffix("lengths").removesuffix("positions")
-            length = getattr(batch, f"{side}tokens").shape[2]
-            values = length if name.endswith("lengths") else np.arange(length)
-            full[name] = np.broadcast_to(np.asarray(values, np.int32), array.shape)
-    return batch._replace(**full)
+    for prefix in PREFIXES:
+        if (name := f"{prefix}positions") in arrays:
+            full[name] = np.broadcast_to(np.arange(arrays[name].shape[2], dtype=np.int32), arrays[name].shape)
+        if (name := f"{prefix}lengths") in arrays:
+            if prefix != "source_":
+                length = arrays[WEIGHTS].shape[2]
+            elif bucket is not None:
+                length = bucket.lengths[0]
+            elif not isinstance(batch, dict):
+                length = arrays["source_tokens"].shape[2]
+            else:
+                raise UserError("a batch of named fields of two lengths is full where bucket= tells them")
+            full[name] = np.full(arrays[name].shape, length, np.int32)
+    return with_arrays(batch, full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jvarlen._common.checks import UserError, check_at_least_one
-from jvarlen.batches.batches import packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec
+from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, pair_batch_spec, token_batch_spec
+from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, Fields, arrays_spec
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["BatchShapes", "BatchSpec", "HasShapes", "token_specs"]
+__all__ = ["BatchShapes", "BatchSpec", "HasShapes", "plan_specs"]
 
 BatchSpec = Callable[[Any, int], Any]
 
@@ -75,7 +77,7 @@ class BatchShapes:
             plan.buckets,
             microbatches_per_step=plan.microbatches_per_step,
             layout=layout,
-            batch_spec=batch_spec or token_specs(plan),
+            batch_spec=batch_spec or plan_specs(plan),
             plan=plan,
             start_step=start_step,
         )
@@ -111,16 +113,19 @@ class BatchShapes:
         )
 
 
-def token_specs(plan: PlannedSteps) -> BatchSpec:
-    """The batches of a plan whose samples are tokens, or pairs of them."""
+def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
+    """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
     is_pairs = len(plan.buckets[0].lengths) > 1
-    if not plan.is_packed:
-        return pair_batch_spec if is_pairs else token_batch_spec
-    packed: Callable[[Any, int, int], Any] = packed_pair_batch_spec if is_pairs else packed_batch_spec
-    samples_per_row = dict(zip(plan.buckets, plan.samples_per_row, strict=True))
+    if plan.is_packed:
+        kind: Any = PackedPairBatch if is_pairs else PackedBatch
+        most: dict[Any, Any] = dict(zip(plan.buckets, plan.samples_per_row, strict=True))
+    else:
+        kind, most = PairBatch if is_pairs else Batch, collections.defaultdict(lambda: None)
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
-        return packed(bucket, microbatches_per_step, samples_per_row[bucket])
+        named = fields or (PAIR_TOKENS if is_pairs else TOKENS)
+        arrays = arrays_spec(named, bucket, microbatches_per_step, most[bucket])
+        return arrays if fields else kind(**arrays)
 
     return batch_spec
 

@@ -1,5 +1,6 @@
 """From a plan or a stream and a dataset to batches on devices.
 
+- `fields`: which fields samples have, and which of their axes have a sample's length.
 - `collate`: the samples of a step as host arrays of the bucket's shape.
 - `plan_source`: reads and collates any step; proof of which samples were read.
 - `forward`: datasets that can only be iterated.

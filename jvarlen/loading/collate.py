@@ -1,35 +1,51 @@
 """Collate functions: the samples of one step as host arrays of a bucket's shape.
 
-Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
+Letters: M microbatches, B rows, P samples of a row, T positions, n samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Int64, Integer
+from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
 from jvarlen.planning.samples import WeightedTokens, fields_of
 
 __all__ = [
-    "OWN_COLLATE",
+    "CollateFields",
     "CollateFn",
+    "RepeatedSample",
     "StepSamples",
     "collate_for",
     "count_without_target",
+    "is_own",
     "pack_pairs_to_bucket",
     "pack_to_bucket",
     "pad_pairs_to_bucket",
     "pad_to_bucket",
 ]
 
-_INT32 = np.iinfo(np.int32)
+_LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
+_NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
+
+
+class RepeatedSample(NamedTuple):
+    """A sample of the row that padding rows repeat: all of it or, of a plan that splits samples, `[start:stop]`."""
+
+    id: int
+    start: int
+    stop: int
+    sample: Any
 
 
 class StepSamples(NamedTuple):
@@ -51,6 +67,7 @@ class StepSamples(NamedTuple):
       stops: int64[M, B, P], the token before which each chunk ends, where its row ends; at most, if it is the last one
         of its sample: `sample[start:stop]`.
       pair_size: what a sample of two lengths counts in `num_tokens`, as in `Budget`.
+      repeated: the row of samples that padding rows repeat, without weight; empty where they hold zeros.
     """
 
     bucket: AnyBucket
@@ -62,6 +79,7 @@ class StepSamples(NamedTuple):
     starts: Int64[np.ndarray, "M B P"] | None = None
     stops: Int64[np.ndarray, "M B P"] | None = None
     pair_size: PairSize = "sum"
+    repeated: tuple[RepeatedSample, ...] = ()
 
     @property
     def samples_per_row(self) -> int:
@@ -85,7 +103,8 @@ def pad_to_bucket(step: StepSamples) -> Batch:
       ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not truncate; the
         lengths of the samples are not the planned ones; or the plan is packed. The samples are listed.
     """
-    return Batch(*_collated(step, pad_to_bucket))
+    _check_kind(step, pad_to_bucket)
+    return Batch(**_collated(step))
 
 
 def pack_to_bucket(step: StepSamples) -> PackedBatch:
@@ -100,7 +119,8 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     Raises:
       ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
-    return PackedBatch(*_collated(step, pack_to_bucket))
+    _check_kind(step, pack_to_bucket)
+    return PackedBatch(**_collated(step))
 
 
 def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
@@ -116,7 +136,8 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
     Raises:
       ValueError: as `pad_to_bucket`.
     """
-    return PairBatch(*_collated(step, pad_pairs_to_bucket))
+    _check_kind(step, pad_pairs_to_bucket)
+    return PairBatch(**_collated(step))
 
 
 def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
@@ -131,7 +152,35 @@ def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
     Raises:
       ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
-    return PackedPairBatch(*_collated(step, pack_pairs_to_bucket))
+    _check_kind(step, pack_pairs_to_bucket)
+    return PackedPairBatch(**_collated(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class CollateFields:
+    """Makes the batch, a dict of NumPy arrays, of samples that are mappings or dataclasses with these fields."""
+
+    fields: Fields
+
+    def __call__(self, step: StepSamples) -> dict[str, Any]:
+        """The arrays by name, as in a batch of tokens; raises ValueError that lists samples with other fields."""
+        return _collated(step, self.fields)
+
+    def lengths_of(self, sample: Any) -> list[int]:
+        """The lengths of a sample: of each, the size that the first field with it has."""
+        sizes: dict[int, int] = {}
+        for field in self.fields:
+            if any(side not in sizes for side in field.sides):
+                shape = np.shape(_value(sample, field.name))
+                sizes |= {side: shape[axis] for axis, side in enumerate(field.sides) if side not in sizes}
+        return [sizes[side] for side in sorted(sizes)]
+
+    def cut(self, sample: Any, lengths: list[int]) -> dict[str, Any]:
+        """The sample with every axis of a length cut to this one."""
+        return {
+            field.name: np.asarray(_value(sample, field.name))[tuple(slice(lengths[side]) for side in field.sides)]
+            for field in self.fields
+        }
 
 
 _COLLATE: dict[tuple[int, bool], tuple[CollateFn, str]] = {
@@ -142,7 +191,9 @@ _COLLATE: dict[tuple[int, bool], tuple[CollateFn, str]] = {
 }
 
 
-OWN_COLLATE = tuple(collate for collate, _ in _COLLATE.values())
+def is_own(collate: CollateFn) -> bool:
+    """Whether the library made it."""
+    return isinstance(collate, CollateFields) or any(collate is own for own, _ in _COLLATE.values())
 
 
 def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
@@ -150,128 +201,316 @@ def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
     return _COLLATE[num_lengths, is_packed][0]
 
 
-def count_without_target(step: StepSamples) -> int:
+def count_without_target(step: StepSamples, collate: CollateFn) -> int:
     """How many samples have no target: weight 0 on all tokens that are left, of a pair on those of its target."""
-    is_pairs = len(step.bucket.lengths) > 1
-    flat = [sample[1] if is_pairs else sample for microbatch in step.samples for sample in microbatch]
-    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, flat))):
-        return 0
-    chunks = _chunks(step, -1) or [slice(None)] * len(flat)
-    return sum(
-        isinstance(sample, WeightedTokens) and not sample.weights[chunk].any()
-        for sample, chunk in zip(flat, chunks, strict=True)
-    )
+    flat = [sample for microbatch in step.samples for sample in microbatch]
+    if isinstance(collate, CollateFields):
+        if all(field.name != WEIGHTS for field in collate.fields):
+            return 0
+        weights = [np.asarray(_value(sample, WEIGHTS)) for sample in flat]
+    else:
+        flat = flat if len(step.bucket.lengths) == 1 else [pair[1] for pair in flat]
+        if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, flat))):
+            return 0
+        weights = [sample.weights if isinstance(sample, WeightedTokens) else np.ones(()) for sample in flat]
+    chunks = _chunks(step, flat)
+    if chunks is not None:
+        begins, ends = chunks[0].tolist(), chunks[1][-1].tolist()
+        weights = [
+            of_sample[begin:end] if of_sample.ndim else of_sample
+            for of_sample, begin, end in zip(weights, begins, ends, strict=True)
+        ]
+    return sum(not of_sample.any() for of_sample in weights)
 
 
-def _collated(step: StepSamples, collate: Callable[..., Any]) -> tuple[Any, ...]:
-    """The arrays of a batch in their order: those of each side, loss weights, number of samples, ids, is_real."""
-    is_packed, lengths_of_bucket = step.ids.ndim == 3, step.bucket.lengths
-    own, kind = _COLLATE[len(lengths_of_bucket), is_packed]
+def _chunks(step: StepSamples, flat: list[Any]) -> tuple[Int64[np.ndarray, " n"], list[Int64[np.ndarray, " n"]]] | None:
+    """Where the part of each sample that its row holds begins, and ends on each side; None if all are whole."""
+    if step.starts is not None and step.stops is not None:
+        is_sample = step.ids >= 0
+        begins = np.append(step.starts[is_sample], [each.start for each in step.repeated])
+        ends = np.append(step.stops[is_sample], [each.stop for each in step.repeated])
+        return begins[: len(flat)].astype(np.int64), [ends[: len(flat)].astype(np.int64)]
+    if step.truncate:
+        return np.zeros(len(flat), np.int64), [np.full(len(flat), most) for most in step.bucket.lengths]
+    return None
+
+
+def _check_kind(step: StepSamples, collate: Callable[..., Any]) -> None:
+    own, kind = _COLLATE[len(step.bucket.lengths), step.ids.ndim == 3]
     if own is not collate:
         raise UserError(
             f"{collate.__name__} does not go with this plan, which is of {kind}: collate it with {own.__name__}"
         )
-    ids = step.ids[step.ids >= 0]
-    sides = []
-    for side, length in enumerate(lengths_of_bucket):
-        samples, weights = _cut(step, ids, side if len(lengths_of_bucket) > 1 else None)
-        tokens = _checked_tokens(samples)
-        lengths = np.fromiter(map(len, samples), np.int64, len(samples))
-        if not is_packed and (too_long := lengths > length).any():
-            offenders = list_offenders(ids[too_long], lengths[too_long], length)
-            raise UserError(f"samples longer than their bucket: {offenders}")
-        sides.append((tokens, lengths, length))
-    _check_planned(step, ids, np.stack([lengths for _, lengths, _ in sides], axis=1))
-    rows = [(_packed if is_packed else _padded)(step.ids, *side) for side in sides]
-    is_token = rows[-1][0]
-    weights_MxBxT = is_token.astype(np.float32)
-    if weights is not None:
-        weights_MxBxT[is_token] = weights
-    arrays = [array for _, *of_side in rows for array in of_side]
-    if step.ids.max(initial=0) > _INT32.max:
+
+
+def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]:
+    """The arrays of a batch by name; without fields, of samples of tokens."""
+    is_sample, lengths_of_bucket = step.ids >= 0, step.bucket.lengths
+    ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
+    num_samples, flat = len(flat), [*flat, *(each.sample for each in step.repeated)]
+    ids = np.append(ids, np.array([each.id for each in step.repeated], np.int64))
+    if fields is None:
+        fields, columns = _token_columns(flat, ids, len(lengths_of_bucket))
+    else:
+        columns = [_column(field, flat, ids) for field in fields]
+    sizes_of_sides = _sizes(fields, columns, ids, len(lengths_of_bucket))
+    if (chunks := _chunks(step, flat)) is not None:
+        begins, of_sides = chunks
+        columns = [_cut(*of_field, begins, of_sides) for of_field in zip(fields, columns, strict=True)]
+        sizes_of_sides = [
+            np.maximum(np.minimum(sizes, ends) - begins, 0)
+            for sizes, ends in zip(sizes_of_sides, of_sides, strict=True)
+        ]
+    _check_planned(step, ids[:num_samples], np.stack([sizes[:num_samples] for sizes in sizes_of_sides], axis=1))
+    if step.repeated:
+        which = np.full((*step.ids.shape[:2], step.samples_per_row), -1)
+        which[is_sample.reshape(which.shape)] = np.arange(num_samples)
+        which[which[..., 0] < 0, : len(step.repeated)] = num_samples + np.arange(len(step.repeated))
+        is_sample, which = (which >= 0).reshape(step.ids.shape), which[which >= 0]
+        ids, sizes_of_sides = ids[which], [sizes[which] for sizes in sizes_of_sides]
+        columns = [
+            column[which] if isinstance(column, np.ndarray) else [column[i] for i in which.tolist()]
+            for column in columns
+        ]
+    arrays: dict[str, Any] = {}
+    sides: list[_Side] = []
+    make_side = _packed_side if is_sample.ndim == 3 else _padded_side
+    for prefix, sizes, length in zip(
+        prefixes_of(len(lengths_of_bucket)), sizes_of_sides, lengths_of_bucket, strict=True
+    ):
+        sides.append(make_side(is_sample, ids, sizes, length))
+        arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
+    has_weight_MxBxT = sides[-1].is_token_MxBxT
+    for field, column in zip(fields, columns, strict=True):
+        if field.name == WEIGHTS and not field.sides:  # of a sample: the same at each of its positions
+            arrays[WEIGHTS] = np.zeros(has_weight_MxBxT.shape, np.float32)
+            arrays[WEIGHTS][has_weight_MxBxT] = np.repeat(column, sizes_of_sides[-1])
+        elif not field.sides:
+            arrays[field.name] = np.zeros((*is_sample.shape, *field.shape), field.dtype)
+            arrays[field.name][is_sample] = _checked(field, np.asarray(column))
+        elif len(field.sides) == 1:
+            arrays[field.name] = _placed(field, column, sides[field.sides[0]])
+        else:
+            arrays[field.name] = _squares(field, column, is_sample, lengths_of_bucket)
+    if WEIGHTS not in arrays:
+        arrays[WEIGHTS] = has_weight_MxBxT.astype(np.float32)
+    elif not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
+        weights = next(column for field, column in zip(fields, columns, strict=True) if field.name == WEIGHTS)
+        wrong = [i for i, each in zip(ids.tolist(), weights, strict=True) if not np.all((each >= 0) & (each < np.inf))]
+        raise UserError(f"loss weights must be finite and at least 0: id {list_first(wrong)}")
+    if step.repeated:
+        arrays[WEIGHTS][~(step.ids >= 0).reshape(*step.ids.shape[:2], -1).any(axis=2)] = 0
+    if step.ids.max(initial=0) >= 2**31:
         raise UserError(f"ids of samples must fit int32, and this step has {step.ids.max()}: give your own collate=")
-    return *arrays, weights_MxBxT, np.float32(step.num_sequences), step.ids.astype(np.int32), step.ids >= 0
+    return arrays | {
+        "num_sequences": np.float32(step.num_sequences),
+        "ids": step.ids.astype(np.int32),
+        "is_real": step.ids >= 0,
+    }
 
 
-def _cut(
-    step: StepSamples, ids: Int64[np.ndarray, " n"], side: int | None
-) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
-    """The tokens of each sample, cut as planned, and the loss weights of all; None where no sample has its own."""
-    whole = [sample for microbatch in step.samples for sample in microbatch]
+def _value(sample: Any, name: str) -> Any:
+    return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
+
+
+def _token_columns(
+    flat: list[Any], ids: Int64[np.ndarray, " n"], num_sides: int
+) -> tuple[Fields, list[list[np.ndarray] | np.ndarray]]:
+    """The tokens of each side, and where samples have them their loss weights, as fields."""
+    columns: list[list[np.ndarray] | np.ndarray] = []
     try:
-        flat = whole if side is None else [pair[side] for pair in whole]
-        samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
-        are_tokens = all(tokens.ndim == 1 and tokens.dtype.kind in "iu" for tokens in samples)
-        are_tokens &= side is None or set(map(len, whole)) <= {2}  # further fields would be lost
+        of_sides = [flat] if num_sides == 1 else [[pair[side] for pair in flat] for side in range(2)]
+        for of_side in of_sides:
+            columns.append([each.tokens if isinstance(each, WeightedTokens) else np.asarray(each) for each in of_side])
+        are_tokens = all(tokens.ndim == 1 and tokens.dtype.kind in "iu" for column in columns for tokens in column)
+        are_tokens &= num_sides == 1 or set(map(len, flat)) <= {2}  # further fields would be lost
     except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
         are_tokens = False
     if not are_tokens:
-        kinds = [_kind_if_no_tokens(sample, side) for sample in whole]
+        sides = [None] if num_sides == 1 else [0, 1]
+        kinds = [next(filter(None, (_kind_if_no_tokens(each, side) for side in sides)), None) for each in flat]
         listed = [f"id {i}: {kind}" for i, kind in zip(ids.tolist(), kinds, strict=True) if kind]
-        what = "samples must be 1-D arrays of integer tokens" + ("" if side is None else ", source and target")
+        what = "samples must be 1-D arrays of integer tokens" + ("" if num_sides == 1 else ", source and target")
         raise UserError(f"{what}; for others, give load your own collate=: {list_first(listed, '; ')}")
-    weights = None
-    if any(isinstance(sample, WeightedTokens) for sample in flat):
-        weights = [
-            sample.weights if isinstance(sample, WeightedTokens) else np.ones(len(tokens), np.float32)
-            for sample, tokens in zip(flat, samples, strict=True)
-        ]
-    if chunks := _chunks(step, side or 0):
-        samples = [tokens[chunk] for tokens, chunk in zip(samples, chunks, strict=True)]
-        weights = weights and [of_sample[chunk] for of_sample, chunk in zip(weights, chunks, strict=True)]
-    return samples, None if weights is None else np.concatenate(weights)
+    fields = TOKENS if num_sides == 1 else PAIR_TOKENS
+    if not any(isinstance(each, WeightedTokens) for each in of_sides[-1]):
+        return fields, columns
+    weights = [
+        each.weights if isinstance(each, WeightedTokens) else np.ones(len(tokens), np.float32)
+        for each, tokens in zip(of_sides[-1], columns[-1], strict=True)
+    ]
+    return (*fields, Field(WEIGHTS, (num_sides - 1,), (), "float32")), [*columns, weights]
 
 
-def _chunks(step: StepSamples, side: int) -> list[slice]:
-    """The part of each sample that its row holds; empty if all are whole."""
-    is_sample = step.ids >= 0
-    if step.starts is not None and step.stops is not None:
-        return list(map(slice, step.starts[is_sample].tolist(), step.stops[is_sample].tolist()))
-    return [slice(step.bucket.lengths[side])] * int(is_sample.sum()) if step.truncate else []
+def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list[np.ndarray] | np.ndarray:
+    """The field of all samples: arrays of different lengths, or one array of n entries."""
+    kinds, num_axes = set(map(type, flat)), len(field.sides)
+    are_mappings = all(issubclass(kind, Mapping) for kind in kinds)
+    try:
+        get = operator.itemgetter(field.name) if are_mappings else functools.partial(_value, name=field.name)
+        values = list(map(get, flat))
+        if not num_axes:
+            column = np.array(values) if values else np.zeros((0, *field.shape), field.dtype)
+            if column.shape[1:] == field.shape and _takes(field, column.dtype):
+                return column
+        else:
+            arrays = values if set(map(type, values)) <= {np.ndarray} else list(map(np.asarray, values))
+            if all(array.shape[num_axes:] == field.shape and array.ndim >= num_axes for array in arrays) and all(
+                _takes(field, dtype) for dtype in {array.dtype for array in arrays}
+            ):
+                return arrays
+    except (LookupError, AttributeError, TypeError, ValueError):
+        pass
+    arrays, wrong = [], []
+    for i, sample in zip(ids.tolist(), flat, strict=True):
+        try:
+            array = np.asarray(_value(sample, field.name))
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
+            wrong.append(f"id {i}: {error!r}")
+            continue
+        if array.shape == (0,) and num_axes:  # an empty list
+            array = np.zeros((0,) * num_axes + field.shape, field.dtype)
+        if array.ndim < num_axes or array.shape[num_axes:] != field.shape or not _takes(field, array.dtype):
+            wrong.append(f"id {i}: {array.dtype} {array.shape}")
+        arrays.append(array)
+    if wrong or not num_axes:
+        shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
+        raise UserError(
+            f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples: {list_first(wrong, '; ')}"
+        )
+    return arrays
 
 
-def _padded(
-    ids_MxB: Int64[np.ndarray, "M B"],
-    tokens: Integer[np.ndarray, " tokens"],
-    lengths: Int64[np.ndarray, " n"],
-    length: int,
-) -> tuple[Bool[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B"]]:
-    """Where tokens are; tokens and lengths."""
-    lengths_MxB = np.zeros(ids_MxB.shape, np.int32)
-    lengths_MxB[ids_MxB >= 0] = lengths
+def _takes(field: Field, dtype: np.dtype) -> bool:
+    """Whether values of this type go into the field; of integers, it is checked whether the values do."""
+    own = np.dtype(field.dtype)
+    if field.name == WEIGHTS:
+        return dtype.kind in "biuf"
+    if own.kind in "iu":
+        return dtype.kind in "iu"
+    if own in (dtype, _NARROWED.get(dtype)):
+        return True
+    return own.kind in "fc" and dtype.kind in "iufc" and (dtype.kind in "iu" or np.can_cast(dtype, own))
+
+
+def _sizes(
+    fields: Fields, columns: list[list[np.ndarray] | np.ndarray], ids: Int64[np.ndarray, " n"], num_sides: int
+) -> list[Int64[np.ndarray, " n"]]:
+    """The length of each sample on each side; raises ValueError where its fields differ."""
+    found: dict[int, tuple[str, list[int]]] = {}
+    for field, column in zip(fields, columns, strict=True):
+        for axis, side in enumerate(field.sides):
+            sizes = [array.shape[axis] for array in column]
+            first_name, first_sizes = found.setdefault(side, (field.name, sizes))
+            if sizes != first_sizes:
+                differing = (
+                    f"id {i}: {field.name} has {size}, {first_name} {first}"
+                    for i, size, first in zip(ids.tolist(), sizes, first_sizes, strict=True)
+                    if size != first
+                )
+                raise UserError(f"fields of one sample have different lengths: {list_first(differing, '; ')}")
+    return [np.array(found[side][1], np.int64) for side in range(num_sides)]
+
+
+def _cut(
+    field: Field,
+    column: list[np.ndarray] | np.ndarray,
+    begins: Int64[np.ndarray, " n"],
+    ends_of_sides: list[Int64[np.ndarray, " n"]],
+) -> list[np.ndarray] | np.ndarray:
+    """The field of each sample, as much of it as its row holds."""
+    if not field.sides:
+        return column
+    of_axes = [map(slice, begins.tolist(), ends_of_sides[side].tolist()) for side in field.sides]
+    return [array[part] for array, part in zip(column, zip(*of_axes, strict=True), strict=True)]
+
+
+class _Side(NamedTuple):
+    """Where the samples of a step lie in rows, along one of their lengths."""
+
+    arrays: dict[str, np.ndarray]  # that tell it in the batch
+    is_token_MxBxT: Bool[np.ndarray, "M B T"]
+    starts: Int64[np.ndarray, " n"]  # in all rows, one after the other
+
+
+def _padded_side(
+    is_sample_MxB: Bool[np.ndarray, "M B"], ids: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " n"], length: int
+) -> _Side:
+    if (too_long := sizes > length).any():
+        raise UserError(f"samples longer than their bucket: {list_offenders(ids[too_long], sizes[too_long], length)}")
+    lengths_MxB = np.zeros(is_sample_MxB.shape, np.int32)
+    lengths_MxB[is_sample_MxB] = sizes
     is_token_MxBxT = np.arange(length, dtype=np.int32) < lengths_MxB[..., None]
-    return is_token_MxBxT, _filled(is_token_MxBxT, tokens), lengths_MxB
+    return _Side({"lengths": lengths_MxB}, is_token_MxBxT, np.flatnonzero(is_sample_MxB) * length)
 
 
-def _packed(
-    ids_MxBxP: Int64[np.ndarray, "M B P"],
-    tokens: Integer[np.ndarray, " tokens"],
-    lengths: Int64[np.ndarray, " n"],
+def _packed_side(
+    is_sample_MxBxP: Bool[np.ndarray, "M B P"],
+    ids: Int64[np.ndarray, " n"],
+    sizes: Int64[np.ndarray, " n"],
     length: int,
-) -> tuple[
-    Bool[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B T"]
-]:
-    """Where tokens are; tokens, segments and positions."""
-    is_sample_MxBxP = ids_MxBxP >= 0
-    lengths_MxBxP = np.zeros(ids_MxBxP.shape, np.int64)
-    lengths_MxBxP[is_sample_MxBxP] = lengths
-    in_row_MxBx1 = lengths_MxBxP.sum(axis=2, keepdims=True)
-    if (in_row_MxBx1 > length).any():
-        at_fault = is_sample_MxBxP & (in_row_MxBx1 > length)
-        offenders = list_offenders(ids_MxBxP[at_fault], lengths_MxBxP[at_fault], length)
+) -> _Side:
+    sizes_MxBxP = np.zeros(is_sample_MxBxP.shape, np.int64)
+    sizes_MxBxP[is_sample_MxBxP] = sizes
+    ends_MxBxP = np.cumsum(sizes_MxBxP, axis=2)
+    if (is_over := ends_MxBxP[..., -1:] > length).any():
+        at_fault = (is_sample_MxBxP & is_over)[is_sample_MxBxP]
+        offenders = list_offenders(ids[at_fault], sizes[at_fault], length)
         raise UserError(f"rows longer than their bucket, so these are not the samples that were packed: {offenders}")
-    is_token_MxBxT = np.arange(length) < in_row_MxBx1
-    segments = np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)
-    positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return is_token_MxBxT, *(_filled(is_token_MxBxT, values) for values in (tokens, segments, positions))
+    shape = (*is_sample_MxBxP.shape[:2], length)
+    row, place = np.nonzero(is_sample_MxBxP.reshape(-1, is_sample_MxBxP.shape[2]))
+    starts = row * length + (ends_MxBxP - sizes_MxBxP)[is_sample_MxBxP]
+    # Samples and the gaps before them in turn, and the gap after the last.
+    runs = np.zeros((3, 2 * len(sizes) + 1), np.int64)
+    runs[:, 1::2] = sizes, place + 1, starts
+    runs[0, ::2] = np.diff(np.append(starts, np.prod(shape)), prepend=0)
+    runs[0, 2::2] -= sizes
+    segments, begins = (np.repeat(values.astype(np.int32), runs[0]).reshape(shape) for values in runs[1:])
+    is_token_MxBxT = segments > 0
+    positions = np.arange(segments.size, dtype=np.int32).reshape(shape) - begins
+    positions *= is_token_MxBxT
+    return _Side({"segment_ids": segments, "positions": positions}, is_token_MxBxT, starts)
 
 
-def _filled(
-    is_token_MxBxT: Bool[np.ndarray, "M B T"], values: Integer[np.ndarray, " tokens"]
-) -> Int32[np.ndarray, "M B T"]:
-    array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
-    array_MxBxT[is_token_MxBxT] = values
-    return array_MxBxT
+def _placed(field: Field, arrays: list[np.ndarray] | np.ndarray, side: _Side) -> np.ndarray:
+    """The field in rows, zero where no sample is."""
+    placed = np.zeros((*side.is_token_MxBxT.shape, *field.shape), _type_before_checks(field, arrays))
+    if sum(array.size for array in arrays) >= _LONG * len(arrays):
+        in_rows = placed.reshape(-1, *field.shape)
+        for start, array in zip(side.starts.tolist(), arrays, strict=True):
+            in_rows[start : start + len(array)] = array
+    else:
+        placed[side.is_token_MxBxT] = np.concatenate(arrays)
+    return _checked(field, placed)
+
+
+def _squares(
+    field: Field, arrays: list[np.ndarray] | np.ndarray, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
+) -> np.ndarray:
+    """Pair features, zero where no sample is."""
+    shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
+    placed = np.zeros(shape, _type_before_checks(field, arrays))
+    for (m, b), array in zip(np.argwhere(is_sample_MxB).tolist(), arrays, strict=True):
+        placed[m, b, : array.shape[0], : array.shape[1]] = array
+    return _checked(field, placed)
+
+
+def _type_before_checks(field: Field, arrays: list[np.ndarray] | np.ndarray) -> np.dtype:
+    """The type of the field, or of integers one that holds all values of the arrays."""
+    own = np.dtype(field.dtype)
+    return np.result_type(*{array.dtype for array in arrays}) if own.kind in "iu" and len(arrays) else own
+
+
+def _checked(field: Field, values: np.ndarray) -> np.ndarray:
+    """The values in the type of the field; raises ValueError for integers that do not fit it."""
+    own = np.dtype(field.dtype)
+    if own.kind in "iu" and not np.can_cast(values.dtype, own) and values.size:
+        limits = np.iinfo(own)
+        if values.min() < limits.min or values.max() > limits.max:
+            raise UserError(
+                f"{field.name} must fit {field.dtype}; those of a step reach from {values.min()} to {values.max()}"
+            )
+    return values.astype(own, copy=False)
 
 
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:
@@ -296,11 +535,3 @@ def _kind_if_no_tokens(sample: Any, side: int | None) -> str | None:
     except (LookupError, TypeError, ValueError):
         kind = type(sample).__name__
     return kind and (fields_of(sample) or kind)
-
-
-def _checked_tokens(samples: Sequence[np.ndarray]) -> Integer[np.ndarray, " tokens"]:
-    """All tokens, one sample after the other."""
-    tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be padding rows alone
-    if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
-        raise UserError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
-    return tokens

@@ -25,14 +25,24 @@ from jvarlen._common.checks import (
     list_first,
 )
 from jvarlen._common.pytree import plain_names
-from jvarlen.batches.shapes import BatchShapes
+from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
-from jvarlen.loading.collate import CollateFn, StepSamples, collate_for, count_without_target, pad_to_bucket
+from jvarlen.loading.collate import (
+    CollateFields,
+    CollateFn,
+    StepSamples,
+    collate_for,
+    count_without_target,
+    is_own,
+    pad_to_bucket,
+)
+from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
 from jvarlen.loading.plan_source import (
     IdsDigest,
     OnBadSample,
     OnMismatch,
+    PaddingRows,
     PlanSource,
     ReadStep,
     SkippedSample,
@@ -153,6 +163,8 @@ def load(
     num_epochs: int | None = None,
     start_step: int = 0,
     num_workers: int = 0,
+    fields: FieldAxes | None = None,
+    padding_rows: PaddingRows = "zeros",
     collate: CollateFn | None = None,
     lengths: npt.ArrayLike | None = None,
     on_mismatch: OnMismatch = "error",
@@ -172,10 +184,11 @@ def load(
         result of `stream_batches`, for which only `layout` and `collate` apply. A plan that holds only this process's
         rows needs the layout that it was made for.
       dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
-        takes 1-D integer arrays, or pairs of them. With `__getitems__(ids) -> list`, as Hugging Face datasets have it,
-        the samples of a step are read at once. A stream needs no `len()`; each sample is read once. What can only be
-        iterated, such as a PyTorch `IterableDataset`, is read forward, the same samples in the same order each time; at
-        most those of a step of each bucket are held, so that a plan needs `order="dataset"`.
+        takes 1-D integer arrays, pairs of them, or mappings or dataclasses of arrays. With `__getitems__(ids) -> list`,
+        as Hugging Face datasets have it, the samples of a step are read at once. A stream needs no `len()`; each sample
+        is read once. What can only be iterated, such as a PyTorch `IterableDataset`, is read forward, the same samples
+        in the same order each time; at most those of a step of each bucket are held, so that a plan needs
+        `order="dataset"`.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
         None puts them on the default device. If its devices belong to several processes, all of them load, and each
         reads only the samples of its own devices.
@@ -186,10 +199,19 @@ def load(
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
         plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process.
+      fields: for samples that are mappings or dataclasses, which of them a batch has, and which axes of their arrays
+        have a sample's length: by name, `"length"` for the first, `"length length"` for the first two (not packed), or
+        `"row"` for arrays of one shape. Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all,
+        and their axes as a few samples tell, which are read first; of two lengths, `lengths` must tell those.
+      padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first sample of the step that
+        this process has, with weight 0; `is_real` is false and `ids` −1 in both.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
-        None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`.
+        None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; of samples with named fields a
+        dict of these, `lengths` or `segment_ids` and `positions` (with two lengths `source_lengths` and so on),
+        `weights`, `num_sequences`, `ids` and `is_real`, as those types have them. A field `weights` of the samples,
+        along the length (of two, the target) or one of each, becomes the loss weights.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is
-        compared with its entry, both cut if the plan truncates; samples whose fields `len` would count, such as tokens
+        compared with its entry, both cut if the plan truncates; tuples whose fields `len` would count, such as tokens
         and a label, are rejected. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
         `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
@@ -234,12 +256,13 @@ def load(
             "lengths": lengths is not None,
             "on_mismatch": on_mismatch != "error",
             "on_bad_sample": on_bad_sample != "error",
+            "padding_rows": padding_rows != "zeros",
             "verify": verify,
             "num_values": num_values,
         }
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
-        return _load_stream(cast("StreamBatches", plan), dataset, placement, collate)
+        return _load_stream(cast("StreamBatches", plan), dataset, placement, collate, fields)
     check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
     check_at_least_one(**if_given(num_epochs=num_epochs))
     if not is_number(max_bad_fraction) or not 0 <= max_bad_fraction <= 1:
@@ -262,10 +285,19 @@ def load(
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
         placement.batch_shardings(np.empty(first.microbatches_per_step))
-    own_collate = collate_for(len(first.buckets[0].lengths), first.is_packed)
-    batch_spec = None
-    if collate not in (None, own_collate):
-        batch_spec = spec_of_steps({cast(ReadPlan, first): cast(DataSource, dataset)}, collate)
+    read_plan = cast(ReadPlan, first)
+    batch_spec: BatchSpec | None = None
+    if collate is None:
+        collate = collate_for(len(first.buckets[0].lengths), first.is_packed)
+        found, dataset = find_fields_of_plan(read_plan, dataset, fields, lengths, start_step)
+        if placement is not None and placement.mesh.is_multi_process:
+            from jvarlen.distributed.processes import agree
+
+            agree("the fields of samples", repr(found))
+        if found is not None:
+            collate, batch_spec = CollateFields(found), plan_specs(first, found)
+    elif not is_own(collate):
+        batch_spec = spec_of_steps({read_plan: cast(DataSource, dataset)}, collate)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch,
@@ -273,7 +305,8 @@ def load(
         placement=placement,
         num_workers=num_workers,
         verify=verify,
-        collate=collate or own_collate,
+        collate=collate,
+        padding_rows=padding_rows,
         lengths=lengths,
         on_mismatch=on_mismatch,
         on_bad_sample=on_bad_sample,
@@ -307,14 +340,20 @@ def _plan_ahead(
     return plans()
 
 
-def _load_stream(stream: StreamBatches, dataset: Any, placement: Placement | None, collate: CollateFn | None) -> Loader:
+def _load_stream(
+    stream: StreamBatches,
+    dataset: Any,
+    placement: Placement | None,
+    collate: CollateFn | None,
+    fields: FieldAxes | None,
+) -> Loader:
     num_microbatches = stream.microbatches_per_step
     if placement is not None:
         placement.batch_shardings(np.empty(num_microbatches))
-    make_batch = collate or pad_to_bucket
 
     def unknown(bucket: AnyBucket, microbatches_per_step: int) -> Any:
-        raise UserError("a stream has no step to tell what your collate function makes: compile for BatchShapes")
+        what = "your collate function makes" if fields is None else "fields the samples have"
+        raise UserError(f"a stream has no step to tell what {what}: compile for BatchShapes, with batch_spec=")
 
     check_iterator_of_stream(dataset)
     to_come: set[int] = set()
@@ -322,6 +361,7 @@ def _load_stream(stream: StreamBatches, dataset: Any, placement: Placement | Non
     readable = dataset if forward is None else forward
 
     def steps() -> Iterator[ReadStep]:
+        make_batch = collate
         for number, step in enumerate(stream):
             own_ids = step.ids[step.ids >= 0]
             if forward is not None:
@@ -331,12 +371,15 @@ def _load_stream(stream: StreamBatches, dataset: Any, placement: Placement | Non
             samples = by_microbatch(step.ids, read_samples(readable, own_ids.tolist()))
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
             truncate = stream.overlong == "truncate"
+            if make_batch is None:
+                found = find_fields([sample for each in samples for sample in each], fields, 1)
+                make_batch = pad_to_bucket if found is None else CollateFields(found)
             step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
             batch = put(make_batch(step_samples), placement)
-            num_without_target = count_without_target(step_samples) if make_batch is pad_to_bucket else 0
+            num_without_target = count_without_target(step_samples, make_batch) if is_own(make_batch) else 0
             yield ReadStep(number, batch, num_sequences, 0, own_ids, num_without_target=num_without_target)
 
-    batch_spec = None if make_batch is pad_to_bucket else unknown
+    batch_spec = None if fields is None and collate in (None, pad_to_bucket) else unknown
     shapes = BatchShapes(
         stream.buckets, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
     )

@@ -6,6 +6,7 @@ microbatches of a process, S steps.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,15 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.loading.collate import OWN_COLLATE, CollateFn, StepSamples, count_without_target, pad_to_bucket
+from jvarlen.loading.collate import (
+    CollateFields,
+    CollateFn,
+    RepeatedSample,
+    StepSamples,
+    count_without_target,
+    is_own,
+    pad_to_bucket,
+)
 from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
@@ -30,6 +39,7 @@ __all__ = [
     "IdsDigest",
     "OnBadSample",
     "OnMismatch",
+    "PaddingRows",
     "PlanSource",
     "ReadStep",
     "SkippedSample",
@@ -42,6 +52,7 @@ __all__ = [
 
 OnMismatch = Literal["error", "adjust"]
 OnBadSample = Literal["error", "skip"]
+PaddingRows = Literal["zeros", "repeat"]
 
 _MOST_TOLD = 500  # characters of why a sample is bad
 
@@ -89,13 +100,18 @@ class PlanSource:
         lengths: npt.ArrayLike | None = None,
         on_mismatch: OnMismatch = "error",
         on_bad_sample: OnBadSample = "error",
+        padding_rows: PaddingRows = "zeros",
     ):
         if plan.largest_id >= len(dataset):
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
-        check_choices(on_mismatch=(on_mismatch, OnMismatch), on_bad_sample=(on_bad_sample, OnBadSample))
+        check_choices(
+            on_mismatch=(on_mismatch, OnMismatch),
+            on_bad_sample=(on_bad_sample, OnBadSample),
+            padding_rows=(padding_rows, PaddingRows),
+        )
         for option, value, needs in (
             ("on_mismatch", on_mismatch, on_mismatch == "adjust"),
-            ("on_bad_sample", on_bad_sample, on_bad_sample == "skip" and collate in OWN_COLLATE),
+            ("on_bad_sample", on_bad_sample, on_bad_sample == "skip" and is_own(collate)),
         ):
             if lengths is None and needs:
                 raise UserError(f'{option}="{value}" needs the lengths that the plan was made for, lengths=')
@@ -106,6 +122,7 @@ class PlanSource:
         self._microbatches = microbatches
         self._adjusts = on_mismatch == "adjust"
         self._skips = on_bad_sample == "skip"
+        self._repeats = padding_rows == "repeat"
         longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
         self._longest = longest if len(longest) == 2 else longest[0]  # of pairs, of each side
         self._lengths = None
@@ -135,7 +152,7 @@ class PlanSource:
         bad: dict[int, str] | None = {} if self._skips else None
         samples = read_samples(self._dataset, ids.tolist(), bad)
         if bad is not None:
-            bad |= {place: "no token" for place, sample in enumerate(samples) if _is_empty(sample)}
+            bad |= {place: "no token" for place, sample in enumerate(samples) if self._is_empty(sample)}
         num_adjusted = 0
         if self._lengths is not None:
             num_adjusted = self._compare(ids, samples, bad)
@@ -146,14 +163,14 @@ class PlanSource:
         except MemoryError:
             raise
         except Exception:
-            refused = {} if bad is None or self._collate not in OWN_COLLATE else self._refused(step_samples)
+            refused = {} if bad is None or not is_own(self._collate) else self._refused(step_samples)
             if bad is None or not refused:
                 raise
             kept = [place for place in range(len(ids)) if place not in bad]
             bad |= {kept[place]: reason for place, reason in refused.items()}
             step_samples = self._step_samples(step, rows, samples, bad)
             batch = self._collate(step_samples)
-        num_without_target = count_without_target(step_samples) if self._collate in OWN_COLLATE else 0
+        num_without_target = count_without_target(step_samples, self._collate) if is_own(self._collate) else 0
         num_samples = len(ids) - len(bad or {})
         return ReadStep(
             step, batch, num_samples, num_adjusted, ids, num_without_target=num_without_target, bad=bad or {}
@@ -183,7 +200,38 @@ class PlanSource:
             starts=rows.starts,
             stops=rows.stops,
             pair_size=getattr(self._plan.buckets, "pair_size", "sum"),
+            repeated=self._row_to_repeat(step, rows, samples) if self._repeats else (),
         )
+
+    def _row_to_repeat(self, step: int, rows: OwnRows, samples: list[Any]) -> tuple[RepeatedSample, ...]:
+        """The first row of the step, for its padding rows: the same on any number of processes."""
+        has_sample = (rows.ids >= 0).reshape(*rows.ids.shape[:2], -1).any(axis=2)
+        if has_sample.all():
+            return ()
+        if self._microbatches is not None and 0 not in self._microbatches:  # it is read by another process
+            whole = self._plan.own_rows(step)
+            ids, bad = whole.ids[0, 0], dict[int, str]()
+            of_row = read_samples(self._dataset, ids[ids >= 0].tolist(), bad if self._skips else None)
+            if not bad:
+                rows, samples, has_sample = whole, of_row, np.ones((1, 1), bool)
+        if not has_sample.any():
+            return ()
+        place = tuple(np.argwhere(has_sample)[0])
+        ids, starts, stops = (
+            None if each is None else np.atleast_1d(each[place]).tolist()
+            for each in (rows.ids, rows.starts, rows.stops)
+        )
+        whole_samples = itertools.repeat(0)
+        repeated = zip(ids, starts or whole_samples, stops or whole_samples, samples, strict=False)
+        return tuple(RepeatedSample(*each) for each in repeated if each[0] >= 0)
+
+    def _is_empty(self, sample: Any) -> bool:
+        try:
+            if isinstance(self._collate, CollateFields):
+                return not any(self._collate.lengths_of(sample))
+            return len(sample) == 0
+        except (LookupError, AttributeError, TypeError, ValueError):
+            return False
 
     def _refused(self, step: StepSamples) -> dict[int, str]:
         """Which samples of a step that cannot be collated are refused alone, by their place, and why."""
@@ -207,6 +255,7 @@ class PlanSource:
                 num_tokens=None,
                 starts=None if start is None else row_of(start),
                 stops=None if stop is None else row_of(stop),
+                repeated=(),
             )
             try:
                 self._collate(alone)
@@ -224,7 +273,8 @@ class PlanSource:
         assert self._lengths is not None
         kept = np.delete(np.arange(len(ids)), [*(bad or ())])
         planned = self._lengths[ids[kept]]
-        found, unknown = _lengths_of([samples[place] for place in kept.tolist()], planned.ndim == 2)
+        fields = self._collate if isinstance(self._collate, CollateFields) else None
+        found, unknown = _lengths_of([samples[place] for place in kept.tolist()], planned, fields)
         if unknown and bad is None:
             raise UserError(
                 "lengths are compared with `len()` of a sample, which does not count the tokens of these: "
@@ -240,7 +290,7 @@ class PlanSource:
         compared = zip(kept[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True)
         if self._adjusts:
             for place, _, length in compared:
-                samples[place] = _cut(int(ids[place]), samples[place], length)
+                samples[place] = _cut(int(ids[place]), samples[place], length, fields)
             return int(differs.sum())
         others = {
             place: f"{_format_length(length)}, planned {_format_length(expected)}"
@@ -278,13 +328,6 @@ def _without(rows: OwnRows, bad: Mapping[int, str]) -> OwnRows:
         starts, stops = (each if each is None else np.take_along_axis(each, order, axis) for each in (starts, stops))
     starts, stops = (each if each is None else np.where(ids >= 0, each, -1) for each in (starts, stops))
     return OwnRows(ids, starts, None, stops)
-
-
-def _is_empty(sample: Any) -> bool:
-    try:
-        return len(sample) == 0
-    except TypeError:
-        return False
 
 
 def _reason(error: Exception) -> str:
@@ -404,8 +447,17 @@ def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None
     return samples
 
 
-def _lengths_of(samples: list[Any], is_pairs: bool) -> tuple[Int64[np.ndarray, " n *sides"], dict[int, str]]:
+def _lengths_of(
+    samples: list[Any], planned: Int64[np.ndarray, " n *sides"], fields: CollateFields | None
+) -> tuple[Int64[np.ndarray, " n *sides"], dict[int, str]]:
     """The lengths of samples, or of both sides of pairs; and the fields of those that do not tell theirs."""
+    if fields is not None:
+        told = planned.reshape(len(samples), -1).copy()
+        for place, sample in enumerate(samples):
+            with contextlib.suppress(LookupError, AttributeError, TypeError, ValueError):  # which collating lists
+                told[place] = fields.lengths_of(sample)
+        return told.reshape(planned.shape), {}
+    is_pairs = planned.ndim == 2
     if not is_pairs and {*map(type, samples)} <= {np.ndarray, WeightedTokens, bytes, str}:
         return np.fromiter(map(len, samples), np.int64, len(samples)), {}
     lengths, unknown = [], {}
@@ -413,19 +465,21 @@ def _lengths_of(samples: list[Any], is_pairs: bool) -> tuple[Int64[np.ndarray, "
         found = [0, 0] if is_pairs else [0]
         try:
             sides = (sample[0], sample[1]) if is_pairs else (sample,)
-            fields = next(filter(None, map(fields_of, sides)), None)
+            kind = next(filter(None, map(fields_of, sides)), None)
             found = [*map(len, sides)]
         except (LookupError, TypeError):
-            fields = fields_of(sample) or type(sample).__name__
+            kind = fields_of(sample) or type(sample).__name__
         lengths.append(found)
-        if fields:
-            unknown[place] = fields
+        if kind:
+            unknown[place] = kind
     return np.array(lengths, np.int64).reshape((-1, 2) if is_pairs else -1), unknown
 
 
-def _cut(i: int, sample: Any, length: int | list[int]) -> Any:
+def _cut(i: int, sample: Any, length: int | list[int], fields: CollateFields | None) -> Any:
     """The sample, or both sides of a pair, cut where longer; other fields of a pair stay."""
     try:
+        if fields is not None:
+            return fields.cut(sample, [length] if isinstance(length, int) else length)
         if isinstance(length, int):
             return sample[:length]
         return (*(sample[side][:most] for side, most in enumerate(length)), *sample[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["Dataset", "WeightedTokens", "fields_of", "reweighted", "samples_at_once", "to_tokens"]
+__all__ = ["Dataset", "WeightedTokens", "fields_of", "has_fields", "reweighted", "samples_at_once", "to_tokens"]
 
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
@@ -133,6 +134,11 @@ def fields_of(sample: Any) -> str | None:
     elif isinstance(sample, Mapping):
         return f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}"
     return None
+
+
+def has_fields(sample: Any) -> bool:
+    """Whether a sample has named fields: a mapping or a dataclass."""
+    return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
 
 
 def reweighted(sample: Any, factor: float) -> WeightedTokens:

@@ -62,6 +62,10 @@ class ReadPlan(StepPlan, Protocol):
         """int32[S], the bucket of each step."""
 
     @property
+    def is_packed(self) -> bool:
+        """Whether a row can hold several samples."""
+
+    @property
     def samples_per_row(self) -> tuple[int, ...]:
         """The most samples that a row of each bucket can hold."""
 

@@ -153,7 +153,7 @@ class PlanCommand:
         return known_lengths(open_training_data(config).train, progress=self.progress)
 
     def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
-        from jvarlen.batches.shapes import token_specs  # here: it imports JAX
+        from jvarlen.batches.shapes import plan_specs  # here: it imports JAX
         from jvarlen.targets.choice import choose_layout
 
         choice = choose_layout(
@@ -163,7 +163,7 @@ class PlanCommand:
             cluster,
             params=model.params,
             cost=self.plan.cost,
-            batch_spec=token_specs(plan),
+            batch_spec=plan_specs(plan),
         )
         say(f"\n{choice}")
         if self.html is not None:

@@ -13,7 +13,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
-from jvarlen.batches.shapes import BatchSpec, token_specs
+from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn
 from jvarlen.data.mixtures import Mixture
@@ -97,7 +97,7 @@ class Task:
         if self.batch_spec is not None:
             return self.batch_spec
         if self.collate is None:
-            return token_specs(next(iter(plans.values())))
+            return plan_specs(next(iter(plans.values())))
         return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate)
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:

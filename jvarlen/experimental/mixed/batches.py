@@ -16,7 +16,7 @@ from jaxtyping import Integer
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
-from jvarlen.batches.shapes import BatchSpec, token_specs
+from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.distributed.mesh import LayoutLike, shards_on
 from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.planning.buckets import AnyBucket
@@ -100,7 +100,7 @@ def mixed_batch_spec(
     all_buckets = list(dict.fromkeys(plan.buckets for plan in plans))
     if len(all_buckets) != 1:
         raise UserError(f"plans must be at least one, all of the same buckets, not of {list_first(all_buckets, '; ')}")
-    batch_spec = batch_spec or token_specs(plans[0].plan)
+    batch_spec = batch_spec or plan_specs(plans[0].plan)
     specs = [batch_spec(bucket, 1) for bucket in all_buckets[0]]
     arrays_of_each = tuple(
         BucketArrays(bucket, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(spec)))

@@ -1,0 +1,212 @@
+"""Which fields samples have, and which of their axes have a sample's length: as said, or as a few samples tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
+from jvarlen.loading.forward import only_iterates
+from jvarlen.planning.samples import has_fields
+from jvarlen.planning.steps import ReadPlan
+
+__all__ = ["FieldAxes", "find_fields", "find_fields_of_plan"]
+
+FieldAxes = Mapping[str, str]
+"""For each field "length", "length length" or "row"; of two lengths "source", "target", two of these, or "row"."""
+
+_MOST_ITERATED = 16  # samples of a dataset that can only be iterated
+_MOST_BAD = 16  # samples that cannot be read
+
+
+def find_fields(
+    samples: Sequence[Any],
+    axes: FieldAxes | None,
+    num_lengths: int,
+    *,
+    is_packed: bool = False,
+    lengths: npt.ArrayLike | None = None,
+) -> Fields | None:
+    """The fields of samples, None of tokens; two lengths must be known. Raises ValueError where they are unclear."""
+    if not has_fields(samples[0]):
+        if axes is not None:
+            raise UserError(f"fields= are those of mappings or dataclasses, not of a {type(samples[0]).__name__}")
+        return None
+    words, has = LENGTH_NAMES[num_lengths - 1], _values(samples[0])
+    names = list(has if axes is None else axes)
+    if own := [name for name in names if name in OWN_NAMES]:
+        raise UserError(
+            f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"
+            + ", or give fields={name: axes, …} without them" * (axes is None)
+        )
+    if missing := [name for name in names if name not in has]:
+        raise UserError(f"samples have no field {_listed(missing)}, but {_listed(has)}")
+    found = {name: _arrays(name, samples) for name in names}
+    if axes is None:
+        sides = _told_by_shapes(found, words, lengths)
+    else:
+        sides = {name: parse_axes(name, axes[name], num_lengths) for name in names}
+    fields = tuple(_field(name, arrays, sides[name]) for name, arrays in found.items())
+    if without := [word for side, word in enumerate(words) if all(side not in field.sides for field in fields)]:
+        raise UserError(f"no field has the axis {_listed(without)}: {_shapes_of(found)}")
+    if is_packed and (squares := [field.name for field in fields if len(field.sides) > 1]):
+        raise UserError(
+            f"{_listed(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
+            "without them"
+        )
+    if wrong := [field for field in fields if field.name == WEIGHTS and not _can_be_weights(field, num_lengths - 1)]:
+        raise UserError(f"weights are those of the loss: one a sample, or one along {words[-1]}, not {wrong[0].shape}")
+    return fields
+
+
+def find_fields_of_plan(
+    plan: ReadPlan, dataset: Any, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
+) -> tuple[Fields | None, Any]:
+    """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
+    dataset, samples = _probes(plan, dataset, lengths, min(start_step, plan.num_steps - 1))
+    by_id = dict(itertools.islice(samples, 1))
+    if not by_id:
+        return None, dataset
+    if all(map(has_fields, by_id.values())):
+        by_id |= dict(samples)
+    known = None if lengths is None else np.asarray(lengths)[list(by_id)]
+    num_lengths = len(plan.buckets[0].lengths)
+    return find_fields([*by_id.values()], axes, num_lengths, is_packed=plan.is_packed, lengths=known), dataset
+
+
+def _probes(
+    plan: ReadPlan, dataset: Any, lengths: npt.ArrayLike | None, start_step: int
+) -> tuple[Any, Iterator[tuple[int, Any]]]:
+    """The dataset, and some of its samples: the first, then others of lengths as different as there are."""
+    if only_iterates(dataset):
+        first = list(itertools.islice(dataset, _MOST_ITERATED))
+        if isinstance(dataset, Iterator):
+            dataset = itertools.chain(first, dataset)
+        return dataset, iter(enumerate(first))
+
+    def ids() -> Iterator[int]:
+        ids = plan.own_rows(start_step).ids
+        yield from ids[ids >= 0][:1].tolist()
+        used = np.unique(plan.step_bucket)
+        for k in used[[0, -1]].tolist():
+            for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
+                ids = plan.own_rows(step).ids
+                ids = ids[ids >= 0]
+                if lengths is None:
+                    yield from ids[[0, -1]].tolist()
+                else:  # the most different ones
+                    of_step = np.asarray(lengths)[ids].reshape(len(ids), -1)
+                    for key in (*of_step.T, of_step[:, 0] - of_step[:, -1]):
+                        yield from (ids[key.argmin()].item(), ids[key.argmax()].item())
+
+    def samples() -> Iterator[tuple[int, Any]]:
+        num_bad = 0
+        for i in dict.fromkeys(ids()):
+            try:
+                yield i, dataset[i]
+            except MemoryError:
+                raise
+            except (Exception, SystemExit):  # which its step tells, with the id
+                num_bad += 1
+                if num_bad == _MOST_BAD:
+                    return
+
+    return dataset, samples()
+
+
+def _values(sample: Any) -> Mapping[str, Any]:
+    if isinstance(sample, Mapping):
+        return sample
+    return {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+
+
+def _arrays(name: str, samples: Sequence[Any]) -> list[np.ndarray]:
+    """The field of each sample; raises ValueError if it is no array of numbers."""
+    try:
+        arrays = [np.asarray(_values(sample)[name]) for sample in samples]
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"the field {name!r} is no array, or not in all samples: {error!r}") from None
+    texts = {"U": "text", "S": "bytes", "O": "objects"}
+    others = {texts.get(array.dtype.kind, str(array.dtype)) for array in arrays if not _is_numeric(array.dtype)}
+    if others:
+        raise UserError(
+            f"the field {name!r} holds {_listed(others)}, no numbers: give fields={{name: axes, …}} without it"
+        )
+    sized = [array for array in arrays if array.shape != (0,)]  # an empty list has no type, and may have more axes
+    return [array if array.shape != (0,) or not sized else np.empty_like(sized[0][:0]) for array in arrays]
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool))
+
+
+def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field:
+    """The field of these arrays; raises ValueError if they differ beyond the axes of lengths."""
+    shapes = {array.shape[len(sides) :] for array in arrays}
+    if len(shapes) > 1 or any(array.ndim < len(sides) for array in arrays):
+        raise UserError(
+            f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
+            f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
+        )
+    dtype = np.dtype(np.float32) if name == WEIGHTS else jax.dtypes.canonicalize_dtype(np.result_type(*arrays))
+    return Field(name, sides, shapes.pop(), dtype.name)
+
+
+def _told_by_shapes(
+    found: dict[str, list[np.ndarray]], words: tuple[str, ...], lengths: npt.ArrayLike | None
+) -> dict[str, tuple[int, ...]]:
+    """For each field, which of its first axes have which length: those that differ between samples, as lengths do."""
+    sizes = {
+        name: [tuple(array.shape[axis : axis + 1] for array in arrays) for axis in range(2)]
+        for name, arrays in found.items()
+    }
+    varying = [of_axes[0] for of_axes in sizes.values() if len(set(of_axes[0])) > 1]
+    say = f"give fields={{name: axes, …}}, of {_listed([*words, 'row'])}"
+    if len(words) > 1 and lengths is None:
+        raise UserError(f"give lengths=, which tell the axes of fields, or {say}; {_shapes_of(found)}")
+    if not varying:
+        raise UserError(
+            f"samples of one length alone do not tell which axes of fields have it: {say}; {_shapes_of(found)}"
+        )
+    known = varying[:1]  # of one length, samples have their own; a plan's are compared with every sample
+    if len(words) > 1:
+        known = [tuple((size,) for size in side) for side in np.asarray(lengths).T.tolist()]
+
+    def side_of(of_axis: tuple[tuple[int, ...], ...]) -> list[int]:
+        return [side for side, of_side in enumerate(known) if of_axis == of_side]
+
+    told: dict[str, tuple[int, ...]] = {}
+    unclear = []
+    for name, of_axes in sizes.items():
+        varies = [len(set(of_axis)) > 1 for of_axis in of_axes]
+        sides = list(map(side_of, of_axes))
+        if not varies[0] and not sides[0]:  # a size that is also a length that all have could be either
+            told[name] = ()
+        elif varies[0] and len(sides[0]) == 1 and (not varies[1] or len(sides[1]) == 1):
+            told[name] = (*sides[0], *(sides[1] if varies[1] else ()))
+        else:
+            unclear.append(name)
+    if unclear:
+        raise UserError(f"which length {_listed(unclear)} have is unclear: {say}; {_shapes_of(found)}")
+    return told
+
+
+def _can_be_weights(field: Field, target: int) -> bool:
+    return field.sides in ((), (target,)) and not field.shape
+
+
+def _listed(values: Iterable[object]) -> str:
+    return list_first(repr(value) if isinstance(value, str) else str(value) for value in values)
+
+
+def _shapes_of(found: dict[str, list[np.ndarray]]) -> str:
+    """The fields with shapes that samples have."""
+    texts = (f"{name} {_listed(dict.fromkeys(array.shape for array in arrays))}" for name, arrays in found.items())
+    return f"found {list_first(texts, '; ')}"
