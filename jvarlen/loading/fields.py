@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ def find_fields(
         )
     if missing := [name for name in names if name not in has]:
         raise UserError(f"samples have no field {_listed(missing)}, but {_listed(has)}")
-    found = {name: _arrays(name, samples) for name in names}
+    found, lengths = _arrays(names, samples, lengths)
     if axes is None:
         sides = _told_by_shapes(found, words, lengths)
     else:
@@ -127,20 +128,35 @@ def _values(sample: Any) -> Mapping[str, Any]:
     return {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
 
 
-def _arrays(name: str, samples: Sequence[Any]) -> list[np.ndarray]:
-    """The field of each sample; raises ValueError if it is no array of numbers."""
+def _arrays(
+    names: Sequence[str], samples: Sequence[Any], lengths: npt.ArrayLike | None
+) -> tuple[dict[str, list[np.ndarray]], npt.ArrayLike | None]:
+    """The fields of all samples that have them, and the lengths of these; raises ValueError if most have not."""
+    rows: dict[int, dict[str, np.ndarray]] = {}
+    errors = []
+    for place, sample in enumerate(samples):
+        try:
+            rows[place] = {name: _array(name, _values(sample)) for name in names}
+        except UserError as error:
+            errors.append(error)
+    if len(errors) >= len(rows):  # a few bad ones are named when their step is read
+        raise errors[0]
+    found = {name: [row[name] for row in rows.values()] for name in names}
+    for arrays in found.values():  # an empty list has no type, and may stand for more axes
+        sized = [array for array in arrays if array.shape != (0,)]
+        arrays[:] = [array if array.shape != (0,) or not sized else sized[0][:0] for array in arrays]
+    return found, None if lengths is None else np.asarray(lengths)[list(rows)]
+
+
+def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
     try:
-        arrays = [np.asarray(_values(sample)[name]) for sample in samples]
+        array = np.asarray(values[name])
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"the field {name!r} is no array, or not in all samples: {error!r}") from None
-    texts = {"U": "text", "S": "bytes", "O": "objects"}
-    others = {texts.get(array.dtype.kind, str(array.dtype)) for array in arrays if not _is_numeric(array.dtype)}
-    if others:
-        raise UserError(
-            f"the field {name!r} holds {_listed(others)}, no numbers: give fields={{name: axes, …}} without it"
-        )
-    sized = [array for array in arrays if array.shape != (0,)]  # an empty list has no type, and may have more axes
-    return [array if array.shape != (0,) or not sized else np.empty_like(sized[0][:0]) for array in arrays]
+    if not _is_numeric(array.dtype):
+        kind = {"U": "text", "S": "bytes", "O": "objects"}.get(array.dtype.kind, array.dtype)
+        raise UserError(f"the field {name!r} holds {kind}, no numbers: give fields={{name: axes, …}} without it")
+    return array
 
 
 def _is_numeric(dtype: np.dtype) -> bool:
@@ -149,14 +165,15 @@ def _is_numeric(dtype: np.dtype) -> bool:
 
 def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field:
     """The field of these arrays; raises ValueError if they differ beyond the axes of lengths."""
-    shapes = {array.shape[len(sides) :] for array in arrays}
-    if len(shapes) > 1 or any(array.ndim < len(sides) for array in arrays):
+    counts = collections.Counter(array.shape[len(sides) :] for array in arrays if array.ndim >= len(sides))
+    ((shape, most),) = counts.most_common(1) or [((), 0)]
+    if 2 * most <= len(arrays):
         raise UserError(
             f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
     dtype = np.dtype(np.float32) if name == WEIGHTS else jax.dtypes.canonicalize_dtype(np.result_type(*arrays))
-    return Field(name, sides, shapes.pop(), dtype.name)
+    return Field(name, sides, shape, dtype.name)
 
 
 def _told_by_shapes(

@@ -217,13 +217,11 @@ class PlanSource:
         if not has_sample.any():
             return ()
         place = tuple(np.argwhere(has_sample)[0])
-        ids, starts, stops = (
-            None if each is None else np.atleast_1d(each[place]).tolist()
+        columns = [
+            np.atleast_1d((rows.ids if each is None else each)[place]).tolist()
             for each in (rows.ids, rows.starts, rows.stops)
-        )
-        whole_samples = itertools.repeat(0)
-        repeated = zip(ids, starts or whole_samples, stops or whole_samples, samples, strict=False)
-        return tuple(RepeatedSample(*each) for each in repeated if each[0] >= 0)
+        ]
+        return tuple(RepeatedSample(*each) for each in zip(*columns, samples, strict=False) if each[0] >= 0)
 
     def _is_empty(self, sample: Any) -> bool:
         try:

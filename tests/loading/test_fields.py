@@ -1,0 +1,349 @@
+"""Samples of named fields: every value in its place, in every form of a batch, against a plain loop."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen import compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples, stream_batches
+
+DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
+
+
+@dataclasses.dataclass
+class Record:
+    tokens: np.ndarray
+    label: int
+
+
+def plan_of(form, lengths, overlong="error", epoch=0):
+    most = 6 if overlong != "error" else 9
+    options = {"microbatches_per_step": 2, "epoch": epoch}
+    if form == "padded":
+        return make_plan(lengths, [(2, 4), (3, most)], overlong=overlong, **options)
+    if form in ("best_fit", "wrapped"):
+        return make_plan(
+            lengths, [(2, most)], packing=form, overlong=overlong if form == "best_fit" else "error", **options
+        )
+    if form == "pairs":
+        return make_plan(lengths, [(2, 4, 9), (3, 9, 9)], **options)
+    packing = pack_samples(lengths, [14, 12], order="shuffle", epoch=epoch)
+    return make_plan(packing, [(2, 14, 12)], **options)
+
+
+def expected_batch(plan, step, samples, axes, padding_rows):
+    """By a loop over the rows of a step; `axes` are the lengths of the first axes of each field."""
+    bucket = plan.buckets[plan.step_bucket[step]]
+    words = ["length"] if len(bucket.lengths) == 1 else ["source", "target"]
+    prefix = {"length": "", "source": "source_", "target": "target_"}
+    own = plan.own_rows(step)
+    most = plan.samples_per_row[plan.step_bucket[step]]
+    ids = own.ids if plan.is_packed else own.ids[..., None]
+    shape = ids.shape[:2]
+    length_of = dict(zip(words, bucket.lengths, strict=True))
+    of_samples = (*shape, most) if plan.is_packed else shape
+    batch = {"ids": np.full((*shape, most), -1), "num_sequences": plan.num_sequences[step]}
+    batch["weights"] = np.zeros((*shape, bucket.lengths[-1]), np.float32)
+    for word, length in length_of.items():
+        names = ["segment_ids", "positions"] if plan.is_packed else ["lengths"]
+        for name in names:
+            batch[prefix[word] + name] = np.zeros((*shape, length) if plan.is_packed else shape, int)
+    for name, words_of_axes in axes.items():
+        value = np.asarray(samples[0][name])
+        leading = (*shape, *(length_of[word] for word in words_of_axes)) if words_of_axes else of_samples
+        if name != "weights":
+            dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+            batch[name] = np.zeros((*leading, *value.shape[len(words_of_axes) :]), dtype)
+    for m, b in np.ndindex(shape):
+        is_real = ids[m, b, 0] >= 0
+        if not is_real and padding_rows == "zeros":
+            continue
+        at = (m, b) if is_real else (0, 0)
+        used = dict.fromkeys(words, 0)
+        for p, i in enumerate(ids[at][ids[at] >= 0].tolist()):
+            begin, end = (0, None) if own.starts is None else (own.starts[at][p], own.stops[at][p])
+            part = {}
+            for name, words_of_axes in axes.items():
+                value = np.asarray(samples[i][name])
+                ends = [end if end is not None else length_of[word] for word in words_of_axes]
+                part[name] = value[tuple(slice(begin, stop) for stop in ends)]
+            size = {word: len(next(part[name] for name in axes if axes[name] == [word])) for word in words}
+            if is_real:
+                batch["ids"][m, b, p] = i
+            for word in words:
+                there = slice(used[word], used[word] + size[word])
+                if plan.is_packed:
+                    batch[f"{prefix[word]}segment_ids"][m, b, there] = p + 1
+                    batch[f"{prefix[word]}positions"][m, b, there] = np.arange(size[word])
+                else:
+                    batch[f"{prefix[word]}lengths"][m, b] = size[word]
+            for name, words_of_axes in axes.items():
+                there = tuple(slice(used[word], used[word] + size[word]) for word in words_of_axes)
+                if name == "weights":
+                    target = slice(used[words[-1]], used[words[-1]] + size[words[-1]])
+                    batch["weights"][m, b, target] = part[name] if is_real else 0
+                elif words_of_axes:
+                    batch[name][m, b][there] = part[name]
+                else:
+                    batch[name][(m, b, p) if plan.is_packed else (m, b)] = part[name]
+            if "weights" not in axes and is_real:
+                target = slice(used[words[-1]], used[words[-1]] + size[words[-1]])
+                batch["weights"][m, b, target] = 1
+            used = {word: used[word] + size[word] for word in words}
+    if not plan.is_packed:
+        batch["ids"] = batch["ids"][..., 0]
+    return batch | {"is_real": batch["ids"] >= 0}
+
+
+def assert_batch(found, expected):
+    assert isinstance(found, dict)
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        assert found[name].shape == np.shape(array), name
+        np.testing.assert_array_equal(np.asarray(found[name]).astype(np.float64), np.asarray(array, np.float64), name)
+
+
+@st.composite
+def datasets(draw, num_lengths, axes_of_fields, num_samples=24):
+    """Samples of fields of any axes, shapes and dtypes, the lengths, and the axes."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    lengths = rng.integers(1, 10, (num_samples, num_lengths))
+    words = ["length"] if num_lengths == 1 else ["source", "target"]
+    axes = {f"of_{word}": [word] for word in words}
+    axes |= {f"field_{i}": draw(st.sampled_from(axes_of_fields)) for i in range(draw(st.integers(0, 3)))}
+    if draw(st.booleans()):
+        axes["weights"] = draw(st.sampled_from([[], words[-1:]]))
+    shapes = {name: draw(st.lists(st.integers(1, 3), max_size=2)) if name != "weights" else [] for name in axes}
+    dtypes = {name: draw(st.sampled_from(DTYPES)) for name in axes}
+
+    def value(name, size_of):
+        shape = [*(size_of[word] for word in axes[name]), *shapes[name]]
+        values = rng.integers(0, 2 if dtypes[name] == "bool" else 100, shape)
+        return values.astype(jnp.dtype(dtypes[name] if name != "weights" else "float64"))
+
+    samples = [{name: value(name, dict(zip(words, sizes, strict=True))) for name in axes} for sizes in lengths.tolist()]
+    return samples, lengths[:, 0] if num_lengths == 1 else lengths, axes
+
+
+@pytest.mark.parametrize(
+    ("form", "overlong"),
+    [
+        ("padded", "error"),
+        ("padded", "truncate"),
+        ("best_fit", "error"),
+        ("best_fit", "split"),
+        ("best_fit", "truncate"),
+        ("wrapped", "error"),
+        ("pairs", "error"),
+        ("packed pairs", "error"),
+    ],
+)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_every_value_of_every_field_has_its_place(form, overlong, data):
+    num_lengths = 2 if "pairs" in form else 1
+    words = ["length"] if num_lengths == 1 else ["source", "target"]
+    choices = [[], *([word] for word in words)]
+    if form in ("padded", "pairs"):
+        choices += [[one, other] for one in words for other in words]
+    samples, lengths, axes = data.draw(datasets(num_lengths, choices))
+    fields = data.draw(st.sampled_from([None, {name: " ".join(of_axes) or "row" for name, of_axes in axes.items()}]))
+    given_lengths = data.draw(st.booleans()) or (num_lengths == 2 and fields is None)
+    padding_rows = data.draw(st.sampled_from(["zeros", "repeat"]))
+    plan = plan_of(form, lengths, overlong)
+    loader = load(
+        plan, samples, fields=fields, lengths=lengths if given_lengths else None, padding_rows=padding_rows, verify=True
+    )
+    for step, batch in enumerate(loader):
+        spec = loader.specs[plan.buckets[plan.step_bucket[step]]]
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), spec
+        )
+        assert_batch(batch, expected_batch(plan, step, samples, axes, padding_rows))
+
+
+LENGTHS = np.random.default_rng(1).integers(1, 9, 30)
+SAMPLES = [
+    {"tokens": np.arange(length) + 1, "near": np.full((length, length), i), "label": i % 3, "text": "words"}
+    for i, length in enumerate(LENGTHS.tolist())
+]
+FIELDS = {"tokens": "length", "near": "length length", "label": "row"}
+AXES = {"tokens": ["length"], "near": ["length"] * 2, "label": []}
+PLAN = plan_of("padded", LENGTHS)
+
+
+def test_dataclasses_lists_and_scalars_are_samples():
+    records = [Record(list(range(1, length + 1)), i % 3) for i, length in enumerate(LENGTHS.tolist())]
+    axes = {"tokens": ["length"], "label": []}
+    for step, batch in enumerate(load(PLAN, records)):
+        assert_batch(batch, expected_batch(PLAN, step, SAMPLES, axes, "zeros"))
+
+
+def test_an_iterator_of_samples_loses_none_to_the_look_at_its_fields():
+    plan = make_plan(LENGTHS, [(4, 9)], order="dataset")
+    for step, batch in enumerate(load(plan, iter(SAMPLES), fields=FIELDS)):
+        assert_batch(batch, expected_batch(plan, step, SAMPLES, AXES, "zeros"))
+
+
+def test_streams_have_fields():
+    stream = stream_batches(LENGTHS.tolist(), [(3, 4), (2, 9)])
+    samples = [{name: sample[name] for name in FIELDS} for sample in SAMPLES]
+    batches = list(load(stream, samples))
+    assert sum(int(batch["is_real"].sum()) for batch in batches) == len(SAMPLES)
+    for batch in batches:
+        for i, row in zip(
+            batch["ids"].ravel().tolist(), batch["near"].reshape(-1, *batch["near"].shape[2:]), strict=True
+        ):
+            assert int(row.sum()) == (0 if i < 0 else i * LENGTHS[i] ** 2)
+    with pytest.raises(
+        ValueError, match="a stream has no step to tell what fields the samples have: compile for Batch"
+    ):
+        print(load(stream_batches([3], [(1, 4)]), samples, fields=FIELDS).specs)
+
+
+@pytest.mark.parametrize("form", ["padded", "best_fit"])
+def test_samples_of_other_lengths_are_cut_in_every_field(form):
+    fields = FIELDS if form == "padded" else {name: FIELDS[name] for name in ("tokens", "label")}
+    plan = plan_of(form, LENGTHS)
+    longer = dict(SAMPLES[3])
+    longer |= {"tokens": np.arange(LENGTHS[3] + 4) + 1, "near": np.full([LENGTHS[3] + 4] * 2, 3)}
+    changed = [longer if i == 3 else sample for i, sample in enumerate(SAMPLES)]
+    loader = load(plan, changed, fields=fields, lengths=LENGTHS, on_mismatch="adjust")
+    axes = {name: AXES[name] for name in fields}
+    for step, batch in enumerate(loader):
+        assert_batch(batch, expected_batch(plan, step, SAMPLES, axes, "zeros"))
+    assert loader.num_adjusted == 1
+    message = f"id 3: {LENGTHS[3] + 4} tokens, planned {LENGTHS[3]} tokens"
+    with pytest.raises(ValueError, match=message):
+        list(load(plan, changed, fields=fields, lengths=LENGTHS))
+    with pytest.raises(ValueError, match=r"hold [\d]+ tokens, but [\d]+ were planned"):
+        list(load(plan, changed, fields=fields))
+
+
+def test_bad_samples_of_fields_are_skipped():
+    wrong = {4: {"tokens": [], "near": np.zeros((0, 0), int)}, 7: {"label": [1]}, 11: {"near": np.zeros((2, 3), int)}}
+    changed = [sample | wrong.get(i, {}) for i, sample in enumerate(SAMPLES)]
+    loader = load(PLAN, changed, fields=FIELDS, lengths=LENGTHS, on_bad_sample="skip", max_bad_fraction=0.2)
+    found = np.concatenate([np.asarray(batch["ids"]).ravel() for batch in loader])
+    assert sorted(found[found >= 0].tolist()) == [i for i in range(len(SAMPLES)) if i not in wrong]
+    assert sorted(skipped.id for skipped in loader.skipped) == [4, 7, 11]
+
+
+def test_samples_without_weight_are_counted():
+    samples = [{"tokens": sample["tokens"], "weights": float(i % 4 > 0)} for i, sample in enumerate(SAMPLES)]
+    loader = load(PLAN, samples)
+    weights = sum(float(batch["weights"].sum()) for batch in loader)
+    assert weights == sum(LENGTHS[np.arange(30) % 4 > 0])
+    assert loader.num_without_target == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"label": 0.5}, "the field 'label' must be int32 (), as in other samples: id 5: float64 ()"),
+        ({"label": [1, 2]}, "the field 'label' must be int32 (), as in other samples: id 5: int64 (2,)"),
+        ({"label": "a"}, "the field 'label' must be int32 (), as in other samples: id 5: <U1 ()"),
+        ({"label": 2**40}, "label must fit int32; those of a step reach from"),
+        (
+            {"tokens": np.zeros(LENGTHS[5])},
+            "the field 'tokens' must be int32 (any), as in other samples: id 5: float64",
+        ),
+        ({"near": np.zeros((LENGTHS[5], 1), int)}, f"different lengths: id 5: near has 1, tokens {LENGTHS[5]}"),
+        ({"near": None}, "the field 'near' must be int32 (any, any), as in other samples: id 5: object ()"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_a_sample_that_is_not_as_others_is_named(change, said):
+    samples = [sample | (change if i == 5 else {}) for i, sample in enumerate(SAMPLES)]
+    loader = load(PLAN, samples, fields=FIELDS)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        list(loader)
+
+
+def without(*names):
+    return [{name: value for name, value in sample.items() if name not in names} for sample in SAMPLES]
+
+
+def with_field(name, make):
+    return [sample | {name: make(len(sample["tokens"]))} for sample in without("text")]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "said"),
+    [
+        (SAMPLES, {}, "the field 'text' holds text, no numbers: give fields={name: axes, …} without it"),
+        (with_field("ids", np.arange), {}, "arrays of the names 'ids', so no field can: rename them, or give"),
+        (with_field("lengths", np.arange), {"fields": {"lengths": "length"}}, "arrays of the names 'lengths'"),
+        (with_field("more", lambda length: np.zeros(length + 1)), {}, "which length 'more' have is unclear: give"),
+        (with_field("more", lambda length: np.zeros((2, length))), {}, "the field 'more' has (2, "),
+        (without("text", "tokens", "near"), {}, "samples of one length alone do not tell which axes"),
+        (SAMPLES, {"fields": {"label": "row"}}, "no field has the axis 'length': found label ()"),
+        (SAMPLES, {"fields": {"near": "length", "label": "row"}}, "the field 'near' has ("),
+        (SAMPLES, {"fields": {"tokens": "source"}}, "axes of the field 'tokens' are one of 'row', 'length', "),
+        (SAMPLES, {"fields": {"token": "length"}}, "samples have no field 'token', but 'tokens', 'near', "),
+        ([s["tokens"] for s in SAMPLES], {"fields": FIELDS}, "fields= are those of mappings or dataclasses, not of"),
+        (with_field("weights", lambda length: np.zeros((length, 2))), {}, "weights are those of the loss: one a"),
+    ],
+)  # fmt: skip
+def test_fields_that_are_unclear_are_listed(samples, options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load(PLAN, samples, **options)
+
+
+def test_loss_weights_of_fields_are_checked():
+    samples = with_field("weights", lambda length: np.full(length, -1.0 if length == 3 else 1.0))
+    with pytest.raises(ValueError, match="loss weights must be finite and at least 0: id"):
+        list(load(PLAN, samples))
+
+
+def test_pair_features_cannot_be_packed():
+    with pytest.raises(ValueError, match="'near' cannot be packed, having two axes of lengths: plan without packing"):
+        load(plan_of("best_fit", LENGTHS), SAMPLES, fields=FIELDS)
+
+
+def test_two_lengths_are_told_by_lengths_or_by_the_user():
+    lengths = np.random.default_rng(2).integers(1, 9, (30, 2))
+    samples = [{"nodes": np.zeros((n, 3)), "edges": np.zeros((e, 2), int)} for n, e in lengths.tolist()]
+    plan = plan_of("pairs", lengths)
+    for options in ({"lengths": lengths}, {"fields": {"nodes": "source", "edges": "target"}}):
+        batch = next(load(plan, samples, **options))
+        assert batch["nodes"].shape[2] != 2 == batch["edges"].shape[3]
+    with pytest.raises(
+        ValueError, match=r"give lengths=, which tell the axes of fields, or give fields=.*found nodes \("
+    ):
+        load(plan, samples)
+    same = [{"nodes": np.zeros((n, 3)), "edges": np.zeros((n, 2), int)} for n, _ in lengths.tolist()]
+    with pytest.raises(ValueError, match="which length 'nodes', 'edges' have is unclear"):
+        load(make_plan(lengths[:, [0, 0]], [(2, 9, 9)]), same, lengths=lengths[:, [0, 0]])
+
+
+@pytest.mark.parametrize("form", ["padded", "best_fit"])
+def test_a_step_compiled_for_the_loader_trains_on_fields(form):
+    fields = FIELDS if form == "padded" else {name: FIELDS[name] for name in ("tokens", "label")}
+    plan = plan_of(form, LENGTHS)
+
+    def loss_fn(table, microbatch):
+        real = microbatch["is_real"].astype(jnp.float32)
+        return (table[microbatch["label"]] * real).sum(), real.sum()
+
+    step = make_train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(np.arange(3.0))
+    batches = load(plan, SAMPLES, fields=fields)
+    compiled = compile_buckets(step, state, batches, progress=False)
+    with no_recompiles():
+        for batch, planned in zip(batches, plan.num_sequences.tolist(), strict=True):
+            state, metrics = compiled(state, batch)
+            assert float(metrics.weight_sum) == planned
+
+
+@pytest.mark.multiprocess
+def test_workers_read_fields():
+    batches = load(PLAN, SAMPLES, fields=FIELDS, num_workers=1)
+    for step, batch in enumerate(batches):
+        assert_batch(batch, expected_batch(PLAN, step, SAMPLES, AXES, "zeros"))
