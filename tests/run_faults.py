@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen import CompileOptions, FitConfig
-from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
+from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig
 from jvarlen.runs.trackers import Trackers
 from jvarlen.training.checkpoint import Checkpoints
 from tests.run_fit import leave_pictures_empty, make_data
@@ -32,6 +32,7 @@ MOMENTS = ("scan", "compile", "step", "checkpoint")
 KILLS_OF_EACH = 5
 ATTEMPTS = 3
 # Seconds that a moment lasts at the least, within which it is struck at random.
+GAPS = 5, 77, 121  # samples that cannot be read any more when steps need them
 READ_S = 0.0005  # of one sample: a scan reads 130, a step some 8
 COMPILE_S = 0.15
 WRITE_S = 0.03
@@ -60,6 +61,8 @@ class Reporting:
         self._num_reads += 1
         if self._num_reads <= len(self):
             self._report("scan", self._num_reads)
+        elif index in GAPS:
+            raise OSError(f"sample {index} is gone")
         time.sleep(READ_S)
         return self._dataset[index]
 
@@ -204,6 +207,7 @@ def main():
         directory=DirectoryConfig(runs_dir=folder / "whole"),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
+        data=DataConfig(on_bad_sample="skip", max_bad_fraction=0.05),
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
     )
 

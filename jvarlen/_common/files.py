@@ -49,6 +49,7 @@ RUN_FILES = (
     *("config.json", "data.json", "plan.npz", "shapes.json", "cost_model.json", "memory_model.json", "lock"),
     *(
         "metrics.jsonl",
+        "bad_samples.jsonl",
         "summary.json",
         "compile_report.json",
         "curves.png",

@@ -180,9 +180,7 @@ def _read_first(stems: list[Path], kind: str, key: str, *, warn: bool = True) ->
 
 
 def _keep(stems: list[Path], kind: str, key: str, values: Int64[np.ndarray, " N"]) -> None:
-    """Writes the cache at the first place that can be written, if there is a sample under every id."""
-    if not values.all():
-        return
+    """Writes the cache at the first place that can be written."""
     arrays: dict[str, Any] = {"seal": np.frombuffer(_seal(key, values), np.uint8), kind: values}
     reasons = []
     for stem in stems:

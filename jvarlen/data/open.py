@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, holds_messages, saved_shards
 from jvarlen.data.find_files import DataFile, find_files, is_remote
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
@@ -23,8 +23,8 @@ from jvarlen.data.line_files import LineDataset, parse_record
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.token_files import open_arrays, open_indexed_tokens, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from jvarlen.data.tokens import Concatenated
-from jvarlen.planning.samples import Dataset, WeightedTokens
+from jvarlen.data.tokens import Concatenated, Subset
+from jvarlen.planning.samples import Dataset, OnBadSample, WeightedTokens
 
 __all__ = ["StoredDataset", "open_data"]
 
@@ -39,6 +39,7 @@ class StoredDataset(Dataset):
     Attributes:
       lengths: int64[N], tokens of every sample.
       num_values: all tokens are below it: 256 for bytes, otherwise the tokenizer's number of ids; None if unknown.
+      skipped: name and reason of every record that is no sample and was left out, such as `("line 7", "not JSON …")`.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class StoredDataset(Dataset):
         self._path, self._samples, self._sources = path, samples, sources
         self._choice, self._tokenizer, self._progress = choice, tokenizer, progress
         self.num_values = num_values if tokenizer is None else tokenizer.num_values
+        self.skipped: tuple[tuple[str, str], ...] = ()
+        self._kept: Int64[np.ndarray, " N"] | None = None  # None: all
         if not len(samples):
             raise UserError(f"{path} holds no samples: at least one is needed")
         if samples.to_sample is None and all(hasattr(part, "lengths") for part in samples.parts):
@@ -75,12 +78,42 @@ class StoredDataset(Dataset):
         # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
         width = "bytes" if self.num_values is not None and self.num_values <= _NUM_BYTES else "integers"
         key = combine_keys(self._lengths_key(), width)
-        return cached_hashes(self._samples, self._place_of_caches(), key, progress=self._progress)
+        samples = self._samples if self._kept is None else Subset(self._samples, self._kept)
+        return cached_hashes(samples, self._place_of_caches(), key, progress=self._progress)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def leave_out_bad(self, wanted: str, on_bad_sample: OnBadSample, max_bad_fraction: float) -> None:
+        """Leaves out the records that are no samples; raises ValueError that lists the first if they must not be."""
+        is_bad, num_records = self.lengths == 0, len(self.lengths)
+        if not (num_bad := int(is_bad.sum())):
+            return
+        is_error = on_bad_sample == "error" or num_bad > max_bad_fraction * num_records or num_bad == num_records
+        told = []
+        for index in np.flatnonzero(is_bad)[: _MAX_LISTED if is_error else None].tolist():
+            reason = "empty"
+            try:
+                self._samples._read(index)
+            except ValueError as error:
+                reason = str(error)
+            told.append((self._samples.name_of(index), reason))
+        if is_error:
+            more = f" and {num_bad - len(told):,} more" if num_bad > len(told) else ""
+            listed = "; ".join(f"{name}: {reason}" for name, reason in told) + more
+            if on_bad_sample == "skip":
+                limit = f"max_bad_fraction={max_bad_fraction:g}"
+                raise UserError(
+                    f"{self._path}: {num_bad:,} bad samples of {num_records:,} are more than {limit}: {listed}"
+                )
+            refused = UserError(f"{self._path}: every sample must have {wanted}; mend or remove {listed}")
+            refused.add_note('on_bad_sample="skip" leaves them out')
+            raise refused
+        self.skipped, self._kept = tuple(told), np.flatnonzero(~is_bad)
+        self.lengths = self.lengths[self._kept]
+
     def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
+        index = index if self._kept is None else self._kept.item(index)
         try:
             return self._samples._read(index)
         except ValueError as error:  # it was read once, when the lengths were measured
@@ -116,6 +149,8 @@ def open_data(
     block_length: int = 1024,
     num_workers: int = 0,
     progress: bool = True,
+    on_bad_sample: OnBadSample = "error",
+    max_bad_fraction: float = 0.01,
 ) -> StoredDataset:
     r"""Opens files of samples by their extension, or a directory saved by Hugging Face datasets.
 
@@ -153,15 +188,20 @@ def open_data(
       block_length: tokens of a block of a `.bin`.
       num_workers: processes that measure lengths, if there are thousands of samples; 0 measures in this process.
       progress: whether downloading, decompressing, and measuring lengths show a progress bar.
+      on_bad_sample: what happens to a record that is no sample: an empty line or text, a line that is no JSON, a
+        missing field, another type, messages that the template rejects, nothing to learn. `"skip"` leaves it out, and
+        later samples move up; `StoredDataset.skipped` names it. A file that is damaged as a whole stays an error.
+      max_bad_fraction: the most records that may be skipped, as a share of all.
 
     Returns:
       A `StoredDataset`: a data source of 1-D integer arrays, or of `WeightedTokens`, with known lengths.
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: another extension; a package that is missing; a damaged file; no samples, or empty ones; lines or
-        records without the fields, or with nothing to learn; a template or messages that do not fit; tokens out of
-        range; a tokenizer for tokens, or with more ids than `num_values`. The first offenders are listed.
+      ValueError: another extension; a package that is missing; a damaged file; no samples; empty ones, lines or records
+        without the fields, or with nothing to learn, if they are not skipped; more of them than `max_bad_fraction`; a
+        template or messages that do not fit; tokens out of range; a tokenizer for tokens, or with more ids than
+        `num_values`. The first offenders are listed.
 
     Example:
       >>> import tempfile
@@ -173,6 +213,7 @@ def open_data(
       (array([3, 5]), b'seven')
     """
     check_at_least_one(block_length=block_length)
+    check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     record_format = RecordFormat([field] if isinstance(field, str) else field, template, loss_on)
     from_file = None if tokenizer is None else FileTokenizer(tokenizer)
     if not is_remote(path) and any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -210,7 +251,7 @@ def open_data(
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = _NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
-    _refuse_empty(dataset, path, samples, wanted)
+    dataset.leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
     return dataset
 
 
@@ -270,23 +311,6 @@ class _Samples(Concatenated):
             own = range(max(samples.start - start, 0), min(samples.stop - start, len(part)))
             lengths += part.lengths_of(own) if own else []
         return lengths
-
-
-def _refuse_empty(dataset: StoredDataset, path: Path | str, samples: _Samples, wanted: str) -> None:
-    """Raises ValueError that lists the samples which are none, and why the first are none."""
-    refused = np.flatnonzero(dataset.lengths == 0).tolist()
-    if not refused:
-        return
-    reasons = []
-    for index in refused[:_MAX_LISTED]:
-        reason = "empty"
-        try:
-            samples._read(index)
-        except ValueError as error:
-            reason = str(error)
-        reasons.append(f"{samples.name_of(index)}: {reason}")
-    more = f" and {len(refused) - len(reasons):,} more" if len(refused) > len(reasons) else ""
-    raise UserError(f"{path}: every sample must have {wanted}; mend or remove {'; '.join(reasons)}{more}")
 
 
 def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Any:

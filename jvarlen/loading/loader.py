@@ -40,7 +40,6 @@ from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
 from jvarlen.loading.plan_source import (
     IdsDigest,
-    OnBadSample,
     OnMismatch,
     PaddingRows,
     PlanSource,
@@ -53,6 +52,7 @@ from jvarlen.loading.plan_source import (
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import OnBadSample
 from jvarlen.planning.steps import PlannedSteps, ReadPlan
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def load(
         if found is not None:
             collate, batch_spec = CollateFields(found), plan_specs(first, found)
     elif not is_own(collate):
-        batch_spec = spec_of_steps({read_plan: cast(DataSource, dataset)}, collate)
+        batch_spec = spec_of_steps({read_plan: cast(DataSource, dataset)}, collate, on_bad_sample)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch,

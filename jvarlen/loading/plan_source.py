@@ -32,12 +32,11 @@ from jvarlen.loading.collate import (
 from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import WeightedTokens, fields_of, samples_at_once
+from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, samples_at_once
 from jvarlen.planning.steps import OwnRows, ReadPlan
 
 __all__ = [
     "IdsDigest",
-    "OnBadSample",
     "OnMismatch",
     "PaddingRows",
     "PlanSource",
@@ -51,7 +50,6 @@ __all__ = [
 ]
 
 OnMismatch = Literal["error", "adjust"]
-OnBadSample = Literal["error", "skip"]
 PaddingRows = Literal["zeros", "repeat"]
 
 _MOST_TOLD = 500  # characters of why a sample is bad
@@ -334,7 +332,9 @@ def _reason(error: Exception) -> str:
     return " ".join(text.split())[:_MOST_TOLD]
 
 
-def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -> BatchSpec:
+def spec_of_steps(
+    datasets: Mapping[ReadPlan, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
+) -> BatchSpec:
     """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
@@ -351,7 +351,7 @@ def spec_of_steps(datasets: Mapping[ReadPlan, DataSource], collate: CollateFn) -
                 )
             index = plan.buckets.index(bucket) if bucket in plan.buckets else -1
             for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
-                return jax.tree.map(spec, PlanSource(plan, dataset, collate)[step])
+                return jax.tree.map(spec, PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample)[step])
         raise UserError(f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec")
 
     return batch_spec

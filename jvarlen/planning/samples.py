@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,18 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["Dataset", "WeightedTokens", "fields_of", "has_fields", "reweighted", "samples_at_once", "to_tokens"]
+__all__ = [
+    "Dataset",
+    "OnBadSample",
+    "WeightedTokens",
+    "fields_of",
+    "has_fields",
+    "reweighted",
+    "samples_at_once",
+    "to_tokens",
+]
+
+OnBadSample = Literal["error", "skip"]
 
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 

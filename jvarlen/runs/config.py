@@ -39,6 +39,7 @@ from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.order import check_seed
+from jvarlen.planning.samples import OnBadSample
 from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
 
 __all__ = [
@@ -152,12 +153,18 @@ class DataConfig:
     """More files to evaluate on, each separately, besides the held-out samples."""
     on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_RESUMED)
     """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
+    on_bad_sample: OnBadSample = dataclasses.field(default="error", metadata=_RESUMED)
+    """A record that is no sample, or a sample that cannot be read or is not as planned, ends the run (error),
+    or is left out and listed in bad_samples.jsonl (skip)."""
+    max_bad_fraction: float = dataclasses.field(default=0.01, metadata=_RESUMED)
+    """Largest share of samples that may be left out, of each file and of each epoch."""
     num_workers: int = dataclasses.field(default=0, metadata=_PROCESS)
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
         check_counts(self, 0, "num_workers", "end_token")
         check_at_least_one(**if_given(mixture_samples=self.mixture_samples))
+        check_setting(self, ("max_bad_fraction",), lambda share: 0 <= share <= 1, "between 0 and 1")
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         for name in ("weights", "loss_weights"):
             if (given := getattr(self, name)) and len(given) != len(self.files):

@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves
 from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs.bad_samples import write_bad_records
 from jvarlen.runs.config import Change, FitConfig, changes_between, files_read, is_run_dir, load_config, save_config
 from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, PlanConfig
 
@@ -82,7 +83,12 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def new_run_dir(
-    config: FitConfig, shapes: ChosenShapes, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
+    config: FitConfig,
+    shapes: ChosenShapes,
+    plan: Plan,
+    content_keys: dict[str, str],
+    held: contextlib.ExitStack,
+    bad_records: Sequence[dict[str, Any]] = (),
 ) -> Path:
     """Creates the directory of a new run with what a resumed run is compared with; `held` gets the lock."""
     run_dir = config.directory.run_dir or _make_dir(config.directory.runs_dir, plan)
@@ -99,6 +105,7 @@ def new_run_dir(
     save_dataclass(shapes, run_dir / SHAPES_FILE)
     with write_atomically(run_dir / "data.json") as file:
         file.write((json.dumps(content_keys, indent=2) + "\n").encode())
+    write_bad_records(run_dir, bad_records)
     # Last: what has settings is a run, and can be resumed.
     save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
     return run_dir
@@ -209,6 +216,8 @@ class Summary:
       stall_s: how many of these steps waited for the compiler, or for a checkpoint.
       data_wait: share of the others spent waiting for data.
       num_adjusted: samples of process 0 that were cut or left shorter because they do not have the planned length.
+      num_skipped: bad samples of all processes that were left out of steps, each as often as steps should have had it.
+      num_skipped_records: records of the data files that are no samples, and were left out before planning.
       num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
         their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
       num_steps_without_weight: steps in which no sample had one: they have no loss, and a gradient of 0.
@@ -239,6 +248,8 @@ class Summary:
     compilations_after_first_step: int
     interrupted: bool
     evaluated_in: Literal["nats a token", "loss"]
+    num_skipped: int = 0
+    num_skipped_records: int = 0
 
     def __str__(self) -> str:
         unit = "" if self.evaluated_in == "loss" else f" {self.evaluated_in}"
@@ -257,6 +268,8 @@ class Summary:
             "step seconds": f"{self.train_s - self.stall_s:.1f} ({self.data_wait:.2%} waiting for data)",
             "stall seconds": f"{self.stall_s:.1f} (waiting for the compiler or a checkpoint)",
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
+            **({"bad samples skipped": f"{self.num_skipped:,} in steps"} if self.num_skipped else {}),
+            **({"bad records skipped": f"{self.num_skipped_records:,} in files"} if self.num_skipped_records else {}),
             **({"samples without a target": f"{self.num_without_target:,}"} if self.num_without_target else {}),
             **({"steps without weight": f"{self.num_steps_without_weight:,}"} if self.num_steps_without_weight else {}),
             **({"steps rejected": f"{self.num_nonfinite_grads:,}"} if self.num_nonfinite_grads else {}),

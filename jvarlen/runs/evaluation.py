@@ -53,6 +53,7 @@ class Evaluator:
         self._eval_step = eval_step
         self._trackers = trackers
         self._heartbeat = heartbeat
+        self._num_skipped: dict[str, int] = {}
         self._latest: tuple[int, dict[str, float | None]] | None = None
 
     def evaluate(self, state: TrainState, place: Place) -> dict[str, float | None] | None:
@@ -76,6 +77,9 @@ class Evaluator:
                 told += [f"{of_sum} {mean:.4g}" for of_sum, mean in means[name].sums.items()]
             figure = "nats_per_token" if in_nats else "mean_loss"  # by which readers tell a loss of the user's own
             record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: loss}
+            if num_skipped := self._num_skipped[name]:
+                told.append(f"without {num_skipped:,} bad samples")
+                record["num_skipped"] = num_skipped
             self._trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
         show_line(" · ".join(told), progress=self._prepared.config.progress)
         self._latest = place.num_steps_done, losses
@@ -98,5 +102,6 @@ class Evaluator:
                     if is_interrupted_at(next(num_steps)):
                         return None
                     sums.add(self._eval_step(state, batch)[1])
+                self._num_skipped[name] = batches.num_skipped
             means[name] = means_of(sums.total)
         return means

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +44,12 @@ from jvarlen.distributed.processes import (
     together,
 )
 from jvarlen.loading.collate import CollateFn
+from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import Bucket
 from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, check_bad_samples, open_bad_samples
 from jvarlen.runs.config import FitConfig, saved_settings
 from jvarlen.runs.directory import (
     Summary,
@@ -161,6 +163,7 @@ def fit(
         collate=collate,
         batch_spec=batch_spec,
         length_fn=length_fn,
+        on_bad_sample=config.data.on_bad_sample,
     )
     config, placement = _launched(config, data, layout)
     with remembered_interrupts(), contextlib.ExitStack() as held:
@@ -219,6 +222,7 @@ class _Run(NamedTuple):
     form: PortableForm | None  # in which checkpoints hold states; None: as they are
     checkpoints: Checkpoints
     trackers: Trackers
+    bad_samples: BadSamples
     heartbeat: Heartbeat
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
@@ -260,6 +264,8 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"
         raise UserError(f"{what} holds values that are not finite: {list_first(broken)}")
     is_main = is_main_process()
+    if is_main:
+        check_bad_samples(run_dir)  # before anything is discarded
     if place.num_steps_done < max(checkpoints.steps, default=0):
         if is_main and (metrics := run_dir / "metrics.jsonl").exists():
             read_metrics(metrics)  # before anything is discarded: it may be damaged
@@ -271,6 +277,14 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
             start_step=place.num_steps_done,
             config=settings,
             others=trackers if is_main else None,
+        )
+    )
+    bad_samples = held.enter_context(
+        open_bad_samples(
+            run_dir,
+            start_step=place.num_steps_done,
+            skips=config.data.on_bad_sample == "skip",
+            progress=config.progress,
         )
     )
     if resumed is not None:
@@ -303,6 +317,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         form=form,
         checkpoints=checkpoints,
         trackers=log,
+        bad_samples=bad_samples,
         heartbeat=heartbeat,
         train_step=train_step,
         eval_step=eval_step,
@@ -317,7 +332,7 @@ def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> tuple[Path,
     plan, keys = prepared.training_plan.plan_of_epoch(0), prepared.data.content_keys
     with together("open the run directory"):
         if is_main_process() and resumed is None:
-            run_dir = new_run_dir(config, prepared.shapes, plan, keys, held)
+            run_dir = new_run_dir(config, prepared.shapes, plan, keys, held, prepared.data.skipped)
         elif is_main_process() and resumed is not None:
             run_dir, changed, settings = resumed_run_dir(config, resumed, plan, held)
             say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
@@ -333,7 +348,8 @@ def _train(run: _Run) -> _Trained:
     evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.heartbeat)
 
     def save(metric: float | None = None) -> None:
-        run.trackers.sync()  # first, so that no checkpoint is ahead of the log
+        run.trackers.sync()  # first, so that no checkpoint is ahead of the logs
+        run.bad_samples.sync()
         run.checkpoints.save(state, place, metric=metric)
 
     # The first evaluation, save and exchange come before the guard: all compile small things once.
@@ -372,9 +388,10 @@ def _train(run: _Run) -> _Trained:
                 run.run_dir / "profile", config.profile, steps_left=training.num_steps - place.num_steps_done
             ) as profiler,
         ):
-            running: tuple[dict[str, Any], Metrics] | None = None  # the step that the devices compute
+            # The step that the devices compute.
+            running: tuple[dict[str, Any], Metrics, Sequence[SkippedSample]] | None = None
 
-            def end_step(record: dict[str, Any], metrics: Metrics) -> None:
+            def end_step(record: dict[str, Any], metrics: Metrics, skipped: Sequence[SkippedSample]) -> None:
                 """Waits for the end of a step, logs it and shows it."""
                 metrics = jax.device_get(metrics)
                 record = _with_metrics(record, metrics)
@@ -382,6 +399,7 @@ def _train(run: _Run) -> _Trained:
                 if not metrics.grads_finite:
                     record["grads_finite"] = False
                 record |= meter.end_step(has_weight=record["loss"] is not None, grads_finite=bool(metrics.grads_finite))
+                run.bad_samples.log(record["step"], skipped)
                 run.trackers.log(record)
                 display.update(record, pending=run.train_step.pending)
                 if record["loss"] is None:
@@ -402,7 +420,7 @@ def _train(run: _Run) -> _Trained:
                             save(None if evaluations is None else evaluations[HELD_OUT])
                 if is_interrupted_at(place.num_steps_done):
                     break
-                batch = meter.next_batch()
+                batch, skipped = meter.next_batch(), batches.skipped_in_batch
                 run.heartbeat.step()  # before the computation that waits for all processes
                 if not _has_program(run, training.bucket_at(place), meter, running):
                     break
@@ -411,7 +429,7 @@ def _train(run: _Run) -> _Trained:
                     state, metrics = run.train_step(state, batch)
                 if running is not None:
                     end_step(*running)  # the step before
-                running, place = (record, metrics), training.next_place(place)
+                running, place = (record, metrics, skipped), training.next_place(place)
                 if not run.train_step.pending:
                     run.eval_step.advance()
             if running is not None:
@@ -533,6 +551,8 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         stall_s=place.stall_s,
         data_wait=place.data_wait_s / own_s,
         num_adjusted=place.num_adjusted_done,
+        num_skipped=run.bad_samples.num_in_steps(),
+        num_skipped_records=run.bad_samples.num_in_files,
         num_without_target=place.num_without_target_done,
         num_steps_without_weight=place.num_steps_without_weight,
         num_nonfinite_grads=place.num_nonfinite_grads,
@@ -548,5 +568,7 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
             write_summary(run.run_dir, summary, report)
             say("Compile report", report.table())
             say("Summary", str(summary))
+            if num_bad := summary.num_skipped + summary.num_skipped_records:
+                say("Warning", f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / BAD_SAMPLES}")
             terminal.say(run.run_dir)
     return summary

@@ -25,7 +25,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.loading.loader import Loader, load
-from jvarlen.loading.plan_source import read_sample
+from jvarlen.loading.plan_source import read_samples
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
@@ -86,6 +86,8 @@ class Prepared(NamedTuple):
             collate=self.task.collate,
             lengths=lengths if self.task.compares_lengths else None,
             on_mismatch=self.config.data.on_mismatch,
+            on_bad_sample=self.config.data.on_bad_sample,
+            max_bad_fraction=self.config.data.max_bad_fraction,
             verify=self.config.verify,
             num_values=self.num_values,
             **where,
@@ -99,6 +101,11 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         raise UserError(
             'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or length_fn '
             "of your own"
+        )
+    if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
+        raise UserError(
+            'on_bad_sample="skip" compares the `len()` of samples with the plan: it cannot go with a length_fn of your '
+            "own without a collate"
         )
     layout = config.hardware.layout
     num_devices = 1 if placement is None else placement.layout.num_devices
@@ -115,7 +122,13 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             _refuse_changed(resumed, data, config.data.tokenizer)
         lengths = _lengths_of(data.train, task, config.progress)
         held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
-        say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
+        told = [f"{bad['file']}, {bad['record']}: {bad['reason']}" for bad in data.skipped]
+        say(
+            "Corpus",
+            length_histogram(lengths),
+            f"evaluated on other samples: {', '.join([held_out, *others])}",
+            *([f"{len(told):,} records that are no samples are left out: {list_first(told, '; ')}"] if told else []),
+        )
         eval_lengths = {name: _lengths_of(dataset, task, False) for name, dataset in data.evaluation.items()}
     with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)
     task = with_model(layout)
@@ -221,11 +234,14 @@ def _check_targets(prepared: Prepared) -> None:
     longest = (
         prepared.lengths if plan.overlong == "split" else np.minimum(prepared.lengths, plan.buckets[-1].lengths[-1])
     )
+    bad: dict[int, str] | None = {} if prepared.config.data.on_bad_sample == "skip" else None
     for step in range(min(training.num_steps, plan.num_steps)):
         ids = plan.rows(step)
         for i in ids[ids >= 0].tolist():
-            sample = read_sample(dataset, i)
-            if not isinstance(sample, WeightedTokens) or sample.weights[: longest[i]].any():
+            (sample,) = read_samples(dataset, [i], bad)
+            if bad:
+                bad.clear()
+            elif not isinstance(sample, WeightedTokens) or sample.weights[: longest[i]].any():
                 return
     raise UserError(
         f"none of {plan.num_samples:,} training samples has a target: all tokens that are left of them have weight 0 "

@@ -33,6 +33,7 @@ from jvarlen.parallel.tensor_params import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.samples import OnBadSample
 from jvarlen.runs.config import FitConfig, evaluation_name
 from jvarlen.runs.vocabulary import table_rows
 from jvarlen.training.losses import LossFn, takes_argument
@@ -54,6 +55,7 @@ class Task:
     collate: CollateFn | None = None
     batch_spec: BatchSpec | None = None
     length_fn: LengthFn | None = None
+    on_bad_sample: OnBadSample = "error"
     is_language_model: bool = False  # whether the loss is in nats a token
 
     def __post_init__(self):
@@ -98,7 +100,7 @@ class Task:
             return self.batch_spec
         if self.collate is None:
             return plan_specs(next(iter(plans.values())))
-        return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate)
+        return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate, self.on_bad_sample)
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
@@ -165,6 +167,7 @@ class TrainingData(NamedTuple):
     evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
     vocab_size: int  # how many values a token can have
     content_keys: dict[str, str]  # of each file and of the tokenizer, by its name
+    skipped: list[dict[str, Any]]  # records of files that are no samples, as a run lists them
 
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
@@ -193,6 +196,11 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
         vocab_size=max([config.decoder.vocab_size, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
+        skipped=[
+            {"step": None, "file": str(path), "record": name, "reason": reason}
+            for path, dataset in opened.items()
+            for name, reason in dataset.skipped
+        ],
     )
 
 
@@ -209,6 +217,8 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
         block_length=config.plan.longest,
         num_workers=config.data.num_workers,
         progress=config.progress,
+        on_bad_sample=config.data.on_bad_sample,
+        max_bad_fraction=config.data.max_bad_fraction,
     )
     if dataset.num_values is None:
         raise UserError(

@@ -17,7 +17,7 @@ from jvarlen.cli import main
 from jvarlen.data.line_files import LineDataset
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.open import open_data
-from jvarlen.data.split import split_held_out
+from jvarlen.data.split import sample_hash, split_held_out
 from jvarlen.models import TransformerConfig
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, load_config
@@ -74,15 +74,15 @@ def test_a_file_of_another_size_is_refused_by_a_worker(tmp_path):
     ("content", "line"), [(b"\n", 1), (b"a\n\nb\n", 2), (b"a\r\n\r\nb", 2), (b"\r\n", 1), (b"\na\r", 1)]
 )
 def test_empty_lines_are_refused_by_number(tmp_path, content, line):
-    with pytest.raises(ValueError, match=rf"t\.txt.*line {line}: empty$"):
+    with pytest.raises(ValueError, match=rf"t\.txt.*line {line}: empty\n"):
         open_data(write(tmp_path / "t.txt", content))
 
 
 def test_the_first_offenders_are_listed_and_the_others_counted(tmp_path):
-    with pytest.raises(ValueError, match=r"line 2: empty; line 3: empty; .*line 6: empty and 3 more$"):
+    with pytest.raises(ValueError, match=r"line 2: empty; line 3: empty; .*line 6: empty and 3 more\n"):
         open_data(write(tmp_path / "t.txt", b"a" + b"\n" * 9))
     lines = [b'{"text": "a"}'] + [b"[]"] * 8
-    with pytest.raises(ValueError, match=r"line 2: no JSON object; .*line 6: no JSON object and 3 more$"):
+    with pytest.raises(ValueError, match=r"line 2: no JSON object; .*line 6: no JSON object and 3 more\n"):
         open_data(write(tmp_path / "t.jsonl", b"\n".join(lines)), progress=False)
 
 
@@ -123,6 +123,46 @@ def test_what_is_no_text_in_a_json_line_is_refused_by_number_and_reason(tmp_path
     path = write(tmp_path / "t.jsonl", b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=rf"t\.jsonl: every sample .* text in 'text'; .*line 2: {reason}"):
         open_data(path, progress=False)
+
+
+LINES = [b'{"text": "a"}', b"", b'{"text": "bc"}', b'{"body": "d"}', b'{"text": ""}', b"no", b'{"text": "def"}']
+BAD_LINES = {2: "not JSON (", 4: "no such field, but 'body'", 5: "empty", 6: "not JSON ("}
+
+
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_lines_that_are_no_samples_are_left_out_and_listed(tmp_path, tokenized, monkeypatch):
+    options = {"progress": False, "on_bad_sample": "skip", "max_bad_fraction": 4 / 7}
+    if tokenized:
+        options["loss_on"] = ["text"]
+    path = write(tmp_path / "t.jsonl", b"\n".join(LINES))
+    dataset = open_data(path, **options)
+    samples = [bytes(getattr(dataset[i], "tokens", dataset[i])) for i in range(len(dataset))]
+    assert samples == [b"a", b"bc", b"def"]
+    assert dataset.lengths.tolist() == [1, 2, 3]
+    assert [name for name, _ in dataset.skipped] == [f"line {number}" for number in BAD_LINES]
+    assert dataset.sample_hashes.tolist() == [sample_hash(sample) for sample in samples]
+    again = pickle.loads(pickle.dumps(dataset))
+    assert bytes(getattr(again[2], "tokens", again[2])) == b"def"
+    if not tokenized:
+        assert all(
+            reason.startswith(BAD_LINES[number]) for number, (_, reason) in zip(BAD_LINES, dataset.skipped, strict=True)
+        )
+    monkeypatch.setattr("jvarlen.data.measure.measure_ranges", lambda *_: pytest.fail("measured again"))
+    assert open_data(path, **options).skipped == dataset.skipped
+
+
+def test_more_bad_lines_than_the_stated_share_are_an_error(tmp_path):
+    path = write(tmp_path / "t.jsonl", b"\n".join(LINES))
+    options = {"progress": False, "on_bad_sample": "skip"}
+    with pytest.raises(ValueError, match=r"4 bad samples of 7 are more than max_bad_fraction=0\.5: line 2: not JSON"):
+        open_data(path, max_bad_fraction=0.5, **options)
+    with pytest.raises(ValueError, match="on_bad_sample"):
+        open_data(path, progress=False, on_bad_sample="warn")
+    with pytest.raises(ValueError, match="2 bad samples of 2"):
+        open_data(write(tmp_path / "none.txt", b"\n\n"), max_bad_fraction=1.0, **options)
+    text = open_data(write(tmp_path / "t.txt", b"a\n\nb"), max_bad_fraction=0.5, **options)
+    assert (samples_of(text), text.skipped) == ([b"a", b"b"], (("line 2", "empty"),))
+    assert open_data(write(tmp_path / "whole.txt", b"a\nb"), **options).skipped == ()
 
 
 json_values = st.recursive(
@@ -259,7 +299,7 @@ def test_arrays_are_read_as_their_samples(tmp_path, dtype, save):
         ({"tokens": [1, 2], "offsets": [0, 2, 1, 2]}, "offsets must ascend"),
         ({"tokens": [1, 2], "offsets": [0, 2**63 - 1, -2, 2]}, "offsets must ascend"),  # whose differences overflow
         ({"tokens": np.array([], int), "offsets": [0]}, "holds no samples"),
-        ({"tokens": [1, 2], "offsets": [0, 0, 1, 1, 2]}, "id 0: empty; id 2: empty$"),
+        ({"tokens": [1, 2], "offsets": [0, 0, 1, 1, 2]}, "id 0: empty; id 2: empty\n"),
         (
             {"tokens": [1, 256, 300, 4, -7], "offsets": [0, 1, 3, 4, 5]},
             "at least 0 and below the vocabulary size 256 .* others.*: id 1: 256, id 3: -7$",

@@ -15,6 +15,7 @@ from jvarlen import fit
 from jvarlen.cli import main
 from jvarlen.reports.run_records import read_metrics
 from tests import forks, processes
+from tests.run_faults import GAPS
 from tests.run_faults_of_processes import HEARTBEAT_S
 from tests.run_fit import make_config, make_data
 from tests.settings import changed
@@ -27,7 +28,7 @@ WITHIN_S = 2 * HEARTBEAT_S + 10  # of a death, others end
 OF_THE_STEPS = ("step", "loss", "learning_rate", "num_tokens", "num_sequences", "bucket_rows", "bucket_length")
 OF_THE_WHOLE = (
     "held_out_before", "held_out_after", "num_steps", "num_tokens", "padding",
-    "compilations_after_first_step", "interrupted",
+    "compilations_after_first_step", "interrupted", "num_skipped",
 )  # fmt: skip
 
 
@@ -116,12 +117,13 @@ def ended_run(tmp_path_factory):
     """A run of the command over a file of lines, as it is typed."""
     folder = tmp_path_factory.mktemp("ended")
     lines = [sample.tobytes() for sample in make_data().train]
-    (folder / "lines.txt").write_bytes(b"\n".join(lines))
+    (folder / "lines.txt").write_bytes(b"\n".join([b"", *lines, b"", b"end"]))
     assert main(["train", "--data", str(folder / "lines.txt"), "--runs-dir", str(folder / "runs"), *SMALL]) == 0
     return (folder / "runs" / "latest").resolve()
 
 
 SMALL = [
+    "--on-bad-sample", "skip", "--max-bad-fraction", "0.1",
     "--held-out-fraction", "0.1", "--max-steps", "4", "--num-epochs", "9", "--checkpoint-every", "2", "--no-progress",
     "--compile.cache-dir", "None", "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
     "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1",
@@ -134,7 +136,10 @@ def contents(run_dir):
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [*itertools.product(["plan.npz", "config.json"], DAMAGES), ("metrics.jsonl", "flipped"), ("checkpoint", "flipped")],
+    [
+        *itertools.product(["plan.npz", "config.json"], DAMAGES),
+        *itertools.product(["metrics.jsonl", "bad_samples.jsonl", "checkpoint"], ["flipped"]),
+    ],
 )
 def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended_run, name, damage, capsys):
     damaged = ended_run / name
@@ -142,7 +147,7 @@ def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended
         damaged = max(ended_run.glob("checkpoints/4/**/d/*"), key=lambda path: path.stat().st_size)
     whole = damaged.read_bytes()
     # Of the log the first byte: the last line may be cut off, as by a kill, and other digits of a loss tell nothing.
-    struck = bytes([whole[0] ^ 1]) + whole[1:] if name == "metrics.jsonl" else DAMAGES[damage](whole)
+    struck = bytes([whole[0] ^ 1]) + whole[1:] if name.endswith(".jsonl") else DAMAGES[damage](whole)
     capsys.readouterr()
     damaged.write_bytes(struck)
     before = contents(ended_run)
@@ -180,6 +185,12 @@ def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(killed_often)
     assert steps(killed) == steps(left_alone)
     summaries = [json.loads((folder / f"{name}.json").read_text()) for name in ("whole", "killed")]
     assert whole(summaries[0]) == whole(summaries[1])
+    bad = (left_alone / "bad_samples.jsonl").read_text()
+    assert (killed / "bad_samples.jsonl").read_text() == bad
+    rows = [json.loads(line) for line in bad.splitlines()]
+    assert summaries[0]["num_skipped"] == len(rows) > 10
+    assert {(row["id"], row["reason"]) for row in rows} == {(i, f"OSError: sample {i} is gone") for i in GAPS}
+    assert len({(row["epoch"], row["id"]) for row in rows}) == len(rows)
     with np.load(folder / "whole.npz") as one, np.load(folder / "killed.npz") as other:
         assert one.files == other.files
         assert all(one[name].tobytes() == other[name].tobytes() for name in one.files)

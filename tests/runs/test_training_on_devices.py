@@ -62,6 +62,12 @@ def records(run_dir):
     return [row for row in read_metrics(Path(run_dir) / "metrics.jsonl") if "loss" in row]
 
 
+def bad_samples(run_dir):
+    """Of all processes."""
+    lists = [path.read_text() for path in Path(run_dir).glob("bad_samples*.jsonl")]
+    return sorted((json.loads(line) for line in "".join(lists).splitlines()), key=lambda row: (row["step"], row["id"]))
+
+
 def assert_same_course(one, other):
     """The same steps at the same rates, bit for bit, with losses that differ by rounding alone."""
     assert len(one) == len(other)
@@ -73,20 +79,21 @@ def assert_same_course(one, other):
 @pytest.fixture(scope="module")
 def on_one_device(tmp_path_factory, compilation_cache):
     runs_dir = tmp_path_factory.mktemp("one") / "runs"
-    return fit(run_fit.make_config(runs_dir, compilation_cache), run_fit.make_data())
+    return fit(run_fit.make_skipping_config(runs_dir, compilation_cache), run_fit.make_data_with_gaps())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cache):
-    config = changed(run_fit.make_config(tmp_path, compilation_cache), devices=4)
-    spread = fit(config, run_fit.make_data())
+    config = changed(run_fit.make_skipping_config(tmp_path, compilation_cache), devices=4)
+    spread = fit(config, run_fit.make_data_with_gaps())
     assert_same_course(records(spread.run_dir), records(on_one_device.run_dir))
     assert all(leaf.sharding.num_devices == 4 for leaf in jax.tree.leaves(spread.state))
     assert spread.summary.compilations_after_first_step == 0
     np.testing.assert_allclose(spread.summary.held_out_after, on_one_device.summary.held_out_after, rtol=1e-5)
     further = changed(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
-    assert fit(further, run_fit.make_data()).summary.num_steps == run_fit.NUM_STEPS
+    assert fit(further, run_fit.make_data_with_gaps()).summary.num_steps == run_fit.NUM_STEPS
+    assert bad_samples(spread.run_dir) == bad_samples(on_one_device.run_dir)
     with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
         fit(config, run_fit.make_data(), layout=data_mesh(3))
 
@@ -221,13 +228,19 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     run_dir, num_steps, num_compilations = results[0]["whole"]
     assert (num_steps, num_compilations) == (run_fit.NUM_STEPS, 0)
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
+    num_skipped = json.loads((Path(run_dir) / "summary.json").read_text())["num_skipped"]
+    assert bad_samples(run_dir) == bad_samples(on_one_device.run_dir)
+    assert num_skipped == on_one_device.summary.num_skipped == len(bad_samples(run_dir)) > 10
+    assert all(list(Path(run_dir).glob(f"bad_samples{of}.jsonl")) for of in ("", ".1"))
 
     run_dir, num_steps, was_interrupted = results[0]["stopped"]
     assert was_interrupted, "process 1 was, and process 0 stopped with it"
     assert 0 < num_steps < run_fit.NUM_STEPS
     saved = load_config(Path(run_dir) / "config.json")
     assert (saved.hardware.coordinator, saved.hardware.num_processes, saved.hardware.process_id) == (None, None, None)
-    resumed = fit(changed(saved, resume=Path(run_dir), devices=2), run_fit.make_data())
+    resumed = fit(changed(saved, resume=Path(run_dir), devices=2), run_fit.make_data_with_gaps())
+    assert bad_samples(run_dir) == bad_samples(on_one_device.run_dir)
+    assert resumed.summary.num_skipped == num_skipped
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
 

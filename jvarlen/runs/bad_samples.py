@@ -1,0 +1,104 @@
+"""The list of bad samples of a run, `bad_samples.jsonl`: what was left out of its files and of its steps."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.files import regular_file, write_atomically
+from jvarlen._common.progress import show_line
+from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.loading.plan_source import SkippedSample
+
+__all__ = ["BAD_SAMPLES", "BadSamples", "check_bad_samples", "open_bad_samples", "write_bad_records"]
+
+BAD_SAMPLES = "bad_samples.jsonl"  # of process 0; process 1 has bad_samples.1.jsonl
+
+_MOST_SHOWN = 5  # all are in the file
+
+
+class BadSamples:
+    """Writes the samples that a process skips; `num_in_files` and `num_in_steps` count what the files list."""
+
+    def __init__(self, file: IO[str] | None, num_in_files: int, num_in_steps: int, progress: bool):
+        self._file = file
+        self._progress = progress
+        self._num_shown = 0
+        self.num_in_files, self._num_in_steps = num_in_files, num_in_steps
+
+    def log(self, num_steps_done: int, skipped: Sequence[SkippedSample]) -> None:
+        """Lists what a step, which so many came before, has left out; OSError if it cannot be written."""
+        if not skipped or self._file is None:
+            return
+        self._num_in_steps += len(skipped)
+        try:
+            for one in skipped:
+                self._file.write(json.dumps(one._asdict() | {"step": num_steps_done}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"{self._file.name} cannot be written: {error.strerror}") from error
+        for one in skipped[: _MOST_SHOWN - self._num_shown]:
+            self._num_shown += 1
+            show_line(f"step {num_steps_done + 1:,} leaves out sample {one.id}: {one.reason}", progress=self._progress)
+
+    def sync(self) -> None:
+        """Returns when the list would survive a power cut."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def num_in_steps(self) -> int:
+        """Samples that the steps of all processes have left out, those before a resume too; all processes call it."""
+        return sum(map(int, gather_texts("the number of bad samples", str(self._num_in_steps))))
+
+
+def write_bad_records(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Begins the list with the records of files that are no samples."""
+    if records:
+        _write(run_dir / BAD_SAMPLES, records)
+
+
+def check_bad_samples(run_dir: Path) -> None:
+    """Raises ValueError for a list that is damaged."""
+    for path in run_dir.glob("bad_samples*.jsonl"):
+        collections.deque(_rows(path), maxlen=0)
+
+
+@contextlib.contextmanager
+def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: bool) -> Iterator[BadSamples]:
+    """A block with the lists of all processes, without what `start_step` and later steps have left out."""
+    steps: list[int | None] = []
+    with together("open the lists of bad samples"):
+        for path in sorted(run_dir.glob("bad_samples*.jsonl")) if is_main_process() else ():
+            kept = [row for row in _rows(path) if row["step"] is None or row["step"] < start_step]
+            _write(path, kept)
+            steps += [row["step"] for row in kept]
+    index = jax.process_index()
+    own = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
+    num_in_files = steps.count(None)
+    with own.open("a") if skips else contextlib.nullcontext() as file:
+        yield BadSamples(file, num_in_files, len(steps) - num_in_files, progress)
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with write_atomically(path) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a list, without an incomplete last line; raises ValueError that names any other."""
+    *lines, _ = regular_file(path).read_text(errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            _ = row["step"] is None or row["step"] < 0
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}, names no bad sample: {error!r}") from None
+        yield row
