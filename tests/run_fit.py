@@ -107,6 +107,7 @@ def main():
         process_id=rank,
     )
     whole = fit(config, data)
+    data = make_data_with_gaps()
     # Lengths are read first, once each; then some steps are trained on.
     reads = len(data.train) + 100
     train = Interrupting(data.train, reads) if rank == 1 else data.train

@@ -161,6 +161,17 @@ def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended
     assert (str(ended_run / "checkpoints") if name == "checkpoint" else name) in line
 
 
+def test_lines_that_are_no_samples_are_left_out_and_listed(ended_run):
+    path = str(ended_run.parents[1] / "lines.txt")
+    rows = [json.loads(line) for line in (ended_run / "bad_samples.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": None, "file": path, "record": f"line {number}", "reason": "empty"}
+        for number in (1, len(make_data().train) + 2)
+    ]
+    summary = json.loads((ended_run / "summary.json").read_text())
+    assert (summary["num_skipped_records"], summary["num_skipped"]) == (2, 0)
+
+
 def test_a_resume_that_is_refused_changes_nothing_of_an_ended_run(ended_run, capsys):
     before = contents(ended_run)
     assert main(["train", "--resume", str(ended_run), "--max-steps", "1", "--no-progress"]) == 2
