@@ -84,7 +84,7 @@ class StoredDataset(Dataset):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def leave_out_bad(self, wanted: str, on_bad_sample: OnBadSample, max_bad_fraction: float) -> None:
+    def _leave_out_bad(self, wanted: str, on_bad_sample: OnBadSample, max_bad_fraction: float) -> None:
         """Leaves out the records that are no samples; raises ValueError that lists the first if they must not be."""
         is_bad, num_records = self.lengths == 0, len(self.lengths)
         if not (num_bad := int(is_bad.sum())):
@@ -251,7 +251,7 @@ def open_data(
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = _NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
-    dataset.leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
+    dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
     return dataset
 
 
