@@ -1,5 +1,6 @@
 """Packaging: the wheel that users install is whole, and stands without the checkout."""
 
+import email
 import importlib.metadata
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,7 @@ def run(installed, folder, *args):
     """What a command prints in a folder that is not the checkout."""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = subprocess.run(args, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert command.returncode == 0, command.stderr
+    assert command.returncode == 0, command.stdout + command.stderr
     return command.stdout.strip()
 
 
@@ -58,6 +60,33 @@ def test_each_wheel_holds_its_package_whole_and_typed(wheels):
         assert files == {str(path.relative_to(ROOT)) for path in paths if path.name != "pyproject.toml"}
         assert f"{package}/py.typed" in files
         assert all(name.startswith(f"{package}/") for name in files)
+
+
+@pytest.mark.slow
+def test_torch_ref_needs_numpy_and_torch_alone(wheels, tmp_path):
+    """As its wheel says, and as all of it runs beside them and what they need."""
+    (wheel,) = (wheel for wheel in wheels if wheel.name.startswith("torch_ref-"))
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(files.read(name))
+        files.extractall(tmp_path / "site")
+    assert metadata["Name"] == "torch_ref"
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line).group() for line in required} == {"numpy", "torch"}
+    linked, needed = set(), ["numpy", "torch"]
+    while needed:
+        name = needed.pop()
+        with suppress(importlib.metadata.PackageNotFoundError):  # of other platforms
+            of_package = importlib.metadata.distribution(name)
+            tops = {file.parts[0] for file in of_package.files if file.parts[0] not in ("..", "__pycache__")}
+            for top in tops - linked:
+                (tmp_path / "site" / top).symlink_to(of_package.locate_file(top))
+            linked |= tops
+            requires = [line for line in of_package.requires or () if "extra ==" not in line]
+            needed += [re.match(r"[\w.-]+", line).group() for line in requires]
+    program = [sys.executable, "-S", "-W", "error", ROOT / "tests" / "run_torch_alone.py"]
+    (tmp_path / "empty").mkdir()
+    assert re.search(r"^\d\d modules, \d\d+ lines of examples$", run(tmp_path / "site", tmp_path / "empty", *program))
 
 
 @pytest.mark.slow

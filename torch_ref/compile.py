@@ -3,6 +3,7 @@
 Sizes: m microbatches, B rows, T positions, K buckets.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
@@ -183,13 +183,10 @@ class CompiledBuckets:
         self._compiled_loss = compile_loss(self.model, self._loss_fn, self._backend, self.mode)
         # The largest first: running out of memory shows at once.
         largest_first = sorted(buckets, key=lambda bucket: -bucket.rows * bucket.length)
-        with (
-            unchanged(self.model, self._device),
-            room_for(len(buckets)),
-            tqdm(largest_first, desc="compile", unit="bucket", disable=not self._progress) as bar,
-        ):
-            for bucket in bar:
-                bar.set_postfix_str(name_of(bucket))
+        with unchanged(self.model, self._device), room_for(len(buckets)):
+            for number, bucket in enumerate(largest_first, start=1):
+                if self._progress:
+                    print(f"compile {number} of {len(buckets)}: {name_of(bucket)}", file=sys.stderr)
                 self._compile_bucket(bucket)
         self._seen_resets = CompiledBuckets._num_resets
 
@@ -257,7 +254,7 @@ def compile_buckets(
             shapes behind for good and memory is short. None: never. With it buckets that have no step from `start_step`
             on are not compiled, and the plan can be gone through once.
         start_step: the first step that will be taken; only counts together with `reset_after`.
-        progress: whether to show a progress bar that names the bucket, now and after a reset.
+        progress: whether to print to stderr which bucket is compiled, now and after a reset.
 
     Returns:
         `CompiledBuckets`.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,6 @@ def fit_cost_model(
 
 
 def _solve(shapes: NDArray[np.float64], costs: NDArray[np.float64]) -> list[float]:
-    from scipy.optimize import nnls  # here: importing it takes long, and few need it
-
     rows, length = shapes.T
     terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
     # Shapes that all hold equally many tokens say nothing about the constant.
@@ -114,8 +113,19 @@ def _solve(shapes: NDArray[np.float64], costs: NDArray[np.float64]) -> list[floa
     terms /= costs[:, None]
     # The columns differ by many powers of ten: scaled alike, none of them is lost to rounding.
     scale = terms.max(axis=0)
-    solution, _ = nnls(terms / scale, np.ones_like(costs))
-    return (solution / scale).tolist()
+    return (_least_squares(terms / scale, np.ones_like(costs)) / scale).tolist()
+
+
+def _least_squares(terms: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the coefficients with the least sum of squares, none of them negative: the best of all subsets."""
+    best, least = np.zeros(terms.shape[1]), np.inf
+    for is_used in product([False, True], repeat=terms.shape[1]):
+        solution = np.zeros(terms.shape[1])
+        solution[list(is_used)] = np.linalg.lstsq(terms[:, is_used], wanted)[0]
+        error = float(((terms @ solution - wanted) ** 2).sum())
+        if (solution >= 0).all() and error < least:
+            best, least = solution, error
+    return best
 
 
 def _check_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
