@@ -163,7 +163,17 @@ class Plan:
         return None if self.piece_starts is None else self._rows_of(self.piece_starts, step)
 
     def ends(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the pieces of a step end, like `pieces`; at least there, for the last ones."""
+        """Return where in their samples the pieces of a step end; None if no sample is split.
+
+        Args:
+            step: 0 <= step < num_steps.
+
+        Returns:
+            int64[M, B, P] like `pieces`; for the last pieces of samples, their end or more.
+
+        Raises:
+            IndexError: if there is no such step.
+        """
         return None if self.piece_ends is None else self._rows_of(self.piece_ends, step)
 
     @cached_property

@@ -75,6 +75,12 @@ class Packing(PackedRows):
         """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit.
 
         Wrapped, two more: the rest of the one before them, and the beginning of the one after.
+
+        Args:
+          row_lengths: of K rows; each as long as it is in every feature.
+
+        Returns:
+          K numbers.
         """
         limits = [] if self.max_samples_per_row is None else [np.full(len(row_lengths), self.max_samples_per_row)]
         features = self.histograms or feature_histograms(self.sample_lengths)
