@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.budget import Budget, as_budget, checked_costs, round_up
 from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
+from torch_ref.costs import warn_beyond_measured
 from torch_ref.fitting import Fitting, fit_budget
 from torch_ref.lengths import PairSize, row_sizes
 
@@ -128,6 +129,15 @@ def make_buckets(
         (Bucket(rows=4, length=4), Bucket(rows=1, length=12))
     """
     limits = as_budget(max_tokens, budget)
+    buckets = _make_buckets(lengths, limits, overlong, compiled)
+    for model in (limits.cost, limits.memory):
+        warn_beyond_measured(model, buckets)
+    return buckets
+
+
+def _make_buckets(
+    lengths: ArrayLike, limits: Budget, overlong: str, compiled: Iterable[Sequence[int]]
+) -> tuple[Bucket, ...]:
     if limits.pair_size != "sum":
         raise ValueError(f"pair_size={limits.pair_size!r} counts pairs, and these samples have one length each")
     shapes = _check_compiled(compiled)

@@ -1,6 +1,7 @@
 """Cost models: the seconds of any shape, fitted to a few measured shapes."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -10,7 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import MAX_LISTED, check_integer
 
-__all__ = ["CostModel", "fit_cost_model"]
+__all__ = ["CostModel", "fit_cost_model", "warn_beyond_measured"]
+
+_MOST_ERROR = 0.2  # without a warning
+_MOST_TIMES = 2
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class CostModel:
         device: what was measured on.
         model: what was measured.
         largest_error: the largest |predicted / measured - 1| of the measurements fitted.
+        measured: (rows, length, value) of these.
     """
 
     constant: float
@@ -34,6 +39,7 @@ class CostModel:
     device: str = ""
     model: str = ""
     largest_error: float = 0.0
+    measured: tuple[tuple[int, int, float], ...] = ()
 
     def __call__(self, rows: ArrayLike, length: ArrayLike) -> Any:
         """Return the cost of microbatches.
@@ -67,7 +73,8 @@ def fit_cost_model(
         model: what was measured.
 
     Returns:
-        The model that minimises the sum of (predicted / measured - 1)**2.
+        The model that minimises the sum of (predicted / measured - 1)**2. It is warned of one that misses a
+        measurement by more than 20 %.
 
     Raises:
         ValueError: if the two differ in number, if there are fewer than three distinct shapes or two distinct lengths,
@@ -98,7 +105,43 @@ def fit_cost_model(
     constant, linear, quadratic = _solve(np.array(pairs, dtype=np.float64), costs)
     fitted = CostModel(constant, linear, quadratic, unit=unit, device=device, model=model)
     rows, length = np.array(pairs, dtype=np.int64).T
-    return replace(fitted, largest_error=float(np.abs(fitted(rows, length) / costs - 1).max()))
+    predicted = fitted(rows, length)
+    errors = np.abs(predicted / costs - 1)
+    worst = int(errors.argmax())
+    if errors[worst] > _MOST_ERROR:
+        warnings.warn(
+            f"the cost model misses {int((errors > _MOST_ERROR).sum())} of {len(pairs)} measurements by more than "
+            f"{_MOST_ERROR:.0%}, {rows[worst]} x {length[worst]} by {errors[worst]:.0%}: {predicted[worst]:.3g} {unit} "
+            f"where {costs[worst]:.3g} were measured; measure again, undisturbed, or only shapes like the planned ones",
+            stacklevel=2,
+        )
+    measurements = zip(*np.array(pairs).T.tolist(), costs.tolist(), strict=True)
+    return replace(fitted, largest_error=float(errors[worst]), measured=tuple(measurements))
+
+
+def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> None:
+    """Warn of buckets more than twice as large as all that a cost model was fitted to.
+
+    Args:
+        cost: a `CostModel`; any other function says nothing of where it holds.
+        buckets: (rows, length) of each.
+    """
+    if not isinstance(cost, CostModel) or not cost.measured:
+        return
+    longest = max(length for _, length, _ in cost.measured)
+    largest = max(rows * length for rows, length, _ in cost.measured)
+    beyond = [
+        f"{rows} x {length}"
+        for rows, length in buckets
+        if length > _MOST_TIMES * longest or rows * length > _MOST_TIMES * largest
+    ]
+    if beyond:
+        listed = ", ".join(beyond[:MAX_LISTED]) + (" ..." if len(beyond) > MAX_LISTED else "")
+        warnings.warn(
+            f"the cost model was measured up to {longest} tokens a row and {largest} in all, and is extrapolated to "
+            f"more than {_MOST_TIMES} times that for {listed}: measure such shapes too",
+            stacklevel=3,
+        )
 
 
 def _solve(shapes: NDArray[np.float64], costs: NDArray[np.float64]) -> list[float]:

@@ -28,7 +28,7 @@ from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import Bucket, buckets_by_number
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import Overlong, fit_lengths
 
 __all__ = [
@@ -126,7 +126,9 @@ def choose_shapes(
         predicted = simulated_seconds(work, new, compiler, spacing * step_s if spacing else None)
         steps = int(min(most_steps, most_epochs * of_steps.sum()))
         choices.append(ShapeChoice(buckets, spacing, predicted, steps))
-    return min(choices, key=lambda choice: choice.seconds)
+    chosen = min(choices, key=lambda choice: choice.seconds)
+    warn_beyond_measured(budget.cost, chosen.buckets)
+    return chosen
 
 
 def seconds_of_epoch(
@@ -238,6 +240,9 @@ def costs_from_report(report: CompileReport, microbatches_per_step: int, before:
         of_token = np.array([row.step_s / microbatches_per_step / row.bucket.padded_tokens for row in timed])
         linear, quadratic = _line([row.bucket.lengths[0] for row in timed], of_token)
         seconds = CostModel(0.0, linear, quadratic, device=before.device, model="measured in a run")
+        shapes = [(row.bucket.rows, row.bucket.lengths[0], row.step_s / microbatches_per_step) for row in timed]
+        largest_error = max(abs(float(seconds(rows, length)) / value - 1) for rows, length, value in shapes)
+        seconds = dataclasses.replace(seconds, measured=tuple(shapes), largest_error=largest_error)
     compiled = {name: shapes for name, shapes in before.compiled.items() if name != program}
     here = ((row.bucket.rows, row.bucket.lengths[0]) for row in report)
     compiled[program] = tuple(dict.fromkeys((*before.compiled.get(program, ()), *here)))

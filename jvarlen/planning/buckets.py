@@ -26,6 +26,7 @@ from jvarlen.planning.budget import (
     round_up,
     steps_and_rows,
 )
+from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,
@@ -207,6 +208,9 @@ def make_buckets(
     Raises:
       ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
 
+    Warns:
+      UserWarning: buckets more than twice as large as all that a `CostModel` of the budget was measured with.
+
     Example:
       >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
       (Bucket(rows=3, length=4), Bucket(rows=2, length=16))
@@ -221,6 +225,8 @@ def make_buckets(
     [buckets] = buckets_by_number(
         lengths, limits, [limits.max_shapes], counts=counts, overlong=overlong, compiled=compiled
     )
+    for model in (limits.cost, limits.memory):
+        warn_beyond_measured(model, buckets)
     return buckets
 
 

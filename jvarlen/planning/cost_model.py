@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
 
-from jvarlen._common.checks import UserError, is_integer
+from jvarlen._common.checks import UserError, is_integer, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
 
-__all__ = ["CostModel", "fit_cost_model"]
+__all__ = ["MOST_ERROR", "CostModel", "fit_cost_model", "warn_beyond_measured"]
 
 Unit = Literal["seconds", "bytes"]
 
+MOST_ERROR = 0.2  # of a fit that nothing is said of
+_MOST_TIMES = 2  # so much larger than all that was measured may a bucket be
 _LEAST_SHAPES = 3  # one for each coefficient
 _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over the largest
 
@@ -112,7 +115,7 @@ def fit_cost_model(
       model: the model that was measured, kept in the cost model.
 
     Returns:
-      `CostModel`.
+      `CostModel`. If it misses a value by more than 20 %, a warning says by how much, and what was measured.
 
     Raises:
       ValueError: too few shapes, or shapes that cannot determine the three terms; not one value a shape; values that
@@ -153,13 +156,45 @@ def fit_cost_model(
 
     coefficients = scipy.optimize.nnls(terms / scale, np.ones(len(values)))[0] / scale
     constant, linear, quadratic = coefficients.tolist()
-    return CostModel(
+    errors = np.abs(terms @ coefficients - 1)
+    fitted = CostModel(
         constant=constant,
         linear=linear,
         quadratic=quadratic,
         unit=unit,
         device=device,
         model=model,
-        largest_error=float(np.abs(terms @ coefficients - 1).max()),
+        largest_error=float(errors.max()),
         measured=tuple((b, t, value) for (b, t), value in zip(shapes, values.tolist(), strict=True)),
     )
+    if fitted.largest_error > MOST_ERROR:
+        rows, length, value = fitted.measured[int(errors.argmax())]
+        warnings.warn(
+            f"the cost model is off by up to {fitted.largest_error:.0%}: {rows}×{length} was measured at {value:.3g} "
+            f"{unit}, it says {float(fitted(rows, length)):.3g}; {np.count_nonzero(errors > MOST_ERROR)} of "
+            f"{len(shapes)} shapes are off by more than {MOST_ERROR:.0%}. Measure again with nothing else running and "
+            "more repeats, or only shapes of about the size that is planned",
+            stacklevel=2,
+        )
+    return fitted
+
+
+def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> None:
+    """Warns of buckets far larger than all shapes that a cost model was fitted to; other costs say nothing of that."""
+    if not isinstance(cost, CostModel) or not cost.measured:
+        return
+    longest = max(length for _, length, _ in cost.measured)
+    largest = max(rows * length for rows, length, _ in cost.measured)
+    beyond = [
+        f"{rows}×{length}"
+        for rows, length in buckets
+        if length > _MOST_TIMES * longest or rows * length > _MOST_TIMES * largest
+    ]
+    if beyond:
+        # From this line, so that Python shows what several functions say of the same buckets only once.
+        warnings.warn(
+            f"the cost model was measured with rows of up to {longest:,} tokens and up to {largest:,} tokens in all; "
+            f"its {cost.unit} are a guess for buckets more than {_MOST_TIMES} times as large: {list_first(beyond)}. "
+            "Measure such lengths and max_tokens as well",
+            stacklevel=1,
+        )

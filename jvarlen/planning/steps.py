@@ -15,6 +15,7 @@ from jaxtyping import Float, Float64, Int32, Int64
 
 from jvarlen.planning.buckets import AnyBucket, Buckets
 from jvarlen.planning.budget import CostFn, checked_cost
+from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
 __all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures"]
@@ -273,6 +274,7 @@ def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigu
 
     seconds = None
     if cost is not None:
+        warn_beyond_measured(cost, plan.buckets)
         rows, *lengths = np.array(plan.buckets, np.int64).T
         seconds = microbatches * checked_cost(cost, rows, *lengths)
     padded_tokens = microbatches * plan.buckets.padded_tokens

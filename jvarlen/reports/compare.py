@@ -6,6 +6,7 @@ NumPy only. Letters: N samples, S steps, M microbatches a step.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -87,15 +88,15 @@ def compare_strategies(
         microbatches_per_step=plan.microbatches_per_step,
     )
     tokens = plan.planned_lengths(check_lengths(lengths))[np.argsort(plan.sample_ids, kind="stable")]
-    buckets = make_buckets(tokens, limits, strategy="powers_of_two")
-    figures = [
-        _figures_of("this plan", plan, limits),
-        _figures_of("lengths powers of two", make_plan(tokens, buckets, order="length"), limits),
-    ]
-    if not plan.is_packed:
-        of_one_length = dataclasses.replace(limits, max_shapes=1)
-        buckets, rows = choose_packed_buckets(tokens, of_one_length, "error", order=Order("dataset"), seed=0)
-        figures.append(_figures_of("packed rows", make_plan(rows, buckets, order="length"), limits))
+    figures = [_figures_of("this plan", plan, limits)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the cost model was measured")  # which was said of this plan
+        buckets = make_buckets(tokens, limits, strategy="powers_of_two")
+        figures.append(_figures_of("lengths powers of two", make_plan(tokens, buckets, order="length"), limits))
+        if not plan.is_packed:
+            of_one_length = dataclasses.replace(limits, max_shapes=1)
+            buckets, rows = choose_packed_buckets(tokens, of_one_length, "error", order=Order("dataset"), seed=0)
+            figures.append(_figures_of("packed rows", make_plan(rows, buckets, order="length"), limits))
     figures.append(_in_dataset_order(tokens, limits))
     base = figures[0].seconds or figures[0].padded_tokens
     return [each._replace(relative=(each.seconds or each.padded_tokens) / base) for each in figures]

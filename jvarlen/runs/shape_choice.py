@@ -31,6 +31,7 @@ from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.planning.cost_model import MOST_ERROR
 from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, PlanConfig, epoch_plan, shapes_for
 from jvarlen.runs.task import Task, TrainingData, whole_loss
@@ -123,6 +124,8 @@ class ShapeChooser:
             overlong=plan.bucket_overlong,
         )
         known = "as given" if plan.compile_seconds is not None else "estimated" if costs.is_estimate else "measured"
+        if costs.seconds.largest_error > MOST_ERROR:
+            known += f"; the cost model is off by up to {costs.seconds.largest_error:.0%}"
         spaced = f", the next after {choice.new_shape_every:,} steps each" if choice.new_shape_every else ""
         self.reason = (
             f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}{spaced}: compiling and training are "

@@ -1,5 +1,6 @@
 """Cost models: the best fit of all, by trying every set of terms that may be zero."""
 
+import warnings
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from itertools import combinations
@@ -114,6 +115,44 @@ def test_a_model_is_a_function_of_arrays_that_broadcast(package):
     assert values[2, 4] == 0.5 + 15 * (0.25 + 0.125 * 5)
     buckets = package.make_buckets([3, 5, 8], 64, cost=model, compile_seconds=0.0, max_cost=60.0)
     assert all(model(*bucket) <= 60.0 for bucket in buckets)
+
+
+def of_measured(package, values):
+    """Return the model fitted to these values of three shapes: rows of up to 100 tokens, microbatches of up to 400."""
+    return package.fit_cost_model([(1, 10), (2, 10), (4, 100)], values)
+
+
+def test_a_fit_that_misses_a_measurement_by_more_than_a_fifth_is_warned_of_once(package):
+    """With the worst shape, both numbers of it, and how many there are; a fit within 20 % says nothing."""
+    with pytest.warns(UserWarning, match="the cost model") as caught:
+        model = of_measured(package, [1.0, 2.0, 1.0])
+    assert model.largest_error > 0.2
+    [text] = [str(each.message) for each in caught]
+    assert model.measured == ((1, 10, 1.0), (2, 10, 2.0), (4, 100, 1.0))
+    assert abs(float(model(2, 10)) / 2.0 - 1) == pytest.approx(model.largest_error)
+    for named in ("2", "10", f"{model.largest_error:.0%}", f"{float(model(2, 10)):.3g}", "of 3", "20%"):
+        assert named in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 0.1 < of_measured(package, [1.0, 1.34, 1.0]).largest_error <= 0.2
+
+
+def test_buckets_beyond_what_was_measured_are_warned_of(package):
+    """Those of more than twice the length or twice the tokens, by shape, with what was measured; no others."""
+    cost = of_measured(package, [1.3, 1.6, 60.0])
+    lengths = np.repeat([90, 150, 200], 30)
+    assert len(package.make_buckets(lengths, 800, cost=cost)) == 3
+    with pytest.warns(UserWarning, match=r"100 tokens.*400.*more than 2 times") as caught:
+        longer = package.make_buckets([*lengths, 201], 800, cost=cost)
+    assert "1×201" in str(caught[0].message).replace(" x ", "×")
+    assert "×200" not in str(caught[0].message).replace(" x ", "×")
+    assert longer[-1] == (1, 201)
+    with pytest.warns(UserWarning, match=r"10\D+90, 6\D+150"):
+        package.make_buckets(lengths, 900, cost=cost)
+    memory = package.fit_cost_model([(1, 10), (2, 10), (4, 100)], [1.3, 1.6, 60.0], unit="bytes")
+    with pytest.warns(UserWarning, match="201"):
+        package.make_buckets([*lengths, 201], 800, memory=memory, max_bytes=1e9)
+    package.make_buckets([*lengths, 5000], 8000, cost=lambda rows, length: rows * length * 0.5)
 
 
 def test_a_model_says_what_it_is_of(package):

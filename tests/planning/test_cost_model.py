@@ -5,8 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from jvarlen import Budget, make_plan
+from jvarlen.compiling.auto_shapes import Compiler, choose_shapes
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.reports.compare import compare_strategies
+from jvarlen.reports.plan_page import write_html_report
 
 SHAPES = [(64, 64), (16, 256), (8, 256), (4, 1024), (1, 2048)]
 
@@ -50,6 +54,23 @@ def test_a_model_comes_back_from_disk_with_device_and_model_named(tmp_path):
     fitted.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == fitted
     assert "2 layers of 128 on cpu" in str(fitted)
+
+
+def test_wherever_a_model_predicts_it_says_where_it_was_not_measured(tmp_path):
+    cost = fit_cost_model(SHAPES, [1.0, 1.0, 0.6, 1.1, 1.0])
+    lengths = [64] * 40 + [6000]
+    plan = make_plan(lengths, [(8, 64), (1, 6000)])
+    for predict in (
+        lambda: plan.report(cost=cost),
+        lambda: make_plan(lengths, max_tokens=8192, cost=cost),
+        lambda: write_html_report(tmp_path / "plan.html", plan, lengths, cost=cost),
+        lambda: choose_shapes(np.array(lengths), Budget(max_tokens=8192, cost=cost), Compiler(1.0)),
+    ):
+        with pytest.warns(UserWarning, match=r"rows of up to 2,048 tokens and up to 4,096 .* seconds .*1×6000"):
+            predict()
+    with pytest.warns(UserWarning, match="1×6000") as caught:
+        compare_strategies(plan, lengths, 8192, cost=cost)
+    assert len(caught) == 1  # of the plan, not of those beside it
 
 
 def test_files_that_hold_no_model_are_refused_by_name(tmp_path):

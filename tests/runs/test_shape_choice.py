@@ -173,6 +173,8 @@ def test_a_report_replaces_what_it_measured():
     after = costs_from_report(report, 2, before, "b")
     assert (after.compile_seconds, after.is_estimate) == (2.0, False)
     assert (after.seconds.linear, after.seconds.quadratic) == (pytest.approx(2e-6), pytest.approx(1e-8))
+    assert after.seconds.measured == tuple((*shape, step_s / 2) for shape, step_s in seconds.items())
+    assert after.seconds.largest_error < 1e-9
     assert after.compiled == {"a": ((1, 2),), "b": ((8, 64), (2, 256))}
     cached = CompileReport([row_of(4, 128, compile_s=0.1, step_s=np.nan, cache_hit=True, times_used=0)])
     unmeasured = costs_from_report(cached, 2, before, "a")
