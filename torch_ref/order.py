@@ -50,7 +50,8 @@ class Order:
         chunks_in_order: only for a `Packing`, and where it splits samples: no chunk comes in a step before that of an
             earlier chunk. Rows and then steps (as they fill up) go in their order, but whatever holds the last chunk of
             a sample is held back until all that hold other chunks of it have come, and follows them at once. Chunks
-            that are equally long are then renumbered. Not with `shuffle_steps` or `new_shape_every`.
+            that are equally long are then renumbered. Wrapped rows go in the order of their samples. Not with
+            `shuffle_steps` or `new_shape_every`.
 
     Raises:
         ValueError: if a value is out of its range, or does not go with another.

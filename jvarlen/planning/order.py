@@ -76,7 +76,8 @@ class Order(OrderSettings):
     earliest step left, in that order, among those of shapes whose number c has c·k ≤ t or is the lowest that has steps
     left. With `chunks_in_order`, rows are taken in order, except that a row with the last, shorter chunk of a sample
     waits for the rows with the other chunks of it, and follows the last of them. Steps come as with an array, except
-    that a step waits likewise. Chunks of a sample that are equally long change places.
+    that a step waits likewise. Chunks of a sample that are equally long change places. Wrapped rows stay in the order
+    of their samples.
 
     Attributes:
       by: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
