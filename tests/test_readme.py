@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import operator
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_the_lines_of_a_guide_run_and_print_what_it_shows(page, capsys, tmp_path
 
 
 @pytest.mark.slow
-def test_the_script_trains_on_every_sample(monkeypatch):
+def test_the_script_trains_and_says_so(monkeypatch, capsys):
     rng = np.random.default_rng(0)
     samples = [rng.integers(32, 127, length, np.uint8).tobytes() for length in (9, 17) * 40]
     monkeypatch.setattr(stdlib_corpus, "stdlib_functions", lambda: TokenDataset.from_bytes(samples))
@@ -165,7 +166,22 @@ def test_the_script_trains_on_every_sample(monkeypatch):
     names: dict = {}
     exec(script, names)
     assert names["plan"].num_samples == 80
-    assert 0 < float(names["metrics"].loss) < 8
+    printed = capsys.readouterr().out
+    assert names["plan"].report() in printed
+    assert re.search(r"^step 0: loss \d\.\d\d nats a byte$", printed, re.MULTILINE)
+    assert re.search(rf"^100 of {names['plan'].num_steps} steps of an epoch: loss \d\.\d\d nats a byte", printed, re.M)
+
+
+@pytest.mark.slow
+def test_the_script_plans_the_shapes_that_stand_beside_it(capsys):
+    text = README.read_text()
+    script, shown = (re.search(rf"```{name}\n(.*?)```", text, re.DOTALL)[1] for name in ("python", "text"))
+    exec(script[: script.index("model, optimizer")], {})
+    printed = capsys.readouterr().out
+    if f"Python {platform.python_version()}:" in text:  # other versions have other functions
+        assert printed == shown
+    (num_dropped,) = re.findall(r"overlong='drop': 0 samples cut, ([\d,]+) dropped", printed)
+    assert int(num_dropped.replace(",", "")) > 0
 
 
 def blocks(name, language):
