@@ -24,7 +24,6 @@ from jvarlen._common.checks import (
     is_number,
     list_first,
 )
-from jvarlen._common.pytree import plain_names
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading.collate import (
@@ -396,7 +395,6 @@ def _read_epoch(
     num_workers: int,
     verify: bool,
     max_bad_fraction: float,
-    num_values: Mapping[str, int],
     **reading: Any,
 ) -> ReadAhead:
     """Starts reading an epoch."""
@@ -428,8 +426,6 @@ def _read_epoch(
                 f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
                 f"max_bad_fraction={max_bad_fraction:g}: {listed}"
             )
-        if num_values:
-            _check_values(step, num_values)
         batch = put(step.batch, placement, num_microbatches if is_part else None)
         ids_digest = None if digest is None else digest.hexdigest()
         return step._replace(batch=batch, ids_digest=ids_digest, skipped=skipped)
@@ -441,24 +437,6 @@ def _read_epoch(
         workers = WorkerPool(source, min(num_workers, max(len(steps), 1)))
         return ReadAhead(read_in_workers(workers, steps), deliver, workers)
     return ReadAhead((source.read(step) for step in steps), deliver)
-
-
-def _check_values(step: ReadStep, num_values: Mapping[str, int]) -> None:
-    """Raises ValueError where an array of the batch has more values than it may."""
-    arrays = dict(zip(plain_names(step.batch), jax.tree.leaves(step.batch), strict=True))
-    for name in num_values.keys() & arrays.keys():
-        values, limit = arrays[name], num_values[name]
-        if values.size and values.max() >= limit:
-            ids = arrays.get("ids")
-            of_samples = ""
-            if ids is not None and ids.shape[:2] == values.shape[:2]:
-                in_rows = ids[(values >= limit).any(axis=tuple(range(2, values.ndim)))]
-                listed = list_first(map(str, np.unique(in_rows[in_rows >= 0])))
-                of_samples = f", in {'rows with ' if ids.ndim > 2 else ''}the samples {listed}"
-            raise UserError(
-                f"{name} of step {step.step} reach {values.max()}{of_samples}, but only values below {limit} have "
-                "a row in the table that the loss reads by them: JAX would read another row, without an error"
-            )
 
 
 def _check_ids(plan: ReadPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:

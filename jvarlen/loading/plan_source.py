@@ -19,6 +19,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
+from jvarlen._common.pytree import plain_names
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.loading.collate import (
     CollateFields,
@@ -99,6 +100,7 @@ class PlanSource:
         on_mismatch: OnMismatch = "error",
         on_bad_sample: OnBadSample = "error",
         padding_rows: PaddingRows = "zeros",
+        num_values: Mapping[str, int] = MappingProxyType({}),
     ):
         if plan.largest_id >= len(dataset):
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
@@ -121,6 +123,7 @@ class PlanSource:
         self._adjusts = on_mismatch == "adjust"
         self._skips = on_bad_sample == "skip"
         self._repeats = padding_rows == "repeat"
+        self._num_values = dict(num_values)
         longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
         self._longest = longest if len(longest) == 2 else longest[0]  # of pairs, of each side
         self._lengths = None
@@ -157,22 +160,29 @@ class PlanSource:
             rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
         step_samples = self._step_samples(step, rows, samples, bad)
         try:
-            batch = self._collate(step_samples)
+            batch = self._collated(step, step_samples)
         except MemoryError:
             raise
         except Exception:
-            refused = {} if bad is None or not is_own(self._collate) else self._refused(step_samples)
+            refused = {} if bad is None or not is_own(self._collate) else self._refused(step, step_samples)
             if bad is None or not refused:
                 raise
             kept = [place for place in range(len(ids)) if place not in bad]
             bad |= {kept[place]: reason for place, reason in refused.items()}
             step_samples = self._step_samples(step, rows, samples, bad)
-            batch = self._collate(step_samples)
+            batch = self._collated(step, step_samples)
         num_without_target = count_without_target(step_samples, self._collate) if is_own(self._collate) else 0
         num_samples = len(ids) - len(bad or {})
         return ReadStep(
             step, batch, num_samples, num_adjusted, ids, num_without_target=num_without_target, bad=bad or {}
         )
+
+    def _collated(self, step: int, samples: StepSamples) -> Any:
+        """The batch of these samples, whose values were checked."""
+        batch = self._collate(samples)
+        if self._num_values:
+            _check_values(step, batch, self._num_values)
+        return batch
 
     def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str] | None) -> StepSamples:
         """What is collated of the samples that were read: those that are not bad."""
@@ -229,7 +239,7 @@ class PlanSource:
         except (LookupError, AttributeError, TypeError, ValueError):
             return False
 
-    def _refused(self, step: StepSamples) -> dict[int, str]:
+    def _refused(self, number: int, step: StepSamples) -> dict[int, str]:
         """Which samples of a step that cannot be collated are refused alone, by their place, and why."""
         is_sample, refused = step.ids >= 0, {}
         starts, stops = (
@@ -254,7 +264,7 @@ class PlanSource:
                 repeated=(),
             )
             try:
-                self._collate(alone)
+                self._collated(number, alone)
             except MemoryError:
                 raise
             except Exception as error:
@@ -302,6 +312,24 @@ class PlanSource:
         if bad is not None:
             bad |= others
         return 0
+
+
+def _check_values(step: int, batch: Any, num_values: Mapping[str, int]) -> None:
+    """Raises ValueError where an array of the batch has more values than it may."""
+    arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
+    for name in num_values.keys() & arrays.keys():
+        values, limit = arrays[name], num_values[name]
+        if values.size and values.max() >= limit:
+            ids = arrays.get("ids")
+            of_samples = ""
+            if ids is not None and ids.shape[:2] == values.shape[:2]:
+                in_rows = ids[(values >= limit).any(axis=tuple(range(2, values.ndim)))]
+                listed = list_first(map(str, np.unique(in_rows[in_rows >= 0])))
+                of_samples = f", in {'rows with ' if ids.ndim > 2 else ''}the samples {listed}"
+            raise UserError(
+                f"{name} of step {step} reach {values.max()}{of_samples}, but only values below {limit} have "
+                "a row in the table that the loss reads by them: JAX would read another row, without an error"
+            )
 
 
 def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: list[Any]) -> list[list[Any]]:

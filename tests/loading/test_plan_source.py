@@ -307,6 +307,9 @@ def test_bad_samples_leave_padding_in_steps_as_planned(kind, dataset_type):
         for leaf, other in zip(read.batch, whole, strict=True):
             assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
         assert read.batch.num_sequences == whole.num_sequences == plan.num_sequences[step]
+        ids = read.ids[~np.isin(np.arange(len(read.ids)), [*read.bad])]
+        assert read.batch.ids[read.batch.is_real].tolist() == ids.tolist()
+        assert (read.batch.ids[~read.batch.is_real] == -1).all()
         # Every token of the others is there, in the order of the plan, with its weight.
         is_bad = np.isin(plan.rows(step), list(of_kind))
         for m, rows in enumerate(np.where(is_bad, -1, plan.rows(step))):
@@ -380,6 +383,18 @@ def test_what_no_sample_alone_is_to_blame_for_is_an_error():
     for dataset_type in (Bad, AtOnce):
         with pytest.raises(MemoryError):
             PlanSource(PLAN, dataset_type(SAMPLES, {first: MemoryError()}), **options)[0]
+
+
+def test_a_token_beyond_the_table_is_bad_as_any_other_value():
+    samples = changed()
+    victim = int(PLAN.rows(0)[1, 2])
+    samples[victim] = np.full(LENGTHS[victim], 300)
+    options = {"lengths": LENGTHS, "num_values": {"tokens": 256}}
+    with pytest.raises(ValueError, match=f"tokens of step 0 reach 300, in the samples {victim}, but only values below"):
+        PlanSource(PLAN, samples, **options)[0]
+    read = PlanSource(PLAN, samples, on_bad_sample="skip", **options).read(0)
+    assert [read.ids.item(place) for place in read.bad] == [victim]
+    assert (read.batch.tokens.max() < 256, victim in read.batch.ids) == (True, False)
 
 
 def test_lengths_tell_which_samples_are_bad_where_the_library_collates():
