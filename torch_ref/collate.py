@@ -6,7 +6,7 @@ Letters: m microbatches, B rows of each, P samples of a row, T positions, S and 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_ref.buckets import Bucket, PairBucket
 from torch_ref.checks import INT64_MAX, MAX_LISTED, to_tensor
+from torch_ref.lengths import row_sizes
 from torch_ref.plan import Plan
 from torch_ref.weighted import WeightedTokens
 
@@ -143,6 +144,11 @@ class _Field(NamedTuple):
             and (self.any_dtype or _widens(_dtype_of(value), self.dtype))
         )
 
+    @property
+    def empty(self) -> Tensor:
+        """A value of a sample whose lengths are 0."""
+        return torch.zeros((*(0 for _ in self.sides), *self.shape), dtype=self.dtype)
+
     def joined(self, parts: list[_Array]) -> Tensor:
         """Return parts [k, ...] of samples, of which there can be none, one after the other in this dtype."""
         if not parts:
@@ -178,11 +184,13 @@ class Collator:
         fields, columns = self._read(ids.tolist(), placed.samples)
         sizes = self._lengths(ids, fields, columns)
         starts, lengths, offsets = self._place(ids, rows, sizes, limits, placed)
-        if num_tokens is not None and lengths[is_real].sum() != num_tokens:
-            raise ValueError(
-                f"{_OTHER}: the samples of a step hold {lengths[is_real].sum()} tokens, planned were {num_tokens}: "
-                f"{_listed(ids[is_real], [*map(_plain, lengths[is_real].tolist())])}"
-            )
+        if num_tokens is not None:
+            found = int(row_sizes(lengths[is_real], self._plan.pair_size).sum())
+            if found != num_tokens:
+                listed = _listed(ids[is_real], [*map(_plain, lengths[is_real].tolist())])
+                raise ValueError(
+                    f"{_OTHER}: samples of a step hold {found} tokens, planned were {num_tokens}: {listed}"
+                )
 
         own: dict[str, Any] = {}
         places = []  # of each side, where its elements lie in [m, B, T]
@@ -274,7 +282,6 @@ class Collator:
         if self._told is None and not _is_record(first):
             names = ["tokens"] if len(self._words) == 1 else [f"{word}_tokens" for word in self._words]
             return _Look(False, {name: _Field((side,), torch.int64, ()) for side, name in enumerate(names)})
-        ids = ids[:1] if self._told is not None else ids
         samples = [first, *(self._dataset[i] for i in ids[1:])]
         columns = _columns(ids, samples, list(self._told or _names(first)))
         shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
@@ -282,10 +289,11 @@ class Collator:
         if any(len(column) < len(samples) for column in tensors.values()):
             raise ValueError(f"fields must be arrays of numbers: leave others out, with fields={self._like}. {shown}")
         sides = self._told or self._check_sides(self._inferred(tensors, shown))
-        fields = {
-            name: _Field(sides[name], _dtype_of(column[0]), tuple(column[0].shape[len(sides[name]) :]))
-            for name, column in tensors.items()
-        }
+        fields = {}
+        for name, column in tensors.items():
+            sized = [value for value in column if value.shape != (0,)] or column  # an empty list has no dtype
+            dtype = reduce(torch.promote_types, map(_dtype_of, sized))
+            fields[name] = _Field(sides[name], dtype, tuple(sized[0].shape[len(sides[name]) :]))
         if "weights" in fields:
             fields["weights"] = _Field(sides["weights"], torch.float32, (), any_dtype=True)
         return _Look(True, fields)
@@ -318,12 +326,16 @@ class Collator:
             columns = _columns(ids, samples, list(fields))
         else:
             fields, columns = self._tokens(ids, samples, fields)
-        wrong = [
-            f"id {i}: {name} is {_describe(value)}, expected {self._expected(fields[name])}"
-            for name, column in columns.items()
-            for i, value in zip(ids, column, strict=True)
-            if not fields[name].holds(value)
-        ]
+        wrong = []
+        for name, column in columns.items():
+            field = fields[name]
+            for place, value in enumerate(column):
+                if field.holds(value):
+                    continue
+                if value is not None and value.shape == (0,) and field.sides:  # an empty list has no other axes
+                    column[place] = field.empty
+                else:
+                    wrong.append(f"id {ids[place]}: {name} is {_describe(value)}, expected {self._expected(field)}")
         if wrong:
             raise ValueError(f"samples are not as the others, or as fields= says: {_first(wrong)}")
         return fields, cast(dict[str, list[_Array]], columns)
@@ -458,8 +470,9 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
 
 
 def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether all numbers of a dtype are some of another, of the same kind."""
-    return given == wanted or (_kind(given) == _kind(wanted) and torch.promote_types(given, wanted) == wanted)
+    """Return whether numbers of a dtype go into another: of the same kind, or integers as others."""
+    same = _kind(given) == _kind(wanted) or (not any(_kind(given)) and wanted is not torch.bool)
+    return given == wanted or (same and torch.promote_types(given, wanted) == wanted)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

@@ -158,21 +158,57 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("padding_rows", ["zeros", "repeat"])
 @pytest.mark.parametrize("kind", CASES)
-def test_every_field_lies_where_its_sample_does(kind, padding_rows):
+def test_every_field_lies_where_its_sample_does(package, kind, padding_rows):
     """Padded, packed or stacked, on both axes where there are two; with weights and ids."""
     make, samples, axes, fields = CASES[kind]
-    plan = make(torch_ref)
-    batches = list(torch_ref.load(plan, samples, fields=fields, padding_rows=padding_rows))
+    plan = make(package)
+    batches = list(package.load(plan, samples, fields=fields, padding_rows=padding_rows))
     assert len(batches) == plan.num_steps
     num_padding_rows = 0
     for step, batch in enumerate(batches):
         expected = slow_batch(plan, step, samples, axes, repeats=padding_rows == "repeat")
         num_padding_rows += int((~expected["is_real"].reshape(*expected["weights"].shape[:2], -1)[..., 0]).sum())
         assert_equal(batch, expected)
-        assert {batch[name].dtype for name in axes if name not in ("label", "weights")} == {
-            torch.from_numpy(values_of(samples[0])[name]).dtype for name in axes if name not in ("label", "weights")
-        }
+        for name in axes.keys() - {"label"}:  # a Python number, which has no dtype of its own
+            expected_dtype = np.float32 if name == "weights" else values_of(samples[0])[name].dtype
+            assert np.asarray(batch[name]).dtype == expected_dtype
     assert num_padding_rows
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("words", [["tokens"], ["source_tokens", "target_tokens"]], ids=len)
+def test_tokens_and_pairs_are_the_case_of_one_field_a_length(package, is_packed, words):
+    """A batch of them holds what a dict of these fields does."""
+    lengths, row = (LENGTHS[:, None], (20,)) if len(words) == 1 else (PAIR_LENGTHS, (20, 18))
+    given = lengths if len(words) == 2 else LENGTHS
+    plan = packed(package, given, *row) if is_packed else padded(package, given, [(4, *row)])
+    samples = [tuple(np.arange(n, dtype=np.uint8) + i for n in one) for i, one in enumerate(lengths.tolist())]
+    fields = {word: "length" if len(words) == 1 else word.removesuffix("_tokens") for word in words}
+    named = [dict(zip(words, sample, strict=True)) for sample in samples]
+    plain = [sample[0] if len(words) == 1 else sample for sample in samples]
+    for batch, other in zip(package.load(plan, plain), package.load(plan, named, fields=fields), strict=True):
+        assert "Pair" * (len(words) - 1) in type(batch).__name__
+        held = {name: value for name, value in batch._asdict().items() if value is not None}
+        for name in [name for name in held if name.endswith("lengths") and is_packed]:  # of rows, in torch_ref
+            in_segments = (other[name.replace("lengths", "segment_ids")] > 0).sum(-1)
+            np.testing.assert_array_equal(held.pop(name), in_segments)
+        assert_equal(other, held)
+
+
+@pytest.mark.parametrize("plain", ["list", "array"])
+def test_a_second_length_can_be_zero(package, plain):
+    """An empty list or array has no elements, and its row none on that side."""
+    lengths = [(2, 3), (1, 0), (3, 0), (2, 1)]
+    samples = [{"nodes": [1] * a, "edges": [[1, 1]] * b} for a, b in lengths]
+    if plain == "array":
+        samples = [{"nodes": np.ones(a, np.int32), "edges": np.ones((b, 2), np.int32)} for a, b in lengths]
+    plan = package.make_plan(package.pack_samples(lengths, [8, 4]), [(1, 8, 4)], order="dataset")
+    (batch,) = package.load(plan, samples, fields={"nodes": "source", "edges": "target"})
+    of_row = np.asarray(batch["ids"])[0, 0]
+    assert sorted(of_row[of_row >= 0].tolist()) == [0, 1, 2, 3]
+    counted = np.bincount(np.asarray(batch["target_segment_ids"]).ravel(), minlength=5)[1:]
+    assert counted.tolist() == [lengths[i][1] for i in of_row[of_row >= 0]]
+    assert np.asarray(batch["edges"]).sum() == 8
 
 
 # What only torch_ref has
@@ -197,26 +233,6 @@ def test_collated_microbatches_are_those_of_load(kind, padding_rows):
         )
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("words", [["tokens"], ["source_tokens", "target_tokens"]], ids=len)
-def test_tokens_and_pairs_are_the_case_of_one_field_a_length(is_packed, words):
-    """A `Batch` or `PairBatch` holds what a dict of these fields does."""
-    lengths, row = (LENGTHS[:, None], (20,)) if len(words) == 1 else (PAIR_LENGTHS, (20, 18))
-    given = lengths if len(words) == 2 else LENGTHS
-    plan = packed(torch_ref, given, *row) if is_packed else padded(torch_ref, given, [(4, *row)])
-    samples = [tuple(np.arange(n, dtype=np.uint8) + i for n in one) for i, one in enumerate(lengths.tolist())]
-    fields = {word: "length" if len(words) == 1 else word.removesuffix("_tokens") for word in words}
-    named = [dict(zip(words, sample, strict=True)) for sample in samples]
-    plain = [sample[0] if len(words) == 1 else sample for sample in samples]
-    for batch, other in zip(torch_ref.load(plan, plain), torch_ref.load(plan, named, fields=fields), strict=True):
-        assert type(batch) is (torch_ref.Batch if len(words) == 1 else torch_ref.PairBatch)
-        held = {name: value for name, value in batch._asdict().items() if value is not None}
-        for name in [name for name in held if name.endswith("lengths") and is_packed]:
-            in_segments = (other[name.replace("lengths", "segment_ids")] > 0).sum(-1)
-            np.testing.assert_array_equal(held.pop(name), in_segments)
-        assert_equal(other, held)
-
-
 def test_weights_of_targets_go_into_batches_of_pairs():
     """`WeightedTokens` as the target."""
     plan = torch_ref.make_plan([[1, 2], [2, 3]], [(2, 2, 3)], order="dataset")
@@ -234,6 +250,7 @@ KINDS = {
     "double": (lambda n: np.ones((n, 1)), torch.float64),
     "read-only": (lambda n: np.broadcast_to(np.float16(1), (n, 3)), torch.float16),
     "flag": (lambda n: n > 4, torch.bool),
+    "whole and half": (lambda n: n if n == 9 else n / 2, torch.float32),
     "score": (lambda n: n / 4, torch.float32),
     "double score": (lambda n: np.float64(n / 4), torch.float64),
     "narrower": (lambda n: np.arange(n, dtype=np.int16 if n == 9 else np.int8), torch.int16),
@@ -270,7 +287,7 @@ def changed(number, **fields):
             AS_ROW,
             r"id 1: label is int64 \[\], expected int64 \[1\]",
         ),
-        (changed(1, label=0.5), AS_ROW, r"id 1: label is float32 \[\], expected int64"),
+        (changed(1, label=True), AS_ROW, r"id 1: label is bool \[\], expected int64 \[\]"),
         (changed(1, tokens=np.ones(3, np.int64)), None, r"hold 8 tokens, planned were 9.*id 1: 3"),
         (changed(1, tokens=np.ones(5, np.int64)), None, r"longer.*id 1: 5 \(limit 4\)"),
         (GOOD, {"tokens": "length", "gone": "row"}, r"missing: id 0: \['gone'\]"),
