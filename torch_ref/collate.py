@@ -5,7 +5,7 @@ Letters: m microbatches, B rows of each, P samples of a row, T positions, S and 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, reduce
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +20,17 @@ from torch_ref.lengths import row_sizes
 from torch_ref.plan import Plan
 from torch_ref.weighted import WeightedTokens
 
-__all__ = ["AnyBatch", "Batch", "Collator", "OneBatch", "PairBatch", "Placed", "map_tensors", "values_of"]
+__all__ = [
+    "AnyBatch",
+    "Batch",
+    "Collator",
+    "OneBatch",
+    "PairBatch",
+    "Placed",
+    "map_tensors",
+    "read_samples",
+    "values_of",
+]
 
 _NUM_PROBES = 16
 _OTHER = "the plan was made for other lengths than the dataset has"
@@ -278,11 +288,11 @@ class Collator:
         steps = np.argsort(plan.step_bucket, kind="stable")[[0, -1]]
         spread = np.linspace(0, plan.num_samples - 1, _NUM_PROBES).astype(np.int64)
         ids = list(dict.fromkeys(plan.sample_ids[[*plan.step_offsets[steps], *spread]].tolist()))
-        first = self._dataset[ids[0]]
+        first = read_samples(self._dataset, ids[:1])[ids[0]]
         if self._told is None and not _is_record(first):
             names = ["tokens"] if len(self._words) == 1 else [f"{word}_tokens" for word in self._words]
             return _Look(False, {name: _Field((side,), torch.int64, ()) for side, name in enumerate(names)})
-        samples = [first, *(self._dataset[i] for i in ids[1:])]
+        samples = [first, *read_samples(self._dataset, ids[1:]).values()]
         columns = _columns(ids, samples, list(self._told or _names(first)))
         shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
         tensors = {name: [value for value in column if value is not None] for name, column in columns.items()}
@@ -346,7 +356,7 @@ class Collator:
         """Return the values of samples that are tokens, or pairs of them, and of weights where a sample has some."""
         by_side = [list(samples)]
         if len(self._words) == 2:
-            is_pair = [isinstance(pair, Sequence) and len(pair) == 2 for pair in samples]
+            is_pair = [isinstance(pair, Sequence | np.ndarray | Tensor) and len(pair) == 2 for pair in samples]
             if wrong := [i for i, is_good in zip(ids, is_pair, strict=True) if not is_good]:
                 raise ValueError(f"samples must be pairs, (source, target), or have fields: id {_first(wrong)} is none")
             by_side = [[pair[side] for pair in samples] for side in range(2)]
@@ -409,6 +419,14 @@ class Collator:
             kind = "rows" if self._is_packed else "samples"
             raise ValueError(f"{_OTHER}: {kind} are longer than their bucket: {_listed(ids[too_long], found)}")
         return starts, lengths, offsets
+
+
+def read_samples(dataset: Any, ids: Iterable[int]) -> dict[int, Any]:
+    """Return samples by id, each read once, and all at once by a dataset that can."""
+    unique = list(dict.fromkeys(ids))
+    read = getattr(dataset, "__getitems__", None)
+    samples = [dataset[i] for i in unique] if read is None else list(read(unique)) if unique else []
+    return dict(zip(unique, samples, strict=True))
 
 
 class _Look(NamedTuple):

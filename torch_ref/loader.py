@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.buckets import Bucket, PairBucket
 from torch_ref.checks import check_integer
-from torch_ref.collate import AnyBatch, Collator, Placed
+from torch_ref.collate import AnyBatch, Collator, Placed, read_samples
 from torch_ref.plan import Plan
 
 __all__ = ["PlanBatchSampler", "PlannedDataset", "PlannedRow", "SampleSource", "load"]
@@ -113,7 +114,7 @@ class PlannedDataset(Dataset[PlannedRow]):
 
     Args:
         plan: the plan of the sampler.
-        dataset: sample i is `dataset[i]`, of any kind.
+        dataset: sample i is `dataset[i]`, of any kind; if it has `__getitems__`, that reads a microbatch at once.
         fields: for `collate`, as for `load`.
 
     Raises:
@@ -141,20 +142,30 @@ class PlannedDataset(Dataset[PlannedRow]):
 
     def __getitem__(self, index: Any) -> PlannedRow:
         """Return a row by what the sampler gives for it: a sample id, or a list of them."""
-        is_real = not isinstance(index, _Repeated)
-        ids = index if is_real else index.index
-        for sample_id in ids if isinstance(ids, list) else [ids]:
+        return self._rows([index])[0]
+
+    def __getitems__(self, indices: _Indices) -> list[PlannedRow]:
+        """Return the rows of a microbatch; DataLoader calls this."""
+        return self._rows(indices) or [PlannedRow(None, indices.bucket, False, None)]
+
+    def _rows(self, indices: Sequence[Any]) -> list[PlannedRow]:
+        ids = [index.index if isinstance(index, _Repeated) else index for index in indices]
+        by_row = [each if isinstance(each, list) else [each] for each in ids]
+        for sample_id in chain(*by_row):
             if not 0 <= sample_id < len(self):
                 raise IndexError(f"there is no sample {sample_id}, the plan knows {len(self)}")
             if self._bucket_of[sample_id] < 0:
                 raise ValueError(f"sample {sample_id} is not in the plan")
-        sample = [self._dataset[i] for i in ids] if isinstance(ids, list) else self._dataset[ids]
-        bucket = self._plan.buckets[self._bucket_of[ids[0] if isinstance(ids, list) else ids]]
-        return PlannedRow(sample, bucket, is_real, ids)
-
-    def __getitems__(self, indices: _Indices) -> list[PlannedRow]:
-        """Return the rows of a microbatch; DataLoader calls this."""
-        return [self[index] for index in indices] or [PlannedRow(None, indices.bucket, False, None)]
+        read = read_samples(self._dataset, chain(*by_row))
+        return [
+            PlannedRow(
+                [read[i] for i in of_row] if isinstance(each, list) else read[each],
+                self._plan.buckets[self._bucket_of[of_row[0]]],
+                not isinstance(index, _Repeated),
+                each,
+            )
+            for index, each, of_row in zip(indices, ids, by_row, strict=True)
+        ]
 
     def __len__(self) -> int:
         """Return one more than the largest sample id of the plan."""
@@ -201,7 +212,7 @@ class _Steps(Dataset[AnyBatch]):
         if self._repeats:
             placed = [np.where(is_real[..., None], values[self._share], values[0, 0]) for values in of_step]
         ids = placed[0][placed[0] >= 0].tolist()
-        read = {i: self._dataset[i] for i in dict.fromkeys(ids)}
+        read = read_samples(self._dataset, ids)
         return self._collator.batch(
             plan.buckets[plan.step_bucket[step]],
             Placed(placed[0], is_real, [read[i] for i in ids], *placed[1:]),
@@ -227,7 +238,8 @@ def load(
         plan: the plan; M must be a multiple of `num_replicas`.
         dataset: sample i is `dataset[i]`: 1-D integers (uint8, say) as long as they were for the plan; or
             `WeightedTokens`, whose weights go into the batch; in plans of two lengths a pair of such, (source, target).
-            Or a dict or dataclass of fields: arrays, tensors, lists or numbers.
+            Or a dict or dataclass of fields: arrays, tensors, lists or numbers. `__getitems__`, if there is one, reads
+            the samples of a step at once.
         rank: this replica, 0 <= rank < num_replicas.
         num_replicas: how many replicas share each step.
         start_step: the first step to read, 0 <= start_step <= num_steps; where a run stopped, say.

@@ -376,3 +376,31 @@ def test_a_step_trains_on_fields_and_moves_with_them():
     expected = torch.autograd.grad(loss, model.weight)[0]
     torch.testing.assert_close(gradients[0], expected, rtol=1e-6, atol=1e-6)
     assert torch_ref.to_device(batch, "meta")["image"].device.type == "meta"
+
+
+class Many:
+    """A dataset that cannot read samples one by one, and counts what it is asked for."""
+
+    def __init__(self, samples):
+        self.samples, self.asked = samples, []
+
+    def __getitems__(self, indices):
+        """Return some samples."""
+        self.asked.append(sorted(indices))
+        return [self.samples[i] for i in indices]
+
+
+def test_a_dataset_that_reads_many_samples_reads_those_of_a_batch_at_once():
+    """As those of Hugging Face do; a repeated row is not read again."""
+    plan = torch_ref.make_plan(LENGTHS, [(4, 14)], order="dataset", microbatches_per_step=2)
+    many = Many(SAMPLES)
+    batches = list(torch_ref.load(plan, many, padding_rows="repeat"))
+    of_steps = [sorted(batch["ids"][batch["is_real"]].tolist()) for batch in batches]
+    assert [ids for ids in many.asked if ids in of_steps] == of_steps
+    assert len(many.asked) <= len(of_steps) + 2  # those that tell the fields, once
+    planned = torch_ref.PlannedDataset(plan, many)
+    sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
+    many.asked.clear()
+    rows = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
+    assert many.asked == [sorted({row.ids for row in of_batch}) for of_batch in rows]
+    assert all(len(of_batch) == 4 for of_batch in rows)

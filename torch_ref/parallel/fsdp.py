@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.collate import Batch
+from torch_ref.collate import AnyBatch
 from torch_ref.parallel.mesh import check_optimizer
 from torch_ref.train import LossFn, backward_of_sums, loss_sums, update
 
@@ -49,7 +49,7 @@ def make_fsdp_step(
     *,
     zero: int = 3,
     max_norm: float | None = None,
-) -> Callable[[Batch], dict[str, Any]]:
+) -> Callable[[AnyBatch], dict[str, Any]]:
     """Make a train step that all processes of the default group take together, each with its share of the batch.
 
     Level 3 gathers each layer's parameters in each microbatch, forward and backward, and reduces their gradients to
@@ -94,7 +94,7 @@ def make_fsdp_step(
         model.set_reshard_after_backward(zero == 3 or last)
         return nullcontext()
 
-    def step(batch: Batch) -> dict[str, Any]:
+    def step(batch: AnyBatch) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, around)
         distributed.all_reduce(total)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_number, check_process_group
-from torch_ref.collate import Batch
+from torch_ref.collate import AnyBatch
 from torch_ref.model import Block, Transformer
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.train import LossFn, backward_of_sums, loss_sums, update
@@ -104,7 +104,7 @@ def make_tensor_step(
     *,
     mesh: DeviceMesh,
     max_norm: float | None = None,
-) -> Callable[[Batch], dict[str, Any]]:
+) -> Callable[[AnyBatch], dict[str, Any]]:
     """Make a train step that all processes of a mesh take together, each with its data shard's share of the batch.
 
     Gradients are reduced over "data" once a step. Loss and gradient are those of the whole step, as `train_step` says.
@@ -132,7 +132,7 @@ def make_tensor_step(
         raise ValueError("the model is not split: call shard_tensors, then make the optimizer")
     check_optimizer(optimizer, model, "shard_tensors")
 
-    def step(batch: Batch) -> dict[str, Any]:
+    def step(batch: AnyBatch) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, lambda last: loss_parallel())
         for parameter in model.parameters():
