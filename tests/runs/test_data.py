@@ -65,7 +65,7 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     for sample in samples:
         arrays = sample.tokens[None].astype(np.int32), np.array([len(sample)], np.int32), sample.weights[None]
         sums += jax.device_get(jax.jit(loss_fn)(params, jax.tree.map(jnp.asarray, batch_of(*arrays, np.float32(1)))))
-    np.testing.assert_allclose(means, sums[0] / sums[1] / np.log(2), rtol=1e-5)
+    np.testing.assert_allclose(means, sums[0] / sums[1], rtol=1e-5)
     assert sums[1] == sum(sample.tokens.tobytes().count(b"y") for sample in samples)
 
 
