@@ -282,10 +282,11 @@ def _wrapped(
         raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
     check_seed(seed, epoch)
     ids = _shuffled_ids(len(lengths), seed, epoch) if is_by(order, "shuffle") else sample_order(lengths, order)
-    if lengths[ids].sum(dtype=np.float64) >= 2**62:
+    ordered = lengths[ids]
+    if ordered.sum(dtype=np.float64) >= 2**62:
         raise UserError("all samples together have 2**62 tokens or more, too many to lie end to end")
     row_length = int(sizes[0])
-    begins = ends_to_offsets(np.cumsum(lengths[ids]))  # of each sample, and the end of the last
+    begins = ends_to_offsets(np.cumsum(ordered))  # of each sample, and the end of the last
     row_begins = np.arange(0, begins[-1], row_length)
     place = np.searchsorted(begins, row_begins)
     is_cut = begins[place] != row_begins

@@ -339,6 +339,10 @@ def test_a_sample_of_another_length_does_not_shift_those_that_are_wrapped_after_
         [0, 1, 2, 3, 4, 5],
         [2, 3, 4, 5, 0, 1],
     ]
+    two = make_plan([6] * 8, [(1, 8)], packing="wrapped", order="dataset", microbatches_per_step=2)
+    for m in range(2):  # each of two processes
+        rows = PlanSource(two, samples, pack_to_bucket, np.array([m]))[0].tokens
+        assert rows.tolist() == PlanSource(two, samples, pack_to_bucket)[0].tokens[[m]].tolist()
     samples[0] = np.arange(6 + change)
     with pytest.raises(ValueError, match=r"not the|longer than their bucket"):
         PlanSource(plan, samples, pack_to_bucket)[0]

@@ -111,6 +111,9 @@ def test_both_loaders_cut_the_same_pieces(method):
             assert (piece == -1).all()
             piece[:] = tokens
     assert all((tokens == DATASET[i]).all() for i, tokens in enumerate(read))
+    second = torch_ref.load(torch_plan, DATASET, rank=1, num_replicas=2)
+    for own, whole in zip(second, torch_ref.load(torch_plan, DATASET), strict=True):
+        assert own.tokens.equal(whole.tokens[1:])
 
 
 def weighted_samples(package):
