@@ -19,6 +19,7 @@ __all__ = [
     "Cost",
     "as_budget",
     "ceil_div",
+    "check_names",
     "checked_costs",
     "only_microbatches",
     "round_up",
@@ -217,14 +218,20 @@ class Budget:
 
 def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
     """Return the budget of keywords, or a given one with these in place of its own."""
+    check_names(fields)
     return replace(max_tokens, **fields) if isinstance(max_tokens, Budget) else Budget(max_tokens=max_tokens, **fields)
+
+
+def check_names(fields: Mapping[str, Any]) -> None:
+    """Raise a TypeError that lists the fields of a budget if others are among these."""
+    if unknown := sorted(fields.keys() - set(known := list(Budget.__dataclass_fields__))):
+        raise TypeError(f"unexpected keyword arguments {', '.join(unknown)}; a budget has {', '.join(known)}")
 
 
 def only_microbatches(fields: Mapping[str, Any], buckets: Any) -> int:
     """Return M, which beside `pair_size` goes with given buckets, or else what these were made for."""
+    check_names(fields)
     for name in fields.keys() - {"microbatches_per_step", "pair_size"}:
-        if name not in Budget.__dataclass_fields__:
-            raise TypeError(f"unexpected keyword argument {name!r}")
         raise ValueError(f"{name} chooses buckets, and these are given")
     return check_integer(
         "microbatches_per_step", fields.get("microbatches_per_step", getattr(buckets, "microbatches_per_step", 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_ref.assign import Items, assign_buckets
 from torch_ref.buckets import Bucket, Buckets, PairBucket, check_buckets, check_steps, make_buckets
-from torch_ref.budget import Budget, as_budget, only_microbatches
+from torch_ref.budget import Budget, as_budget, check_names, only_microbatches
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import (
@@ -33,7 +33,7 @@ from torch_ref.packing import METHODS, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
-from torch_ref.row_lengths import choose_packed_buckets
+from torch_ref.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
 
 __all__ = ["Plan", "make_plan"]
 
@@ -346,6 +346,7 @@ def make_plan(
         check_pair_size(pair_size)
         checked = Buckets(check_buckets(buckets), getattr(buckets, "microbatches_per_step", None), pair_size)
     else:
+        check_names(budget)
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")
         limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
@@ -490,6 +491,8 @@ def _choose(
         by = _order_of_packing(order, packing) if order.name == "shuffle" or packing == "wrapped" else "dataset"
         return choose_packed_buckets(lengths, budget, overlong, by, seed, packing)
     values = _check_values(lengths)
+    if isinstance(lengths, Packing) and values.ndim == 2 and len(lengths.row_lengths) == 2:
+        return bucket_of_packed_pairs(lengths, budget)
     if values.ndim == 2:
         return make_pair_buckets(values, budget, overlong=overlong)
     if isinstance(lengths, Packing) and budget.strategy == "optimal":

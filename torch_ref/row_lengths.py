@@ -18,11 +18,11 @@ from torch_ref.fitting import fit_budget
 from torch_ref.joint import MAX_SIZE, fill_joint_rows, fit_joint
 from torch_ref.lengths import check_lengths, check_pair_lengths, list_pairs
 from torch_ref.order import Order
-from torch_ref.packing import pack_samples, split_samples
+from torch_ref.packing import Packing, pack_samples, split_samples
 from torch_ref.pairs import check_pair_fields
 from torch_ref.placing import fill_rows
 
-__all__ = ["choose_packed_buckets", "choose_row_lengths"]
+__all__ = ["bucket_of_packed_pairs", "choose_packed_buckets", "choose_row_lengths"]
 
 # Where lengths of rows are among the distinct ones, ascending.
 _Places = tuple[int, ...]
@@ -131,11 +131,7 @@ def choose_packed_buckets(
     if np.ndim(lengths) == 2:
         source, target = choose_row_lengths(lengths, budget, overlong=overlong)
         packed = pack_samples(lengths, (source, target), method=method, order=order, seed=seed, overlong=overlong)
-        cap = budget.max_tokens // (source + target)
-        cap = cap if budget.max_sequences is None else min(cap, budget.max_sequences)
-        cap -= cap % budget.row_multiple if cap >= budget.row_multiple else 0
-        rows, _ = budget.rows_and_steps(torch.tensor(packed.num_rows), torch.tensor(cap))
-        return Buckets([PairBucket(int(rows), source, target)], budget.microbatches_per_step)
+        return bucket_of_packed_pairs(packed, budget)
     sizes = budget.given_lengths
     if sizes is None and method == "wrapped":
         sizes = [_wrapped_length(lengths, budget)]
@@ -144,6 +140,19 @@ def choose_packed_buckets(
         sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
     tokens = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong).num_tokens
     return make_buckets(tokens, replace(budget, strategy=sizes, max_length=None))
+
+
+def bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
+    """Return the bucket of rows of pairs, which have one shape."""
+    check_pair_fields(budget, packed=True)
+    source, target = packed.row_lengths
+    cap = budget.max_tokens // (source + target)
+    if not cap:
+        raise ValueError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
+    cap = cap if budget.max_sequences is None else min(cap, budget.max_sequences)
+    cap -= cap % budget.row_multiple if cap >= budget.row_multiple else 0
+    rows, _ = budget.rows_and_steps(torch.tensor(packed.num_rows), torch.tensor(cap))
+    return Buckets([PairBucket(int(rows), source, target)], budget.microbatches_per_step)
 
 
 def _pair_row_lengths(

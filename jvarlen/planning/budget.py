@@ -223,15 +223,23 @@ def broken_by_one_row(budget: Budget, length: int) -> str:
 
 def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
     """The budget of these tokens and other fields; a given `Budget` keeps those that are not among the others."""
+    _check_names(fields)
     if isinstance(max_tokens, Budget):
         return dataclasses.replace(max_tokens, **fields)
     return Budget(max_tokens=max_tokens, **fields)
+
+
+def _check_names(fields: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(Budget)]
+    if unknown := sorted(fields.keys() - set(known)):
+        raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}; a budget has {', '.join(known)}")
 
 
 def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | None:
     """The budget, with other fields as keywords, that chooses buckets; None where these are given."""
     if isinstance(buckets, Budget):
         return as_budget(buckets, fields)
+    _check_names(fields)
     if buckets is not None:
         return None
     if "max_tokens" not in fields:
@@ -241,9 +249,6 @@ def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | 
 
 def given_microbatches(fields: Mapping[str, Any], buckets: object) -> int:
     """M of a budget's fields, or of the given buckets, which leave nothing else to choose but what pairs count."""
-    known = {field.name for field in dataclasses.fields(Budget)}
-    if unknown := fields.keys() - known:
-        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
     if idle := fields.keys() - {"microbatches_per_step", "pair_size"}:
         raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
     check_at_least_one(**{name: value for name, value in fields.items() if name != "pair_size"})

@@ -372,6 +372,10 @@ def _choose_buckets(
 ) -> tuple[AnyBucket, ...]:
     """The buckets of what is planned, by the budget."""
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
+    if isinstance(lengths, Packing) and np.ndim(values) == 2 and len(lengths.row_lengths) == 2:
+        from jvarlen.planning.row_lengths import bucket_of_packed_pairs
+
+        return bucket_of_packed_pairs(lengths, limits)
     if np.ndim(values) == 2:
         from jvarlen.planning.pair_buckets import make_pair_buckets
 

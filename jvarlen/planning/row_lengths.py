@@ -34,7 +34,7 @@ from jvarlen.planning.packings import Packing, PackingMethod
 from jvarlen.planning.pair_buckets import check_pair_fields
 from jvarlen.planning.placing import distinct_joint_rows, rows_by_tokens
 
-__all__ = ["choose_packed_buckets", "choose_row_lengths"]
+__all__ = ["bucket_of_packed_pairs", "choose_packed_buckets", "choose_row_lengths"]
 
 # Sets of row lengths that are tried at most; trying one takes time in proportion to the distinct lengths.
 _MAX_SETS = 2**12
@@ -159,9 +159,18 @@ def choose_packed_buckets(
     )
     if not is_pairs:
         return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows
-    cap = rounded_caps(budget, np.array(budget.max_tokens // sum(row_lengths)))
+    return bucket_of_packed_pairs(rows, budget), rows
+
+
+def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> tuple[PairBucket, ...]:
+    """The bucket of packed rows of pairs, which all have one shape."""
+    check_pair_fields(budget, packed=True)
+    source, target = rows.row_lengths
+    cap = rounded_caps(budget, np.array(budget.max_tokens // (source + target)))
+    if not cap:
+        raise UserError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
     _, num_rows = steps_and_rows(budget, np.array(rows.num_rows), cap)
-    return Buckets([PairBucket(int(num_rows), *row_lengths)], budget.microbatches_per_step), rows
+    return Buckets([PairBucket(int(num_rows), source, target)], budget.microbatches_per_step)
 
 
 def _pair_row_lengths(

@@ -1,6 +1,7 @@
 """Packing of several features: rows that hold inputs and targets, sample by sample, and plans of such rows."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -198,3 +199,21 @@ def test_what_does_not_fit_is_listed(package):
     assert package.make_plan(packing, [(1, 8, 8)], order="length").num_truncated == 2
     with pytest.raises(ValueError, match=r"pairs|lengths"):
         package.make_plan(packing, [(1, 8)], order="length")
+
+
+def test_packed_pairs_have_the_one_bucket_of_their_rows(package):
+    pairs = np.random.default_rng(0).integers(1, 60, (300, 2))
+    budget = {"max_tokens": 1024, "microbatches_per_step": 2, "row_multiple": 2, "max_sequences": 7}
+    packing = package.pack_samples(pairs, (128, 96))
+    plan = package.make_plan(packing, **budget)
+    num_rows = len(packing.row_offsets) - 1
+    cap = 4  # 1024 // (128 + 96), and a multiple of 2
+    num_steps = math.ceil(num_rows / (2 * cap))
+    rows = min(cap, 2 * math.ceil(math.ceil(num_rows / (2 * num_steps)) / 2))
+    assert [tuple(bucket) for bucket in plan.buckets] == [(rows, 128, 96)]
+    chosen = package.make_plan(pairs, **budget, packing="best_fit")
+    (bucket,) = chosen.buckets
+    again = package.make_plan(package.pack_samples(pairs, bucket[1:], order="shuffle"), **budget, order="dataset")
+    assert again.buckets == chosen.buckets
+    with pytest.raises(ValueError, match="max_tokens 200 leaves no row of 128"):
+        package.make_plan(packing, max_tokens=200)

@@ -371,10 +371,16 @@ def test_a_budget_and_given_buckets_exclude_each_other(package):
         package.make_plan([3, 5])
     with pytest.raises(ValueError, match="max_shapes"):
         package.make_plan([3, 5], [(1, 5)], max_shapes=2)
-    with pytest.raises(TypeError, match="max_token"):
-        package.make_plan([3, 5], max_tokens=8, max_token=8)
-    with pytest.raises(TypeError, match="max_token"):
-        package.make_plan([3, 5], [(1, 5)], max_token=8)
+    named = r"max_token; a budget has max_tokens, max_shapes, .*microbatches_per_step"
+    for unknown in (
+        lambda: package.make_plan([3, 5], max_tokens=8, max_token=8),
+        lambda: package.make_plan([3, 5], max_token=8),
+        lambda: package.make_plan([3, 5], [(1, 5)], max_token=8),
+        lambda: package.make_buckets([3, 5], 8, max_token=8),
+        lambda: package.stream_batches([3, 5], max_token=8),
+    ):
+        with pytest.raises(TypeError, match=named):
+            unknown()
     with pytest.raises(ValueError, match="buckets of pairs"):
         package.make_plan([[3, 5]], max_tokens=8, cost=lambda rows, length: rows * length, max_cost=8.0)
 
