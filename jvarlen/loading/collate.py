@@ -33,6 +33,7 @@ __all__ = [
     "pack_to_bucket",
     "pad_pairs_to_bucket",
     "pad_to_bucket",
+    "weights_of",
 ]
 
 _LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
@@ -201,18 +202,19 @@ def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
     return _COLLATE[num_lengths, is_packed][0]
 
 
+def weights_of(sample: Any, collate: CollateFn) -> np.ndarray | None:
+    """The loss weights of a sample, of a pair those of its target: one or one a token; None where it has no own."""
+    if isinstance(collate, CollateFields):
+        has_weights = any(field.name == WEIGHTS for field in collate.fields)
+        return np.asarray(_value(sample, WEIGHTS)) if has_weights else None
+    target = sample[1] if collate in (pad_pairs_to_bucket, pack_pairs_to_bucket) else sample
+    return target.weights if isinstance(target, WeightedTokens) else None
+
+
 def count_without_target(step: StepSamples, collate: CollateFn) -> int:
     """How many samples have no target: weight 0 on all tokens that are left, of a pair on those of its target."""
     flat = [sample for microbatch in step.samples for sample in microbatch]
-    if isinstance(collate, CollateFields):
-        if all(field.name != WEIGHTS for field in collate.fields):
-            return 0
-        weights = [np.asarray(_value(sample, WEIGHTS)) for sample in flat]
-    else:
-        flat = flat if len(step.bucket.lengths) == 1 else [pair[1] for pair in flat]
-        if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, flat))):
-            return 0
-        weights = [sample.weights if isinstance(sample, WeightedTokens) else np.ones(()) for sample in flat]
+    weights = [np.ones(()) if (own := weights_of(sample, collate)) is None else own for sample in flat]
     chunks = _chunks(step, flat)
     if chunks is not None:
         begins, ends = chunks[0].tolist(), chunks[1][-1].tolist()

@@ -18,7 +18,7 @@ from jvarlen.loading.forward import only_iterates
 from jvarlen.planning.samples import has_fields
 from jvarlen.planning.steps import ReadPlan
 
-__all__ = ["FieldAxes", "find_fields", "find_fields_of_plan"]
+__all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan"]
 
 FieldAxes = Mapping[str, str]
 """For each field "length", "length length" or "row"; of two lengths "source", "target", two of these, or "row"."""
@@ -71,61 +71,71 @@ def find_fields_of_plan(
     plan: ReadPlan, dataset: Any, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
 ) -> tuple[Fields | None, Any]:
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
-    dataset, samples = _probes(plan, dataset, lengths, min(start_step, plan.num_steps - 1))
-    by_id = dict(itertools.islice(samples, 1))
-    if not by_id:
-        return None, dataset
-    if all(map(has_fields, by_id.values())):
-        by_id |= dict(samples)
-    known = None if lengths is None else np.asarray(lengths)[list(by_id)]
-    num_lengths = len(plan.buckets[0].lengths)
-    return find_fields([*by_id.values()], axes, num_lengths, is_packed=plan.is_packed, lengths=known), dataset
-
-
-def _probes(
-    plan: ReadPlan, dataset: Any, lengths: npt.ArrayLike | None, start_step: int
-) -> tuple[Any, Iterator[tuple[int, Any]]]:
-    """The dataset, and some of its samples: the first, then others of lengths as different as there are."""
     if only_iterates(dataset):
         first = list(itertools.islice(dataset, _MOST_ITERATED))
+        ids: Iterable[int] = range(len(first))
+        samples: Any = first
         if isinstance(dataset, Iterator):
             dataset = itertools.chain(first, dataset)
-        return dataset, iter(enumerate(first))
+    else:
+        ids, samples = _different_samples(plan, lengths, min(start_step, plan.num_steps - 1)), dataset
+    num_lengths = len(plan.buckets[0].lengths)
+    return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
 
-    def ids() -> Iterator[int]:
-        ids = plan.own_rows(start_step).ids
-        yield from ids[ids >= 0][:1].tolist()
-        used = np.unique(plan.step_bucket)
-        for k in used[[0, -1]].tolist():
-            for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
-                ids = plan.own_rows(step).ids
-                ids = ids[ids >= 0]
-                if lengths is None:
-                    yield from ids[[0, -1]].tolist()
-                else:  # the most different ones
-                    of_step = np.asarray(lengths)[ids].reshape(len(ids), -1)
-                    for key in (*of_step.T, of_step[:, 0] - of_step[:, -1]):
-                        yield from (ids[key.argmin()].item(), ids[key.argmax()].item())
 
-    def samples() -> Iterator[tuple[int, Any]]:
-        num_bad = 0
-        for i in dict.fromkeys(ids()):
-            try:
-                yield i, dataset[i]
-            except MemoryError:
-                raise
-            except (Exception, SystemExit):  # which its step tells, with the id
-                num_bad += 1
-                if num_bad == _MOST_BAD:
-                    return
+def find_fields_among(
+    dataset: Any,
+    ids: Iterable[int],
+    axes: FieldAxes | None,
+    num_lengths: int,
+    *,
+    is_packed: bool,
+    lengths: npt.ArrayLike | None = None,
+) -> Fields | None:
+    """`find_fields` of those of these samples that can be read; only of the first, if it has no fields."""
+    samples: dict[int, Any] = {}
+    num_bad = 0
+    for i in dict.fromkeys(ids):
+        try:
+            samples[i] = dataset[i]
+        except MemoryError:
+            raise
+        except (Exception, SystemExit):  # which its step tells, with the id
+            num_bad += 1
+            if num_bad == _MOST_BAD:
+                break
+            continue
+        if not has_fields(samples[i]):
+            break
+    if not samples:
+        return None
+    known = None if lengths is None else np.asarray(lengths)[list(samples)]
+    return find_fields([*samples.values()], axes, num_lengths, is_packed=is_packed, lengths=known)
 
-    return dataset, samples()
+
+def _different_samples(plan: ReadPlan, lengths: npt.ArrayLike | None, start_step: int) -> Iterator[int]:
+    """The first sample of a step, then some whose lengths are as different as those of any."""
+    ids = plan.own_rows(start_step).ids
+    yield from ids[ids >= 0][:1].tolist()
+    used = np.unique(plan.step_bucket)
+    for k in used[[0, -1]].tolist():
+        for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
+            ids = plan.own_rows(step).ids
+            ids = ids[ids >= 0]
+            if lengths is None:
+                yield from ids[[0, -1]].tolist()
+            else:
+                of_step = np.asarray(lengths)[ids].reshape(len(ids), -1)
+                for key in (*of_step.T, of_step[:, 0] - of_step[:, -1]):
+                    yield from (ids[key.argmin()].item(), ids[key.argmax()].item())
 
 
 def _values(sample: Any) -> Mapping[str, Any]:
     if isinstance(sample, Mapping):
         return sample
-    return {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    return {
+        each.name: getattr(sample, each.name) for each in (dataclasses.fields(sample) if has_fields(sample) else ())
+    }
 
 
 def _arrays(

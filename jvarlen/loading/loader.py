@@ -294,7 +294,9 @@ def load(
 
             agree("the fields of samples", repr(found))
         if found is not None:
-            collate, batch_spec = CollateFields(found), plan_specs(first, found)
+            collate = CollateFields(found)
+    if isinstance(collate, CollateFields):
+        batch_spec = plan_specs(first, collate.fields)
     elif not is_own(collate):
         batch_spec = spec_of_steps({read_plan: cast(DataSource, dataset)}, collate, on_bad_sample)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)

@@ -44,6 +44,7 @@ from jvarlen.distributed.processes import (
     together,
 )
 from jvarlen.loading.collate import CollateFn
+from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.portable import PortableForm
@@ -97,6 +98,7 @@ def fit(
     loss_fn: LossFn | LayeredModel | None = None,
     params: Any = None,
     optimizer: optax.GradientTransformation | None = None,
+    fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
     length_fn: LengthFn | None = None,
     eval_loss_fn: LossFn | LayeredModel | None = None,
@@ -126,9 +128,10 @@ def fit(
       params: pytree of arrays, the initial parameters; arrays that are already placed on these devices
         keep their sharding, if the layout is data-parallel alone.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.
-      collate: as for `load`; None for samples of tokens.
-      length_fn: returns the length of a sample, as for `measure_lengths`; None for `len`, or for the attribute
-        `lengths` of the dataset.
+      fields: as for `load`.
+      collate: as for `load`; None for samples of tokens or of named fields.
+      length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for
+        `len`, for the attribute `lengths` of the dataset, or for the first field that `fields` says has the length.
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
@@ -160,6 +163,7 @@ def fit(
         eval_loss_fn=eval_loss_fn,
         extra=extra,
         optimizer=optimizer,
+        fields=fields,
         collate=collate,
         batch_spec=batch_spec,
         length_fn=length_fn,

@@ -19,11 +19,11 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.program_store import use_compilation_cache
-from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
-from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
+from jvarlen.loading.collate import is_own, pad_to_bucket, weights_of
 from jvarlen.loading.loader import Loader, load
 from jvarlen.loading.plan_source import read_samples
 from jvarlen.parallel.communication import estimate_communication
@@ -34,7 +34,6 @@ from jvarlen.parallel.sharded import stacked_for
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.planning.samples import WeightedTokens
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
 from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates, note_on_overlong
@@ -97,16 +96,6 @@ class Prepared(NamedTuple):
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
-    if config.data.on_mismatch == "adjust" and not task.compares_lengths:
-        raise UserError(
-            'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or length_fn '
-            "of your own"
-        )
-    if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
-        raise UserError(
-            'on_bad_sample="skip" compares the `len()` of samples with the plan: it cannot go with a length_fn of your '
-            "own without a collate"
-        )
     layout = config.hardware.layout
     num_devices = 1 if placement is None else placement.layout.num_devices
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
@@ -120,7 +109,19 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         data = open_training_data(config, given)
         if (resumed := config.directory.resumed) is not None and is_run_dir(resumed):
             _refuse_changed(resumed, data, config.data.tokenizer)
-        lengths = _lengths_of(data.train, task, config.progress)
+        measure = task.measure
+        lengths = measure(data.train, config.progress)
+        task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing is not None)
+        if config.data.on_mismatch == "adjust" and not task.compares_lengths:
+            raise UserError(
+                'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or '
+                "length_fn of your own"
+            )
+        if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
+            raise UserError(
+                'on_bad_sample="skip" compares the `len()` of samples with the plan: it cannot go with a length_fn of '
+                "your own without a collate"
+            )
         held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
         told = [f"{bad['file']}, {bad['record']}: {bad['reason']}" for bad in data.skipped]
         say(
@@ -129,7 +130,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             f"evaluated on other samples: {', '.join([held_out, *others])}",
             *([f"{len(told):,} records that are no samples are left out: {list_first(told, '; ')}"] if told else []),
         )
-        eval_lengths = {name: _lengths_of(dataset, task, False) for name, dataset in data.evaluation.items()}
+        eval_lengths = {name: measure(dataset, False) for name, dataset in data.evaluation.items()}
+    agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)
     task = with_model(layout)
 
@@ -227,7 +229,8 @@ def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, bucke
 
 def _check_targets(prepared: Prepared) -> None:
     """Raises ValueError if no token of the training has weight; reads samples until one has."""
-    if prepared.task.collate is not None:
+    collate = prepared.task.collate or pad_to_bucket
+    if not is_own(collate):
         return  # whose weights the first steps tell
     training, dataset = prepared.training_plan, prepared.data.train
     plan = training.plan_of_epoch(0)
@@ -241,7 +244,9 @@ def _check_targets(prepared: Prepared) -> None:
             (sample,) = read_samples(dataset, [i], bad)
             if bad:
                 bad.clear()
-            elif not isinstance(sample, WeightedTokens) or sample.weights[: longest[i]].any():
+                continue
+            weights = weights_of(sample, collate)
+            if weights is None or (weights[: longest[i]] if weights.ndim else weights).any():
                 return
     raise UserError(
         f"none of {plan.num_samples:,} training samples has a target: all tokens that are left of them have weight 0 "
@@ -285,12 +290,6 @@ def say(title: str, *texts: str) -> None:
     """Prints a part of what a run tells, on the main process."""
     if is_main_process():
         terminal.say(f"\n{title}", *texts)
-
-
-def _lengths_of(dataset: DataSource, task: Task, progress: bool) -> Int64[np.ndarray, " N"]:
-    if task.length_fn is None:
-        return known_lengths(dataset, progress=progress)
-    return measure_lengths(dataset, task.length_fn, progress=progress)
 
 
 def _check_shards(config: FitConfig, placement: Placement | None) -> None:

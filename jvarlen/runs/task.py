@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
 from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.length_cache import content_key
-from jvarlen.data.measure import LengthFn
+from jvarlen.data.measure import LengthFn, known_lengths, measure_lengths
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
-from jvarlen.loading.collate import CollateFn
+from jvarlen.loading.collate import CollateFields, CollateFn
+from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
@@ -52,6 +55,7 @@ class Task:
     eval_loss_fn: LossFn | LayeredModel | None = None
     extra: Any = None
     optimizer: optax.GradientTransformation | None = None
+    fields: FieldAxes | None = None
     collate: CollateFn | None = None
     batch_spec: BatchSpec | None = None
     length_fn: LengthFn | None = None
@@ -63,6 +67,8 @@ class Task:
             raise UserError("loss_fn and params go together: give both for a model of your own, or neither")
         if self.loss_fn is None and (self.eval_loss_fn is not None or self.extra is not None):
             raise UserError("eval_loss_fn and extra go with a loss_fn of your own")
+        if self.fields is not None and self.collate is not None:
+            raise UserError("fields= are for samples that the library collates: give them without collate=")
 
     def with_model(self, model: TransformerConfig, vocab_size: int, seed: int, layout: Layout | None = None) -> Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
@@ -89,10 +95,28 @@ class Task:
             split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
             jax.eval_shape(split, params)
 
+    def measure(self, dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N"]:
+        """The lengths of the samples."""
+        of_fields = (name for name, axes in (self.fields or {}).items() if axes == "length")
+        length_fn = next(of_fields, None) if self.length_fn is None else self.length_fn
+        if length_fn is None:
+            return known_lengths(dataset, progress=progress)
+        if not callable(length_fn) and not isinstance(length_fn, str):
+            raise UserError("fit trains on samples of one length: length_fn names one field, not two")
+        return measure_lengths(dataset, length_fn, progress=progress)
+
+    def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N"], *, is_packed: bool) -> Task:
+        """The same with what collates the fields of the samples, if they have any."""
+        if self.collate is not None:
+            return self
+        ids = dict.fromkeys([0, int(lengths.argmin()), int(lengths.argmax()), len(lengths) // 2, len(lengths) - 1])
+        fields = find_fields_among(dataset, ids, self.fields, 1, is_packed=is_packed)
+        return self if fields is None else dataclasses.replace(self, fields=None, collate=CollateFields(fields))
+
     @property
     def compares_lengths(self) -> bool:
-        """Whether `len()` of a sample is its length, so the loader can compare it with the plan."""
-        return self.collate is None and self.length_fn is None
+        """Whether samples tell their length, so the loader can compare it with the plan."""
+        return isinstance(self.collate, CollateFields) or (self.collate is None and self.length_fn is None)
 
     def batch_spec_for(self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource]) -> BatchSpec:
         """The shapes of the batches of plans with the same buckets, each with the dataset of its name."""
@@ -100,6 +124,8 @@ class Task:
             return self.batch_spec
         if self.collate is None:
             return plan_specs(next(iter(plans.values())))
+        if isinstance(self.collate, CollateFields):
+            return plan_specs(next(iter(plans.values())), self.collate.fields)
         return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate, self.on_bad_sample)
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:

@@ -100,6 +100,44 @@ def steps_of(run_dir):
     return [{name: value for name, value in row.items() if name not in of_time} for row in rows]
 
 
+def named(samples):
+    return [{"x": features, "labels": label, "name": "text"} for features, label in samples]
+
+
+@pytest.mark.parametrize("options", [{"length_fn": "x"}, {}], ids=["by name", "as fields say"])
+def test_a_run_on_named_fields_is_the_run_on_what_a_collate_makes_of_them(whole, tmp_path, options):
+    fields = {"x": "length", "labels": "row"}
+    config = make_config(tmp_path, on_mismatch="adjust")
+    data = Split(train=named(DATA.train), held_out=named(DATA.held_out))
+    run = fit(config, data, **own(collate=None, fields=fields, length_fn=None) | options)
+    names = ("step", "loss", "accuracy")
+    expected, found = ([[row[name] for name in names] for row in steps_of(each.run_dir)] for each in (whole, run))
+    assert found == expected
+    assert run.summary.held_out_after == whole.summary.held_out_after
+
+
+def test_fields_are_packed_and_their_mistakes_named_before_a_run_begins(tmp_path):
+    def packed_loss(params, microbatch):
+        x_BxTxD, segments, weights = microbatch["x"], microbatch["segment_ids"], microbatch["weights"]
+        labels_BxT = jnp.take_along_axis(microbatch["labels"], jnp.maximum(segments, 1) - 1, axis=1)
+        logits_BxT = x_BxTxD @ params["w"] + params["b"]
+        return jnp.sum(optax.sigmoid_binary_cross_entropy(logits_BxT, labels_BxT) * weights), jnp.sum(weights)
+
+    settings = {"loss_fn": packed_loss, "params": own()["params"], "fields": {"x": "length", "labels": "row"}}
+    data = Split(train=named(DATA.train), held_out=named(DATA.held_out))
+    config = make_config(tmp_path)
+    config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing="best_fit"), max_steps=4)
+    assert fit(config, data, **settings).summary.num_steps == 4
+    with pytest.raises(ValueError, match="axes of the field 'labels' are one of 'row', 'length'"):
+        fit(make_config(tmp_path / "other"), data, **settings | {"fields": {"x": "length", "labels": "rows"}})
+    with pytest.raises(ValueError, match="give them without collate="):
+        fit(make_config(tmp_path / "other"), data, **settings, collate=collate)
+    weightless = [sample | {"weights": 0.0} for sample in data.train]
+    settings["fields"]["weights"] = "row"
+    with pytest.raises(ValueError, match="none of 60 training samples has a target"):
+        fit(make_config(tmp_path / "other"), data._replace(train=weightless), **settings)
+
+
 def test_a_run_of_a_model_of_ones_own_has_all_that_a_run_has(whole, capsys):
     assert {"checkpoints", "config.json", "metrics.jsonl", "plan.npz", "summary.json", "curves.png"} <= {
         path.name for path in whole.run_dir.iterdir()
