@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, check_at_least_zero, if_given
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, arrays_by_name
 
 __all__ = ["next_token_targets"]
 
 
 def next_token_targets(
-    microbatch: Batch | PackedBatch | PairBatch | PackedPairBatch, *, begin_token: int | None = None
+    microbatch: Batch | PackedBatch | PairBatch | PackedPairBatch | dict[str, Any], *, begin_token: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The input of each position, the token that it predicts, and the loss weight of that token.
 
@@ -31,7 +31,8 @@ def next_token_targets(
     `targets[:, axes.positions]`. They cannot be made from rows that `spread_rows` has reordered.
 
     Args:
-      microbatch: tokens int[..., T], such as the [B, T] of a microbatch or the [M, B, T] of a batch.
+      microbatch: tokens int[..., T], such as the [B, T] of a microbatch or the [M, B, T] of a batch. Of named fields,
+        those called `tokens`.
       begin_token: the input at the first position of every sample; None: inputs are the tokens themselves.
 
     Returns:
@@ -55,13 +56,14 @@ def next_token_targets(
       [[5, 6, 7, 0]]
       [[1.0, 1.0, 1.0, 0.0]]
     """
-    if not isinstance(microbatch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+    held = arrays_by_name(microbatch)
+    arrays = {name.removeprefix("target_"): array for name, array in (held or {}).items()}
+    if "tokens" not in arrays:
         raise UserError(
-            "next_token_targets takes a Batch, PackedBatch, PairBatch or PackedPairBatch of jvarlen.batches, not a "
-            f"{type(microbatch).__name__}"
+            "next_token_targets takes a Batch, PackedBatch, PairBatch or PackedPairBatch of jvarlen.batches, or "
+            f"a batch of named fields with tokens, not a {type(microbatch).__name__}"
         )
     check_at_least_zero(**if_given(begin_token=begin_token))
-    arrays: dict[str, Any] = {name.removeprefix("target_"): array for name, array in microbatch._asdict().items()}
     tokens, weights = jnp.asarray(arrays["tokens"]), jnp.asarray(arrays["weights"])
     is_first = jnp.arange(tokens.shape[-1]) == 0
     if "segment_ids" in arrays:  # a token goes on with its sample if the one before it has the place before in the same

@@ -33,6 +33,7 @@ __all__ = [
     "pack_to_bucket",
     "pad_pairs_to_bucket",
     "pad_to_bucket",
+    "value_of",
     "weights_of",
 ]
 
@@ -172,14 +173,14 @@ class CollateFields:
         sizes: dict[int, int] = {}
         for field in self.fields:
             if any(side not in sizes for side in field.sides):
-                shape = np.shape(_value(sample, field.name))
+                shape = np.shape(value_of(sample, field.name))
                 sizes |= {side: shape[axis] for axis, side in enumerate(field.sides) if side not in sizes}
         return [sizes[side] for side in sorted(sizes)]
 
     def cut(self, sample: Any, lengths: list[int]) -> dict[str, Any]:
         """The sample with every axis of a length cut to this one."""
         return {
-            field.name: np.asarray(_value(sample, field.name))[tuple(slice(lengths[side]) for side in field.sides)]
+            field.name: np.asarray(value_of(sample, field.name))[tuple(slice(lengths[side]) for side in field.sides)]
             for field in self.fields
         }
 
@@ -206,7 +207,7 @@ def weights_of(sample: Any, collate: CollateFn) -> np.ndarray | None:
     """The loss weights of a sample, of a pair those of its target: one or one a token; None where it has no own."""
     if isinstance(collate, CollateFields):
         has_weights = any(field.name == WEIGHTS for field in collate.fields)
-        return np.asarray(_value(sample, WEIGHTS)) if has_weights else None
+        return np.asarray(value_of(sample, WEIGHTS)) if has_weights else None
     target = sample[1] if collate in (pad_pairs_to_bucket, pack_pairs_to_bucket) else sample
     return target.weights if isinstance(target, WeightedTokens) else None
 
@@ -311,7 +312,8 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
     }
 
 
-def _value(sample: Any, name: str) -> Any:
+def value_of(sample: Any, name: str) -> Any:
+    """A field of a mapping or dataclass."""
     return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
@@ -349,7 +351,7 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
     kinds, num_axes = set(map(type, flat)), len(field.sides)
     are_mappings = all(issubclass(kind, Mapping) for kind in kinds)
     try:
-        get = operator.itemgetter(field.name) if are_mappings else functools.partial(_value, name=field.name)
+        get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
         values = list(map(get, flat))
         if not num_axes:
             column = np.array(values) if values else np.zeros((0, *field.shape), field.dtype)
@@ -366,7 +368,7 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
     arrays, wrong = [], []
     for i, sample in zip(ids.tolist(), flat, strict=True):
         try:
-            array = np.asarray(_value(sample, field.name))
+            array = np.asarray(value_of(sample, field.name))
         except (LookupError, AttributeError, TypeError, ValueError) as error:
             wrong.append(f"id {i}: {error!r}")
             continue

@@ -10,9 +10,11 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.batches.batches import arrays_by_name, with_arrays
+from jvarlen.batches.fields import LENGTH_NAMES, PREFIXES, WEIGHTS, Fields
 from jvarlen.distributed.layout import Layout
-from jvarlen.loading.collate import StepSamples, collate_for
+from jvarlen.loading.collate import CollateFields, StepSamples, collate_for, value_of
+from jvarlen.loading.fields import FieldAxes, find_fields
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.samples import WeightedTokens, to_tokens
@@ -55,6 +57,7 @@ def assert_packing_invariant(
     params: Any,
     samples: Iterable[Any],
     *,
+    fields: FieldAxes | None = None,
     extra: Any = None,
     dtype: FloatDtype = "float64",
     rtol: float | None = None,
@@ -74,7 +77,9 @@ def assert_packing_invariant(
         `PackedPairBatch`. One that reads `segment_ids` or `positions` of the padded rows gets these packed, one sample
         a row.
       params: pytree of arrays; floats are cast to `dtype`.
-      samples: N ≥ 2 of them, 1-D integers or `WeightedTokens`; or pairs (source, target) of these.
+      samples: N ≥ 2 of them, 1-D integers or `WeightedTokens`; pairs (source, target) of these; or mappings or
+        dataclasses, whose batches are dicts.
+      fields: of such, as for `load`.
       extra: for a loss that takes it; floats are cast to `dtype`.
       dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
       rtol: the largest difference allowed, relative to the sums, and for any entry of the gradient relative to the
@@ -109,7 +114,7 @@ def assert_packing_invariant(
     key = inspect.signature(loss_fn).parameters.get("key")
     if key is not None and key.default is key.empty:
         raise UserError("loss_fn needs a key, whose random numbers differ in rows of another shape: leave out dropout")
-    padded, packed = _rows_of(list(samples))
+    padded, packed = _rows_of(list(samples), fields)
     with floats_in(dtype, rtol) as (cast, rtol):
         state = new_state(cast(params), optax.identity(), extra=cast(extra))
         step = make_step_values(loss_fn, state, Layout(data=1).on())
@@ -117,16 +122,16 @@ def assert_packing_invariant(
         def values_of(batch: Any) -> dict[str, np.ndarray]:
             try:
                 return step(cast(batch))
-            except AttributeError as error:
-                if not isinstance(error.obj, PackedBatch | PackedPairBatch):
+            except (AttributeError, KeyError) as error:
+                if not _is_missing(error, "lengths"):
                     raise
                 raise AssertionError(f"loss_fn cannot take packed rows: {error}") from error
 
         expected: dict[str, np.ndarray] | None
         try:
             expected = values_of(padded.batch())
-        except AttributeError as error:  # of what packed rows alone have
-            if not isinstance(error.obj, Batch | PairBatch):
+        except (AttributeError, KeyError) as error:  # of what packed rows alone have
+            if not _is_missing(error, "segment_ids", "positions"):
                 raise
             expected = None
         if expected is None:
@@ -146,24 +151,37 @@ def assert_packing_invariant(
     )
 
 
+def _is_missing(error: AttributeError | KeyError, *names: str) -> bool:
+    """Whether an array of these, of any side, was asked for where it is not."""
+    asked = error.name if isinstance(error, AttributeError) else error.args[0]
+    return any(asked == prefix + name for prefix in PREFIXES for name in names)
+
+
 class _Layout(NamedTuple):
     """Samples, and the places of their ids in rows: int64[B] or, packed, int64[B, P], −1 where there is none."""
 
     samples: Sequence[Any]
     ids_BxP: np.ndarray
     bucket: Any
+    fields: Fields | None
 
     def batch(self) -> Any:
         """The only microbatch of a step."""
-        collate = collate_for(len(self.bucket.lengths), is_packed=self.ids_BxP.ndim == 2)
+        of_tokens = collate_for(len(self.bucket.lengths), is_packed=self.ids_BxP.ndim == 2)
+        collate = of_tokens if self.fields is None else CollateFields(self.fields)
         in_order = [self.samples[i] for i in self.ids_BxP.ravel().tolist() if i >= 0]
         return collate(StepSamples(self.bucket, self.ids_BxP[None], [in_order], None, False, len(in_order)))
 
     def owners(self) -> np.ndarray:
         """The sample of each place of `weights`, 1 for the first; 0 where there is no token."""
-        numbered = [_renumbered(sample, i + 1) for i, sample in enumerate(self.samples)]
-        batch = self._replace(samples=numbered).batch()
-        return np.asarray(batch.target_tokens if isinstance(batch, PairBatch | PackedPairBatch) else batch.tokens)
+        arrays = arrays_by_name(self.batch()) or {}
+        prefix = PREFIXES[-1] if len(self.bucket.lengths) > 1 else PREFIXES[0]
+        if self.ids_BxP.ndim == 2:
+            segments = arrays[f"{prefix}segment_ids"]
+        else:
+            segments = (np.arange(self.bucket.lengths[-1]) < arrays[f"{prefix}lengths"][..., None]).astype(int)
+        ids = arrays["ids"].reshape(1, self.bucket.rows, -1)
+        return np.where(segments > 0, np.take_along_axis(ids, np.maximum(segments, 1) - 1, axis=2) + 1, 0)
 
     def neighbours(self, i: int) -> list[int]:
         """The samples that share a row with sample i, those before it first, the nearest first."""
@@ -172,12 +190,17 @@ class _Layout(NamedTuple):
         return [*row[:place][::-1], *(j for j in row[place + 1 :] if j >= 0)]
 
 
-def _rows_of(samples: list[Any]) -> tuple[_Layout, _Layout]:
+def _rows_of(samples: list[Any], axes: FieldAxes | None) -> tuple[_Layout, _Layout]:
     """The samples padded, one a row, and packed in one or two rows."""
     if len(samples) < 2:
         raise UserError(f"samples that share a row are needed, at least two: there are {len(samples)}")
-    of_sides = zip(*map(_sides, samples), strict=True)
-    lengths_NxD = np.stack([check_lengths([len(sample) for sample in side]) for side in of_sides], axis=1)
+    num_lengths = 2 if any(word in LENGTH_NAMES[1] for word in (axes or {}).values()) else 1
+    fields = find_fields(samples, axes, num_lengths, is_packed=True)
+    if fields is None:
+        sizes = [list(map(len, _sides(sample))) for sample in samples]
+    else:
+        sizes = list(map(CollateFields(fields).lengths_of, samples))
+    lengths_NxD = np.stack([check_lengths(list(of_side)) for of_side in zip(*sizes, strict=True)], axis=1)
     halves = np.array_split(np.arange(len(samples)), 2 if len(samples) > 3 else 1)
     ids = np.full((len(halves), max(map(len, halves))), -1)
     for row, half in zip(ids, halves, strict=True):
@@ -185,8 +208,8 @@ def _rows_of(samples: list[Any]) -> tuple[_Layout, _Layout]:
     longest = lengths_NxD.max(axis=0).tolist()
     fullest = (np.stack([lengths_NxD[half].sum(axis=0) for half in halves]).max(axis=0) + 1).tolist()  # with padding
     bucket = Bucket if len(longest) == 1 else PairBucket
-    padded = _Layout(samples, np.arange(len(samples)), bucket(len(samples), *longest))
-    return padded, _Layout(samples, ids, bucket(len(ids), *fullest))
+    padded = _Layout(samples, np.arange(len(samples)), bucket(len(samples), *longest), fields)
+    return padded, _Layout(samples, ids, bucket(len(ids), *fullest), fields)
 
 
 def _sides(sample: Any) -> tuple[Any, ...]:
@@ -195,17 +218,23 @@ def _sides(sample: Any) -> tuple[Any, ...]:
     return tuple(sample) if is_pair else (sample,)
 
 
-def _mapped(sample: Any, change: Callable[[np.ndarray, int], np.ndarray]) -> Any:
-    """The sample with other tokens: `change(tokens, side)` of each side."""
-    sides = []
-    for number, side in enumerate(_sides(sample)):
-        tokens = change(to_tokens(side), number)
-        sides.append(WeightedTokens(tokens, side.weights) if isinstance(side, WeightedTokens) else tokens)
-    return tuple(sides) if len(sides) > 1 else sides[0]
+def _values_of(sample: Any, fields: Fields | None) -> dict[Any, np.ndarray]:
+    """The tokens of each side of a sample, or its fields, without loss weights."""
+    if fields is None:
+        return dict(enumerate(map(to_tokens, _sides(sample))))
+    return {field.name: np.asarray(value_of(sample, field.name)) for field in fields if field.name != WEIGHTS}
 
 
-def _renumbered(sample: Any, number: int) -> Any:
-    return _mapped(sample, lambda tokens, side: np.full(len(tokens), number))
+def _with_values(sample: Any, values: dict[Any, np.ndarray], fields: Fields | None) -> Any:
+    """The sample with others in their place."""
+    if fields is not None:
+        return {field.name: values.get(field.name, value_of(sample, field.name)) for field in fields}
+    sides = _sides(sample)
+    changed = [
+        WeightedTokens(values[side], each.weights) if isinstance(each, WeightedTokens) else values[side]
+        for side, each in enumerate(sides)
+    ]
+    return tuple(changed) if len(sides) > 1 else changed[0]
 
 
 def _explain(
@@ -215,7 +244,8 @@ def _explain(
 
     def sums_of(rows: _Layout, owners: np.ndarray, i: int) -> np.ndarray:
         batch = rows.batch()
-        values = values_of(batch._replace(weights=np.where(owners == i + 1, batch.weights, 0.0)))
+        weights = np.where(owners == i + 1, (arrays_by_name(batch) or {})[WEIGHTS], np.float32(0))
+        values = values_of(with_arrays(batch, {WEIGHTS: weights}))
         return np.array([values["loss_sum"], values["weight_sum"]])
 
     def differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -229,15 +259,16 @@ def _explain(
     beside = np.stack([sums_of(packed, owners_packed, i) for i in ids])
     is_other = differ(beside, alone)
     others = np.flatnonzero(is_other.any(axis=1)).tolist()
-    known = [
-        np.unique(np.concatenate(list(map(to_tokens, side)))) for side in zip(*map(_sides, packed.samples), strict=True)
-    ]
-
-    def next_known(tokens: np.ndarray, side: int) -> np.ndarray:
-        return known[side][(np.searchsorted(known[side], tokens) + 1) % len(known[side])]
+    values = [_values_of(sample, packed.fields) for sample in packed.samples]
+    known = {name: np.unique(np.concatenate([each[name].ravel() for each in values])) for name in values[0]}
 
     def leaks_from(i: int, j: int) -> bool:
-        changed = [_mapped(sample, next_known) if k == j else sample for k, sample in enumerate(packed.samples)]
+        others = {
+            name: known[name][(np.searchsorted(known[name], value) + 1) % len(known[name])]
+            for name, value in values[j].items()
+        }
+        changed = list(packed.samples)
+        changed[j] = _with_values(changed[j], others, packed.fields)
         return bool(differ(sums_of(packed._replace(samples=changed), owners_packed, i), beside[i]).any())
 
     lines: list[str] = []

@@ -11,7 +11,7 @@ import optax
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, mark_padding_rows
+from jvarlen.batches.batches import arrays_by_name, mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.losses import LossFn
@@ -103,10 +103,12 @@ def _not_finite(key: str, tree: Any) -> list[str]:
 
 def _bucket_of(batch: Any) -> str:
     """The bucket as text; of a batch of another type, what its leaves are."""
-    if not isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+    if (arrays := arrays_by_name(batch)) is None:
         return list_first(f"{name} {describe(leaf)}" for name, leaf in leaves_by_name(batch).items())
-    lengths = [array.shape[2] for name, array in batch._asdict().items() if name.endswith("tokens")]
-    return f"{batch.weights.shape[1]}×{lengths[0] if len(lengths) == 1 else tuple(lengths)}"
+    _, num_rows, length = arrays["weights"].shape
+    if "source_tokens" in arrays:
+        return f"{num_rows}×{(arrays['source_tokens'].shape[2], length)}"
+    return f"{num_rows}×{length}"
 
 
 def _first_row_repeated(leaf: Any) -> Any:

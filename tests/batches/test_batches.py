@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket, load, make_plan
-from jvarlen.batches import full_batch, packed_batch_spec, token_batch_spec
+from jvarlen.batches import (
+    BatchShapes,
+    count_tokens,
+    full_batch,
+    next_token_targets,
+    packed_batch_spec,
+    token_batch_spec,
+)
 from jvarlen.compiling.unplanned import pad_to_spec
 from jvarlen.testing import assert_finite_on_padding_rows, assert_partition_invariant
 
@@ -41,3 +48,56 @@ def test_rows_that_are_added_have_no_id():
     padded = pad_to_spec(batch, token_batch_spec(Bucket(3, 4), 2))
     assert padded.ids.tolist() == [[*row, -1] for row in batch.ids.tolist()]
     assert padded.is_real.tolist() == [[True, True, False]] * 2
+
+
+LENGTHS = [2, 3, 1, 2, 3]
+NAMED = [{"tokens": np.arange(n) + 1, "near": np.ones((n, n)), "label": n % 2} for n in LENGTHS]
+TOKENS = {"tokens": "length", "label": "row"}
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_batches_of_named_fields_are_counted_filled_and_give_targets_as_those_of_tokens(packing):
+    plan = make_plan(LENGTHS, [(2, 6)], packing=packing, order="dataset")
+    loader = load(plan, NAMED, fields=TOKENS)
+    for named, tokens in zip(loader, load(plan, [sample["tokens"] for sample in NAMED]), strict=True):
+        assert float(count_tokens(named)) == float(count_tokens(tokens))
+        for found, expected in zip(next_token_targets(named), next_token_targets(tokens), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    (spec,), (of_tokens,) = loader.specs.values(), BatchShapes.of_plan(plan).specs.values()
+    full, expected = full_batch(spec), full_batch(of_tokens)._asdict()
+    assert set(full) - set(expected) == {"label"}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(full[name], array)
+    with pytest.raises(ValueError, match="or a batch of named fields with tokens, not a dict"):
+        next_token_targets({"tokens": np.ones((1, 2))})
+
+
+def test_a_full_batch_of_named_fields_of_two_lengths_needs_the_bucket():
+    lengths = [[2, 3], [3, 1], [1, 2]]
+    samples = [{"nodes": np.ones((n, 2)), "edges": np.arange(e)} for n, e in lengths]
+    loader = load(make_plan(lengths, [(3, 4, 5)]), samples, lengths=lengths)
+    ((bucket, spec),) = loader.specs.items()
+    full = full_batch(spec, bucket)
+    assert (full["source_lengths"] == 4).all()
+    assert (full["target_lengths"] == 5).all()
+    with pytest.raises(ValueError, match="of two lengths is full where bucket= tells them"):
+        full_batch(spec)
+
+
+def test_checks_of_losses_take_named_fields():
+    def loss_fn(scale, microbatch):
+        size_B = jnp.where(microbatch["is_real"], microbatch["lengths"], 1)
+        mean_B = scale * microbatch["near"].sum(axis=(1, 2)) / size_B - microbatch["label"]
+        return (mean_B**2 * microbatch["is_real"]).sum(), microbatch["is_real"].sum()
+
+    def wrong(scale, microbatch):
+        return scale * (microbatch["tokens"].sum(axis=1) / microbatch["lengths"]).sum(), microbatch["weights"].sum()
+
+    plan = make_plan(LENGTHS, [(2, 3)], microbatches_per_step=2, order="dataset")
+    batch = next(load(plan, NAMED))
+    assert_partition_invariant(loss_fn, 0.5, batch, num_shards=[1])
+    assert_finite_on_padding_rows(loss_fn, 0.5, [batch])
+    with pytest.raises(AssertionError, match="divides by what is 0 for padding rows"):
+        assert_partition_invariant(wrong, 0.5, batch, num_shards=[1])
+    with pytest.raises(AssertionError, match=r"in 1 of 1 buckets\n  2×3: "):
+        assert_finite_on_padding_rows(wrong, 0.5, [batch])

@@ -194,3 +194,32 @@ def test_what_cannot_be_compared_is_refused():
         assert_packing_invariant(lambda params, microbatch, key: transformer(params, microbatch), PARAMS, SAMPLES)
     with pytest.raises(ValueError, match="nothing to compare"):
         assert_packing_invariant(transformer, PARAMS, [[1], [2]])
+
+
+def tag_loss(params, microbatch, *, labels_of):
+    """A label a token, and one a sample, which tells its tokens what to expect."""
+    segments = microbatch["segment_ids"]
+    one_a_token = jnp.take_along_axis(microbatch["kind"], jnp.maximum(segments, 1) - 1, axis=1)
+    logits = params[microbatch["tokens"], one_a_token]
+    losses = (logits - labels_of(microbatch) * microbatch["scores"].sum(-1)) ** 2
+    return (losses * microbatch["weights"]).sum(), microbatch["weights"].sum()
+
+
+@pytest.mark.parametrize("given", [None, {"tokens": "length", "scores": "length", "kind": "row", "weights": "length"}])
+def test_named_fields_are_packed_as_they_are_padded(given):
+    rng = np.random.default_rng(0)
+    samples = [
+        {"tokens": rng.integers(0, 5, n), "scores": rng.normal(size=(n, 2)), "kind": n % 3, "weights": rng.random(n)}
+        for n in (3, 1, 4, 2, 5)
+    ]
+    table = rng.normal(size=(5, 3))
+    right = functools.partial(tag_loss, labels_of=lambda rows: rows["tokens"])
+    wrong = functools.partial(tag_loss, labels_of=lambda rows: jnp.roll(rows["tokens"], 1, axis=1))
+    assert_packing_invariant(right, table, samples, fields=given)
+    with pytest.raises(AssertionError, match=r"sample 1: .* changes with the tokens of sample 0, before it"):
+        assert_packing_invariant(wrong, table, samples, fields=given)
+    with pytest.raises(AssertionError, match="loss_fn cannot take packed rows: 'lengths'"):
+        assert_packing_invariant(lambda table, rows: (table.sum(), rows["lengths"].sum()), table, samples, fields=given)
+    squares = [sample | {"near": np.ones([len(sample["tokens"])] * 2)} for sample in samples]
+    with pytest.raises(ValueError, match="'near' cannot be packed"):
+        assert_packing_invariant(right, table, squares)
