@@ -96,6 +96,8 @@ class Prepared(NamedTuple):
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
+    if task.collate is not None:
+        _check_compared(config, task)
     layout = config.hardware.layout
     num_devices = 1 if placement is None else placement.layout.num_devices
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
@@ -112,16 +114,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         measure = task.measure
         lengths = measure(data.train, config.progress)
         task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing is not None)
-        if config.data.on_mismatch == "adjust" and not task.compares_lengths:
-            raise UserError(
-                'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or '
-                "length_fn of your own"
-            )
-        if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
-            raise UserError(
-                'on_bad_sample="skip" compares the `len()` of samples with the plan: it cannot go with a length_fn of '
-                "your own without a collate"
-            )
+        _check_compared(config, task)
         held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
         told = [f"{bad['file']}, {bad['record']}: {bad['reason']}" for bad in data.skipped]
         say(
@@ -169,6 +162,20 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         bucket = training_plan.buckets[0]
         batch = prepared.batch_spec()(bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
         return prepared._replace(num_values=prepared.task.num_values(batch, data.vocab_size))
+
+
+def _check_compared(config: FitConfig, task: Task) -> None:
+    """Raises ValueError for settings that need lengths of samples, where only the user knows them."""
+    if config.data.on_mismatch == "adjust" and not task.compares_lengths:
+        raise UserError(
+            'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or length_fn '
+            "of your own"
+        )
+    if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
+        raise UserError(
+            'on_bad_sample="skip" compares the `len()` of samples with the plan: it cannot go with a length_fn of your '
+            "own without a collate"
+        )
 
 
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
