@@ -41,6 +41,9 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
             lengths, buckets, order="length", pacing=jvarlen.planning.competence_pacing(1_000)
         ),
         "pack_samples into rows of 4,096": lambda: jvarlen.pack_samples(lengths, 4096),
+        "pack_samples, wrapped, shuffled": lambda: jvarlen.pack_samples(
+            lengths, 4096, method="wrapped", order="shuffle"
+        ),
     }
     for name, values in (("sorted", ascending), ("unsorted", lengths)):
         for max_tokens in (500_000, 32_768):
@@ -71,6 +74,7 @@ def measure_fixed(num_samples: int, longest: int) -> list[tuple[str, float]]:
             lengths, MAX_TOKENS, max_shapes=4
         ),
         f"make_pair_buckets, {num_samples:,} pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),
+        f"choose_row_lengths, {num_samples:,} pairs": lambda: jvarlen.planning.choose_row_lengths(pairs, 16_384),
         f"pack_samples, {num_samples:,} samples into rows of 4,096": lambda: jvarlen.pack_samples(uniform, 4096).starts,
     }
     return [(name, best_seconds(call)[0]) for name, call in calls.items()]

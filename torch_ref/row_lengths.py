@@ -58,7 +58,7 @@ def choose_row_lengths(
     of lengths.
 
     Pairs get one length for the sources of a row and one for its targets: that of the longest, rounded up. But of the
-    side that is full sooner, by the sums over all pairs, longer ones are tried: for k = 14, ..., 20, k / 16 of the
+    side that is full sooner, by the sums over all pairs, longer ones are tried: for k = 14, ..., 19, k / 16 of the
     tokens that this side has where those of the other fill their length, rounded up. The one with which rows take the
     fewest tokens is chosen, or the shortest of several. At most 2,048 pairs are packed for it, every n-th in ascending
     order (source, target), the last one among them. Both lengths together are at most `max_tokens`, each at most
@@ -177,7 +177,7 @@ def _pair_row_lengths(
     other = 1 - sooner
     lengths = {longest[sooner]}
     if sums[other]:
-        for sixteenths in range(14, 21):
+        for sixteenths in range(14, 20):
             tokens = -(-longest[other] * sums[sooner] * sixteenths // (16 * sums[other]))
             lengths.add(max(longest[sooner], -(-tokens // multiple) * multiple))
     every = -(-len(pairs) // _MOST_PAIRS)

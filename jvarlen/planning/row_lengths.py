@@ -69,7 +69,7 @@ def choose_row_lengths(
     and by one at the end.
 
     For pairs, the rows of all have one length for each side. It is that of the longest, rounded; but the side that
-    would fill up first may be longer: then its length is, of those between 14/16 and 20/16 of what the mean pair needs
+    would fill up first may be longer: then its length is, of those between 14/16 and 19/16 of what the mean pair needs
     beside the other side, in steps of 1/16, rounded up, the one with which packed rows have the fewest tokens, with
     padding; among equals the shortest. Of more than 2,048 pairs, every ⌈N/2,048⌉-th is packed to tell, from the longest
     down. Both together stay within `max_tokens`, and each within `max_length`.
@@ -192,7 +192,7 @@ def _pair_row_lengths(
     totals: list[int] = pairs.sum(axis=0).tolist()
     side = int(longest[0] * totals[1] >= longest[1] * totals[0])  # that fills up first
     candidates = {tuple(longest)}
-    for sixteenths in range(14, 21) if totals[1 - side] else ():
+    for sixteenths in range(14, 20) if totals[1 - side] else ():
         needed = -(-longest[1 - side] * totals[side] * sixteenths // (16 * totals[1 - side]))
         length = max(longest[side], round_up(needed, limits.length_multiple))
         candidates.add((length, longest[1]) if side == 0 else (longest[0], length))

@@ -934,7 +934,7 @@ def test_the_side_of_pairs_that_fills_up_first_is_as_long_as_takes_fewest_tokens
     needed = [Fraction(int(side.sum()), length) for side, length in zip(kept.T, longest, strict=True)]
     first = 0 if needed[0] > needed[1] else 1
     tried = []
-    for sixteenths in (None, *range(14, 21 if needed[1 - first] else 14)):
+    for sixteenths in (None, *range(14, 20 if needed[1 - first] else 14)):
         sides = list(longest)
         if sixteenths is not None:
             tokens = math.ceil(needed[first] / needed[1 - first] * longest[first] * Fraction(sixteenths, 16))

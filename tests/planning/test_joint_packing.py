@@ -1,5 +1,7 @@
 """Packed pairs: rows that hold sources and targets, laid out as planned, with the loss of the pairs alone."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jvarlen.batches.batches import count_tokens
 from jvarlen.loading import pack_pairs_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.planning import _kernels as kernels
+from jvarlen.planning import choose_row_lengths
 from jvarlen.testing import assert_exactly_once
 from tests.planning.test_kernels import needs_numba
 
@@ -54,6 +57,16 @@ def test_rows_are_a_few_percent_more_than_their_tokens_need(correlation):
     limited = pack_samples(lengths, (512, 512), max_samples_per_row=4)
     assert limited.num_rows <= 1.03 * 2000 / 4
     assert np.diff(limited.row_offsets).max() == 4
+
+
+@needs_numba
+def test_row_lengths_of_a_million_pairs_take_two_seconds():
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal([3, 4], [0.6, 0.9], (1_000_000, 2))).astype(np.int64).clip(1, 1000)
+    choose_row_lengths(lengths[:5000], 32_768)  # compiles
+    start = time.process_time()
+    choose_row_lengths(lengths, 32_768)
+    assert time.process_time() - start < 2
 
 
 def test_every_pair_is_laid_out_as_planned():
