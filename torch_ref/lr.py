@@ -60,7 +60,7 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
 
 
 def lr_sequence(
-    plan: Plan | MixedPlan | Iterable[Plan | MixedPlan],
+    plan: Plan | MixedPlan | Iterable[Plan | MixedPlan | int] | ArrayLike,
     base_schedule: float | ArrayLike | Callable[[int], float],
     base_batch_size: float,
     *,
@@ -75,7 +75,7 @@ def lr_sequence(
 
     Args:
         plan: a plan, mixed or not, or one for each epoch; S steps together, and every count continues from one to the
-            next.
+            next. Or integers [S], the batch size of each step in `unit`, without a plan.
         base_schedule: the rate at `base_batch_size`: a number, a function of a count, or an array [S].
         base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
         rule: as in `lr_scale`.
@@ -87,7 +87,8 @@ def lr_sequence(
         float64[S].
 
     Raises:
-        ValueError: if an argument is out of its range, if the schedule has another number of values than the plan
+        ValueError: if an argument is out of its range, if batch sizes are not integers or shall be counted in another
+            unit, if the schedule has another number of values than the plan
             steps, or if it is an array and not counted in steps.
 
     Example:
@@ -100,16 +101,24 @@ def lr_sequence(
         raise ValueError(f'unit must be "sequences" or "tokens", got {unit!r}')
     if counted_in not in ("steps", "sequences", "tokens"):
         raise ValueError(f'counted_in must be "steps", "sequences" or "tokens", got {counted_in!r}')
-    sequences, tokens = [], []
-    for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
-        if not isinstance(epoch_plan, Plan | MixedPlan):
-            raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
-        sequences.append(epoch_plan.num_sequences)
-        tokens.append(epoch_plan.num_tokens)
-    if not sequences:
-        raise ValueError("plan must be a plan or at least one of them")
-    sizes = {"sequences": np.concatenate(sequences), "tokens": np.concatenate(tokens)}
-    sizes["steps"] = np.ones_like(sizes["sequences"])
+    if hasattr(plan, "dtype") or (isinstance(plan, list | tuple) and plan and isinstance(plan[0], int | float)):
+        given = np.asarray(plan)
+        if given.ndim != 1 or given.dtype.kind not in "iu" or not given.size:
+            raise ValueError(f"batch sizes must be 1-D integers, got {given.dtype} of shape {given.shape}")
+        sizes = {unit: given.astype(np.int64)}
+    else:
+        sequences, tokens = [], []
+        for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
+            if not isinstance(epoch_plan, Plan | MixedPlan):
+                raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
+            sequences.append(epoch_plan.num_sequences)
+            tokens.append(epoch_plan.num_tokens)
+        if not sequences:
+            raise ValueError("plan must be a plan or at least one of them")
+        sizes = {"sequences": np.concatenate(sequences), "tokens": np.concatenate(tokens)}
+    sizes["steps"] = np.ones_like(sizes[unit])
+    if counted_in not in sizes:
+        raise ValueError(f"batch sizes in {unit} do not tell {counted_in}: counted_in must be 'steps' or {unit!r}")
     scales = lr_scale(sizes[unit], base_batch_size, rule)
     if callable(base_schedule):
         before = np.concatenate([[0], sizes[counted_in][:-1].cumsum()])

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
         pad_to_bucket,
     )
     from jvarlen.loading.loader import Loader
-    from jvarlen.loading.plan_source import SkippedSample, planned_ids_digest
+    from jvarlen.loading.plan_source import PlanSource, SkippedSample, planned_ids_digest
 
 __all__ = [
     "Loader",
+    "PlanSource",
     "SkippedSample",
     "StepSamples",
     "pack_pairs_to_bucket",

@@ -26,10 +26,11 @@ from jvarlen.loading.collate import (
     CollateFn,
     RepeatedSample,
     StepSamples,
+    collate_for,
     count_without_target,
     is_own,
-    pad_to_bucket,
 )
+from jvarlen.loading.fields import find_fields_of_plan
 from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
@@ -87,13 +88,36 @@ class ReadStep(NamedTuple):
 
 
 class PlanSource:
-    """Random access to the collated steps of a plan, or to this process's part of them."""
+    """The batches of a plan by step, as NumPy arrays on the host: a sequence for a loader of your own.
+
+    `load` puts them on devices, in their order, read ahead. It pickles if the dataset does.
+
+    Args:
+      plan: the plan of an epoch.
+      dataset: as for `load`, with random access.
+      collate: as for `load`.
+      microbatches: integers[m], those of this process; None: all.
+      lengths: as for `load`.
+      on_mismatch: as for `load`.
+      on_bad_sample: as for `load`.
+      padding_rows: as for `load`.
+      fields: as for `load`.
+
+    Raises:
+      ValueError: arguments that `load` rejects; and, when a step is read, what `load` raises then.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> batches = PlanSource(make_plan([3, 1, 4], [(2, 4)], order="length"), [[7, 7, 7], [5], [9, 9, 9, 9]])
+      >>> [batches[step].tokens.tolist() for step in range(len(batches))]
+      [[[[5, 0, 0, 0], [7, 7, 7, 0]]], [[[9, 9, 9, 9], [0, 0, 0, 0]]]]
+    """
 
     def __init__(
         self,
         plan: ReadPlan,
         dataset: DataSource,
-        collate: CollateFn = pad_to_bucket,
+        collate: CollateFn | None = None,
         microbatches: Int64[np.ndarray, " m"] | None = None,
         *,
         lengths: npt.ArrayLike | None = None,
@@ -101,9 +125,15 @@ class PlanSource:
         on_bad_sample: OnBadSample = "error",
         padding_rows: PaddingRows = "zeros",
         num_values: Mapping[str, int] = MappingProxyType({}),
+        fields: Mapping[str, str] | None = None,
     ):
         if plan.largest_id >= len(dataset):
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
+        plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
+        if collate is None:
+            found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
+            own = collate_for(len(plan.buckets[0].lengths), plan.is_packed)
+            collate = own if found is None else CollateFields(found)
         check_choices(
             on_mismatch=(on_mismatch, OnMismatch),
             on_bad_sample=(on_bad_sample, OnBadSample),
@@ -115,7 +145,6 @@ class PlanSource:
         ):
             if lengths is None and needs:
                 raise UserError(f'{option}="{value}" needs the lengths that the plan was made for, lengths=')
-        plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
         self._plan = plan
         self._dataset = dataset
         self._collate = collate

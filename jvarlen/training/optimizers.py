@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 def planned_schedule(
-    plan: StepPlan | Iterable[StepPlan],
+    plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
@@ -49,7 +50,7 @@ def planned_schedule(
     program: a plan with other rates compiles again. With `scale_by_batch_size` it does not.
 
     Args:
-      plan: as in `lr_sequence`; pass the plans of all epochs that the schedule shall cover.
+      plan: as in `lr_sequence`; pass the plans, or the batch sizes, of all epochs that the schedule shall cover.
       base_schedule: as in `lr_sequence`.
       base_batch_size: as in `lr_sequence`.
       rule: as in `lr_scale`.
@@ -145,7 +146,11 @@ def scale_by_batch_size(
     def update_fn(updates, state, params=None, **extra_args):
         del params
         if name not in extra_args:
-            raise TypeError(f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update")
+            raise TypeError(
+                f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update, as in "
+                f"optimizer.update(grads, opt_state, params, {name}=…); a trainer that passes none, such as "
+                "apply_gradients of a Flax TrainState, takes planned_schedule as its learning rate instead"
+            )
         ratio = jnp.asarray(extra_args[name], float) / base
         scale = apply_rule(jnp, ratio, rule)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
 
 
 def lr_sequence(
-    plan: StepPlan | Iterable[StepPlan],
+    plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
@@ -85,7 +85,8 @@ def lr_sequence(
     """The learning rate of every step of a plan, in float64 on the host.
 
     Args:
-      plan: a plan; or several, one an epoch, over which all counts continue. S steps in all.
+      plan: a plan; or several, one an epoch, over which all counts continue; or, without a plan, integers[S], the batch
+        size of every step in `unit`. S steps in all.
       base_schedule: a number, an array of S rates, or a function of how far training has come, such as an Optax
         schedule (evaluated in float64 here).
       base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.
@@ -98,8 +99,9 @@ def lr_sequence(
       float64[S].
 
     Raises:
-      ValueError: an unknown unit or rule; an array that does not have S entries, or that comes with another count than
-        steps; a base batch size that is not positive; arguments that `lr_scale` rejects.
+      ValueError: an unknown unit or rule; an array of rates that does not have S entries, or that comes with another
+        count than steps; batch sizes that are no integers, or that are to be counted in another unit than theirs; a
+        base batch size that is not positive; arguments that `lr_scale` rejects.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -108,6 +110,8 @@ def lr_sequence(
       [0.005, 0.002]
       >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
       [1.0, 11.0, 15.0, 25.0]
+      >>> lr_sequence([10, 4], 1e-3, 2).tolist()
+      [0.005, 0.002]
 
     References:
       Over samples: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size".
@@ -117,8 +121,23 @@ def lr_sequence(
         raise UserError(
             f"base_schedule is an array, one rate a step: it cannot be counted in {counted_in}; give a function of them"
         )
-    sizes = step_sizes(plan)
+    given = _batch_sizes(plan)
+    sizes: dict[str, Any] = {} if given is None else {"steps": np.ones_like(given), unit: given}
+    sizes = sizes or step_sizes(cast(Any, plan))
+    if counted_in not in sizes:
+        raise UserError(f"batch sizes in {unit} do not tell {counted_in}: counted_in must be 'steps' or {unit!r}")
     return base_rates(base_schedule, before_each(sizes[counted_in])) * lr_scale(sizes[unit], base_batch_size, rule)
+
+
+def _batch_sizes(plan: Any) -> Int64[np.ndarray, " S"] | None:
+    """Batch sizes that were given in place of a plan."""
+    is_list = isinstance(plan, list | tuple) and len(plan) > 0 and is_number(plan[0])
+    if not is_list and not hasattr(plan, "dtype"):
+        return None
+    sizes = np.asarray(plan)
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not len(sizes):
+        raise UserError(f"batch sizes must be integers[S], one a step, not {sizes.dtype} of shape {sizes.shape}")
+    return sizes.astype(np.int64)
 
 
 def step_sizes(plan: StepPlan | Iterable[StepPlan]) -> dict[str, Int64[np.ndarray, " S"]]:

@@ -158,7 +158,7 @@ def test_bad_batch_sizes_bases_and_rules_are_refused(package, arguments):
         ({"base_schedule": [[1.0, 2.0]]}, "2"),
         ({"base_batch_size": 0}, "base_batch_size"),
         ({"base_batch_size": "32"}, "base_batch_size.*'32'"),
-        ({"plan": [10, 4]}, "plan must be a plan"),
+        ({"plan": "ten"}, "plan must be a plan"),
         ({"base_schedule": "1e-3"}, "base_schedule.*'1e-3'"),
     ],
     ids=text_of,
@@ -168,3 +168,28 @@ def test_bad_table_arguments_are_refused_by_name(package, arguments, named):
     valid = {"plan": plan_of(package), "base_schedule": 1.0, "base_batch_size": 2}
     with pytest.raises(ValueError, match=named):
         package.lr_sequence(**(valid | arguments))
+
+
+def test_batch_sizes_come_in_place_of_a_plan(package):
+    """The same table as of a plan with these sizes, in either unit; a count in the other unit is not known."""
+    plan = plan_of(package)
+
+    def schedule(seen):
+        return 1.0 + seen
+
+    for unit, sizes in (("sequences", plan.num_sequences), ("tokens", plan.num_tokens)):
+        for table in (sizes, sizes.astype(np.int32), sizes.tolist(), tuple(sizes.tolist())):
+            for counted_in in ("steps", unit):
+                options = {"unit": unit, "counted_in": counted_in, "rule": "sqrt"}
+                rates = package.lr_sequence(table, schedule, 3, **options)
+                assert rates.tolist() == package.lr_sequence(plan, schedule, 3, **options).tolist()
+    assert package.lr_sequence([10, 4], 1e-3, 2).tolist() == [0.005, 0.002]
+    with pytest.raises(ValueError, match="batch sizes in sequences do not tell tokens: counted_in must be 'steps' or"):
+        package.lr_sequence([10, 4], schedule, 2, counted_in="tokens")
+
+
+@pytest.mark.parametrize("sizes", [[1.5, 2.5], np.ones((2, 2), int), np.array([], int), np.int64(3), [-1, 2]])
+def test_what_are_no_batch_sizes_is_refused(package, sizes):
+    """Fractions, tables, none, a single one, and negative ones."""
+    with pytest.raises(ValueError, match="batch sizes must be"):
+        package.lr_sequence(sizes, 1e-3, 2)
