@@ -739,7 +739,7 @@ def test_a_dataset_that_only_iterates_is_read_forward(dataset_type, start_step):
 
 def test_few_samples_of_an_iterable_are_held():
     ahead, dataset = [], Iterable()
-    source = PlanSource(IN_ORDER, reader_of_plan(dataset, IN_ORDER, None, 0, None))
+    source = PlanSource(IN_ORDER, reader_of_plan(dataset, IN_ORDER, None, 0, None), pad_to_bucket)
     num_given = 0
     for step in range(IN_ORDER.num_steps):
         source.read(step)
