@@ -71,6 +71,8 @@ def find_fields_of_plan(
     plan: ReadPlan, dataset: Any, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
 ) -> tuple[Fields | None, Any]:
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
+    if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
+        raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
     if only_iterates(dataset):
         first = list(itertools.islice(dataset, _MOST_ITERATED))
         ids: Iterable[int] = range(len(first))

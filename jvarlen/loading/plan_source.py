@@ -130,10 +130,6 @@ class PlanSource:
         if plan.largest_id >= len(dataset):
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
         plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
-        if collate is None:
-            found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
-            own = collate_for(len(plan.buckets[0].lengths), plan.is_packed)
-            collate = own if found is None else CollateFields(found)
         check_choices(
             on_mismatch=(on_mismatch, OnMismatch),
             on_bad_sample=(on_bad_sample, OnBadSample),
@@ -141,13 +137,11 @@ class PlanSource:
         )
         for option, value, needs in (
             ("on_mismatch", on_mismatch, on_mismatch == "adjust"),
-            ("on_bad_sample", on_bad_sample, on_bad_sample == "skip" and is_own(collate)),
+            ("on_bad_sample", on_bad_sample, on_bad_sample == "skip" and (collate is None or is_own(collate))),
         ):
             if lengths is None and needs:
                 raise UserError(f'{option}="{value}" needs the lengths that the plan was made for, lengths=')
         self._plan = plan
-        self._dataset = dataset
-        self._collate = collate
         self._microbatches = microbatches
         self._adjusts = on_mismatch == "adjust"
         self._skips = on_bad_sample == "skip"
@@ -161,6 +155,11 @@ class PlanSource:
             if len(checked) != len(dataset):
                 raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {len(dataset)}")
             self._lengths = np.minimum(checked, self._longest) if plan.overlong == "truncate" else checked
+        if collate is None:
+            found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
+            own = collate_for(len(plan.buckets[0].lengths), plan.is_packed)
+            collate = own if found is None else CollateFields(found)
+        self._dataset, self._collate = dataset, collate
 
     def __len__(self) -> int:
         return self._plan.num_steps

@@ -25,7 +25,7 @@ from jvarlen import UserError, WeightedTokens, load, make_buckets, make_plan, pa
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
-from jvarlen.loading import pack_to_bucket
+from jvarlen.loading import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.forward import reader_of_plan
 from jvarlen.loading.plan_source import IdsDigest, PlanSource, planned_ids_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches

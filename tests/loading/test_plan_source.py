@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import WeightedTokens, make_plan, pack_samples
+from jvarlen import WeightedTokens, load, make_plan, pack_samples
 from jvarlen._common.workers import portable_error
 from jvarlen.loading import pack_pairs_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
@@ -157,6 +157,8 @@ def test_other_fields_of_adjusted_pairs_stay():
 
 
 def test_lengths_that_cannot_be_those_of_the_plan_are_refused():
+    with pytest.raises(ValueError, match="the plan holds sample 39, and lengths are of 39 samples"):
+        load(PLAN, DATASET, lengths=LENGTHS[1:])
     with pytest.raises(ValueError, match="lengths are of 39 samples, the dataset holds 40"):
         PlanSource(PLAN, DATASET, lengths=LENGTHS[1:])
     with pytest.raises(ValueError, match="needs the lengths"):
