@@ -101,6 +101,7 @@ class PlanSource:
       on_mismatch: as for `load`.
       on_bad_sample: as for `load`.
       padding_rows: as for `load`.
+      num_values: as for `load`.
       fields: as for `load`.
 
     Raises:
