@@ -169,7 +169,14 @@ class PlanSource:
         return self.read(step).batch
 
     def read(self, step: int) -> ReadStep:
-        """Reads and collates a step; an error says which one it was."""
+        """Reads and collates a step; an error says which one it was.
+
+        Args:
+          step: 0 ≤ step < S.
+
+        Returns:
+          Its batch, with what was read: ids, and samples that were adjusted or are bad.
+        """
         try:
             return self._read(step)
         except Exception as error:
