@@ -22,6 +22,7 @@ from jvarlen._common.checks import (
     UserError,
     check_at_least_one,
     check_at_least_zero,
+    check_choices,
     is_integer,
     is_number,
     list_offenders,
@@ -30,7 +31,7 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import fields_of
+from jvarlen.planning.samples import OnBadSample, fields_of
 
 if TYPE_CHECKING:
     from jvarlen.data.shard_files import Check, Values
@@ -52,6 +53,7 @@ def measure_lengths(
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
+    on_bad_sample: OnBadSample = "error",
 ) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
     """Measures the length of every sample of a random-access dataset.
 
@@ -75,6 +77,8 @@ def measure_lengths(
         shards. It knows a measurement by the number of samples, `shard_size` and the name of `length_fn`: if the
         samples or the body of the function change, use a new directory. None keeps nothing.
       shard_size: samples in a shard file. An interrupt loses at most the shards in progress, about one a worker.
+      on_bad_sample: what happens to a sample that cannot be read or has no token. `"skip"`: its length is 1, for `load`
+        to leave its place empty, with `on_bad_sample="skip"` as well.
 
     Returns:
       int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them. The files of a finished directory
@@ -96,8 +100,13 @@ def measure_lengths(
       >>> measure_lengths(samples, "tokens", progress=False)
       array([3, 1])
     """
+    check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     function = length_fn if callable(length_fn) else _FieldLengths(length_fn)
     quantity = _PAIR_LENGTHS if isinstance(function, _FieldLengths) and function.is_pair else _LENGTHS
+    if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
+        check = functools.partial(_check_but_empty, quantity.check)
+        value_of_bad = (1, 1) if quantity.shape else 1
+        quantity = quantity._replace(name="lengths of good samples", check=check, value_of_bad=value_of_bad)
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
     running = _Running(num_workers, progress, shards, shard_size, executor, executor_timeout_s)
@@ -205,6 +214,7 @@ class _Quantity(NamedTuple):
     is_allowed: Callable[[Any], bool]
     check: Check
     shape: tuple[int, ...] = ()  # of the value of one sample
+    value_of_bad: Any = None  # as `Work` has it
 
     def to_words(self, values: list[Any], samples: range) -> tuple[Words, IsFloat]:
         """Values of a range of samples as words, and which are floats; raises ValueError that lists all others."""
@@ -323,6 +333,14 @@ def _check_pair_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64
     return check_pair_lengths(words)
 
 
+def _check_but_empty(check: Check, words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
+    """The checked lengths, 1 for samples without a token."""
+    is_empty = np.flatnonzero(~words.reshape(len(words), -1).any(axis=1))
+    words = words.copy()
+    words[is_empty] = 1
+    return check(words, is_float)
+
+
 def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
     if not is_float.any():
         return words
@@ -370,7 +388,8 @@ def _measure(
 
         files = ShardFiles(Path(shards), words, is_float, int(shard_size), quantity.name, function, quantity.check)
         missing = files.read()
-    work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None, read_values)
+    careful = _len_of_tokens if function is len else None
+    work = Work(dataset, function, quantity.to_words, careful, read_values, quantity.value_of_bad)
     num_known = num_samples - sum(map(len, missing))
     bar = progress_bar(total=num_samples, initial=num_known, desc=quantity.name, unit="sample", progress=progress)
     parts = measure_ranges(work, missing, num_workers, executor, timeout_s)

@@ -34,6 +34,7 @@ class Work(NamedTuple):
     to_words: Callable[[list[Any], range], tuple[Words, IsFloat]]  # raises ValueError that lists rejected values
     careful_function: Callable[[Any], Any] | None = None  # for a few of the samples: inspecting all takes too long
     read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
+    value_of_bad: Any = None  # of samples that cannot be measured; None: they are an error
 
 
 class MeasuredRange(NamedTuple):
@@ -112,7 +113,15 @@ def measure_range(work: Work, samples: range) -> MeasuredRange:
         for first in range(0, len(samples), size):
             for sample_id in samples[first : first + size]:
                 is_careful = sample_id < _FIRST_CAREFUL or not sample_id % _CAREFUL_EVERY
-                values.append((careful if is_careful else function)(dataset[sample_id]))
+                try:
+                    value = (careful if is_careful else function)(dataset[sample_id])
+                except MemoryError:
+                    raise
+                except Exception:
+                    if work.value_of_bad is None:
+                        raise
+                    value = work.value_of_bad
+                values.append(value)
             if time.perf_counter() - start > _MOST_SECONDS:
                 break
     except Exception as error:

@@ -99,11 +99,12 @@ class Task:
         """The lengths of the samples."""
         of_fields = (name for name, axes in (self.fields or {}).items() if axes == "length")
         length_fn = next(of_fields, None) if self.length_fn is None else self.length_fn
-        if length_fn is None:
-            return known_lengths(dataset, progress=progress)
+        if length_fn is None and hasattr(dataset, "lengths"):
+            return known_lengths(dataset)
+        length_fn = length_fn or len
         if not callable(length_fn) and not isinstance(length_fn, str):
             raise UserError("fit trains on samples of one length: length_fn names one field, not two")
-        return measure_lengths(dataset, length_fn, progress=progress)
+        return measure_lengths(dataset, length_fn, progress=progress, on_bad_sample=self.on_bad_sample)
 
     def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N"], *, is_packed: bool) -> Task:
         """The same with what collates the fields of the samples, if they have any."""

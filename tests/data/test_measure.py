@@ -538,3 +538,44 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path):
         while any(map(is_running, workers)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+class Broken:
+    """Samples, some of which are errors."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if isinstance(self.samples[index], Exception):
+            raise self.samples[index]
+        return self.samples[index]
+
+
+@pytest.mark.parametrize(
+    ("samples", "length_fn", "lengths"),
+    [
+        ([[1, 2], OSError("gone"), [], None, [1, 2, 3]], len, [2, 1, 1, 1, 3]),
+        ([{"t": [1, 2]}, OSError("gone"), {"t": []}, {"t": [1]}], "t", [2, 1, 1, 1]),
+        ([{"s": [1, 2], "t": [1]}, OSError("gone"), {"s": [], "t": []}], ("s", "t"), [[2, 1], [1, 1], [1, 1]]),
+    ],
+)
+def test_bad_samples_have_a_place_of_one_token(samples, length_fn, lengths, tmp_path):
+    options = {"progress": False, "shards": tmp_path}
+    for _ in range(2):
+        found = measure_lengths(Broken(samples), length_fn, on_bad_sample="skip", **options)
+        assert found.tolist() == lengths
+    with pytest.raises((RuntimeError, ValueError)):
+        measure_lengths(Broken(samples), length_fn, **options)
+
+
+def test_what_is_wrong_with_all_samples_and_memory_are_errors_all_the_same():
+    with pytest.raises(ValueError, match="counts fields"):
+        measure_lengths([{"t": [1]}], on_bad_sample="skip", progress=False)
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        measure_lengths(Broken([MemoryError()]), on_bad_sample="skip", progress=False)
+    with pytest.raises(ValueError, match="on_bad_sample"):
+        measure_lengths([[1]], on_bad_sample="warn", progress=False)
