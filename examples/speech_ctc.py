@@ -34,6 +34,7 @@ def say(labels):
 
 
 def collate(step):
+    """The arrays of a step, from its samples and its bucket; fields of samples would not need it."""
     shape_MxB = step.ids.shape
     x = np.zeros((*shape_MxB, step.bucket.length, F), np.float32)
     frames, labels = np.zeros(shape_MxB, np.int32), np.zeros((*shape_MxB, L), np.int32)
