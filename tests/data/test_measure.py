@@ -210,6 +210,13 @@ def test_an_empty_field_is_no_length():
         measure_lengths([{"a": [1], "b": [1]}, {"a": [], "b": [1]}], ("a", "b"), progress=False)
 
 
+def test_a_second_length_may_be_0():
+    graphs = [{"nodes": np.zeros((n, 4)), "edges": np.zeros((n - 1, 2), int)} for n in (1, 3)]
+    assert measure_lengths(graphs, ("nodes", "edges"), progress=False).tolist() == [[1, 0], [3, 2]]
+    with pytest.raises(ValueError, match="id 0: "):
+        measure_lengths(graphs, ("edges", "nodes"), progress=False)
+
+
 def test_measured_fields_resume_from_their_own_files(tmp_path):
     samples = [{"a": [0] * (1 + i % 7), "b": [0] * (1 + i % 5)} for i in range(50)]
     options = {"shards": tmp_path, "shard_size": 8, "progress": False}
