@@ -281,6 +281,11 @@ class Collator:
             raise ValueError(f"no field of {', '.join(sides)} has the axis {' or '.join(map(repr, missing))}")
         return sides
 
+    @property
+    def _tokens_alone(self) -> "_Look":
+        names = ["tokens"] if len(self._words) == 1 else [f"{word}_tokens" for word in self._words]
+        return _Look(False, {name: _Field((side,), torch.int64, ()) for side, name in enumerate(names)})
+
     @cached_property
     def _look(self) -> "_Look":
         """What a few samples show, of the shortest and of the longest bucket among them."""
@@ -290,8 +295,7 @@ class Collator:
         ids = list(dict.fromkeys(plan.sample_ids[[*plan.step_offsets[steps], *spread]].tolist()))
         first = read_samples(self._dataset, ids[:1])[ids[0]]
         if self._told is None and not _is_record(first):
-            names = ["tokens"] if len(self._words) == 1 else [f"{word}_tokens" for word in self._words]
-            return _Look(False, {name: _Field((side,), torch.int64, ()) for side, name in enumerate(names)})
+            return self._tokens_alone
         samples = [first, *read_samples(self._dataset, ids[1:]).values()]
         columns = _columns(ids, samples, list(self._told or _names(first)))
         shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
@@ -331,6 +335,8 @@ class Collator:
 
     def _read(self, ids: list[int], samples: Sequence[Any]) -> tuple[dict[str, _Field], dict[str, list[_Array]]]:
         """Return the fields, and the values of each, all as they must be."""
+        if "_look" not in vars(self) and self._told is None and samples and not _is_record(samples[0]):
+            self._look = self._tokens_alone  # without a look at others
         is_named, fields = self._look
         if is_named:
             columns = _columns(ids, samples, list(fields))

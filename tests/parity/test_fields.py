@@ -398,6 +398,9 @@ def test_a_dataset_that_reads_many_samples_reads_those_of_a_batch_at_once():
     of_steps = [sorted(batch["ids"][batch["is_real"]].tolist()) for batch in batches]
     assert [ids for ids in many.asked if ids in of_steps] == of_steps
     assert len(many.asked) <= len(of_steps) + 2  # those that tell the fields, once
+    tokens = Many([sample["tokens"] for sample in SAMPLES])
+    list(torch_ref.load(plan, tokens))
+    assert tokens.asked == of_steps  # which need no such look
     planned = torch_ref.PlannedDataset(plan, many)
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
     many.asked.clear()
