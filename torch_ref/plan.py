@@ -488,8 +488,7 @@ def _choose(
     """Choose the buckets of samples, pairs, or packed rows."""
     if packing is not None:
         assert not isinstance(lengths, Packing)
-        by = _order_of_packing(order, packing) if order.name == "shuffle" or packing == "wrapped" else "dataset"
-        return choose_packed_buckets(lengths, budget, overlong, by, seed, packing)
+        return choose_packed_buckets(lengths, budget, overlong, _order_of_packing(order, packing), seed, packing)
     values = _check_values(lengths)
     if isinstance(lengths, Packing) and values.ndim == 2 and len(lengths.row_lengths) == 2:
         return bucket_of_packed_pairs(lengths, budget)

@@ -531,7 +531,7 @@ def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order
         return order, of_rows
     if method == "wrapped" or not isinstance(order.by, str):
         return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
-    return Order("dataset"), of_rows  # in which best fit makes rows of the same sizes
+    return Order("dataset", block_size=order.block_size), of_rows  # in which best fit makes rows of the same sizes
 
 
 def order_of_wrapped_rows(order: Order, num_rows: int) -> Order:

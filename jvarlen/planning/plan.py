@@ -303,7 +303,7 @@ def make_plan(
     seed, epoch = int(seed), int(epoch)
     _check_pacing(pacing, order)
     if packing is not None:
-        _check_packing(packing, lengths, order, difficulty, pacing)
+        _check_packing(packing, lengths, difficulty, pacing)
     limits = in_place_of_buckets(buckets, budget)
     packed: Packing | None = None
     if limits is None:
@@ -327,7 +327,7 @@ def make_plan(
         from jvarlen.planning.packing import orders_of_packing, pack_samples
 
         of_samples, of_rows = orders_of_packing(order, packing)
-        if packed is None or not isinstance(order.by, str) or (order.by == "shuffle" and epoch > 0):
+        if packed is None or (epoch > 0 and is_by(order, "shuffle")):
             packed = pack_samples(
                 cast("npt.ArrayLike", lengths),
                 _row_lengths_of(checked),
@@ -412,7 +412,6 @@ def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
 def _check_packing(
     packing: str,
     lengths: npt.ArrayLike | Packing,
-    order: Order,
     difficulty: Difficulty | None,
     pacing: Pacing | ValuePacing | None,
 ) -> None:
@@ -421,8 +420,6 @@ def _check_packing(
     if isinstance(lengths, Packing):
         raise UserError(f"packing={packing!r} is for samples that are not packed yet")
     given = {"difficulty": difficulty, "pacing": pacing}
-    if not is_by(order, "shuffle"):
-        given["block_size"] = block_size_of(order)
     if unfit := [name for name, value in given.items() if value is not None]:
         raise UserError(f"{', '.join(unfit)}: packed rows mix samples, so that they have no order among themselves")
 

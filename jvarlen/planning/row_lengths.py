@@ -28,8 +28,8 @@ from jvarlen.planning.buckets import (
 )
 from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up, rounded_caps, steps_and_rows
 from jvarlen.planning.lengths import PackedOverlong, check_lengths, check_pair_lengths, fit_lengths
-from jvarlen.planning.order import Order, is_by
-from jvarlen.planning.packing import MAX_ROW_LENGTH, pack_samples, split_lengths
+from jvarlen.planning.order import Order
+from jvarlen.planning.packing import MAX_ROW_LENGTH, orders_of_packing, pack_samples, split_lengths
 from jvarlen.planning.packings import Packing, PackingMethod
 from jvarlen.planning.pair_buckets import check_pair_fields
 from jvarlen.planning.placing import distinct_joint_rows, rows_by_tokens
@@ -152,8 +152,7 @@ def choose_packed_buckets(
         row_lengths,
         method=method,
         max_samples_per_row=max_samples_per_row,
-        # Best fit makes rows of the same sizes in all orders but shuffled ones.
-        order=order if is_by(order, "shuffle") else order.by if method == "wrapped" else "dataset",
+        order=orders_of_packing(order, method)[0],
         seed=seed,
         overlong=overlong,
     )

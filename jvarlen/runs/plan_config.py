@@ -121,12 +121,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
             )
         if self.pacing != "none":
             raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
-        if self.order != "shuffle" and self.block_size not in (None, "auto"):
-            raise UserError(f"block_size {self.block_size} of packed rows is for order shuffle, not {self.order}")
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
-        if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
-            raise UserError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
 
     def of_files(self) -> PlanConfig:
         """The same for samples of files, which are cut where nothing is said of long ones."""
