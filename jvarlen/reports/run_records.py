@@ -77,7 +77,8 @@ class Run:
         is_known = (counts >= _FEW_STEPS) & np.isfinite(medians)
         others = medians[is_known].max() if is_known.any() else np.median(step_s) if len(step_s) else 0.0
         usual = np.where(is_known, medians, others)[bucket]
-        return np.where((step_s > _STALL_FACTOR * usual) & (step_s > usual + _LEAST_STALL_S), step_s - usual, 0.0)
+        is_stalled = (step_s > _STALL_FACTOR * usual) & (step_s > usual + _LEAST_STALL_S) & np.isfinite(step_s)
+        return np.where(is_stalled, step_s - usual, 0.0)
 
     @property
     def stalls_s(self) -> Float64[np.ndarray, " S"]:
