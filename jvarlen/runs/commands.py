@@ -118,14 +118,14 @@ class PlanCommand:
             from jvarlen.targets.model_file import ModelFile
 
             described = Cluster.named(self.cluster), ModelFile.load(self.model)
-        lengths = self._lengths()
+        lengths, corpus = self._read_lengths()
         shapes = shapes_for(settings, lengths, seed=self.seed)
         plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
         report = plan.report(cost=settings.cost, compile_seconds=settings.compile_seconds)
         notes = note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
-        say(report, *filter(None, notes), f"digest {plan.digest}")
+        say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, settings.budget)
         say(f"\n{comparison_table(comparison)}")
         if self.out is not None:
@@ -138,19 +138,21 @@ class PlanCommand:
             write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
             say(self.html)
 
-    def _lengths(self) -> Int64[np.ndarray, " N"]:
-        """Of a file of lengths, or of the samples that a run with these settings trains on."""
+    def _read_lengths(self) -> tuple[Int64[np.ndarray, " N"], list[str]]:
+        """Of a file of lengths, or of the samples that a run with these settings trains on; and what to say of these."""
         files = self.data.files
         if any(str(path).endswith(".npy") for path in files):
             if self.data != _PlannedData(files=files[:1]):
                 raise UserError("a .npy file holds lengths: it is planned alone, and no other option of data applies")
-            return check_lengths(load_array(Path(files[0]), "lengths"))
+            return check_lengths(load_array(Path(files[0]), "lengths")), []
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX
 
         model = TransformerConfig(vocab_size=self.vocab_size)
         config = FitConfig(data=self.data, plan=self.plan, seed=self.seed, progress=self.progress, decoder=model)
-        return known_lengths(open_training_data(config).train, progress=self.progress)
+        data = open_training_data(config)
+        lengths = known_lengths(data.train, progress=self.progress)
+        return lengths, [*data.describe(lengths), ""]
 
     def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
         from jvarlen.batches.shapes import plan_specs  # here: it imports JAX

@@ -34,7 +34,6 @@ from jvarlen.parallel.sharded import stacked_for
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
 from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import ShapeChooser
@@ -115,14 +114,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         lengths = measure(data.train, config.progress)
         task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing is not None)
         _check_compared(config, task)
-        held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
-        told = [f"{bad['file']}, {bad['record']}: {bad['reason']}" for bad in data.skipped]
-        say(
-            "Corpus",
-            length_histogram(lengths),
-            f"evaluated on other samples: {', '.join([held_out, *others])}",
-            *([f"{len(told):,} records that are no samples are left out: {list_first(told, '; ')}"] if told else []),
-        )
+        say("Corpus", *data.describe(lengths))
         eval_lengths = {name: measure(dataset, False) for name, dataset in data.evaluation.items()}
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
 from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.length_cache import content_key
@@ -37,6 +37,7 @@ from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.samples import OnBadSample
+from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import FitConfig, evaluation_name
 from jvarlen.runs.vocabulary import table_rows
 from jvarlen.training.losses import LossFn, takes_argument
@@ -195,6 +196,13 @@ class TrainingData(NamedTuple):
     vocab_size: int  # how many values a token can have
     content_keys: dict[str, str]  # of each file and of the tokenizer, by its name
     skipped: list[dict[str, Any]]  # records of files that are no samples, as a run lists them
+
+    def describe(self, lengths: Int64[np.ndarray, " N"]) -> list[str]:
+        """The lengths of the samples to train on, how many others there are, and what is none."""
+        others = ", ".join(f"{len(dataset):,} of {name}" for name, dataset in self.evaluation.items())
+        bad = [f"{each['file']}, {each['record']}: {each['reason']}" for each in self.skipped]
+        left_out = [f"{len(bad):,} records that are no samples are left out: {list_first(bad, '; ')}"] if bad else []
+        return [length_histogram(lengths), f"evaluated on other samples: {others}", *left_out]
 
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:

@@ -22,6 +22,7 @@ def files(tmp_path, monkeypatch):
     lengths[7] = 50_000
     texts = [bytes(RNG.integers(97, 123, length, np.uint8)).decode() for length in lengths]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text, "q": text[:9]}) + "\n" for text in texts))
+    (tmp_path / "bad.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{\n" * 2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in texts[:90]))
     RNG.integers(0, 3_000, 40_000, np.uint16).tofile(tmp_path / "t.bin")
     monkeypatch.setattr("jvarlen.runs.task.stdlib_functions", lambda progress: TokenDataset.from_bytes(SAMPLES))
@@ -42,8 +43,9 @@ def digest_of(printed):
         "a.jsonl --field text",
         "a.jsonl --field q text --template {q}:{text} --loss-on text --max-tokens 700 --order length --seed 3",
         "a.jsonl b.jsonl --weights 1 3 --held-out-fraction 0.1 --overlong drop --microbatches-per-step 2",
-        "*.jsonl --packing best_fit --overlong split --max-shapes 3",
+        "[ab].jsonl --packing best_fit --overlong split --max-shapes 3",
         "a.jsonl --packing wrapped",
+        "bad.jsonl --on-bad-sample skip",
         "t.bin --decoder.vocab-size 3000 --max-length 256",
     ],
 )
@@ -64,9 +66,12 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
     assert main(["train", *data, *options.split(), *TINY]) == 2
     assert isinstance(planned, Plan)
     assert digest_of(printed) == planned.digest
-    note = [line for line in printed.splitlines() if "tokens and are" in line]
-    assert len(note) == (planned.num_truncated + planned.num_dropped > 0)
-    assert note == [line for line in capsys.readouterr().out.splitlines() if "tokens and are" in line]
+    of_training = capsys.readouterr().out
+    for said in ("tokens and are", "evaluated on", "no samples are left out"):
+        lines = [line for line in printed.splitlines() if said in line]
+        assert lines == [line for line in of_training.splitlines() if said in line]
+    assert ("tokens and are" in printed) == (planned.num_truncated + planned.num_dropped > 0)
+    assert ("2 records that are no samples are left out" in printed) == ("bad" in options)
 
 
 @pytest.mark.slow
