@@ -139,7 +139,7 @@ class PlanCommand:
             say(self.html)
 
     def _read_lengths(self) -> tuple[Int64[np.ndarray, " N"], list[str]]:
-        """Of a file of lengths, or of the samples that a run with these settings trains on; and what to say of these."""
+        """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
         files = self.data.files
         if any(str(path).endswith(".npy") for path in files):
             if self.data != _PlannedData(files=files[:1]):
