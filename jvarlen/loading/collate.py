@@ -317,6 +317,11 @@ def value_of(sample: Any, name: str) -> Any:
     return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
+def _tokens(sample: Any) -> np.ndarray:
+    tokens = sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample)
+    return tokens if tokens.size else tokens.astype(np.int32)  # an empty list has no type
+
+
 def _token_columns(
     flat: list[Any], ids: Int64[np.ndarray, " n"], num_sides: int
 ) -> tuple[Fields, list[list[np.ndarray] | np.ndarray]]:
@@ -325,7 +330,7 @@ def _token_columns(
     try:
         of_sides = [flat] if num_sides == 1 else [[pair[side] for pair in flat] for side in range(2)]
         for of_side in of_sides:
-            columns.append([each.tokens if isinstance(each, WeightedTokens) else np.asarray(each) for each in of_side])
+            columns.append([_tokens(each) for each in of_side])
         are_tokens = all(tokens.ndim == 1 and tokens.dtype.kind in "iu" for column in columns for tokens in column)
         are_tokens &= num_sides == 1 or set(map(len, flat)) <= {2}  # further fields would be lost
     except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
@@ -534,7 +539,7 @@ def _kind_if_no_tokens(sample: Any, side: int | None) -> str | None:
         if side is not None and len(sample) != 2:
             raise ValueError
         part = sample if side is None else sample[side]
-        tokens = part.tokens if isinstance(part, WeightedTokens) else np.asarray(part)
+        tokens = _tokens(part)
         kind = None if tokens.ndim == 1 and tokens.dtype.kind in "iu" else f"{tokens.ndim}-D {tokens.dtype}"
     except (LookupError, TypeError, ValueError):
         kind = type(sample).__name__

@@ -143,7 +143,8 @@ def _problems_of_steps(plan: Any) -> list[str]:
         ends = f"from {offsets[0]} to {offsets[-1]}"
         problems.append(f"step_offsets goes {ends}, num_samples is {plan.num_samples}, and there are {num_ids} ids")
     num_in_step, num_tokens = np.diff(offsets), np.asarray(plan.num_tokens)
-    capacity = np.array([rows * sum(lengths) for rows, *lengths in plan.buckets]) * plan.microbatches_per_step
+    sizes = getattr(plan.buckets, "row_sizes", [sum(lengths) for _, *lengths in plan.buckets])
+    capacity = np.array([bucket[0] for bucket in plan.buckets]) * sizes * plan.microbatches_per_step
     of_no_bucket = (step_bucket < 0) | (step_bucket >= len(plan.buckets))
     room = capacity[np.where(of_no_bucket, 0, step_bucket)]
     wrong = {

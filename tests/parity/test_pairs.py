@@ -168,6 +168,64 @@ def test_a_second_length_may_be_0(package):
     assert (alone.num_tokens.sum(), alone.padding) == (8, 1 - 8 / 12)
 
 
+def arrays_of(batch):
+    """Return the arrays of a batch by name."""
+    arrays = batch if isinstance(batch, dict) else batch._asdict() if hasattr(batch, "_asdict") else vars(batch)
+    return {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
+
+
+def samples_of(lengths, kind):
+    """Return samples of two lengths: of tokens as lists or arrays, or of fields with features."""
+    if kind == "fields":
+        return [
+            {"nodes": np.full((first, 3), i + 1.0, np.float32), "edges": np.full((second, 2), i + 1), "label": i}
+            for i, (first, second) in enumerate(lengths)
+        ]
+    make = list if kind == "lists" else np.array
+    return [(make([i + 1] * first), make([i + 1] * second)) for i, (first, second) in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("kind", ["lists", "arrays", "fields"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_samples_without_a_second_length_are_loaded(package, kind, is_packed):
+    """Their elements of the first side are there, none of the second, and nothing is NaN."""
+    lengths = [[3, 0], [5, 0], [4, 7], [2, 1]]
+    rows = package.pack_samples(lengths, (8, 8)) if is_packed else lengths
+    plan = package.make_plan(rows, max_tokens=64, max_shapes=2)
+    axes = {"nodes": "source", "edges": "target", "label": "row"} if kind == "fields" else None
+    first, second = ("nodes", "edges") if kind == "fields" else ("source_tokens", "target_tokens")
+    totals, num_sequences = np.zeros(2), 0.0
+    for batch in package.load(plan, samples_of(lengths, kind), fields=axes):
+        arrays = arrays_of(batch)
+        assert all(np.isfinite(array).all() for array in arrays.values())
+        totals += [arrays[first].sum(), arrays[second].sum()]
+        num_sequences += float(arrays["num_sequences"].sum())
+    # Sample i holds the number i + 1 at every element.
+    features = (3, 2) if axes else (1, 1)
+    assert totals.tolist() == [(3 * 1 + 5 * 2 + 4 * 3 + 2 * 4) * features[0], (7 * 3 + 1 * 4) * features[1]]
+    assert num_sequences == 4
+
+
+@pytest.mark.parametrize("pair_size", ["product", "larger", patches])
+def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(package, pair_size):
+    """A field of axes "source target"; the planned tokens are those of `pair_size`."""
+    sizes = np.random.default_rng(0).integers(4, 20, (40, 2))
+    images = [{"image": np.full((*size, 3), i, np.uint8), "label": i % 5} for i, size in enumerate(sizes)]
+    plan = package.make_plan(sizes, max_tokens=2000, max_shapes=3, pair_size=pair_size, microbatches_per_step=2)
+    axes = {"image": "source target", "label": "row"}
+    for step, batch in enumerate(package.load(plan, images, fields=axes)):
+        bucket = plan.buckets[plan.step_bucket[step]]
+        expected = np.zeros((2, bucket[0], *bucket[1:], 3))
+        for (m, b), i in np.ndenumerate(plan.rows(step)):
+            if i >= 0:
+                height, width = sizes[i]
+                expected[m, b, :height, :width] = i
+        assert np.array_equal(arrays_of(batch)["image"], expected)
+    smaller = [{"image": each["image"][:-1, :-1], "label": each["label"]} for each in images]
+    with pytest.raises(ValueError, match=r"tokens.*planned"):
+        list(package.load(plan, smaller, fields=axes))
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [

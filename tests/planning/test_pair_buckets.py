@@ -12,6 +12,7 @@ from jvarlen.batches import BatchShapes, pair_batch_spec
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.plan_page import write_html_report
+from jvarlen.testing import assert_exactly_once
 
 
 def translation_lengths(num_pairs=20_000):
@@ -110,6 +111,7 @@ def test_images_are_reported_in_pixels_everywhere(tmp_path):
     page = (tmp_path / "plan.html").read_text()
     assert f"{plan.padding:.2%}" in page
     assert "product of both lengths" in page
+    assert_exactly_once(plan, len(sizes))
     assert copy.deepcopy(plan).pair_size == dataclasses.replace(plan).pair_size == "product"
 
 
