@@ -238,7 +238,7 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
         (lambda p: p.make_plan([3, 2], max_tokens=64, pair_size="product"), "pair_size.*one"),
         (lambda p: p.make_plan([3, 2], [(1, 3)], pair_size="product"), "pair_size"),
         (
-            lambda p: p.make_plan(p.pack_samples([[3, 2]], (4, 4)), max_tokens=64, pair_size="product"),
+            lambda p: p.make_plan(p.pack_samples([[3, 2]], (4, 4)), [(1, 4, 4)], pair_size="product"),
             "pair_size.*packed",
         ),
         (lambda p: p.make_plan([[3, 2]], [(1, 3, 2)], pair_size="area"), "pair_size.*area"),
