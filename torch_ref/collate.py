@@ -3,7 +3,6 @@
 Letters: m microbatches, B rows of each, P samples of a row, T positions, S and U of source and target, n samples.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, reduce
@@ -18,7 +17,7 @@ from torch_ref.buckets import Bucket, PairBucket
 from torch_ref.checks import INT64_MAX, MAX_LISTED, to_tensor
 from torch_ref.lengths import row_sizes
 from torch_ref.plan import Plan
-from torch_ref.weighted import WeightedTokens
+from torch_ref.weighted import WeightedTokens, is_record, values_of_record
 
 __all__ = [
     "AnyBatch",
@@ -294,10 +293,10 @@ class Collator:
         spread = np.linspace(0, plan.num_samples - 1, _NUM_PROBES).astype(np.int64)
         ids = list(dict.fromkeys(plan.sample_ids[[*plan.step_offsets[steps], *spread]].tolist()))
         first = read_samples(self._dataset, ids[:1])[ids[0]]
-        if self._told is None and not _is_record(first):
+        if self._told is None and not is_record(first):
             return self._tokens_alone
         samples = [first, *read_samples(self._dataset, ids[1:]).values()]
-        columns = _columns(ids, samples, list(self._told or _names(first)))
+        columns = _columns(ids, samples, list(self._told or values_of_record(first)))
         shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
         tensors = {name: [value for value in column if value is not None] for name, column in columns.items()}
         if any(len(column) < len(samples) for column in tensors.values()):
@@ -335,7 +334,7 @@ class Collator:
 
     def _read(self, ids: list[int], samples: Sequence[Any]) -> tuple[dict[str, _Field], dict[str, list[_Array]]]:
         """Return the fields, and the values of each, all as they must be."""
-        if "_look" not in vars(self) and self._told is None and samples and not _is_record(samples[0]):
+        if "_look" not in vars(self) and self._told is None and samples and not is_record(samples[0]):
             self._look = self._tokens_alone  # without a look at others
         is_named, fields = self._look
         if is_named:
@@ -442,25 +441,17 @@ class _Look(NamedTuple):
     fields: dict[str, _Field]
 
 
-def _is_record(sample: Any) -> bool:
-    return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
-
-
-def _names(record: Any) -> list[str]:
-    return list(record) if isinstance(record, Mapping) else [field.name for field in dataclasses.fields(record)]
-
-
 def _columns(ids: Sequence[int], samples: Sequence[Any], names: Sequence[str]) -> dict[str, list[_Array | None]]:
     """Return the values of the named fields of all samples; None where torch has no tensor for one."""
-    needed = set(names)
-    has = [set(_names(sample)) if _is_record(sample) else set[str]() for sample in samples]
-    missing = [f"id {i}: {sorted(needed - each)}" for i, each in zip(ids, has, strict=True) if needed - each]
+    records = [values_of_record(sample) if is_record(sample) else {} for sample in samples]
+    missing = [
+        f"id {i}: {lacking}"
+        for i, record in zip(ids, records, strict=True)
+        if (lacking := [name for name in names if name not in record])
+    ]
     if missing:
         raise ValueError(f"samples must be dicts or dataclasses with fields {list(names)}; missing: {_first(missing)}")
-    return {
-        name: [_array(sample[name] if isinstance(sample, Mapping) else getattr(sample, name)) for sample in samples]
-        for name in names
-    }
+    return {name: [_array(record[name]) for record in records] for name in names}
 
 
 def _array(value: Any) -> _Array | None:

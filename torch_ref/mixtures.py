@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from torch_ref.checks import check_integer, check_number
 from torch_ref.order import random_keys
-from torch_ref.weighted import reweighted
+from torch_ref.weighted import is_record, reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -117,7 +117,7 @@ class Mixture(Dataset[Any]):
             where epoch e - 1 ended, and wraps around at its end.
         carry: as for `mixture_counts`. Only with weights.
         loss_weights: [D] finite numbers >= 0, not all 0, that the loss weights of each dataset's tokens are multiplied
-            by; samples are then `WeightedTokens`. None leaves all samples as they are.
+            by; samples are then `WeightedTokens`, or dicts with a field `weights`. None leaves all as they are.
 
     Attributes:
         counts: int64[D], samples of each dataset.
@@ -172,6 +172,7 @@ class Mixture(Dataset[Any]):
         if not carry:
             before = [epoch * count for count in self.counts.tolist()]
         self._datasets = list(datasets)
+        self._reweighs = loss_weights is not None
         factors = [1.0] * len(sizes) if loss_weights is None else list(loss_weights)
         if len(factors) != len(sizes):
             raise ValueError(f"loss_weights must be one for each of {len(sizes)} datasets, got {len(factors)}")
@@ -196,7 +197,9 @@ class Mixture(Dataset[Any]):
             raise IndexError(f"index {index} is outside the {len(self)} samples of the mixture")
         number = self.source[index]
         sample = self._datasets[number][int(self.ids[index])]
-        return sample if self._factors[number] == 1 else reweighted(sample, self._factors[number])
+        if not self._reweighs or (self._factors[number] == 1 and not is_record(sample)):
+            return sample
+        return reweighted(sample, self._factors[number])
 
 
 def _stretch(first_key: int, size: int, count: int, seed: int, first: int) -> NDArray[np.int64]:

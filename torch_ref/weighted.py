@@ -1,5 +1,7 @@
 """Samples whose tokens count differently in the loss."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -7,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import MAX_LISTED
 
-__all__ = ["WeightedTokens", "reweighted"]
+__all__ = ["WeightedTokens", "is_record", "reweighted", "values_of_record"]
 
 
 class WeightedTokens:
@@ -69,8 +71,23 @@ class WeightedTokens:
         return len(self.tokens)
 
 
-def reweighted(sample: Any, factor: float) -> WeightedTokens:
-    """Return the sample with its weights, or 1 where it has none, times the factor."""
+def is_record(sample: Any) -> bool:
+    """Return whether a sample has named fields: a mapping or a dataclass."""
+    return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
+
+
+def values_of_record(record: Any) -> Mapping[str, Any]:
+    """Return its fields."""
+    if isinstance(record, Mapping):
+        return record
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def reweighted(sample: Any, factor: float) -> WeightedTokens | dict[str, Any]:
+    """Return the sample, or its fields, with its weights, or 1 where it has none, times the factor."""
+    if is_record(sample):
+        fields = values_of_record(sample)
+        return {**fields, "weights": np.asarray(fields.get("weights", 1), dtype=np.float32) * np.float32(factor)}
     if isinstance(sample, WeightedTokens):
         return WeightedTokens(sample.tokens, sample.weights * factor)
     return WeightedTokens(sample, np.full(len(sample), factor, dtype=np.float32))

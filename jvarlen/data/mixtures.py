@@ -17,7 +17,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_number, lis
 from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
-from jvarlen.planning.samples import Dataset, reweighted
+from jvarlen.planning.samples import Dataset, has_fields, reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -218,8 +218,10 @@ class Mixture(Dataset):
     def _read(self, index: int) -> Any:
         d = self.source.item(index)
         sample = self._datasets[d][self._read_ids.item(index)]
-        factor = 1 if self._loss_weights is None else self._loss_weights[d]
-        return sample if factor == 1 else reweighted(sample, factor)
+        if self._loss_weights is None:
+            return sample
+        factor = self._loss_weights[d]
+        return sample if factor == 1 and not has_fields(sample) else reweighted(sample, factor)
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:

@@ -152,8 +152,13 @@ def has_fields(sample: Any) -> bool:
     return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
 
 
-def reweighted(sample: Any, factor: float) -> WeightedTokens:
-    """The sample with loss weights multiplied by a factor; they are 1 where it has none."""
+def reweighted(sample: Any, factor: float) -> Any:
+    """The sample, or its fields, with loss weights multiplied by a factor; they are 1 where it has none."""
+    if has_fields(sample):
+        is_mapping = isinstance(sample, Mapping)
+        names = sample if is_mapping else [field.name for field in dataclasses.fields(sample)]
+        values = {name: sample[name] if is_mapping else getattr(sample, name) for name in names}
+        return values | {"weights": np.asarray(values.get("weights", 1), np.float32) * np.float32(factor)}
     if isinstance(sample, WeightedTokens):
         return WeightedTokens(sample.tokens, sample.weights * factor)
     tokens = to_tokens(sample)

@@ -1,5 +1,6 @@
 """Mixtures: both packages choose the same samples of the same datasets."""
 
+import dataclasses
 import importlib
 from fractions import Fraction
 
@@ -180,3 +181,19 @@ def test_what_is_no_mixture_is_refused(mixtures, sizes, shares, options):
     """By both, with a ValueError."""
     with pytest.raises(ValueError, match=r"\w"):
         mixtures.Mixture([range(size) for size in sizes], shares, **options)
+
+
+def test_loss_weights_go_into_the_fields_of_samples(package):
+    """Of dicts and dataclasses, times weights of their own; with a factor of 1 too, so that all have the field."""
+
+    @dataclasses.dataclass
+    class Sample:
+        tokens: list
+        weights: list
+
+    named = [{"tokens": [1, 2]}, {"tokens": [3]}]
+    weighted = [Sample([4, 5], [0.5, 2.0]), Sample([6], [1.0])]
+    mixture = package.Mixture([named, weighted, named], loss_weights=[1, 0.5, 4])
+    assert [set(mixture[i]) for i in range(6)] == [{"tokens", "weights"}] * 6
+    assert [np.asarray(mixture[i]["weights"]).tolist() for i in range(6)] == [1, 1, [0.25, 1], [0.5], 4, 4]
+    assert package.Mixture([named, weighted])[0] is named[0]
