@@ -586,6 +586,8 @@ def test_plans_of_wrapped_rows_match_the_contract(
     assert plan.digest == slow.digest(in_steps, buckets, num_microbatches, offsets, [start for _, start, _ in placed])
     assert plan.num_sequences.tolist() == [len(ids) for _, ids in in_steps]
     assert plan.num_tokens.sum() == sum(length for _, _, length in placed)
+    num_whole = (np.cumsum(sorted(arguments["lengths"])) <= arguments["row_lengths"]).sum()
+    assert plan.samples_per_row == (num_whole + 2,)  # in any epoch, and the parts of two others
     path = tmp_path_factory.mktemp("wrapped") / "plan.npz"
     plan.save(path)
     loaded = package.Plan.load(path)
@@ -960,6 +962,8 @@ def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, be
     (bucket,) = plan.buckets
     assert 1 - pairs.sum() / (plan.num_rows * sum(bucket[1:])) < after
     assert bucket[0] * sum(bucket[1:]) <= 4096
+    assert plan.samples_per_row == ((np.cumsum(np.sort(pairs, axis=0), axis=0) <= bucket[1:]).sum(axis=0).min(),)
+    assert np.diff(plan.row_offsets).max() <= plan.samples_per_row[0]
     assert np.sort(plan.sample_ids).tolist() == list(range(1000))
     again = package.make_plan(pairs, [bucket], packing="best_fit", epoch=1)
     assert again.digest == plan.digest
