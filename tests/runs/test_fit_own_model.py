@@ -11,6 +11,7 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, scale_by_batch_size
 from jvarlen.data.split import Split
+from jvarlen.loading import pad_to_bucket
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import DirectoryConfig, load_config
@@ -349,3 +350,75 @@ def test_a_whole_epoch_or_run_without_weight_is_an_error(changes, said, tmp_path
             optimizer=optax.sgd(0.0),
             collate=lambda step: {"x": np.zeros(step.ids.shape)},
         )
+
+
+def padded(step):
+    batch = pad_to_bucket(step)
+    return {"tokens": batch.tokens, "weights": batch.weights, "num_sequences": batch.num_sequences}
+
+
+def values_of_fields(params, microbatch):
+    return jnp.sum(params[microbatch["tokens"]] * microbatch["weights"]), jnp.sum(microbatch["weights"])
+
+
+class Unreadable:
+    """Samples, some of which are errors."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if isinstance(self.samples[index], Exception):
+            raise self.samples[index]
+        return self.samples[index]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "fields", "own collate"])
+def test_bad_samples_of_any_kind_are_left_out_and_listed(tmp_path, kind, capsys):
+    tokens = [np.arange(4) % (i % 3 + 2) for i in range(6)]
+    samples = [{"tokens": each} for each in tokens] if kind == "fields" else list(tokens)
+    samples[0], samples[5] = OSError("gone"), OSError("gone, too")
+    options = {"on_bad_sample": "skip", "max_bad_fraction": 0.5, "num_epochs": 2, "eval_every": 3}
+    result = fit(
+        config_of_pairs_of_samples(tmp_path, **options),
+        Split(Unreadable(samples), Unreadable([samples[1], samples[5]])),
+        loss_fn=lambda params, batch: values_of_fields(params, batch if kind != "tokens" else batch._asdict()),
+        params=jnp.arange(4.0),
+        optimizer=optax.sgd(0.0),
+        collate=padded if kind == "own collate" else None,
+        fields={"tokens": "length"} if kind == "fields" else None,
+    )
+    rows = [json.loads(line) for line in (result.run_dir / "bad_samples.jsonl").read_text().splitlines()]
+    expected = {0: "OSError: gone", 5: "OSError: gone, too"}
+    assert sorted((row["epoch"], row["id"], row["reason"]) for row in rows) == [
+        (epoch, i, reason) for epoch in range(2) for i, reason in expected.items()
+    ]
+    records = read_metrics(result.run_dir / "metrics.jsonl")
+    steps = [record for record in records if "loss" in record]
+    in_step = {row["step"]: row["id"] for row in rows}
+    assert len(in_step) == 4
+    means = {i: each.mean() for i, each in enumerate(tokens)}
+    plan_steps = {0: 1, 5: 4}  # the other one of its step, in the order of the dataset
+    assert [steps[step]["loss"] for step in sorted(in_step)] == pytest.approx(
+        [means[plan_steps[in_step[step]]] for step in sorted(in_step)]
+    )
+    assert {record["num_sequences"] for record in steps} == {2}
+    assert all(record["num_skipped"] == 1 for record in records if "evaluation" in record)
+    assert result.summary.held_out_after == pytest.approx(means[1])
+    assert result.summary.num_skipped == 4
+    printed = capsys.readouterr().out
+    assert "bad samples skipped" in printed
+    assert f"4 bad samples were left out, and are listed in {result.run_dir / 'bad_samples.jsonl'}" in printed
+
+
+def test_a_bad_sample_ends_a_run_that_does_not_skip_it(tmp_path):
+    samples = [np.arange(4), OSError("gone")]
+    data = Split(Unreadable(samples), samples[:1])
+    with pytest.raises(RuntimeError, match="sample 1 could not be measured"):
+        fit(config_of_pairs_of_samples(tmp_path), data, loss_fn=values, params=jnp.arange(4.0))
+    config = config_of_pairs_of_samples(tmp_path, on_bad_sample="skip", max_bad_fraction=0.4)
+    with pytest.raises(ValueError, match=r"1 bad samples of 2 in epoch 0 are more than max_bad_fraction=0\.4: id 1"):
+        fit(config, data, loss_fn=values, params=jnp.arange(4.0))
