@@ -30,7 +30,7 @@ from jvarlen._common.checks import (
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
-from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
+from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths, check_random_access
 from jvarlen.planning.samples import OnBadSample, fields_of
 
 if TYPE_CHECKING:
@@ -378,6 +378,7 @@ def _measure(
     if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
         raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {timeout_s!r}")
     check_at_least_one(shard_size=shard_size)
+    check_random_access(dataset)
     num_samples = len(dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")

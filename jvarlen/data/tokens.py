@@ -13,7 +13,7 @@ import numpy.typing as npt
 from jaxtyping import Int, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
-from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.lengths import DataSource, check_random_access
 from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, samples_at_once, to_tokens
 
 __all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "WeightedSamples", "as_data_source"]
@@ -225,9 +225,5 @@ def as_data_source(dataset: DataSource) -> DataSource:
       >>> as_data_source(["ab", [300, 301]])[1]
       array([300, 301])
     """
-    if not isinstance(dataset, DataSource):
-        raise UserError(
-            f"a dataset needs len() and integer indexing, which {type(dataset).__name__} has not; samples that only "
-            "come one after the other are for stream_batches"
-        )
+    check_random_access(dataset)
     return _Tokens(dataset)

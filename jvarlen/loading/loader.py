@@ -50,7 +50,7 @@ from jvarlen.loading.plan_source import (
 )
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.lengths import DataSource, check_random_access
 from jvarlen.planning.samples import OnBadSample
 from jvarlen.planning.steps import PlannedSteps, ReadPlan
 
@@ -269,7 +269,9 @@ def load(
     if not callable(plan) and (epoch or num_epochs not in (None, 1)):
         given_epochs = f"epoch={epoch}" if epoch else f"num_epochs={num_epochs}"
         raise UserError(f"{given_epochs} needs a function from the epoch to its plan; a Plan is one epoch")
-    if only_iterates(dataset) and num_workers:
+    if not only_iterates(dataset):
+        check_random_access(dataset)
+    elif num_workers:
         raise UserError(f"num_workers={num_workers} needs random access, and this dataset can only be iterated")
     if callable(plan) and isinstance(dataset, Iterator):
         raise UserError(

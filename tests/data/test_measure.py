@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvarlen import load, make_plan
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen.data.measure import known_lengths, measure_difficulty, measure_lengths
 from tests.processes import started
@@ -586,3 +587,13 @@ def test_what_is_wrong_with_all_samples_and_memory_are_errors_all_the_same():
         measure_lengths(Broken([MemoryError()]), on_bad_sample="skip", progress=False)
     with pytest.raises(ValueError, match="on_bad_sample"):
         measure_lengths([[1]], on_bad_sample="warn", progress=False)
+
+
+@pytest.mark.parametrize("measure", [measure_lengths, lambda dataset, **_: load(make_plan([1], [(1, 1)]), dataset)])
+def test_what_has_no_random_access_is_refused_by_name(measure):
+    with pytest.raises(
+        ValueError, match="needs len\\(\\) and integer indexing, which object has not; .* stream_batches"
+    ):
+        measure(object(), progress=False)
+    with pytest.raises(ValueError, match="which list_iterator has not"):
+        measure_lengths(iter([[1]]), progress=False)
