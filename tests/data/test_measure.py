@@ -591,9 +591,7 @@ def test_what_is_wrong_with_all_samples_and_memory_are_errors_all_the_same():
 
 @pytest.mark.parametrize("measure", [measure_lengths, lambda dataset, **_: load(make_plan([1], [(1, 1)]), dataset)])
 def test_what_has_no_random_access_is_refused_by_name(measure):
-    with pytest.raises(
-        ValueError, match="needs len\\(\\) and integer indexing, which object has not; .* stream_batches"
-    ):
+    with pytest.raises(ValueError, match="which object has not; samples that only come"):
         measure(object(), progress=False)
     with pytest.raises(ValueError, match="which list_iterator has not"):
         measure_lengths(iter([[1]]), progress=False)

@@ -185,14 +185,14 @@ def test_samples_without_tokens_are_refused_by_line_or_row(tmp_path, path):
     changed(path, lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Strip()))
     data = tmp_path / "t.jsonl"
     data.write_bytes(b'{"text": "a"}\n{"text": "  "}\n[]\n')
-    with pytest.raises(ValueError, match=r"t\.jsonl: .*line 2: no tokens, by this tokenizer; line 3: no JSON object$"):
+    with pytest.raises(ValueError, match=r"t\.jsonl: .*line 2: no tokens, by this tokenizer; line 3: no JSON object\n"):
         open_data(data, tokenizer=path, progress=False)
     pa = pytest.importorskip("pyarrow")
     from pyarrow import feather
 
     feather.write_feather(pa.table({"text": [b"a", b" ", b"\xff"]}), tmp_path / "t.feather")
     with pytest.raises(
-        ValueError, match=r"t\.feather: .*id 1: no tokens, by this tokenizer; id 2: not UTF-8 at byte 0$"
+        ValueError, match=r"t\.feather: .*id 1: no tokens, by this tokenizer; id 2: not UTF-8 at byte 0\n"
     ):
         open_data(tmp_path / "t.feather", tokenizer=path, progress=False)
 
