@@ -74,7 +74,7 @@ pairs, topics = make_pairs(4_000, rng), rng.integers(NUM_TOPICS, size=300)
 sentences = [make_sentence([topic], rng) for topic in topics]
 params = encoder.init(jax.random.key(0), jnp.zeros((1, 1), int), jnp.ones(1, int))
 
-plan = jvarlen.make_plan(jvarlen.measure_lengths(pairs, ("first", "second")), max_tokens=4096, max_shapes=3)
+plan = jvarlen.make_plan(jvarlen.measure_lengths(pairs, ("first", "second")), max_tokens=4096, max_shapes=2)
 train_step = jvarlen.make_train_step(loss_fn, optax.adam(1e-2))
 state = train_step.init(params)
 batches = jvarlen.load(plan, pairs, fields={"first": "source", "second": "target", "score": "row"})
@@ -85,6 +85,6 @@ for batch in batches:
     losses.append(metrics.loss)
 print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")
 
-plan = jvarlen.make_plan(jvarlen.measure_lengths(sentences), max_tokens=1024)
+plan = jvarlen.make_plan(jvarlen.measure_lengths(sentences), max_tokens=1024, max_shapes=2)
 vectors = embed(state.params, jvarlen.load(plan, sentences), len(sentences))
 print(f"nearest of the same topic: {share_of_same_topic(vectors, topics):.3f}")
