@@ -73,7 +73,7 @@ class _PlannedData(DataConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Print the plan by which train with the same settings trains, or that of any lengths."""
+    """Print the plan by which train trains, or that of any lengths, with baselines; settings are those of train."""
 
     data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
     """The data to plan."""
