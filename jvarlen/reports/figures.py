@@ -263,17 +263,14 @@ def bars_picture(
     *,
     xlabel: str,
     ylabel: str,
-    stacked: bool = False,
     line: float | None = None,
 ) -> Picture:
-    """Bars of each bucket, side by side or on top of each other, none where a height is NaN."""
+    """Bars of each bucket on top of each other, none where a height is NaN."""
     figure, (axis,) = new_figure()
-    width = 0.8 if stacked else 0.8 / len(bars)
     places, bottom = np.arange(len(labels)), np.zeros(len(labels))
     for slot, heights in enumerate(np.nan_to_num(bars)):
-        shift = 0.0 if stacked else (slot - (len(bars) - 1) / 2) * width
-        axis.bar(places + shift, heights, width, bottom, color=colour_of(slot))
-        bottom = bottom + heights * stacked
+        axis.bar(places, heights, 0.8, bottom, color=colour_of(slot))
+        bottom = bottom + heights
     if line is not None:
         axis.axhline(line, color=COLOURS["second"], linewidth=1)
     every = math.ceil(len(labels) / _MOST_LABELS)

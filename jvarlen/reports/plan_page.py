@@ -198,7 +198,7 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
         name: str, what: str, caption: str, label: str, *parts: Real[np.ndarray, " K"], line: float | None = None
     ) -> Picture:
         labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets]
-        options: dict[str, Any] = {"xlabel": "bucket length", "ylabel": label, "stacked": True, "line": line}
+        options: dict[str, Any] = {"xlabel": "bucket length", "ylabel": label, "line": line}
         return bars_picture(name, f"{what} of each bucket", caption, labels, parts, **options)
 
     padding = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from jvarlen._common.text_table import text_table
 from jvarlen.reports.figures import (
     COLOURS,
     Picture,
-    bars_picture,
     draw_series,
     drawing_settings,
     new_figure,
@@ -203,7 +202,6 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
             *_losses(runs),
             *([_learning_rates(runs)] if any(np.isfinite(run.steps["learning_rate"]).any() for run in runs) else []),
             *_over_steps(runs),
-            *_of_buckets(runs),
         ]
 
 
@@ -290,20 +288,3 @@ def _over_steps(runs: Sequence[Run]) -> list[Picture]:
         picture("data-wait", "Waiting for data", waits, step_s),
         *([picture("memory", "Memory over the steps", memory)] if memory else []),
     ]
-
-
-def _of_buckets(runs: Sequence[Run]) -> list[Picture]:
-    """Bars side by side; buckets by length, then rows."""
-    uses = [{use.bucket: use for use in bucket_uses(run)} for run in runs]
-    buckets = sorted({bucket for of_run in uses for bucket in of_run}, key=lambda bucket: bucket[::-1])
-    labels = [f"{rows}×{length}" for rows, length in buckets]
-    drawn: list[tuple[str, str, str, str, Callable[[BucketUse], float]]] = [
-        ("padding", "Padding of each bucket", "Of the steps so far.", "padding in %", lambda use: 100 * use.padding),
-        ("time", "Time in each bucket", "All steps so far, without stalls.", "seconds", lambda use: use.seconds),
-    ]
-    pictures = []
-    for name, title, caption, ylabel, figure in drawn:
-        heights = [np.array([figure(each[bucket]) if bucket in each else 0.0 for bucket in buckets]) for each in uses]
-        picture = bars_picture(f"bucket-{name}", title, caption, labels, heights, xlabel="rows × length", ylabel=ylabel)
-        pictures.append(picture)
-    return pictures

@@ -26,7 +26,7 @@ from tests.synthetic_runs import BUCKETS, records_of, write_run
 
 FIGURES = {
     "loss-tokens", "loss-time", "evaluations", "learning-rate", "shapes", "sequences", "throughput", "data-wait",
-    "bucket-padding", "bucket-time", "memory",
+    "memory",
 }  # fmt: skip
 
 
