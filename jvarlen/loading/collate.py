@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -215,6 +216,13 @@ def weights_of(sample: Any, collate: CollateFn) -> np.ndarray | None:
 def count_without_target(step: StepSamples, collate: CollateFn) -> int:
     """How many samples have no target: weight 0 on all tokens that are left, of a pair on those of its target."""
     flat = [sample for microbatch in step.samples for sample in microbatch]
+    if isinstance(collate, CollateFields):
+        has_weights = any(field.name == WEIGHTS for field in collate.fields)
+    else:
+        targets = flat if len(step.bucket.lengths) == 1 else [pair[1] for pair in flat]
+        has_weights = any(issubclass(kind, WeightedTokens) for kind in set(map(type, targets)))
+    if not has_weights:
+        return 0
     weights = [np.ones(()) if (own := weights_of(sample, collate)) is None else own for sample in flat]
     chunks = _chunks(step, flat)
     if chunks is not None:
@@ -250,8 +258,10 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
     """The arrays of a batch by name; without fields, of samples of tokens."""
     is_sample, lengths_of_bucket = step.ids >= 0, step.bucket.lengths
     ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
-    num_samples, flat = len(flat), [*flat, *(each.sample for each in step.repeated)]
-    ids = np.append(ids, np.array([each.id for each in step.repeated], np.int64))
+    num_samples = len(flat)
+    if step.repeated:
+        flat += [each.sample for each in step.repeated]
+        ids = np.append(ids, [each.id for each in step.repeated])
     if fields is None:
         fields, columns = _token_columns(flat, ids, len(lengths_of_bucket))
     else:
@@ -330,8 +340,14 @@ def _token_columns(
     try:
         of_sides = [flat] if num_sides == 1 else [[pair[side] for pair in flat] for side in range(2)]
         for of_side in of_sides:
+            if set(map(type, of_side)) <= {np.ndarray}:
+                columns.append(of_side)
+                continue
             columns.append([_tokens(each) for each in of_side])
-        are_tokens = all(tokens.ndim == 1 and tokens.dtype.kind in "iu" for column in columns for tokens in column)
+        are_tokens = all(
+            _each(column, "ndim") <= {1} and {dtype.kind for dtype in _each(column, "dtype")} <= {"i", "u"}
+            for column in columns
+        )
         are_tokens &= num_sides == 1 or set(map(len, flat)) <= {2}  # further fields would be lost
     except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
         are_tokens = False
@@ -342,7 +358,7 @@ def _token_columns(
         what = "samples must be 1-D arrays of integer tokens" + ("" if num_sides == 1 else ", source and target")
         raise UserError(f"{what}; for others, give load your own collate=: {list_first(listed, '; ')}")
     fields = TOKENS if num_sides == 1 else PAIR_TOKENS
-    if not any(isinstance(each, WeightedTokens) for each in of_sides[-1]):
+    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, of_sides[-1]))):
         return fields, columns
     weights = [
         each.weights if isinstance(each, WeightedTokens) else np.ones(len(tokens), np.float32)
@@ -364,8 +380,12 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
                 return column
         else:
             arrays = values if set(map(type, values)) <= {np.ndarray} else list(map(np.asarray, values))
-            if all(array.shape[num_axes:] == field.shape and array.ndim >= num_axes for array in arrays) and all(
-                _takes(field, dtype) for dtype in {array.dtype for array in arrays}
+            ranks = _each(arrays, "ndim")
+            has_shape = not field.shape or {array.shape[num_axes:] for array in arrays} <= {field.shape}
+            if (
+                ranks <= {num_axes + len(field.shape)}
+                and has_shape
+                and all(_takes(field, each) for each in _each(arrays, "dtype"))
             ):
                 return arrays
     except (LookupError, AttributeError, TypeError, ValueError):
@@ -390,6 +410,11 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
     return arrays
 
 
+def _each(arrays: list[np.ndarray] | np.ndarray, name: str) -> set[Any]:
+    """The distinct values of an attribute."""
+    return set(map(operator.attrgetter(name), arrays))
+
+
 def _takes(field: Field, dtype: np.dtype) -> bool:
     """Whether values of this type go into the field; of integers, it is checked whether the values do."""
     own = np.dtype(field.dtype)
@@ -409,7 +434,7 @@ def _sizes(
     found: dict[int, tuple[str, list[int]]] = {}
     for field, column in zip(fields, columns, strict=True):
         for axis, side in enumerate(field.sides):
-            sizes = [array.shape[axis] for array in column]
+            sizes = [array.shape[axis] for array in column] if axis else list(map(len, column))
             first_name, first_sizes = found.setdefault(side, (field.name, sizes))
             if sizes != first_sizes:
                 differing = (
@@ -418,7 +443,7 @@ def _sizes(
                     if size != first
                 )
                 raise UserError(f"fields of one sample have different lengths: {list_first(differing, '; ')}")
-    return [np.array(found[side][1], np.int64) for side in range(num_sides)]
+    return [np.fromiter(found[side][1], np.int64, len(ids)) for side in range(num_sides)]
 
 
 def _cut(
@@ -440,6 +465,7 @@ class _Side(NamedTuple):
     arrays: dict[str, np.ndarray]  # that tell it in the batch
     is_token_MxBxT: Bool[np.ndarray, "M B T"]
     starts: Int64[np.ndarray, " n"]  # in all rows, one after the other
+    num_tokens: int
 
 
 def _padded_side(
@@ -450,7 +476,8 @@ def _padded_side(
     lengths_MxB = np.zeros(is_sample_MxB.shape, np.int32)
     lengths_MxB[is_sample_MxB] = sizes
     is_token_MxBxT = np.arange(length, dtype=np.int32) < lengths_MxB[..., None]
-    return _Side({"lengths": lengths_MxB}, is_token_MxBxT, np.flatnonzero(is_sample_MxB) * length)
+    starts = np.flatnonzero(is_sample_MxB) * length
+    return _Side({"lengths": lengths_MxB}, is_token_MxBxT, starts, int(sizes.sum()))
 
 
 def _packed_side(
@@ -478,13 +505,13 @@ def _packed_side(
     is_token_MxBxT = segments > 0
     positions = np.arange(segments.size, dtype=np.int32).reshape(shape) - begins
     positions *= is_token_MxBxT
-    return _Side({"segment_ids": segments, "positions": positions}, is_token_MxBxT, starts)
+    return _Side({"segment_ids": segments, "positions": positions}, is_token_MxBxT, starts, int(sizes.sum()))
 
 
 def _placed(field: Field, arrays: list[np.ndarray] | np.ndarray, side: _Side) -> np.ndarray:
     """The field in rows, zero where no sample is."""
     placed = np.zeros((*side.is_token_MxBxT.shape, *field.shape), _type_before_checks(field, arrays))
-    if sum(array.size for array in arrays) >= _LONG * len(arrays):
+    if side.num_tokens * math.prod(field.shape) >= _LONG * len(arrays):
         in_rows = placed.reshape(-1, *field.shape)
         for start, array in zip(side.starts.tolist(), arrays, strict=True):
             in_rows[start : start + len(array)] = array
@@ -507,7 +534,7 @@ def _squares(
 def _type_before_checks(field: Field, arrays: list[np.ndarray] | np.ndarray) -> np.dtype:
     """The type of the field, or of integers one that holds all values of the arrays."""
     own = np.dtype(field.dtype)
-    return np.result_type(*{array.dtype for array in arrays}) if own.kind in "iu" and len(arrays) else own
+    return np.result_type(*_each(arrays, "dtype")) if own.kind in "iu" and len(arrays) else own
 
 
 def _checked(field: Field, values: np.ndarray) -> np.ndarray:
