@@ -514,7 +514,7 @@ def _lengths_of(
 ) -> tuple[Int64[np.ndarray, " n *sides"], dict[int, str]]:
     """The lengths of samples, or of both sides of pairs; and the fields of those that do not tell theirs."""
     if fields is not None:
-        told = planned.reshape(len(samples), -1).copy()
+        told = planned.reshape(len(samples), 1 if planned.ndim == 1 else 2).copy()
         for place, sample in enumerate(samples):
             with contextlib.suppress(LookupError, AttributeError, TypeError, ValueError):  # which collating lists
                 told[place] = fields.lengths_of(sample)

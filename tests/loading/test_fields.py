@@ -1,7 +1,9 @@
 """Samples of named fields: every value in its place, in every form of a batch, against a plain loop."""
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples, stream_batches
+from tests import processes, run_fields
 
 DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
 
@@ -347,3 +350,19 @@ def test_workers_read_fields():
     batches = load(PLAN, SAMPLES, fields=FIELDS, num_workers=1)
     for step, batch in enumerate(batches):
         assert_batch(batch, expected_batch(PLAN, step, SAMPLES, AXES, "zeros"))
+
+
+@pytest.mark.multiprocess
+def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
+    printed = processes.run(Path(__file__).parents[1] / "run_fields.py", 2)
+    for rank, (own, refused) in enumerate(json.loads(text.splitlines()[-1]) for text in printed):
+        expected = list(run_fields.batches())
+        assert expected[-1]["is_real"].tolist() == [[True, False, False], [False, False, False]]
+        assert (expected[-1]["near"][1, :, :1, :1] == 6).all()  # what padding rows repeat is of the other process
+        for found, batch in zip(own, expected, strict=True):
+            of_process = {
+                name: (array[rank : rank + 1] if array.ndim else array).tolist() for name, array in batch.items()
+            }
+            assert found == of_process
+        assert refused[0] == "UserError"
+        assert "processes differ in the fields of samples" in refused[1]

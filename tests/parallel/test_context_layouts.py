@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
-from jvarlen.batches import BatchShapes
+from jvarlen.batches import Batch, BatchShapes
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout, attend_over_axis, estimate_communication, layered_loss_fn, make_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
@@ -229,3 +229,25 @@ def test_only_layers_are_run_again():
     layout = Layout(data=2, remat="full")
     with pytest.raises(ValueError, match="remat_full takes a LayeredModel"):
         make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), layout=layout)
+
+
+def test_named_fields_train_to_the_same_numbers_on_layouts():
+    model, rng = layered(MODEL), np.random.default_rng(0)
+
+    def on_fields(function, place):  # of a model of batches of tokens
+        def of_fields(*args):
+            named = args[place]
+            batch = Batch(**{name: named[name] for name in Batch._fields})
+            return function(*args[:place], batch, *args[place + 1 :])
+
+        return of_fields
+
+    named = model._replace(
+        embed=on_fields(model.embed, 1), layer=on_fields(model.layer, 2), loss=on_fields(model.loss, 2)
+    )
+    lengths = [16, 9, 12, 3, 16, 5]
+    samples = [{"tokens": rng.integers(0, 256, n), "near": np.ones((n, n)), "label": n} for n in lengths]
+    batch = next(load(make_plan(lengths, [(2, 16)], microbatches_per_step=4, order="dataset"), samples))
+    layouts = ["data2.zero3", "data1.context2", "data1.tensor2"]
+    params = stack_layers(init_params(MODEL, 0))
+    assert_layout_invariant(named, params, batch, layouts, num_steps=2, dtype="float32")
