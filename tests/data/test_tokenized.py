@@ -220,5 +220,5 @@ def test_workers_measure_what_one_process_does(tmp_path, path, monkeypatch):
     with data.open("a") as file:
         file.write("[]\n")
     for num_workers in (0, 1):
-        with pytest.raises(ValueError, match=r"line 5: no JSON object$"):
+        with pytest.raises(ValueError, match=r"line 5: no JSON object\n"):
             open_data(data, tokenizer=path, num_workers=num_workers, progress=False)
