@@ -340,14 +340,9 @@ def _token_columns(
     try:
         of_sides = [flat] if num_sides == 1 else [[pair[side] for pair in flat] for side in range(2)]
         for of_side in of_sides:
-            if set(map(type, of_side)) <= {np.ndarray}:
-                columns.append(of_side)
-                continue
-            columns.append([_tokens(each) for each in of_side])
-        are_tokens = all(
-            _each(column, "ndim") <= {1} and {dtype.kind for dtype in _each(column, "dtype")} <= {"i", "u"}
-            for column in columns
-        )
+            are_arrays = set(map(type, of_side)) <= {np.ndarray}
+            columns.append(of_side if are_arrays and _are_integers(of_side) else list(map(_tokens, of_side)))
+        are_tokens = all(_are_integers(column) and _each(column, "ndim") <= {1} for column in columns)
         are_tokens &= num_sides == 1 or set(map(len, flat)) <= {2}  # further fields would be lost
     except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
         are_tokens = False
@@ -408,6 +403,10 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
             f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples: {list_first(wrong, '; ')}"
         )
     return arrays
+
+
+def _are_integers(arrays: list[np.ndarray] | np.ndarray) -> bool:
+    return {dtype.kind for dtype in _each(arrays, "dtype")} <= {"i", "u"}
 
 
 def _each(arrays: list[np.ndarray] | np.ndarray, name: str) -> set[Any]:
