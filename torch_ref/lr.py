@@ -89,7 +89,8 @@ def lr_sequence(
     Raises:
         ValueError: if an argument is out of its range, if batch sizes are not integers or shall be counted in another
             unit, if the schedule has another number of values than the plan
-            steps, or if it is an array and not counted in steps.
+            steps, or if it is an array and not counted in steps; or if tokens are asked of a plan whose `pair_size`
+            is not their sum.
 
     Example:
         >>> from torch_ref.plan import make_plan
@@ -111,6 +112,11 @@ def lr_sequence(
         for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
             if not isinstance(epoch_plan, Plan | MixedPlan):
                 raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
+            if "tokens" in (unit, counted_in) and getattr(epoch_plan, "pair_size", "sum") != "sum":
+                raise ValueError(
+                    "a plan whose pair_size is not the sum does not count tokens: count sequences, or give batch sizes "
+                    "in place of the plan, such as plan.num_tokens"
+                )
             sequences.append(epoch_plan.num_sequences)
             tokens.append(epoch_plan.num_tokens)
         if not sequences:

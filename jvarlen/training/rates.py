@@ -101,7 +101,8 @@ def lr_sequence(
     Raises:
       ValueError: an unknown unit or rule; an array of rates that does not have S entries, or that comes with another
         count than steps; batch sizes that are no integers, or that are to be counted in another unit than theirs; a
-        base batch size that is not positive; arguments that `lr_scale` rejects.
+        base batch size that is not positive; tokens of a plan whose `pair_size` is not their sum, which steps on
+        devices count; arguments that `lr_scale` rejects.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -124,6 +125,11 @@ def lr_sequence(
     given = _batch_sizes(plan)
     sizes: dict[str, Any] = {} if given is None else {"steps": np.ones_like(given), unit: given}
     sizes = sizes or step_sizes(cast(Any, plan))
+    if given is None and not {unit, counted_in} <= sizes.keys():
+        raise UserError(
+            "a plan whose pair_size is not the sum does not count tokens, as steps on devices do: count sequences, or "
+            "give batch sizes in place of the plan, such as plan.num_tokens"
+        )
     if counted_in not in sizes:
         raise UserError(f"batch sizes in {unit} do not tell {counted_in}: counted_in must be 'steps' or {unit!r}")
     return base_rates(base_schedule, before_each(sizes[counted_in])) * lr_scale(sizes[unit], base_batch_size, rule)
@@ -141,17 +147,21 @@ def _batch_sizes(plan: Any) -> Int64[np.ndarray, " S"] | None:
 
 
 def step_sizes(plan: StepPlan | Iterable[StepPlan]) -> dict[str, Int64[np.ndarray, " S"]]:
-    """The size of every step of one plan or several, in each unit: one step, its sequences, its tokens."""
+    """The size of every step of one plan or several, in each unit that all of them count: steps, sequences, tokens."""
     plans = plan if isinstance(plan, Iterable) else [plan]
     # Only the sizes are kept: the plans of many epochs need not be in memory together.
     try:
-        sizes = [(np.ones(each.num_steps, np.int64), each.num_sequences, each.num_tokens) for each in plans]
+        sizes = [
+            (np.ones(each.num_steps, np.int64), each.num_sequences)
+            + ((each.num_tokens,) if getattr(each, "pair_size", "sum") == "sum" else ())
+            for each in plans
+        ]
     except AttributeError as error:
         raise UserError(f"plan must be a plan or several of them: {error}") from error
     if not sizes:
         raise UserError("plan must be a plan or at least one of them")
-    columns = (np.concatenate(column) for column in zip(*sizes, strict=True))
-    return dict(zip(get_args(ScheduleUnit), columns, strict=True))
+    columns = (np.concatenate(column) for column in zip(*sizes, strict=False))
+    return dict(zip(get_args(ScheduleUnit), columns, strict=False))
 
 
 def before_each(sizes: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
