@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
@@ -38,6 +39,7 @@ __all__ = [
     "weights_of",
 ]
 
+_ALIGNMENT = 64  # bytes
 _LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
 
@@ -296,7 +298,7 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
     has_weight_MxBxT = sides[-1].is_token_MxBxT
     for field, column in zip(fields, columns, strict=True):
         if field.name == WEIGHTS and not field.sides:  # of a sample: the same at each of its positions
-            arrays[WEIGHTS] = np.zeros(has_weight_MxBxT.shape, np.float32)
+            arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
             arrays[WEIGHTS][has_weight_MxBxT] = np.repeat(column, sizes_of_sides[-1])
         elif not field.sides:
             arrays[field.name] = np.zeros((*is_sample.shape, *field.shape), field.dtype)
@@ -306,7 +308,8 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
         else:
             arrays[field.name] = _squares(field, column, is_sample, lengths_of_bucket)
     if WEIGHTS not in arrays:
-        arrays[WEIGHTS] = has_weight_MxBxT.astype(np.float32)
+        arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
+        arrays[WEIGHTS][...] = has_weight_MxBxT
     elif not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
         weights = next(column for field, column in zip(fields, columns, strict=True) if field.name == WEIGHTS)
         wrong = [i for i, each in zip(ids.tolist(), weights, strict=True) if not np.all((each >= 0) & (each < np.inf))]
@@ -502,14 +505,24 @@ def _packed_side(
     runs[0, 2::2] -= sizes
     segments, begins = (np.repeat(values.astype(np.int32), runs[0]).reshape(shape) for values in runs[1:])
     is_token_MxBxT = segments > 0
-    positions = np.arange(segments.size, dtype=np.int32).reshape(shape) - begins
+    positions = np.subtract(
+        np.arange(segments.size, dtype=np.int32).reshape(shape), begins, out=_zeros(shape, np.int32)
+    )
     positions *= is_token_MxBxT
     return _Side({"segment_ids": segments, "positions": positions}, is_token_MxBxT, starts, int(sizes.sum()))
 
 
+def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+    """Zeros that begin at a multiple of 64 bytes: CPU devices take such arrays without a copy."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)
+
+
 def _placed(field: Field, arrays: list[np.ndarray] | np.ndarray, side: _Side) -> np.ndarray:
     """The field in rows, zero where no sample is."""
-    placed = np.zeros((*side.is_token_MxBxT.shape, *field.shape), _type_before_checks(field, arrays))
+    placed = _zeros((*side.is_token_MxBxT.shape, *field.shape), _type_before_checks(field, arrays))
     if side.num_tokens * math.prod(field.shape) >= _LONG * len(arrays):
         in_rows = placed.reshape(-1, *field.shape)
         for start, array in zip(side.starts.tolist(), arrays, strict=True):
@@ -524,7 +537,7 @@ def _squares(
 ) -> np.ndarray:
     """Pair features, zero where no sample is."""
     shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
-    placed = np.zeros(shape, _type_before_checks(field, arrays))
+    placed = _zeros(shape, _type_before_checks(field, arrays))
     for (m, b), array in zip(np.argwhere(is_sample_MxB).tolist(), arrays, strict=True):
         placed[m, b, : array.shape[0], : array.shape[1]] = array
     return _checked(field, placed)
