@@ -77,8 +77,8 @@ def measure_lengths(
         shards. It knows a measurement by the number of samples, `shard_size` and the name of `length_fn`: if the
         samples or the body of the function change, use a new directory. None keeps nothing.
       shard_size: samples in a shard file. An interrupt loses at most the shards in progress, about one a worker.
-      on_bad_sample: what happens to a sample that cannot be read or has no token. `"skip"`: its length is 1, for `load`
-        to leave its place empty, with `on_bad_sample="skip"` as well.
+      on_bad_sample: what happens to a sample that cannot be read, lacks a named field, or has no token. `"skip"`: its
+        length is 1, for `load` to leave its place empty, with `on_bad_sample="skip"` as well.
 
     Returns:
       int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them. The files of a finished directory
@@ -229,6 +229,11 @@ class _Quantity(NamedTuple):
         # The Python numbers in NumPy scalars and 0-d arrays of any library.
         numbers = [v.item() if getattr(v, "shape", None) == () and hasattr(v, "item") else v for v in values]
         unmeasured = {i: value for i, value in zip(samples, values, strict=True) if isinstance(value, _Unmeasured)}
+        if self.value_of_bad is not None and any(value.is_bad for value in unmeasured.values()):
+            bad = (isinstance(value, _Unmeasured) and value.is_bad for value in values)
+            return self.to_words(
+                [self.value_of_bad if is_bad else v for v, is_bad in zip(values, bad, strict=True)], samples
+            )
         if unmeasured:
             fields = np.array([value.fields for value in unmeasured.values()])
             listed = list_offenders(np.array(list(unmeasured)), fields)
@@ -256,6 +261,7 @@ class _Unmeasured(NamedTuple):
     fields: str  # of the sample
     problem: str
     advice: str = ""
+    is_bad: bool = False  # one that may be skipped
 
 
 def _len_of_tokens(sample: Any) -> int | _Unmeasured:
@@ -290,6 +296,7 @@ class _FieldLengths:
             return _Unmeasured(
                 _told_fields(sample),
                 f"length_fn={self.__qualname__}: these samples have no such field, or a scalar or text there",
+                is_bad=True,
             )
         return lengths if self.is_pair else lengths[0]
 

@@ -374,7 +374,7 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
         values = list(map(get, flat))
         if not num_axes:
             column = np.array(values) if values else np.zeros((0, *field.shape), field.dtype)
-            if column.shape[1:] == field.shape and _takes(field, column.dtype):
+            if column.shape[1:] == field.shape and _takes(field, column.dtype) and _holds(field, values):
                 return column
         else:
             arrays = values if set(map(type, values)) <= {np.ndarray} else list(map(np.asarray, values))
@@ -384,6 +384,7 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
                 ranks <= {num_axes + len(field.shape)}
                 and has_shape
                 and all(_takes(field, each) for each in _each(arrays, "dtype"))
+                and _holds(field, arrays)
             ):
                 return arrays
     except (LookupError, AttributeError, TypeError, ValueError):
@@ -399,6 +400,8 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
             array = np.zeros((0,) * num_axes + field.shape, field.dtype)
         if array.ndim < num_axes or array.shape[num_axes:] != field.shape or not _takes(field, array.dtype):
             wrong.append(f"id {i}: {array.dtype} {array.shape}")
+        elif not _holds(field, [array]):
+            wrong.append(f"id {i}: integers that this type does not hold exactly")
         arrays.append(array)
     if wrong or not num_axes:
         shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
@@ -415,6 +418,15 @@ def _are_integers(arrays: list[np.ndarray] | np.ndarray) -> bool:
 def _each(arrays: list[np.ndarray] | np.ndarray, name: str) -> set[Any]:
     """The distinct values of an attribute."""
     return set(map(operator.attrgetter(name), arrays))
+
+
+def _holds(field: Field, values: list[Any]) -> bool:
+    """Whether integers among the values of a field of floats stay exact."""
+    own = np.dtype(field.dtype)
+    if own.kind not in "fc":
+        return True
+    integers = [each for each in map(np.asarray, values) if each.dtype.kind in "iu"]
+    return all((each.astype(own) == each).all() for each in integers)
 
 
 def _takes(field: Field, dtype: np.dtype) -> bool:

@@ -119,6 +119,10 @@ def _different_samples(plan: ReadPlan, lengths: npt.ArrayLike | None, start_step
     """The first sample of a step, then some whose lengths are as different as those of any."""
     ids = plan.own_rows(start_step).ids
     yield from ids[ids >= 0][:1].tolist()
+    if lengths is not None:
+        planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)
+        for key in planned.T:
+            yield from (key.argmin().item(), key.argmax().item())
     used = np.unique(plan.step_bucket)
     for k in used[[0, -1]].tolist():
         for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():

@@ -589,6 +589,14 @@ def test_what_is_wrong_with_all_samples_and_memory_are_errors_all_the_same():
         measure_lengths([[1]], on_bad_sample="warn", progress=False)
 
 
+def test_samples_without_the_field_can_be_skipped():
+    """With the length of bad samples, as those that cannot be read."""
+    samples = [{"t": [1, 2]}, {"x": [1]}, {"t": None}, {"t": [1, 2, 3]}]
+    assert measure_lengths(samples, "t", on_bad_sample="skip", progress=False).tolist() == [2, 1, 1, 3]
+    pairs = [{"s": [1], "t": [1, 2]}, {"s": [1]}]
+    assert measure_lengths(pairs, ("s", "t"), on_bad_sample="skip", progress=False).tolist() == [[1, 2], [1, 1]]
+
+
 @pytest.mark.parametrize("measure", [measure_lengths, lambda dataset, **_: load(make_plan([1], [(1, 1)]), dataset)])
 def test_what_has_no_random_access_is_refused_by_name(measure):
     with pytest.raises(ValueError, match="which object has not; samples that only come"):

@@ -366,3 +366,25 @@ def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
             assert found == of_process
         assert refused[0] == "UserError"
         assert "processes differ in the fields of samples" in refused[1]
+
+
+def test_samples_of_any_length_tell_the_axes_of_fields():
+    """Given the lengths, also where the first and last steps of a bucket hold one length alone."""
+    lengths = np.array([4, 4, 4, 4, 1, 4, 4, 4])
+    samples = [{"x": np.ones((length, 2), np.float32), "y": 1.0} for length in lengths]
+    plan = make_plan(lengths, [(1, 4)], order="dataset")
+    batch = next(load(plan, samples, lengths=lengths))
+    assert batch["x"].shape == (1, 1, 4, 2)
+    assert batch["y"].shape == (1, 1)
+
+
+@pytest.mark.parametrize("large", [2**24 + 1, np.array([2**24 + 1, 0])])
+def test_integers_among_floats_stay_exact(large):
+    """A field is of floats once one sample has floats; integers that those would round are refused."""
+    samples = [{"x": np.ones(n), "y": 0.5 if np.ndim(large) == 0 else np.array([0.5, 0])} for n in (1, 2, 3)]
+    samples[1] = {"x": np.ones(2), "y": large - 1}
+    plan = make_plan([1, 2, 3], [(3, 3)])
+    assert np.asarray(next(load(plan, samples))["y"]).max() == 2**24
+    samples[1] = {"x": np.ones(2), "y": large}
+    with pytest.raises(ValueError, match="id 1: integers that this type does not hold exactly"):
+        next(load(plan, samples))
