@@ -428,6 +428,7 @@ def _train(run: _Run) -> _Trained:
                 run.heartbeat.step()  # before the computation that waits for all processes
                 if not _has_program(run, training.bucket_at(place), meter, running):
                     break
+                meter.before_step(running)
                 record = training.record(place)
                 with profiler.step(f"{record['bucket_rows']}×{record['bucket_length']}", place.num_steps_done, state):
                     state, metrics = run.train_step(state, batch)

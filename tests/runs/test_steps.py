@@ -46,6 +46,22 @@ def test_times_of_steps_add_up_and_waits_lie_within_them(monkeypatch):
     assert {row["stall_s"] for row in rows} == {0}
 
 
+def test_a_step_that_its_dispatch_computes_keeps_its_own_seconds(monkeypatch):
+    """Where the step before is over when the next one is dispatched, its metrics are read after that one's time."""
+    now = 0.0
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now)
+    meter, rows, running = StepMeter(FIRST, iter("abc")), [], None
+    for seconds in (1.0, 2.0, 4.0):
+        meter.next_batch()
+        meter.before_step(running)
+        now += seconds
+        if running is not None:
+            rows.append(meter.end_step())
+        running = ({}, jax.block_until_ready(jnp.zeros(())))
+    rows.append(meter.end_step())
+    assert [row["step_s"] for row in rows] == [1, 2, 4]
+
+
 def test_waits_for_the_compiler_and_checkpoints_are_no_time_of_a_step(monkeypatch):
     now = 0.0
     monkeypatch.setattr(steps.time, "perf_counter", lambda: now)
