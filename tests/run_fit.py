@@ -46,7 +46,7 @@ def make_config(runs_dir, cache_dir=None):
 
 
 def make_skipping_config(runs_dir, cache_dir=None):
-    return changed(make_config(runs_dir, cache_dir), on_bad_sample="skip", max_bad_fraction=0.05)
+    return changed(make_config(runs_dir, cache_dir), on_bad_sample="skip", max_bad_fraction=0.1)
 
 
 class Gaps:
@@ -70,7 +70,7 @@ class Gaps:
 
 def make_data_with_gaps():
     data = make_data()
-    return data._replace(train=Gaps(data.train))
+    return data._replace(train=Gaps(data.train), held_out=Gaps(data.held_out))
 
 
 def leave_pictures_empty(set_attribute=setattr):

@@ -217,6 +217,7 @@ class Summary:
       data_wait: share of the others spent waiting for data.
       num_adjusted: samples of process 0 that were cut or left shorter because they do not have the planned length.
       num_skipped: bad samples of all processes that were left out of steps, each as often as steps should have had it.
+      num_skipped_evaluation: bad samples of all processes that were left out of evaluations, each counted once.
       num_skipped_records: records of the data files that are no samples, and were left out before planning.
       num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
         their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
@@ -249,6 +250,7 @@ class Summary:
     interrupted: bool
     evaluated_in: Literal["nats a token", "loss"]
     num_skipped: int = 0
+    num_skipped_evaluation: int = 0
     num_skipped_records: int = 0
 
     def __str__(self) -> str:
@@ -269,6 +271,9 @@ class Summary:
             "stall seconds": f"{self.stall_s:.1f} (waiting for the compiler or a checkpoint)",
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
             **({"bad samples skipped": f"{self.num_skipped:,} in steps"} if self.num_skipped else {}),
+            **(
+                {"bad samples not evaluated": f"{self.num_skipped_evaluation:,}"} if self.num_skipped_evaluation else {}
+            ),
             **({"bad records skipped": f"{self.num_skipped_records:,} in files"} if self.num_skipped_records else {}),
             **({"samples without a target": f"{self.num_without_target:,}"} if self.num_without_target else {}),
             **({"steps without weight": f"{self.num_steps_without_weight:,}"} if self.num_steps_without_weight else {}),

@@ -12,6 +12,7 @@ import numpy as np
 from jvarlen._common.progress import show_line
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.processes import Heartbeat, is_any_interrupted
+from jvarlen.runs.bad_samples import BadSamples
 from jvarlen.runs.prepare import Prepared
 from jvarlen.runs.trackers import Trackers
 from jvarlen.training.checkpoint import Place
@@ -48,10 +49,18 @@ def is_interrupted_at(num_steps: int) -> bool:
 class Evaluator:
     """Evaluates on every set of a run, once at a place."""
 
-    def __init__(self, prepared: Prepared, eval_step: CompiledBuckets, trackers: Trackers, heartbeat: Heartbeat):
+    def __init__(
+        self,
+        prepared: Prepared,
+        eval_step: CompiledBuckets,
+        trackers: Trackers,
+        bad_samples: BadSamples,
+        heartbeat: Heartbeat,
+    ):
         self._prepared = prepared
         self._eval_step = eval_step
         self._trackers = trackers
+        self._bad_samples = bad_samples
         self._heartbeat = heartbeat
         self._num_skipped: dict[str, int] = {}
         self._latest: tuple[int, dict[str, float | None]] | None = None
@@ -98,6 +107,7 @@ class Evaluator:
             sums = MetricSums()
             with contextlib.closing(self._prepared.load(plan, dataset, lengths)) as batches:
                 for batch in itertools.islice(batches, max_steps):
+                    self._bad_samples.log_evaluation(name, batches.skipped_in_batch)
                     self._heartbeat.step()
                     if is_interrupted_at(next(num_steps)):
                         return None

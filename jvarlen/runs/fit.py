@@ -349,7 +349,7 @@ def _train(run: _Run) -> _Trained:
     """Takes the remaining steps; evaluates and saves before the first, at intervals, and after the last."""
     prepared, config, training = run.prepared, run.prepared.config, run.prepared.training_plan
     state, place = run.state, run.place
-    evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.heartbeat)
+    evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat)
 
     def save(metric: float | None = None) -> None:
         run.trackers.sync()  # first, so that no checkpoint is ahead of the logs
@@ -557,6 +557,7 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         data_wait=place.data_wait_s / own_s,
         num_adjusted=place.num_adjusted_done,
         num_skipped=run.bad_samples.num_in_steps(),
+        num_skipped_evaluation=run.bad_samples.num_in_evaluations(),
         num_skipped_records=run.bad_samples.num_in_files,
         num_without_target=place.num_without_target_done,
         num_steps_without_weight=place.num_steps_without_weight,
@@ -573,7 +574,7 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
             write_summary(run.run_dir, summary, report)
             say("Compile report", report.table())
             say("Summary", str(summary))
-            if num_bad := summary.num_skipped + summary.num_skipped_records:
+            if num_bad := summary.num_skipped + summary.num_skipped_evaluation + summary.num_skipped_records:
                 say("Warning", f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / BAD_SAMPLES}")
             terminal.say(run.run_dir)
     return summary

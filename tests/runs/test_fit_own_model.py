@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, scale_by_batch_size
-from jvarlen.data.split import Split
+from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import pad_to_bucket
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import read_metrics
@@ -392,6 +392,8 @@ def test_bad_samples_of_any_kind_are_left_out_and_listed(tmp_path, kind, capsys)
         fields={"tokens": "length"} if kind == "fields" else None,
     )
     rows = [json.loads(line) for line in (result.run_dir / "bad_samples.jsonl").read_text().splitlines()]
+    # Of the three evaluations or more, the first lists the sample, before all steps.
+    assert rows.pop(0) == {"step": None, "evaluation": HELD_OUT, "id": 1, "reason": "OSError: gone, too"}
     expected = {0: "OSError: gone", 5: "OSError: gone, too"}
     assert sorted((row["epoch"], row["id"], row["reason"]) for row in rows) == [
         (epoch, i, reason) for epoch in range(2) for i, reason in expected.items()
@@ -408,10 +410,11 @@ def test_bad_samples_of_any_kind_are_left_out_and_listed(tmp_path, kind, capsys)
     assert {record["num_sequences"] for record in steps} == {2}
     assert all(record["num_skipped"] == 1 for record in records if "evaluation" in record)
     assert result.summary.held_out_after == pytest.approx(means[1])
-    assert result.summary.num_skipped == 4
+    assert (result.summary.num_skipped, result.summary.num_skipped_evaluation) == (4, 1)
     printed = capsys.readouterr().out
     assert "bad samples skipped" in printed
-    assert f"4 bad samples were left out, and are listed in {result.run_dir / 'bad_samples.jsonl'}" in printed
+    assert "bad samples not evaluated" in printed
+    assert f"5 bad samples were left out, and are listed in {result.run_dir / 'bad_samples.jsonl'}" in printed
 
 
 def test_a_bad_sample_ends_a_run_that_does_not_skip_it(tmp_path):

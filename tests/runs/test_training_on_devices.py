@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from jvarlen import FitConfig, cli, fit
+from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
@@ -65,7 +66,8 @@ def records(run_dir):
 def bad_samples(run_dir):
     """Of all processes."""
     lists = [path.read_text() for path in Path(run_dir).glob("bad_samples*.jsonl")]
-    return sorted((json.loads(line) for line in "".join(lists).splitlines()), key=lambda row: (row["step"], row["id"]))
+    rows = [json.loads(line) for line in "".join(lists).splitlines()]
+    return sorted(rows, key=lambda row: (-1 if row["step"] is None else row["step"], row["id"]))
 
 
 def assert_same_course(one, other):
@@ -228,9 +230,12 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     run_dir, num_steps, num_compilations = results[0]["whole"]
     assert (num_steps, num_compilations) == (run_fit.NUM_STEPS, 0)
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
-    num_skipped = json.loads((Path(run_dir) / "summary.json").read_text())["num_skipped"]
+    summary = json.loads((Path(run_dir) / "summary.json").read_text())
+    num_skipped = summary["num_skipped"]
     assert bad_samples(run_dir) == bad_samples(on_one_device.run_dir)
-    assert num_skipped == on_one_device.summary.num_skipped == len(bad_samples(run_dir)) > 10
+    assert num_skipped == on_one_device.summary.num_skipped == len(bad_samples(run_dir)) - 1 > 10
+    assert [row["id"] for row in bad_samples(run_dir) if row.get("evaluation") == HELD_OUT] == [3]
+    assert summary["num_skipped_evaluation"] == on_one_device.summary.num_skipped_evaluation == 1
     assert all(list(Path(run_dir).glob(f"bad_samples{of}.jsonl")) for of in ("", ".1"))
 
     run_dir, num_steps, was_interrupted = results[0]["stopped"]
@@ -240,7 +245,7 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     assert (saved.hardware.coordinator, saved.hardware.num_processes, saved.hardware.process_id) == (None, None, None)
     resumed = fit(changed(saved, resume=Path(run_dir), devices=2), run_fit.make_data_with_gaps())
     assert bad_samples(run_dir) == bad_samples(on_one_device.run_dir)
-    assert resumed.summary.num_skipped == num_skipped
+    assert (resumed.summary.num_skipped, resumed.summary.num_skipped_evaluation) == (num_skipped, 1)
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
 
