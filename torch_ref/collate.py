@@ -4,6 +4,7 @@ Letters: m microbatches, B rows of each, P samples of a row, T positions, S and 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, reduce
 from typing import Any, NamedTuple, TypeVar, cast
@@ -305,7 +306,7 @@ class Collator:
         fields = {}
         for name, column in tensors.items():
             sized = [value for value in column if value.shape != (0,)] or column  # an empty list has no dtype
-            dtype = reduce(torch.promote_types, map(_dtype_of, sized))
+            dtype = _common_dtype(sized)
             fields[name] = _Field(sides[name], dtype, tuple(sized[0].shape[len(sides[name]) :]))
         if "weights" in fields:
             fields["weights"] = _Field(sides["weights"], torch.float32, (), any_dtype=True)
@@ -482,6 +483,17 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except (TypeError, ValueError):  # of no such width, or byte order
         return None
+
+
+def _common_dtype(values: list[_Array]) -> torch.dtype:
+    """Return the dtype that holds all values, without that of one odd sample where several have another."""
+    dtypes = list(map(_dtype_of, values))
+    kinds = [dtype if any(_kind(dtype)) else torch.int64 for dtype in dtypes]
+    counts = Counter(kinds)
+    least = min(2, max(counts.values()))
+    return reduce(
+        torch.promote_types, (dtype for dtype, kind in zip(dtypes, kinds, strict=True) if counts[kind] >= least)
+    )
 
 
 def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ def find_fields_of_plan(
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
     if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
         raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
+    num_lengths = len(plan.buckets[0].lengths)
     if only_iterates(dataset):
         first = list(itertools.islice(dataset, _MOST_ITERATED))
         ids: Iterable[int] = range(len(first))
@@ -80,8 +82,11 @@ def find_fields_of_plan(
         if isinstance(dataset, Iterator):
             dataset = itertools.chain(first, dataset)
     else:
-        ids, samples = _different_samples(plan, lengths, min(start_step, plan.num_steps - 1)), dataset
-    num_lengths = len(plan.buckets[0].lengths)
+        to_come = plan.own_rows(min(start_step, plan.num_steps - 1)).ids
+        for i in to_come[to_come >= 0][:1].tolist():  # of tokens, no sample of earlier steps is read
+            if (sample := _read(dataset, i)) is not None and not has_fields(sample):
+                return find_fields([sample], axes, num_lengths), dataset
+        ids, samples = _different_samples(plan, lengths), dataset
     return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
 
 
@@ -98,16 +103,13 @@ def find_fields_among(
     samples: dict[int, Any] = {}
     num_bad = 0
     for i in dict.fromkeys(ids):
-        try:
-            samples[i] = dataset[i]
-        except MemoryError:
-            raise
-        except (Exception, SystemExit):  # which its step tells, with the id
+        if (sample := _read(dataset, i)) is None:
             num_bad += 1
             if num_bad == _MOST_BAD:
                 break
             continue
-        if not has_fields(samples[i]):
+        samples[i] = sample
+        if len(samples) == 1 and not has_fields(sample):
             break
     if not samples:
         return None
@@ -115,10 +117,18 @@ def find_fields_among(
     return find_fields([*samples.values()], axes, num_lengths, is_packed=is_packed, lengths=known)
 
 
-def _different_samples(plan: ReadPlan, lengths: npt.ArrayLike | None, start_step: int) -> Iterator[int]:
-    """The first sample of a step, then some whose lengths are as different as those of any."""
-    ids = plan.own_rows(start_step).ids
-    yield from ids[ids >= 0][:1].tolist()
+def _read(dataset: Any, i: int) -> Any | None:
+    """The sample; None if it cannot be read, which its step tells with the id."""
+    try:
+        return dataset[i]
+    except MemoryError:
+        raise
+    except (Exception, SystemExit):
+        return None
+
+
+def _different_samples(plan: ReadPlan, lengths: npt.ArrayLike | None) -> Iterator[int]:
+    """Samples whose lengths are as different as those of any."""
     if lengths is not None:
         planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)
         for key in planned.T:
@@ -188,8 +198,17 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
             f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
-    dtype = np.dtype(np.float32) if name == WEIGHTS else jax.dtypes.canonicalize_dtype(np.result_type(*arrays))
+    dtype = np.dtype(np.float32) if name == WEIGHTS else _dtype_of([each for each in arrays if each.size] or arrays)
     return Field(name, sides, shape, dtype.name)
+
+
+def _dtype_of(arrays: list[np.ndarray]) -> np.dtype:
+    """The type that holds all, without that of one odd sample where several have another."""
+    kinds = ["integers" if each.dtype.kind in "iu" else jax.dtypes.canonicalize_dtype(each.dtype) for each in arrays]
+    counts = collections.Counter(kinds)
+    least = min(2, max(counts.values()))
+    kept = [each.dtype for each, kind in zip(arrays, kinds, strict=True) if counts[kind] >= least]
+    return jax.dtypes.canonicalize_dtype(np.result_type(*kept))
 
 
 def _told_by_shapes(
@@ -208,22 +227,28 @@ def _told_by_shapes(
         raise UserError(
             f"samples of one length alone do not tell which axes of fields have it: {say}; {_shapes_of(found)}"
         )
-    known = varying[:1]  # of one length, samples have their own; a plan's are compared with every sample
+    planned = np.asarray([] if lengths is None else lengths)
     if len(words) > 1:
-        known = [tuple((size,) for size in side) for side in np.asarray(lengths).T.tolist()]
+        known = [tuple((size,) for size in side) for side in planned.T.tolist()]
+    else:  # samples have their own length, which is compared with the plan's when they are read
+        as_planned = [(size,) for size in planned.tolist()]
+        known = [max(varying, key=lambda sizes: (sum(map(operator.eq, sizes, as_planned)), len(set(sizes))))]
 
-    def side_of(of_axis: tuple[tuple[int, ...], ...]) -> list[int]:
-        return [side for side, of_side in enumerate(known) if of_axis == of_side]
+    def told_by_most(of_axis: tuple[tuple[int, ...], ...]) -> list[int]:
+        """The lengths that the axis has in the most samples, and −1 if as many have one size; [] if few agree."""
+        ((_, most),) = collections.Counter(of_axis).most_common(1)
+        counts = {side: sum(map(operator.eq, of_axis, of_side)) for side, of_side in enumerate(known)} | {-1: most}
+        most = max(counts.values())
+        return [side for side, count in counts.items() if count == most and 2 * most > len(of_axis)]
 
     told: dict[str, tuple[int, ...]] = {}
     unclear = []
     for name, of_axes in sizes.items():
-        varies = [len(set(of_axis)) > 1 for of_axis in of_axes]
-        sides = list(map(side_of, of_axes))
-        if not varies[0] and not sides[0]:  # a size that is also a length that all have could be either
+        first, second = map(told_by_most, of_axes)
+        if first == [-1]:
             told[name] = ()
-        elif varies[0] and len(sides[0]) == 1 and (not varies[1] or len(sides[1]) == 1):
-            told[name] = (*sides[0], *(sides[1] if varies[1] else ()))
+        elif len(first) == 1 and (-1 in second or len(second) == 1):  # a size that is a length of all could be either
+            told[name] = (*first, *(second if -1 not in second else ()))
         else:
             unclear.append(name)
     if unclear:

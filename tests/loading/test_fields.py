@@ -388,3 +388,54 @@ def test_integers_among_floats_stay_exact(large):
     samples[1] = {"x": np.ones(2), "y": large}
     with pytest.raises(ValueError, match="id 1: integers that this type does not hold exactly"):
         next(load(plan, samples))
+
+
+@pytest.mark.parametrize("start_step", [0, 2])
+@pytest.mark.parametrize("bad", [int(PLAN.own_rows(step).ids[0, 0]) for step in (2, PLAN.num_steps - 1)])
+def test_one_odd_sample_does_not_tell_the_type_of_a_field(bad, start_step):
+    samples = [sample | {"label": float(2**24 + 1)} if i == bad else sample for i, sample in enumerate(without("text"))]
+    with pytest.raises(
+        ValueError, match=rf"'label' must be int32 \(\), as in other samples: id {bad}: float64 \(\)(\n|$)"
+    ):
+        list(load(PLAN, samples, start_step=start_step))
+    loader = load(PLAN, samples, start_step=start_step, lengths=LENGTHS, on_bad_sample="skip", max_bad_fraction=0.1)
+    assert {batch["label"].dtype.name for batch in loader} == {"int32"}
+    assert [skipped.id for skipped in loader.skipped] == [bad]
+
+
+def test_several_samples_of_floats_make_a_field_of_floats():
+    samples = [{"x": [1] * n if n % 3 else [0.5] * n} for n in LENGTHS.tolist()]
+    batches = list(load(PLAN, samples))
+    assert {batch["x"].dtype.name for batch in batches} == {"float32"}
+    assert sum(float(batch["x"].sum()) for batch in batches) == sum(sum(sample["x"]) for sample in samples)
+
+
+WRONG_SHAPES = [
+    lambda sample: {"near": np.zeros([len(sample["tokens"]) + 1] * 2, int)},
+    lambda sample: {"tokens": np.zeros(len(sample["tokens"]) + 1, int)},
+    lambda sample: {"tokens": sample["tokens"][:, None]},
+    lambda sample: {"label": np.zeros(4, int)},
+    lambda sample: {"tokens": sample["tokens"][1:], "near": sample["near"][1:, 1:]},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+@pytest.mark.parametrize("bad", [int(LENGTHS.argmax()), int(LENGTHS.argmin())])
+def test_a_sample_of_other_shapes_is_skipped_also_where_it_should_tell_the_fields(bad, wrong):
+    samples = without("text")
+    samples[bad] = samples[bad] | wrong(samples[bad])
+    loader = load(PLAN, samples, lengths=LENGTHS, on_bad_sample="skip", max_bad_fraction=0.1)
+    found = np.concatenate([np.asarray(batch["ids"]).ravel() for batch in loader])
+    assert sorted(found[found >= 0].tolist()) == [i for i in range(len(samples)) if i != bad]
+    assert [skipped.id for skipped in loader.skipped] == [bad]
+
+
+def test_a_pair_of_other_shapes_is_skipped_also_where_it_should_tell_the_fields():
+    lengths = np.random.default_rng(2).integers(1, 9, (30, 2))
+    samples = [{"nodes": np.zeros((n, 3)), "edges": np.zeros((e, 2), int)} for n, e in lengths.tolist()]
+    bad = int(lengths[:, 0].argmax())
+    samples[bad] = samples[bad] | {"nodes": np.zeros((3, 3))}
+    plan = plan_of("pairs", lengths)
+    loader = load(plan, samples, lengths=lengths, on_bad_sample="skip", max_bad_fraction=0.1)
+    assert sum(int(batch["is_real"].sum()) for batch in loader) == 29
+    assert [skipped.id for skipped in loader.skipped] == [bad]

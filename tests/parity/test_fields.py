@@ -407,3 +407,12 @@ def test_a_dataset_that_reads_many_samples_reads_those_of_a_batch_at_once():
     rows = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
     assert many.asked == [sorted({row.ids for row in of_batch}) for of_batch in rows]
     assert all(len(of_batch) == 4 for of_batch in rows)
+
+
+def test_one_odd_sample_does_not_tell_the_dtype_of_a_field():
+    """The first of the plan is among those that are looked at."""
+    plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
+    odd = int(plan.sample_ids[0])
+    samples = [sample | {"label": float(i % 7) if i == odd else i % 7} for i, sample in enumerate(SAMPLES)]
+    with pytest.raises(ValueError, match=rf"id {odd}: label is float32 \[\], expected int64 \[\]"):
+        next(iter(torch_ref.load(plan, samples)))
