@@ -106,6 +106,8 @@ def fields_of(kind):
     plan = PLANS[kind]()
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     del values["new_shape_every"]  # of its report alone
+    if not plan.is_packed:
+        del values["samples_per_row"]
     fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
     fields |= {"digest": np.array(plan.digest), "format_version": np.array(1)}
     return fields | {"checksum": np.array(plan_file._checksum(fields))}

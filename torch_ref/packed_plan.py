@@ -43,7 +43,7 @@ def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong
 def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return how many of the shortest samples a row of each bucket holds: no row of any order has more.
 
-    A wrapped row can begin and end with parts of two others.
+    A wrapped row can begin and end with parts of two others. At least 1, and no more than tokens.
     """
     lengths = packing.sample_lengths if packing.all_lengths is None else packing.all_lengths
     limits = np.array(buckets)[:, 1:]
@@ -51,7 +51,8 @@ def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tup
     most = [np.searchsorted(tokens_before[:, d], limits[:, d], side="right") for d in range(limits.shape[1])]
     if packing.max_samples_per_row is not None:
         most.append(np.full(len(limits), packing.max_samples_per_row))
-    return tuple((np.min(most, axis=0) + 2 * (packing.method == "wrapped")).tolist())
+    in_rows = np.min(most, axis=0) + 2 * (packing.method == "wrapped")
+    return tuple(np.clip(in_rows, 1, limits[:, 0]).tolist())
 
 
 def unpack_rows(

@@ -31,7 +31,7 @@ from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
 from torch_ref.packing import METHODS, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
-from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
+from torch_ref.plan_file import count_per_row, plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
 from torch_ref.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
 
@@ -58,7 +58,7 @@ class Plan:
         num_truncated: samples cut to the longest bucket.
         new_shape_every: what the plan was made with, for its report; a plan that was loaded has 0.
         samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
-            order: 1 where each sample is a row. Neither in the digest nor in a file: a plan that was loaded counts its
+            order: 1 where each sample is a row. Not in the digest. A plan from a file of an earlier version counts its
             own rows.
     """
 
@@ -83,8 +83,7 @@ class Plan:
         if not self.samples_per_row:
             most = np.ones(len(self.buckets), dtype=np.int64)
             if self.row_offsets is not None:
-                step_of_row = np.searchsorted(self.step_offsets, self.row_offsets[:-1], side="right") - 1
-                np.maximum.at(most, self.step_bucket[step_of_row], np.diff(self.row_offsets))
+                most = count_per_row(self.row_offsets, self.step_offsets, self.step_bucket, len(self.buckets))
             object.__setattr__(self, "samples_per_row", tuple(most.tolist()))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
@@ -214,7 +213,9 @@ class Plan:
         Raises:
             OSError: if the file cannot be written.
         """
-        packed = {} if self.row_offsets is None else {"row_offsets": self.row_offsets}
+        packed: dict[str, Any] = {}
+        if self.row_offsets is not None:
+            packed = {"row_offsets": self.row_offsets, "samples_per_row": self.samples_per_row}
         if self.piece_starts is not None:
             packed["piece_starts"] = self.piece_starts
         write_plan_file(
@@ -262,6 +263,7 @@ class Plan:
             overlong=str(fields["overlong"]),
             num_dropped=int(fields["num_dropped"]),
             num_truncated=int(fields["num_truncated"]),
+            samples_per_row=tuple(fields["samples_per_row"].tolist()) if "samples_per_row" in fields else (),
         )
 
     def report(self) -> str:

@@ -20,7 +20,7 @@ from torch_ref.buckets import Buckets, check_buckets, check_steps
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES, PairSize
 
-__all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
+__all__ = ["count_per_row", "plan_digest", "read_plan_file", "write_plan_file"]
 
 # The arrays of both versions are the same. What was planned by version 1 may not be planned again alike: packings took
 # their random keys from the plan's stream.
@@ -42,13 +42,11 @@ _FIELDS = {
     "digest": ("U", 0),
     "checksum": ("U", 0),
 }
-# In plans of packed rows only.
-_PACKED_FIELDS = {"row_offsets": ("int64", 1)}
+# In plans of packed rows only: the second if samples are split, the third except in older files.
+_PACKED_FIELDS = ("row_offsets", "piece_starts", "samples_per_row")
 _RAW_MAGIC = b"jvarlen-plan-raw"
 _RAW_HEADER_SIZE = 4096
 _RAW_VERSION = 1
-# In those of split samples as well.
-_SPLIT_FIELDS = {"piece_starts": ("int64", 1)}
 
 
 def plan_digest(
@@ -97,8 +95,8 @@ def write_plan_file(path: str | os.PathLike[str], *, pair_size: PairSize = "sum"
     Args:
         path: where to; an existing file is replaced only once the new one is complete.
         pair_size: what pairs count; of a function only that it is one is kept.
-        **fields: all fields of the format but its version, digest and checksum; `row_offsets` only of packed
-                rows, `piece_starts` only of split samples.
+        **fields: all fields of the format but its version, digest and checksum; `row_offsets` and `samples_per_row`
+            only of packed rows, `piece_starts` only of split samples.
 
     Raises:
         OSError: if the file cannot be written.
@@ -304,6 +302,14 @@ def _find_contradiction(fields: dict[str, NDArray[Any]], pair_size: PairSize = "
     for name, rule, most in (("num_dropped", "drop", INT64_MAX), ("num_truncated", "truncate", len(ids))):
         if not 0 <= int(fields[name]) <= (most if overlong == rule else 0):
             return f"{name} is {int(fields[name])} with overlong={overlong!r}"
+    if row_offsets is not None and "samples_per_row" in fields:
+        in_rows = fields["samples_per_row"]
+        fewest, lengths = count_per_row(row_offsets, offsets, of_step, len(buckets)), [bucket[1] for bucket in buckets]
+        if len(in_rows) != len(buckets) or np.any(in_rows < fewest) or np.any(in_rows > lengths):
+            return (
+                f"samples_per_row is {in_rows.tolist()}, where rows of the buckets have up to {fewest.tolist()} "
+                f"samples and {lengths} tokens"
+            )
     return _find_wrong_id(ids, fields.get("piece_starts"))
 
 
@@ -329,9 +335,18 @@ def _has_repeats(ids: NDArray[np.int64]) -> bool:
 
 
 def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    if "piece_starts" in fields:
-        return _FIELDS | _PACKED_FIELDS | _SPLIT_FIELDS
-    return _FIELDS | _PACKED_FIELDS if "row_offsets" in fields else _FIELDS
+    packed = _PACKED_FIELDS if "row_offsets" in fields else ()
+    return _FIELDS | {name: ("int64", 1) for name in packed if name in fields}
+
+
+def count_per_row(
+    row_offsets: NDArray[np.int64], step_offsets: NDArray[np.int64], step_bucket: NDArray[np.int32], num_buckets: int
+) -> NDArray[np.int64]:
+    """Return the most samples of a row of each bucket, at least 1."""
+    most = np.ones(num_buckets, dtype=np.int64)
+    step_of_row = np.searchsorted(step_offsets, row_offsets[:-1], side="right") - 1
+    np.maximum.at(most, step_bucket[step_of_row], np.diff(row_offsets))
+    return most
 
 
 def _digest_of(fields: dict[str, Any]) -> str:
@@ -343,6 +358,8 @@ def _digest_of(fields: dict[str, Any]) -> str:
 
 def _checksum(digest: str, fields: dict[str, Any], counted: str = "sum") -> str:
     counts = _little_endian(fields["num_tokens"]) + _little_endian([fields["num_dropped"], fields["num_truncated"]])
+    if "samples_per_row" in fields:
+        counts += _little_endian(fields["samples_per_row"])
     words = str(fields["overlong"]) + ("" if counted == "sum" else f"\0{counted}")
     return hashlib.sha256(digest.encode("ascii") + counts + words.encode("utf-8")).hexdigest()
 

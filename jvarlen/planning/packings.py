@@ -74,7 +74,8 @@ class Packing(PackedRows):
     def samples_per_row(self, row_lengths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit.
 
-        Wrapped, two more: the rest of the one before them, and the beginning of the one after.
+        Wrapped, two more: the rest of the one before them, and the beginning of the one after. At least 1, at most
+        one a token.
 
         Args:
           row_lengths: of K rows; each as long as it is in every feature.
@@ -89,7 +90,8 @@ class Packing(PackedRows):
             num_whole = np.searchsorted(num_tokens[1:], row_length, side="right")  # lengths all of whose samples fit
             next_length = np.append(lengths, 2**62)[num_whole]
             limits.append(num_samples[num_whole] + (row_length - num_tokens[num_whole]) // next_length)
-        return tuple((np.min(limits, axis=0) + 2 * (self.method == "wrapped")).tolist())
+        most = np.min(limits, axis=0) + 2 * (self.method == "wrapped")
+        return tuple(np.clip(most, 1, [row_length[0] for row_length in row_lengths]).tolist())
 
     @property
     def starts(self) -> Int64[np.ndarray, " n *features"]:

@@ -75,10 +75,9 @@ class Plan(PlannedSteps):
     def __post_init__(self):
         super().__post_init__()
         if self.row_offsets is not None and not self.samples_per_row:
-            first_rows = np.searchsorted(self.row_offsets, self.step_offsets[:-1])
-            most_of_steps = np.maximum.reduceat(np.diff(self.row_offsets), first_rows)
-            most = np.ones(len(self.buckets), np.int64)
-            np.maximum.at(most, self.step_bucket, most_of_steps)
+            from jvarlen.planning.plan_file import most_in_rows
+
+            most = most_in_rows(self.row_offsets, self.step_offsets, self.step_bucket, len(self.buckets))
             object.__setattr__(self, "samples_per_row", tuple(most.tolist()))
 
     @property
@@ -229,6 +228,8 @@ class Plan(PlannedSteps):
         numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
         values: dict[str, Any] = {name: fields.get(name) for name in arrays}
         values |= {name: int(fields[name]) for name in numbers}
+        if "samples_per_row" in fields:  # files of earlier versions do not say it
+            values["samples_per_row"] = tuple(fields["samples_per_row"].tolist())
         overlong = cast(PackedOverlong, str(fields["overlong"]))
         buckets = Buckets(check_buckets(fields["buckets"].tolist()), values["microbatches_per_step"], counted)
         return Plan(buckets=buckets, overlong=overlong, **values)

@@ -27,6 +27,7 @@ __all__ = [
     "check_plan",
     "chunk_digest",
     "chunk_digests",
+    "most_in_rows",
     "plan_checksum",
     "plan_digest",
     "read_plan_file",
@@ -62,8 +63,8 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "digest": (np.str_, 0),
     "checksum": (np.str_, 0),
 }
-_PACKED_FIELDS: dict[str, tuple[type, int]] = {"row_offsets": (np.int64, 1)}  # of packed plans only
-_SPLIT_FIELDS = _PACKED_FIELDS | {"piece_starts": (np.int64, 1)}  # of those that split samples
+# Of packed plans only: the first of all, the second of those that split samples, the third not of older files.
+_PACKED_FIELDS = ("row_offsets", "piece_starts", "samples_per_row")
 
 
 def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
@@ -105,6 +106,7 @@ def plan_digest(
 
 def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
+    fields = {name: value for name, value in fields.items() if name in _fields_of(fields)}
     checksum = _checksum(fields, "function" if callable(pair_size) else pair_size)
     sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(checksum)}
     arrays: Any = {name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()}
@@ -172,8 +174,21 @@ def _read_member(file: BinaryIO, members: Mapping[str, zipfile.ZipInfo], name: s
 
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     """The arrays that such a plan has."""
-    packed = _SPLIT_FIELDS if "piece_starts" in fields else _PACKED_FIELDS
-    return _FIELDS | packed if "row_offsets" in fields else _FIELDS
+    packed = _PACKED_FIELDS if "row_offsets" in fields else ()
+    return _FIELDS | {name: (np.int64, 1) for name in packed if name in fields}
+
+
+def most_in_rows(
+    row_offsets: Int64[np.ndarray, " R_plus_1"],
+    step_offsets: Int64[np.ndarray, " S_plus_1"],
+    step_bucket: Int32[np.ndarray, " S"],
+    num_buckets: int,
+) -> Int64[np.ndarray, " K"]:
+    """The most samples that a row of each bucket has; 1 where there is no row."""
+    first_rows = np.searchsorted(row_offsets, step_offsets[:-1])
+    most = np.ones(num_buckets, np.int64)
+    np.maximum.at(most, step_bucket, np.maximum.reduceat(np.diff(row_offsets), first_rows))
+    return most
 
 
 def check_plan(fields: Mapping[str, Any], pair_size: PairSize = "sum") -> None:
@@ -211,6 +226,15 @@ def check_plan(fields: Mapping[str, Any], pair_size: PairSize = "sum") -> None:
         if is_wrong.any()
     ]
     problems += _problems_of_ids(ids, fields.get("piece_starts"))
+    most = fields.get("samples_per_row")
+    if row_offsets is not None and most is not None:
+        fewest = most_in_rows(row_offsets, offsets, step_bucket, len(buckets))
+        row_lengths = np.array([bucket.lengths[0] for bucket in buckets])  # each sample has a token there
+        if len(most) != len(buckets) or (most < fewest).any() or (most > row_lengths).any():
+            problems.append(
+                f"samples_per_row are {most.tolist()}: rows of the buckets have up to {fewest.tolist()} samples, and "
+                f"room for {row_lengths.tolist()}"
+            )
     overlong, counts = str(fields["overlong"]), {}
     check_choices(overlong=(overlong, PackedOverlong))
     for name, rule in (("num_dropped", "drop"), ("num_truncated", "truncate")):
@@ -260,7 +284,8 @@ def _repeated(ids: Int64[np.ndarray, " n"]) -> list[str]:
 
 def _checksum(fields: Fields, counted: str = "sum") -> str:
     counts = (int(fields["num_dropped"]), int(fields["num_truncated"]))
-    return plan_checksum(str(fields["digest"]), fields["num_tokens"], *counts, str(fields["overlong"]), counted)
+    overlong, per_row = str(fields["overlong"]), fields.get("samples_per_row")
+    return plan_checksum(str(fields["digest"]), fields["num_tokens"], *counts, overlong, counted, per_row)
 
 
 def plan_checksum(
@@ -270,10 +295,13 @@ def plan_checksum(
     num_truncated: int,
     overlong: str,
     counted: str = "sum",
+    samples_per_row: Int64[np.ndarray, " K"] | None = None,
 ) -> str:
     """SHA-256 in hex of the digest and of what the digest leaves out."""
     sha = hashlib.sha256(digest.encode())
     sha.update(num_tokens.astype("<i8", copy=False).tobytes())
     sha.update(np.array([num_dropped, num_truncated], "<i8").tobytes())
+    if samples_per_row is not None:
+        sha.update(samples_per_row.astype("<i8", copy=False).tobytes())
     sha.update((overlong if counted == "sum" else f"{overlong}\0{counted}").encode())
     return sha.hexdigest()

@@ -102,7 +102,7 @@ class PlannedSteps:
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
-        where nothing is packed. Neither in the digest nor in a plan's file: a plan from a file counts its own rows.
+        where nothing is packed. Not in the digest. A plan from a file of an earlier version counts its own rows.
     """
 
     buckets: Buckets[AnyBucket]

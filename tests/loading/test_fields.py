@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples, stream_batches
+from jvarlen import (
+    Plan,
+    compile_buckets,
+    load,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+    pack_samples,
+    stream_batches,
+)
 from tests import processes, run_fields
 
 DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
@@ -343,6 +352,26 @@ def test_a_step_compiled_for_the_loader_trains_on_fields(form):
         for batch, planned in zip(batches, plan.num_sequences.tolist(), strict=True):
             state, metrics = compiled(state, batch)
             assert float(metrics.weight_sum) == planned
+
+
+def test_a_step_compiled_for_one_plan_trains_on_plans_of_all_epochs_from_files(tmp_path):
+    """Whose rows have other numbers of samples."""
+    lengths = [4, 4, 2, 2, 2, 6, 1]
+    samples = [{"tokens": np.arange(length), "label": length} for length in lengths]
+    plans = [make_plan(lengths, [(2, 6)], packing="wrapped", epoch=epoch) for epoch in range(3)]
+    for epoch, plan in enumerate(plans):
+        plan.save(tmp_path / f"{epoch}.npz")
+    assert {np.diff(plan.row_offsets).max() for plan in plans} == {3, 4}
+    batches = load(lambda epoch: Plan.load(tmp_path / f"{epoch}.npz"), samples, num_epochs=3)
+    shapes = load(plans[0], samples).shapes
+    step = compile_buckets(
+        lambda state, batch: (state + batch["is_real"].sum(), {}), jnp.int32(0), shapes, progress=False
+    )
+    total = jnp.int32(0)
+    with no_recompiles():
+        for batch in batches:
+            total, _ = step(total, batch)
+    assert total == sum(plan.num_samples for plan in plans)
 
 
 @pytest.mark.multiprocess

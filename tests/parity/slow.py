@@ -555,10 +555,17 @@ def digest(
     return total.hexdigest()
 
 
-def checksum(plan_digest: str, num_tokens: Sequence[int], num_dropped: int, num_truncated: int, overlong: str) -> str:
+def checksum(
+    plan_digest: str,
+    num_tokens: Sequence[int],
+    num_dropped: int,
+    num_truncated: int,
+    overlong: str,
+    samples_per_row: Sequence[int] = (),
+) -> str:
     """Return the plan file's checksum over what the digest leaves out."""
-    content = plan_digest.encode() + pack(num_tokens) + pack([num_dropped, num_truncated]) + overlong.encode()
-    return hashlib.sha256(content).hexdigest()
+    counts = pack(num_tokens) + pack([num_dropped, num_truncated]) + pack(samples_per_row)
+    return hashlib.sha256(plan_digest.encode() + counts + overlong.encode()).hexdigest()
 
 
 def pack(numbers: Sequence[int]) -> bytes:

@@ -586,8 +586,9 @@ def test_plans_of_wrapped_rows_match_the_contract(
     assert plan.digest == slow.digest(in_steps, buckets, num_microbatches, offsets, [start for _, start, _ in placed])
     assert plan.num_sequences.tolist() == [len(ids) for _, ids in in_steps]
     assert plan.num_tokens.sum() == sum(length for _, _, length in placed)
-    num_whole = (np.cumsum(sorted(arguments["lengths"])) <= arguments["row_lengths"]).sum()
-    assert plan.samples_per_row == (num_whole + 2,)  # in any epoch, and the parts of two others
+    row_length = arguments["row_lengths"]
+    num_whole = (np.cumsum(sorted(arguments["lengths"])) <= row_length).sum()
+    assert plan.samples_per_row == (min(num_whole + 2, row_length),)  # in any epoch, and the parts of two others
     path = tmp_path_factory.mktemp("wrapped") / "plan.npz"
     plan.save(path)
     loaded = package.Plan.load(path)
@@ -857,8 +858,9 @@ def test_packed_plans_match_the_contract(package, tmp_path_factory, drawn):
     with np.load(path, allow_pickle=False) as archive:
         assert archive["format_version"] == 2
         assert archive["row_offsets"].tolist() == offsets
+        assert archive["samples_per_row"].tolist() == list(plan.samples_per_row)
         counts = tokens, plan.num_dropped, plan.num_truncated
-        assert str(archive["checksum"]) == slow.checksum(plan.digest, *counts, plan.overlong)
+        assert str(archive["checksum"]) == slow.checksum(plan.digest, *counts, plan.overlong, plan.samples_per_row)
     loaded = package.Plan.load(path)
     assert loaded.digest == plan.digest
     for step in range(plan.num_steps):
@@ -1050,7 +1052,7 @@ def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package,
     def room(sizes, limit):
         return max(n for n in range(len(sizes) + 1) if sum(sorted(sizes)[:n]) <= limit)
 
-    expected = [room(pieces, limit) for _, limit in plan.buckets]
+    expected = [max(1, room(pieces, limit)) for _, limit in plan.buckets]
     assert plan.samples_per_row == tuple(expected if most is None else np.minimum(expected, most).tolist())
     for step in range(plan.num_steps):
         assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
@@ -1062,9 +1064,9 @@ def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package,
 @moderate
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), row_length=st.integers(1, 20), epoch=seeds)
 def test_a_wrapped_row_has_room_for_the_parts_of_two_samples_as_well(package, lengths, row_length, epoch):
-    """Whatever the epoch cuts."""
+    """Whatever the epoch cuts, but for rows of fewer tokens."""
     plan = package.make_plan(lengths, [(2, row_length)], packing="wrapped", epoch=epoch)
-    assert plan.samples_per_row == ((np.cumsum(sorted(lengths)) <= row_length).sum() + 2,)
+    assert plan.samples_per_row == (min((np.cumsum(sorted(lengths)) <= row_length).sum() + 2, row_length),)
     assert np.diff(plan.row_offsets).max() <= plan.samples_per_row[0]
 
 
@@ -1075,16 +1077,6 @@ def test_a_row_has_room_for_as_many_samples_in_epochs_that_take_some_of_them_onl
     assert [plan.samples_per_row for plan in plans] == [(3,)] * 3
     assert package.make_plan(lengths[:4], [(1, 6)], order=[0, 1], packing="best_fit").samples_per_row == (2,)
     assert package.make_plan(lengths[:6], [(1, 3), (1, 6)]).samples_per_row == (1, 1)
-
-
-def test_a_plan_from_a_file_counts_its_own_rows(package, tmp_path):
-    """No file says how many samples others may have."""
-    plan = package.make_plan([5, 1, 1, 4, 2], [(1, 6), (1, 12)], packing="best_fit", order="length")
-    assert plan.samples_per_row == (3, 4)
-    plan.save(tmp_path / "plan.npz")
-    loaded = package.Plan.load(tmp_path / "plan.npz")
-    assert loaded.digest == plan.digest
-    assert loaded.samples_per_row == (2, 1)
 
 
 # Files

@@ -329,6 +329,11 @@ def test_contents_that_no_plan_has_are_refused_under_a_right_digest(package, tmp
         {"row_offsets": [0, 2**61, 2**62, 2**63 - 1, -(2**63), -1, 8]},
         {"row_offsets": np.zeros(0, np.int64)},
         {"row_offsets": [0, 1, 2, 3, 4, 5, 6, 8]},
+        {"samples_per_row": [1]},
+        {"samples_per_row": [9]},
+        {"samples_per_row": [2, 2]},
+        {"samples_per_row": np.zeros(0, np.int64)},
+        {"samples_per_row": 2},
         {"piece_starts": [16, 0, 0, 8, 0, 0, 0]},
         {"piece_starts": [16, 0, 0, 8, -1, 0, 0, 0]},
         {"piece_starts": [8, 0, 0, 8, 0, 0, 0, 0]},
@@ -349,6 +354,23 @@ def test_rows_and_pieces_that_no_plan_has_are_refused_under_a_right_digest(packa
         return
     with pytest.raises(ValueError, match=path.name):
         package.Plan.load(path)
+
+
+def test_rows_of_a_plan_from_a_file_have_room_for_as_many_samples(package, reader, tmp_path):
+    """As many as those of other epochs may have, under the checksum; one that does not say it counts its own."""
+    path = tmp_path / "plan.npz"
+    plan = package.make_plan([5, 1, 1, 4, 2], [(1, 6), (1, 12)], packing="best_fit", order="length")
+    plan.save(path)
+    loaded = reader.Plan.load(path)
+    assert (loaded.digest, loaded.samples_per_row) == (plan.digest, (3, 4))
+    fields = read_fields(path)
+    np.savez(path, **fields | {"samples_per_row": np.array([3, 5])})
+    with pytest.raises(ValueError, match=path.name):
+        reader.Plan.load(path)
+    del fields["samples_per_row"]
+    np.savez(path, **fields | {"checksum": np.array(plan_file._checksum(fields))})
+    older = reader.Plan.load(path)
+    assert (older.digest, older.samples_per_row) == (plan.digest, (2, 1))
 
 
 def test_a_plan_that_would_unpack_to_much_more_is_refused(package, saved):
