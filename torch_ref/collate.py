@@ -259,6 +259,8 @@ class Collator:
 
     def _sides_of(self, fields: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
         """Return which lengths the leading axes of each field have."""
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+            raise ValueError(f"fields must be a dict of names and axes, such as {self._like}, got {fields!r}")
         sides = {}
         for name, axes in fields.items():
             words = axes.split() if isinstance(axes, str) else []
@@ -458,7 +460,8 @@ def _columns(ids: Sequence[int], samples: Sequence[Any], names: Sequence[str]) -
 def _array(value: Any) -> _Array | None:
     """Return a value as an array, or None if torch has no tensor for it.
 
-    Python's floats get torch's default dtype; wide unsigned integers, with which torch computes next to nothing, int64.
+    Python's floats get torch's default dtype, unless they would become infinite in it; wide unsigned integers, with
+    which torch computes next to nothing, int64.
     """
     if isinstance(value, Tensor):
         return value
@@ -469,7 +472,9 @@ def _array(value: Any) -> _Array | None:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1 and array.max(initial=0) <= INT64_MAX:
         return array.astype(np.int64)
     if array.dtype.kind == "f" and not isinstance(value, np.ndarray | np.generic):
-        return torch.from_numpy(array).to(torch.get_default_dtype())
+        wide = torch.from_numpy(array)
+        narrow = wide.to(torch.get_default_dtype())
+        return narrow if torch.equal(narrow.isinf(), wide.isinf()) else wide
     return array if array.dtype.kind in "biufc" and _torch_dtype(array.dtype) is not None else None
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def compile_buckets(
     """
     shapes = _shapes_of(batches, step, start_step)
     ordered = _order(shapes, options)
-    with _on_all_processes(shapes):
+    with _on_all_processes(shapes), _with_note_of_plan(batches):
         step_compiler = _make_step_compiler(step, state, shapes, options, donate)
         programs = Programs(step_compiler, options.max_live)
         pending = PendingPrograms(
@@ -107,6 +107,20 @@ def compile_buckets(
     return _ready(
         step_compiler, programs, ordered, pending if options.in_background else None, state, options, progress
     )
+
+
+@contextlib.contextmanager
+def _with_note_of_plan(batches: Any) -> Iterator[None]:
+    """Errors of a step that was given batches of tokens for a plan, and may want fields, tell how to have these."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(batches, PlannedSteps):
+            error.add_note(
+                "a plan alone tells batches of tokens: for samples of named fields, give compile_buckets the loader of "
+                "these samples, load(plan, samples)"
+            )
+        raise
 
 
 def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:

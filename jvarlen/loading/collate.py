@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -163,13 +164,24 @@ def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
 
 @dataclasses.dataclass(frozen=True)
 class CollateFields:
-    """Makes the batch, a dict of NumPy arrays, of samples that are mappings or dataclasses with these fields."""
+    """Makes the batch, a dict of NumPy arrays, of samples with these fields."""
 
     fields: Fields
 
     def __call__(self, step: StepSamples) -> dict[str, Any]:
         """The arrays by name, as in a batch of tokens; raises ValueError that lists samples with other fields."""
-        return _collated(step, self.fields)
+        try:
+            with np.errstate(over="raise"):
+                return _collated(step, self.fields)
+        except FloatingPointError:
+            flat = itertools.chain.from_iterable(step.samples)
+            wrong = [
+                f"id {i}: {field.name}"
+                for i, sample in zip(step.ids[step.ids >= 0].tolist(), flat, strict=True)
+                for field in self.fields
+                if _becomes_infinite(field, value_of(sample, field.name))
+            ]
+            raise UserError(f"numbers beyond the type that the field has in batches: {list_first(wrong)}") from None
 
     def lengths_of(self, sample: Any) -> list[int]:
         """The lengths of a sample: of each, the size that the first field with it has."""
@@ -427,6 +439,12 @@ def _holds(field: Field, values: list[Any]) -> bool:
         return True
     integers = [each for each in map(np.asarray, values) if each.dtype.kind in "iu"]
     return all((each.astype(own) == each).all() for each in integers)
+
+
+def _becomes_infinite(field: Field, value: npt.ArrayLike) -> bool:
+    array, own = np.asarray(value), np.dtype(field.dtype)
+    with np.errstate(over="ignore"):
+        return own.kind in "fc" and not np.array_equal(np.isinf(array.astype(own)), np.isinf(array))
 
 
 def _takes(field: Field, dtype: np.dtype) -> bool:

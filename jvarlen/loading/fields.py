@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.loading.forward import only_iterates
-from jvarlen.planning.samples import has_fields
+from jvarlen.planning.samples import fields_of, has_fields
 from jvarlen.planning.steps import ReadPlan
 
 __all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan"]
@@ -37,12 +37,18 @@ def find_fields(
     lengths: npt.ArrayLike | None = None,
 ) -> Fields | None:
     """The fields of samples, None of tokens; two lengths must be known. Raises ValueError where they are unclear."""
-    if not has_fields(samples[0]):
+    if axes is not None and not (isinstance(axes, Mapping) and all(isinstance(name, str) for name in axes)):
+        raise UserError(f"fields= must map names to axes, such as {{'tokens': 'length'}}, not be {axes!r}")
+    if not _has_fields(samples[0], axes, num_lengths):
         if axes is not None:
-            raise UserError(f"fields= are those of mappings or dataclasses, not of a {type(samples[0]).__name__}")
+            raise UserError(
+                f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
+            )
         return None
     words, has = LENGTH_NAMES[num_lengths - 1], _values(samples[0])
     names = list(has if axes is None else axes)
+    if unnamed := [name for name in names if not isinstance(name, str)]:
+        raise UserError(f"names of fields must be text, not {_listed(unnamed)}: give fields={{name: axes, …}} without")
     if own := [name for name in names if name in OWN_NAMES]:
         raise UserError(
             f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"
@@ -84,7 +90,7 @@ def find_fields_of_plan(
     else:
         to_come = plan.own_rows(min(start_step, plan.num_steps - 1)).ids
         for i in to_come[to_come >= 0][:1].tolist():  # of tokens, no sample of earlier steps is read
-            if (sample := _read(dataset, i)) is not None and not has_fields(sample):
+            if (sample := _read(dataset, i)) is not None and not _has_fields(sample, axes, num_lengths):
                 return find_fields([sample], axes, num_lengths), dataset
         ids, samples = _different_samples(plan, lengths), dataset
     return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
@@ -109,7 +115,7 @@ def find_fields_among(
                 break
             continue
         samples[i] = sample
-        if len(samples) == 1 and not has_fields(sample):
+        if len(samples) == 1 and not _has_fields(sample, axes, num_lengths):
             break
     if not samples:
         return None
@@ -146,9 +152,24 @@ def _different_samples(plan: ReadPlan, lengths: npt.ArrayLike | None) -> Iterato
                     yield from (ids[key.argmin()].item(), ids[key.argmax()].item())
 
 
+def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
+    """Whether a sample has named fields; of two lengths, a named tuple of two arrays is a pair if no axes are given."""
+    return has_fields(sample) or (
+        _is_named_tuple(sample)
+        and fields_of(sample) is not None
+        and (num_lengths == 1 or len(sample) != 2 or axes is not None)
+    )
+
+
+def _is_named_tuple(sample: Any) -> bool:
+    return isinstance(sample, tuple) and hasattr(sample, "_fields")
+
+
 def _values(sample: Any) -> Mapping[str, Any]:
     if isinstance(sample, Mapping):
         return sample
+    if _is_named_tuple(sample):
+        return sample._asdict()
     return {
         each.name: getattr(sample, each.name) for each in (dataclasses.fields(sample) if has_fields(sample) else ())
     }
@@ -176,9 +197,13 @@ def _arrays(
 
 def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
     try:
-        array = np.asarray(values[name])
-    except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"the field {name!r} is no array, or not in all samples: {error!r}") from None
+        array = np.asarray(value := values[name])
+    except (LookupError, AttributeError):
+        raise UserError(f"the field {name!r} is not in all samples") from None
+    except (TypeError, ValueError) as error:
+        dtype = str(getattr(value, "dtype", type(value).__name__))
+        advice = ", so give tensors as .float()" * (dtype == "torch.bfloat16")
+        raise UserError(f"NumPy makes no array of the field {name!r}, {dtype}{advice}: {error}") from None
     if not _is_numeric(array.dtype):
         kind = {"U": "text", "S": "bytes", "O": "objects"}.get(array.dtype.kind, array.dtype)
         raise UserError(f"the field {name!r} holds {kind}, no numbers: give fields={{name: axes, …}} without it")

@@ -183,11 +183,11 @@ def load(
         result of `stream_batches`, for which only `layout` and `collate` apply. A plan that holds only this process's
         rows needs the layout that it was made for.
       dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
-        takes 1-D integer arrays, pairs of them, or mappings or dataclasses of arrays. With `__getitems__(ids) -> list`,
-        as Hugging Face datasets have it, the samples of a step are read at once. A stream needs no `len()`; each sample
-        is read once. What can only be iterated, such as a PyTorch `IterableDataset`, is read forward, the same samples
-        in the same order each time; at most those of a step of each bucket are held, so that a plan needs
-        `order="dataset"`.
+        takes 1-D integer arrays, pairs of them, or mappings, dataclasses or named tuples of arrays. With
+        `__getitems__(ids) -> list`, as Hugging Face datasets have it, the samples of a step are read at once. A stream
+        needs no `len()`; each sample is read once. What can only be iterated, such as a PyTorch `IterableDataset`, is
+        read forward, the same samples in the same order each time; at most those of a step of each bucket are held, so
+        that a plan needs `order="dataset"`.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
         None puts them on the default device. If its devices belong to several processes, all of them load, and each
         reads only the samples of its own devices.
@@ -198,7 +198,7 @@ def load(
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
         plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process.
-      fields: for samples that are mappings or dataclasses, which of them a batch has, and which axes of their arrays
+      fields: for mappings, dataclasses and named tuples, which of their fields a batch has, and which axes of arrays
         have a sample's length: by name, `"length"` for the first, `"length length"` for the first two (not packed), or
         `"row"` for arrays of one shape. Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all,
         and their axes as a few samples tell, which are read first; of two lengths, `lengths` must tell those.
@@ -246,6 +246,8 @@ def load(
       ([[[1, 3]], [[4, 0]]], 3)
     """
     placement = placement_of(layout)
+    if collate is not None and fields is not None:
+        raise UserError("fields= are for samples that the library collates: give them without collate=")
     if not (callable(plan) or isinstance(plan, PlannedSteps)):
         given = {
             "epoch": epoch,

@@ -195,7 +195,8 @@ def _rows_of(samples: list[Any], axes: FieldAxes | None) -> tuple[_Layout, _Layo
     if len(samples) < 2:
         raise UserError(f"samples that share a row are needed, at least two: there are {len(samples)}")
     num_lengths = 2 if any(word in LENGTH_NAMES[1] for word in (axes or {}).values()) else 1
-    fields = find_fields(samples, axes, num_lengths, is_packed=True)
+    is_pair = axes is None and isinstance(samples[0], tuple)  # also a named one
+    fields = None if is_pair else find_fields(samples, axes, num_lengths, is_packed=True)
     if fields is None:
         sizes = [list(map(len, _sides(sample))) for sample in samples]
     else:

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,13 +21,25 @@ from jvarlen import (
     load,
     make_plan,
     make_train_step,
+    measure_lengths,
     no_recompiles,
     pack_samples,
     stream_batches,
 )
+from jvarlen.loading.collate import pad_to_bucket
 from tests import processes, run_fields
 
 DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
+
+
+class Tuple(NamedTuple):
+    tokens: np.ndarray
+    label: int
+
+
+class Pair(NamedTuple):
+    source: np.ndarray
+    target: np.ndarray
 
 
 @dataclasses.dataclass
@@ -190,11 +204,22 @@ AXES = {"tokens": ["length"], "near": ["length"] * 2, "label": []}
 PLAN = plan_of("padded", LENGTHS)
 
 
-def test_dataclasses_lists_and_scalars_are_samples():
-    records = [Record(list(range(1, length + 1)), i % 3) for i, length in enumerate(LENGTHS.tolist())]
+@pytest.mark.parametrize("kind", [Record, Tuple])
+def test_dataclasses_named_tuples_lists_and_scalars_are_samples(kind):
+    records = [kind(list(range(1, length + 1)), i % 3) for i, length in enumerate(LENGTHS.tolist())]
     axes = {"tokens": ["length"], "label": []}
+    assert measure_lengths(records, "tokens", progress=False).tolist() == LENGTHS.tolist()
     for step, batch in enumerate(load(PLAN, records)):
         assert_batch(batch, expected_batch(PLAN, step, SAMPLES, axes, "zeros"))
+
+
+def test_a_named_tuple_of_two_arrays_is_a_pair_unless_its_fields_are_given():
+    lengths = np.random.default_rng(2).integers(1, 9, (30, 2))
+    pairs = [Pair(np.ones(n, int), np.ones(m, int)) for n, m in lengths.tolist()]
+    plan = plan_of("pairs", lengths)
+    assert next(load(plan, pairs)).source_tokens.ndim == 3
+    named = next(load(plan, pairs, fields={"source": "source", "target": "target"}))
+    assert named["source"].ndim == 3
 
 
 def test_an_iterator_of_samples_loses_none_to_the_look_at_its_fields():
@@ -299,8 +324,13 @@ def with_field(name, make):
         (SAMPLES, {"fields": {"near": "length", "label": "row"}}, "the field 'near' has ("),
         (SAMPLES, {"fields": {"tokens": "source"}}, "axes of the field 'tokens' are one of 'row', 'length', "),
         (SAMPLES, {"fields": {"token": "length"}}, "samples have no field 'token', but 'tokens', 'near', "),
-        ([s["tokens"] for s in SAMPLES], {"fields": FIELDS}, "fields= are those of mappings or dataclasses, not of"),
+        ([s["tokens"] for s in SAMPLES], {"fields": FIELDS}, "fields= are those of mappings, dataclasses or named"),
         (with_field("weights", lambda length: np.zeros((length, 2))), {}, "weights are those of the loss: one a"),
+        (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
+        (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
+        (with_field(0, np.arange), {}, "names of fields must be text, not 0: give fields={name: axes, …} without"),
+        (with_field("more", lambda n: torch.ones(n, dtype=torch.bfloat16)), {}, "'more', torch.bfloat16, so give ten"),
+        (SAMPLES, {"fields": FIELDS, "collate": pad_to_bucket}, "give them without collate="),
     ],
 )  # fmt: skip
 def test_fields_that_are_unclear_are_listed(samples, options, said):
@@ -468,3 +498,28 @@ def test_a_pair_of_other_shapes_is_skipped_also_where_it_should_tell_the_fields(
     loader = load(plan, samples, lengths=lengths, on_bad_sample="skip", max_bad_fraction=0.1)
     assert sum(int(batch["is_real"].sum()) for batch in loader) == 29
     assert [skipped.id for skipped in loader.skipped] == [bad]
+
+
+@pytest.mark.parametrize("kind", [float, np.array, lambda value: np.full((5, 40), value)])
+def test_floats_that_would_become_infinite_are_refused(kind):
+    samples = [{"tokens": np.ones(n), "more": kind(0.5)} for n in LENGTHS.tolist()]
+    samples[4] = samples[4] | {"more": kind(np.inf)}
+    assert np.isinf(np.concatenate([np.ravel(batch["more"]) for batch in load(PLAN, samples)])).any()
+    samples[4] = samples[4] | {"more": kind(-1e39)}
+    with pytest.raises(ValueError, match="numbers beyond the type that the field has in batches: id 4: more"):
+        list(load(PLAN, samples))
+    samples[4] = samples[4] | {"more": kind(0.5), "tokens": np.full(LENGTHS[4], 1e39)}
+    with pytest.raises(ValueError, match="numbers beyond the type that the field has in batches: id 4: tokens"):
+        list(load(PLAN, samples))
+
+
+def test_a_step_for_fields_that_is_compiled_for_a_plan_alone_says_what_to_give():
+    def step(state, batch):
+        return state + batch["label"].sum(), {}
+
+    with pytest.raises(TypeError, match="indices must be integers") as caught:
+        compile_buckets(step, np.float32(0), PLAN, progress=False)
+    assert any("give compile_buckets the loader of these samples" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match="indices must be integers") as caught:
+        compile_buckets(step, np.float32(0), load(PLAN, [sample["tokens"] for sample in SAMPLES]), progress=False)
+    assert not any("loader" in note for note in caught.value.__notes__)

@@ -416,3 +416,16 @@ def test_one_odd_sample_does_not_tell_the_dtype_of_a_field():
     samples = [sample | {"label": float(i % 7) if i == odd else i % 7} for i, sample in enumerate(SAMPLES)]
     with pytest.raises(ValueError, match=rf"id {odd}: label is float32 \[\], expected int64 \[\]"):
         next(iter(torch_ref.load(plan, samples)))
+
+
+def test_floats_that_would_become_infinite_are_refused():
+    plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
+    samples = [sample | {"label": 1e39 if i == 4 else 0.5} for i, sample in enumerate(SAMPLES)]
+    with pytest.raises(ValueError, match=r"id 4: label is float64 \[\], expected float32 \[\]"):
+        next(iter(torch_ref.load(plan, samples)))
+
+
+def test_fields_that_are_no_mapping_are_refused():
+    plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
+    with pytest.raises(ValueError, match="fields must be a dict of names and axes"):
+        next(iter(torch_ref.load(plan, SAMPLES, fields=["tokens"])))

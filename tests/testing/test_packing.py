@@ -1,5 +1,6 @@
 """`assert_packing_invariant`: losses that keep samples apart pass, and each way to mix them is found and named."""
 
+import collections
 import functools
 
 import jax
@@ -154,7 +155,8 @@ def translation(params, microbatch, *, across=False):
 
 
 def test_pairs_are_compared_too():
-    assert_packing_invariant(translation, PARAMS, PAIRS)
+    named = collections.namedtuple("named", "source target")
+    assert_packing_invariant(translation, PARAMS, [named(*pair) for pair in PAIRS])
     with pytest.raises(AssertionError, match=r"(?s)sample 1: .* with the tokens of sample 0, before it.*segment_ids"):
         assert_packing_invariant(functools.partial(translation, across=True), PARAMS, PAIRS)
 
