@@ -85,8 +85,8 @@ class Loader(Iterator[Any]):
       skipped: list of `SkippedSample`, the first 1,000 of them.
       skipped_in_batch: those of the last batch, all of them.
       ids_digest: 64 hex digits: the hash of the ids in the batches delivered since the epoch began, or since
-        `start_step`. At the end of the epoch it equals `planned_ids_digest` of the plan and of what was skipped. None
-        before the first batch, and without `verify`.
+        `start_step`. At the end of the epoch it equals `planned_ids_digest(plan, skipped=…)` of what it
+        skipped. None before the first batch, and without `verify`.
     """
 
     def __init__(

@@ -442,7 +442,7 @@ def planned_ids_digest(
     microbatches: Int64[np.ndarray, " m"] | None = None,
     *,
     start_step: int = 0,
-    skipped: Iterable[tuple[int, int]] = (),
+    skipped: Iterable[SkippedSample] = (),
 ) -> str:
     """The hash of the planned rows, which `Loader.ids_digest` must equal at the end of an epoch.
 
@@ -450,7 +450,8 @@ def planned_ids_digest(
       plan: the plan of the epoch.
       microbatches: int64[m], the microbatches of this process, as of a `Placement`; None: all that the plan has.
       start_step: the step at which loading began.
-      skipped: (step, id) of each sample that was skipped in this epoch.
+      skipped: the samples that were skipped in this epoch, all of them, as `Loader.skipped_in_batch` has them; of one
+        epoch with at most 1,000, `Loader.skipped`.
 
     Returns:
       64 hex digits. Processes of one training have different digests, because each reads its own rows.
@@ -463,8 +464,8 @@ def planned_ids_digest(
     """
     digest = IdsDigest()
     of_steps: dict[int, list[int]] = {}
-    for step, sample_id in skipped:
-        of_steps.setdefault(step, []).append(sample_id)
+    for sample in skipped:
+        of_steps.setdefault(sample.step, []).append(sample.id)
     for step in range(start_step, plan.num_steps):
         ids_MxB = plan.own_rows(step, microbatches).ids
         digest.add(step, ids_MxB[(ids_MxB >= 0) & ~np.isin(ids_MxB, of_steps.get(step, []))])
