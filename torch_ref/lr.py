@@ -120,7 +120,7 @@ def lr_sequence(
             sequences.append(epoch_plan.num_sequences)
             tokens.append(epoch_plan.num_tokens)
         if not sequences:
-            raise ValueError("plan must be a plan or at least one of them")
+            raise ValueError("plan is empty: it must be a plan, several of them, or batch sizes")
         sizes = {"sequences": np.concatenate(sequences), "tokens": np.concatenate(tokens)}
     sizes["steps"] = np.ones_like(sizes[unit])
     if counted_in not in sizes:

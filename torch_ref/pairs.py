@@ -6,7 +6,7 @@ has target lengths of its own. A cell (i, j) is the bucket of the first i source
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,8 +112,10 @@ def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) ->
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
     """Raise ValueError for a budget with fields that are not for pairs, or not for rows of them."""
     names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "pair_size")]
-    if budget != Budget(**{name: getattr(budget, name) for name in names}):
-        raise ValueError(f"only {', '.join(names)} choose {'packed rows' if packed else 'buckets'} of pairs")
+    others = [field for field in fields(Budget) if field.name not in names]
+    if unfit := [field.name for field in others if getattr(budget, field.name) != field.default]:
+        what = "packed rows" if packed else "buckets"
+        raise ValueError(f"{what} of pairs are chosen by {', '.join(names)}, not by {', '.join(unfit)}")
 
 
 def _within(pairs: NDArray[np.int64], max_length: int | None, overlong: str) -> NDArray[np.int64]:

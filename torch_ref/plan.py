@@ -274,9 +274,11 @@ class Plan:
         counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
         table = steps_table(self.buckets, *counts, first_steps=self.new_shape_every > 0)
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
+        cut = f"{self.num_dropped:,} samples dropped, {self.num_truncated:,} truncated"
+        if self.overlong == "split":
+            cut = "packing splits samples, and chunks count as samples"
         return (
-            f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{self.num_dropped:,} samples dropped, "
-            f"{self.num_truncated:,} truncated; digest {self.digest[:16]}"
+            f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{cut}; digest {self.digest[:16]}"
             + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
         )
 

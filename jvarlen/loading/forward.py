@@ -93,10 +93,12 @@ def reader_of_plan(
     of_buckets = np.zeros(len(plan.buckets), np.int64)
     np.maximum.at(of_buckets, plan.step_bucket, plan.num_sequences)
     if most_held > of_buckets.sum():
+        # Best fit packs long samples first, whatever the order.
+        wrapped = ', packed rows with packing="wrapped"' if plan.is_packed else ""
         raise UserError(
             "this dataset can only be iterated, and the plan takes its samples in another order: "
             f"{most_held:,} would wait in memory, and at most {of_buckets.sum():,} may, a step of each bucket. Plan "
-            'with order="dataset", or batch the samples as they come, with stream_batches'
+            f'with order="dataset"{wrapped}, or batch the samples as they come, with stream_batches'
         )
     return ForwardReader(dataset, uses.item, num_samples)
 

@@ -120,8 +120,10 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
     """Raises ValueError for a budget with fields that pairs, or rows of several, have no use for."""
     names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "pair_size")]
-    if budget != Budget(**{name: getattr(budget, name) for name in names}):
-        raise UserError(f"{'packed rows' if packed else 'buckets'} of pairs are chosen by {', '.join(names)} alone")
+    others = [field for field in dataclasses.fields(Budget) if field.name not in names]
+    if unfit := [field.name for field in others if getattr(budget, field.name) != field.default]:
+        what = "packed rows" if packed else "buckets"
+        raise UserError(f"{what} of pairs are chosen by {', '.join(names)}, not by {', '.join(unfit)}")
 
 
 class _Found(NamedTuple):

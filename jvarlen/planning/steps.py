@@ -224,9 +224,10 @@ class PlannedSteps:
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
         longest = self.buckets.lengths_of(self.buckets[-1])
-        cut = f"{self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
-        cut = "chunks count as samples" if self.overlong == "split" else cut
-        lines.append(f"longest bucket {longest} tokens; overlong={self.overlong!r}: {cut}")
+        cut = f"overlong={self.overlong!r}: {self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
+        if self.overlong == "split":  # wrapped, too, where nobody said it
+            cut = "packing splits samples, and chunks count as samples"
+        lines.append(f"longest bucket {longest} tokens; {cut}")
         if seconds is not None and compile_seconds is not None:
             compiling = compile_seconds * len(self.buckets)
             lines.append(

@@ -306,7 +306,8 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     steps_left = training.steps_left(place)
     buckets = list(steps_left) or training.buckets
     if options.in_background:
-        say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
+        what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
+        say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")
     shapes = shapes_of(buckets, batch_spec=prepared.batch_spec(place.epoch))
     train_step = held.enter_context(contextlib.closing(compiling(step, state, shapes)))
     train_step.release_after(steps_left or dict.fromkeys(buckets, 0))

@@ -159,7 +159,7 @@ def step_sizes(plan: StepPlan | Iterable[StepPlan]) -> dict[str, Int64[np.ndarra
     except AttributeError as error:
         raise UserError(f"plan must be a plan or several of them: {error}") from error
     if not sizes:
-        raise UserError("plan must be a plan or at least one of them")
+        raise UserError("plan is empty: it must be a plan, several of them, or batch sizes")
     columns = (np.concatenate(column) for column in zip(*sizes, strict=False))
     return dict(zip(get_args(ScheduleUnit), columns, strict=False))
 

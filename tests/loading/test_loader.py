@@ -770,6 +770,11 @@ def test_an_iterable_in_another_order_is_refused():
     message = r'\d+ would wait in memory, and at most \d+ may, .* order="dataset", or .* with stream_batches'
     with pytest.raises(ValueError, match=message):
         load(plan, Iterable())
+    samples, options = [DATASET[i % 60] for i in range(600)], {"max_tokens": 64, "order": "dataset"}
+    packed, wrapped = (make_plan(long, **options, packing=packing) for packing in ("best_fit", "wrapped"))
+    with pytest.raises(ValueError, match='Plan with order="dataset", packed rows with packing="wrapped", or'):
+        load(packed, Iterable())
+    assert_same_batches(load(wrapped, Iterable(samples)), load(wrapped, samples))
     with pytest.raises(ValueError, match="num_workers=2 needs random access"):
         load(IN_ORDER, Iterable(), num_workers=2)
     with pytest.raises(ValueError, match="the plan holds sample 59, "):

@@ -159,6 +159,7 @@ def test_bad_batch_sizes_bases_and_rules_are_refused(package, arguments):
         ({"base_batch_size": 0}, "base_batch_size"),
         ({"base_batch_size": "32"}, "base_batch_size.*'32'"),
         ({"plan": "ten"}, "plan must be a plan"),
+        ({"plan": []}, "plan is empty"),
         ({"base_schedule": "1e-3"}, "base_schedule.*'1e-3'"),
     ],
     ids=text_of,
