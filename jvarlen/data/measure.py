@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ from jvarlen.planning.samples import OnBadSample, fields_of
 if TYPE_CHECKING:
     from jvarlen.data.shard_files import Check, Values
 
-__all__ = ["LengthFn", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
+__all__ = ["LengthFn", "PairLengths", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
 
 LengthFn = Callable[[Any], int] | str | tuple[str, str]  # also the names of fields
 
@@ -102,7 +103,7 @@ def measure_lengths(
     """
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     function = length_fn if callable(length_fn) else _FieldLengths(length_fn)
-    quantity = _PAIR_LENGTHS if isinstance(function, _FieldLengths) and function.is_pair else _LENGTHS
+    quantity = _PAIR_LENGTHS if isinstance(function, _FieldLengths | PairLengths) and function.is_pair else _LENGTHS
     if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
         check = functools.partial(_check_but_empty, quantity.check)
         value_of_bad = (1, 1) if quantity.shape else 1
@@ -299,6 +300,20 @@ class _FieldLengths:
                 is_bad=True,
             )
         return lengths if self.is_pair else lengths[0]
+
+
+class PairLengths:
+    """Makes `measure_lengths` take a function that gives two lengths of a sample."""
+
+    is_pair = True
+
+    def __init__(self, function: Callable[[Any], Sequence[int]]):
+        self._function = function
+
+    def __call__(self, sample: Any) -> tuple[int, int]:
+        """Both lengths; raises ValueError or TypeError for what are not two integers."""
+        first, second = self._function(sample)
+        return operator.index(first), operator.index(second)
 
 
 def _field_names(sample: Any) -> Iterable[Any]:

@@ -177,12 +177,12 @@ def _evaluation(run: Run, kind: str) -> str:
 
 
 def _bucket_row(use: BucketUse) -> list[str]:
-    row, (rows, length) = use.row, use.bucket
+    row, (rows, *lengths) = use.row, use.bucket
     compiled = [_UNKNOWN] * 3
     if row is not None:
         compiled = [f"{row.lower_s:,.2f}", f"{row.compile_s:,.2f}", "yes" if row.cache_hit else "no"]
     return [
-        f"{rows:,} × {length:,}",
+        f"{rows:,} × {'+'.join(f'{length:,}' for length in lengths)}",
         f"{use.num_steps:,}",
         _UNKNOWN if row is None or row.planned_steps is None else f"{row.planned_steps:,}",
         f"{use.num_tokens:,.0f}",
@@ -214,9 +214,14 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
         draw_series(axes[0], f"loss{loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
         _draw_rates(axes[1], [run])
         draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])
-        draw_series(axes[3], "bucket length", [(step, run.steps["bucket_length"])], is_log=True)
+        draw_series(axes[3], "bucket length", [(step, _bucket_length(run))], is_log=True)
         axes[3].set_xlabel("step")
         figure.savefig(path, dpi=_PNG_DPI, facecolor="white")
+
+
+def _bucket_length(run: Run) -> _Column:
+    """The length of a row of each step; of pairs both lengths together."""
+    return run.steps["bucket_length"] + np.nan_to_num(run.steps["bucket_target_length"])
 
 
 def _losses(runs: Sequence[Run]) -> list[Picture]:
@@ -274,7 +279,7 @@ def _over_steps(runs: Sequence[Run]) -> list[Picture]:
         return series_picture(name, title, lines, weights=weights, is_log=name == "shapes")
 
     step_s, own_s = column("step_s"), [run.own_s for run in runs]
-    shapes = {"bucket length": column("bucket_length"), "rows": column("bucket_rows")}
+    shapes = {"bucket length": [_bucket_length(run) for run in runs], "rows": column("bucket_rows")}
     waits = {"wait in % of the step": [100 * wait for wait in ratio(column("data_wait_s"), step_s)]}
     memory = {
         f"{where}, MB": [each / 1e6 for each in column(f"{where}_memory_bytes")]

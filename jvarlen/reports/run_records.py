@@ -36,6 +36,7 @@ _STEP_FIELDS = (
     "num_sequences",
     "bucket_rows",
     "bucket_length",
+    "bucket_target_length",  # of pairs alone
     "base_learning_rate",
     "learning_rate",
     "time_s",
@@ -60,9 +61,11 @@ class Run:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
 
     @functools.cached_property
-    def buckets(self) -> Int64[np.ndarray, "S 2"]:
-        """Rows and length of each step; 0 where they are not known."""
-        shapes = np.stack([self.steps["bucket_rows"], self.steps["bucket_length"]], axis=1)
+    def buckets(self) -> Int64[np.ndarray, "S D"]:
+        """Rows and length, of pairs both lengths, of each step; 0 where they are not known."""
+        names = ["bucket_rows", "bucket_length", "bucket_target_length"]
+        is_pairs = np.isfinite(self.steps[names[-1]]).any() or any(len(row.bucket) == 3 for row in self.report or ())
+        shapes = np.stack([self.steps[name] for name in names[: 2 + bool(is_pairs)]], axis=1)
         return np.where(np.abs(shapes) < 2**31, shapes, 0).astype(np.int64)
 
     @functools.cached_property
@@ -107,7 +110,7 @@ class Run:
 class BucketUse(NamedTuple):
     """How a run used a bucket: sums over the logged steps, and its row of the compile report, if there is one."""
 
-    bucket: tuple[int, int]  # rows and length
+    bucket: tuple[int, ...]  # rows and length, or both lengths
     num_steps: int
     num_tokens: float
     padded_tokens: float

@@ -48,7 +48,7 @@ from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.portable import PortableForm
-from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, check_bad_samples, open_bad_samples
 from jvarlen.runs.config import FitConfig, saved_settings
@@ -62,8 +62,8 @@ from jvarlen.runs.directory import (
 )
 from jvarlen.runs.evaluation import Evaluator, is_interrupted_at, means_of
 from jvarlen.runs.prepare import Prepared, prepare, say, show_estimates
-from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler
-from jvarlen.runs.task import Task
+from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
+from jvarlen.runs.task import PairLengthsFn, Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
@@ -100,7 +100,7 @@ def fit(
     optimizer: optax.GradientTransformation | None = None,
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
-    length_fn: LengthFn | None = None,
+    length_fn: LengthFn | PairLengthsFn | None = None,
     eval_loss_fn: LossFn | LayeredModel | None = None,
     extra: Any = None,
     batch_spec: BatchSpec | None = None,
@@ -132,6 +132,9 @@ def fit(
       collate: as for `load`; None for samples of tokens or of named fields.
       length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for
         `len`, for the attribute `lengths` of the dataset, or for the first field that `fields` says has the length.
+        Of samples of two lengths, it names two fields, or gives two numbers. Evaluations then choose buckets of their
+        own, and `config.plan` takes no `max_shapes="auto"`, `buckets`, `row_lengths`, files of models or
+        `packing="wrapped"`.
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
@@ -431,7 +434,7 @@ def _train(run: _Run) -> _Trained:
                     break
                 meter.before_step(running)
                 record = training.record(place)
-                with profiler.step(f"{record['bucket_rows']}×{record['bucket_length']}", place.num_steps_done, state):
+                with profiler.step(bucket_text(record), place.num_steps_done, state):
                     state, metrics = run.train_step(state, batch)
                 if running is not None:
                     end_step(*running)  # the step before
@@ -452,7 +455,7 @@ def _is_due(place: Place, every: int | None) -> bool:
     return every is not None and place.num_steps_done % every == 0
 
 
-def _has_program(run: _Run, bucket: Bucket, meter: StepMeter, running: Any) -> bool:
+def _has_program(run: _Run, bucket: AnyBucket, meter: StepMeter, running: Any) -> bool:
     """Waits until the program of the next step is compiled; False if the run was interrupted meanwhile."""
     if run.train_step.wait(bucket, timeout=0.0):
         return True

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -20,6 +20,7 @@ from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.planning.packing import orders_of_packing, pack_samples
 from jvarlen.planning.packings import Packing, PackingMethod
+from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 
@@ -199,13 +200,27 @@ class PlanConfig(BudgetSettings, OrderSettings):
 class ChosenShapes:
     """The shapes that settings lead to for the lengths of a run, which keeps them."""
 
-    buckets: tuple[tuple[int, int], ...]  # that train; packed rows are as long as these
+    buckets: tuple[tuple[int, ...], ...]  # that train; packed rows are as long as these
     eval_lengths: tuple[int, ...] = ()  # of the buckets that evaluate; none: those that train
     new_shape_every: int = 0  # in the first epoch; in later ones all shapes have appeared
 
 
-def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: int = 0) -> ChosenShapes:
-    """The shapes for int64[N] tokens of samples, where the settings say how many there are."""
+def _check_for_pairs(plan: PlanConfig) -> None:
+    """Raises ValueError for settings that samples of two lengths do not have."""
+    settings = {
+        "packing": plan.packing if plan.packing == "wrapped" else None,
+        "max_shapes": "auto" if plan.max_shapes == "auto" else None,
+        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "chunks_in_order", *MODEL_FILES)},
+        "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
+    }
+    if given := [f"{name} ({value})" for name, value in settings.items() if value]:
+        raise UserError(f"of samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
+
+
+def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], *, seed: int = 0) -> ChosenShapes:
+    """The shapes for int64[N] tokens of samples, or [N, 2], where the settings say how many there are."""
+    if lengths.ndim == 2:
+        _check_for_pairs(plan)
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     if not buckets:
         if plan.max_shapes == "auto":
@@ -220,15 +235,16 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N"], *, seed: in
                 seed=seed,
                 method=plan.packing,
             )
+        elif lengths.ndim == 2:
+            buckets = make_pair_buckets(lengths, plan.budget, overlong=cast(Any, plan.bucket_overlong))
         else:
             buckets = make_buckets(lengths, plan.budget, overlong=plan.bucket_overlong)
-    pairs = tuple((rows, length) for rows, length in buckets)
-    return ChosenShapes(buckets=pairs, new_shape_every=plan.new_shape_every)
+    return ChosenShapes(buckets=tuple(map(tuple, buckets)), new_shape_every=plan.new_shape_every)
 
 
 def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
     """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
-    if plan.buckets or plan.packing or plan.strategy != "optimal":
+    if plan.buckets or plan.packing or plan.strategy != "optimal" or lengths.ndim == 2:
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
     share = cost_of_candidates(lengths, budget, plan.bucket_overlong)
@@ -241,11 +257,17 @@ def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | No
     """How many samples, and of int64[N] their tokens, are cut or dropped; None if none is."""
     if not plan.num_dropped + plan.num_truncated:
         return None
-    longest, done = plan.buckets[-1].lengths[-1], "dropped" if plan.num_dropped else "cut to that"
-    too_long = lengths[lengths > longest]
-    lost = int(too_long.sum()) - (0 if plan.num_dropped else longest * len(too_long))
+    longest, done = np.max([bucket.lengths for bucket in plan.buckets], axis=0), "cut to that"
+    sides = lengths.reshape(len(lengths), -1)
+    too_long = sides[(sides > longest).any(axis=1)]
+    lost = int(too_long.sum())
+    if plan.num_dropped:
+        done = "dropped"
+    else:
+        lost -= int(longest.sum()) * len(too_long)
     return (
-        f"{len(too_long):,} of {len(lengths):,} samples are longer than {longest:,} tokens and are {done}, which "
+        f"{len(too_long):,} of {len(lengths):,} samples are longer than "
+        f"{'+'.join(f'{length:,}' for length in longest)} tokens and are {done}, which "
         f"leaves out {lost / lengths.sum():.1%} of all tokens: max_length and overlong change that"
     )
 
@@ -273,7 +295,11 @@ def evaluation_plans(
 ) -> dict[str, Plan]:
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
     buckets: Any = Buckets(check_buckets(shapes.buckets), plan.microbatches_per_step)
-    if shapes.eval_lengths:
+    if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
+        buckets = Buckets(
+            check_buckets(shapes_for(plan, np.concatenate(list(lengths.values()))).buckets), plan.microbatches_per_step
+        )
+    elif shapes.eval_lengths:
         budget = dataclasses.replace(plan.budget, strategy=shapes.eval_lengths, max_length=None, compile_seconds=None)
         buckets = make_buckets(np.concatenate(list(lengths.values())), budget, overlong=plan.bucket_overlong)
     plans = {}
@@ -295,7 +321,7 @@ def evaluation_plans(
 
 def _rows_of(
     plan: PlanConfig,
-    buckets: Sequence[tuple[int, int]],
+    buckets: Sequence[tuple[int, ...]],
     lengths: Integer[np.ndarray, " N"],
     order: str | Order,
     seed: int,
@@ -309,7 +335,7 @@ def _rows_of(
     cuts_too_long = plan.packing == "wrapped" and method == "best_fit"
     return pack_samples(
         lengths,
-        [length for _, length in buckets],
+        buckets[0][1:] if lengths.ndim == 2 else [length for _, length in buckets],
         method=method,
         max_samples_per_row=plan.max_samples_per_row,
         order=order,

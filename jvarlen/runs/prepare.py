@@ -23,7 +23,7 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.loading.collate import is_own, pad_to_bucket, weights_of
+from jvarlen.loading.collate import collate_for, is_own, weights_of
 from jvarlen.loading.loader import Loader, load
 from jvarlen.loading.plan_source import read_samples
 from jvarlen.parallel.communication import estimate_communication
@@ -56,8 +56,8 @@ class Prepared(NamedTuple):
     task: Task
     data: TrainingData
     training_plan: TrainingPlan
-    lengths: Int64[np.ndarray, " N"]
-    eval_lengths: dict[str, Int64[np.ndarray, " H"]]  # of each set, by name
+    lengths: Int64[np.ndarray, " N *2"]
+    eval_lengths: dict[str, Int64[np.ndarray, " H *2"]]  # of each set, by name
     chooser: ShapeChooser
     compile_options: CompileOptions  # with what the settings leave open
     placement: Placement | None  # None: on one device
@@ -228,14 +228,14 @@ def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, bucke
 
 def _check_targets(prepared: Prepared) -> None:
     """Raises ValueError if no token of the training has weight; reads samples until one has."""
-    collate = prepared.task.collate or pad_to_bucket
-    if not is_own(collate):
-        return  # whose weights the first steps tell
     training, dataset = prepared.training_plan, prepared.data.train
     plan = training.plan_of_epoch(0)
-    longest = (
-        prepared.lengths if plan.overlong == "split" else np.minimum(prepared.lengths, plan.buckets[-1].lengths[-1])
-    )
+    collate = prepared.task.collate or collate_for(len(plan.buckets[0].lengths), plan.is_packed)
+    if not is_own(collate):
+        return  # whose weights the first steps tell
+    longest = prepared.lengths.reshape(len(prepared.lengths), -1)[:, -1]  # of pairs, of the targets
+    if plan.overlong != "split":
+        longest = np.minimum(longest, max(bucket.lengths[-1] for bucket in plan.buckets))
     bad: dict[int, str] | None = {} if prepared.config.data.on_bad_sample == "skip" else None
     for step in range(min(training.num_steps, plan.num_steps)):
         ids = plan.rows(step)

@@ -58,8 +58,10 @@ class ShapeChooser:
     ) -> ChosenShapes:
         """The shapes for the lengths of the samples; the same on all processes, those of process 0."""
         plan, run_dir = self._config.plan, self._config.directory.resumed
-        if plan.max_shapes != "auto" or plan.packing or plan.strategy != "optimal":  # not chosen by seconds
-            if plan.max_shapes == "auto":
+        is_pairs = lengths.ndim == 2
+        # Not chosen by seconds.
+        if plan.max_shapes != "auto" or plan.packing or plan.strategy != "optimal" or is_pairs:
+            if plan.max_shapes == "auto" and not is_pairs:
                 plan = dataclasses.replace(plan, max_shapes=PlanConfig.max_shapes)
             with together("plan the training"):
                 return shapes_for(plan, lengths, seed=self._config.seed)

@@ -21,7 +21,7 @@ from jvarlen.loading.loader import Loader
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.training.checkpoint import Place
 
-__all__ = ["StepDisplay", "StepMeter", "StepProfiler", "host_memory_bytes"]
+__all__ = ["StepDisplay", "StepMeter", "StepProfiler", "bucket_text", "host_memory_bytes"]
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -179,7 +179,7 @@ class StepDisplay:
             told_loss,
             f"{self._num_tokens / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
-            f"{record['bucket_rows']}×{record['bucket_length']}",
+            bucket_text(record),
             f"wait {self._data_wait_s / step_s:.1%}".replace("%", " %"),
             *([f"stalled {self._stall_s:.1f} s"] if self._stall_s >= _SHOWN_STALL_S else []),
             *([f"compiling {pending[0]}, {len(pending)} to go"] if pending else []),
@@ -191,6 +191,12 @@ class StepDisplay:
             self._bar.set_postfix_str(" · ".join(figures), refresh=False)
         self._unshown = None
         self._num_tokens, self._step_s, self._data_wait_s, self._stall_s = 0, 0.0, 0.0, 0.0
+
+
+def bucket_text(record: Mapping[str, Any]) -> str:
+    """The bucket of a step, from its record."""
+    lengths = [record[name] for name in ("bucket_length", "bucket_target_length") if name in record]
+    return f"{record['bucket_rows']}×{'+'.join(map(str, lengths))}"
 
 
 class StepProfiler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
 from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.length_cache import content_key
-from jvarlen.data.measure import LengthFn, known_lengths, measure_lengths
+from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
@@ -34,7 +34,7 @@ from jvarlen.parallel.portable import PortableForm, portable_form, portable_para
 from jvarlen.parallel.sharded import stacked_for
 from jvarlen.parallel.tensor_params import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
-from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.lengths import DataSource, check_pair_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.samples import OnBadSample
 from jvarlen.reports.compare import length_histogram
@@ -44,7 +44,9 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["Task", "TrainingData", "open_training_data", "whole_loss"]
+PairLengthsFn = Callable[[Any], tuple[int, int]]
+
+__all__ = ["PairLengthsFn", "Task", "TrainingData", "open_training_data", "whole_loss"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Task:
     fields: FieldAxes | None = None
     collate: CollateFn | None = None
     batch_spec: BatchSpec | None = None
-    length_fn: LengthFn | None = None
+    length_fn: LengthFn | PairLengthsFn | None = None
     on_bad_sample: OnBadSample = "error"
     is_language_model: bool = False  # whether the loss is in nats a token
 
@@ -96,23 +98,29 @@ class Task:
             split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
             jax.eval_shape(split, params)
 
-    def measure(self, dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N"]:
-        """The lengths of the samples."""
-        of_fields = (name for name, axes in (self.fields or {}).items() if axes == "length")
-        length_fn = next(of_fields, None) if self.length_fn is None else self.length_fn
+    def measure(self, dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N *2"]:
+        """The lengths of the samples: one each, or two."""
+        length_fn: Any = self.length_fn
+        if length_fn is None:
+            named = {axes: name for name, axes in reversed([*(self.fields or {}).items()])}  # the first of each
+            of_fields = (named.get("source"), named.get("target"))
+            length_fn = of_fields if all(of_fields) else named.get("length")
         if length_fn is None and hasattr(dataset, "lengths"):
-            return known_lengths(dataset)
+            return check_pair_lengths(dataset.lengths) if np.ndim(dataset.lengths) == 2 else known_lengths(dataset)
         length_fn = length_fn or len
-        if not callable(length_fn) and not isinstance(length_fn, str):
-            raise UserError("fit trains on samples of one length: length_fn names one field, not two")
+        if callable(length_fn) and length_fn is not len and _gives_two(length_fn, dataset):
+            length_fn = PairLengths(length_fn)
         return measure_lengths(dataset, length_fn, progress=progress, on_bad_sample=self.on_bad_sample)
 
-    def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N"], *, is_packed: bool) -> Task:
+    def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N *2"], *, is_packed: bool) -> Task:
         """The same with what collates the fields of the samples, if they have any."""
         if self.collate is not None:
             return self
-        ids = dict.fromkeys([0, int(lengths.argmin()), int(lengths.argmax()), len(lengths) // 2, len(lengths) - 1])
-        fields = find_fields_among(dataset, ids, self.fields, 1, is_packed=is_packed)
+        sides = lengths.reshape(len(lengths), -1)
+        ids = dict.fromkeys([0, *sides.argmin(axis=0).tolist(), *sides.argmax(axis=0).tolist()])
+        ids |= dict.fromkeys([len(lengths) // 2, len(lengths) - 1])
+        known = lengths if lengths.ndim == 2 else None  # without them, two lengths cannot be told apart
+        fields = find_fields_among(dataset, ids, self.fields, sides.shape[1], is_packed=is_packed, lengths=known)
         return self if fields is None else dataclasses.replace(self, fields=None, collate=CollateFields(fields))
 
     @property
@@ -188,6 +196,14 @@ def whole_loss(loss_fn: LossFn | LayeredModel | None) -> LossFn:
     return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
 
 
+def _gives_two(length_fn: Any, dataset: DataSource) -> bool:
+    """Whether a function gives two lengths of the first sample; what it raises is told where all are measured."""
+    try:
+        return np.shape(length_fn(dataset[0])) == (2,)
+    except Exception:
+        return False
+
+
 class TrainingData(NamedTuple):
     """The data of a training."""
 
@@ -197,12 +213,15 @@ class TrainingData(NamedTuple):
     content_keys: dict[str, str]  # of each file and of the tokenizer, by its name
     skipped: list[dict[str, Any]]  # records of files that are no samples, as a run lists them
 
-    def describe(self, lengths: Int64[np.ndarray, " N"]) -> list[str]:
+    def describe(self, lengths: Int64[np.ndarray, " N *2"]) -> list[str]:
         """The lengths of the samples to train on, how many others there are, and what is none."""
         others = ", ".join(f"{len(dataset):,} of {name}" for name, dataset in self.evaluation.items())
         bad = [f"{each['file']}, {each['record']}: {each['reason']}" for each in self.skipped]
         left_out = [f"{len(bad):,} records that are no samples are left out: {list_first(bad, '; ')}"] if bad else []
-        return [length_histogram(lengths), f"evaluated on other samples: {others}", *left_out]
+        # A second length may be 0, but not both.
+        histogram = length_histogram(lengths if lengths.ndim == 1 else lengths.sum(axis=1))
+        both = ["of both lengths together:"] if lengths.ndim == 2 else []
+        return [*both, histogram, f"evaluated on other samples: {others}", *left_out]
 
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:

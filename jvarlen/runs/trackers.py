@@ -39,6 +39,7 @@ _GROUPED_NAMES = {
     "padding": "data/padding",
     "bucket_rows": "data/bucket_rows",
     "bucket_length": "data/bucket_length",
+    "bucket_target_length": "data/bucket_target_length",
     "data_wait_s": "data/wait_s",
     "host_memory_bytes": "memory/host_bytes",
     "device_memory_bytes": "memory/device_bytes",

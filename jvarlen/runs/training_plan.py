@@ -18,7 +18,7 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.progress import progress_bar
-from jvarlen.planning.buckets import AnyBucket, Bucket
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
 from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
@@ -197,7 +197,7 @@ class TrainingPlan:
         epoch = place.epoch + 1
         return dataclasses.replace(place, epoch=epoch, step=0, plan_digest=self.plan_of_epoch(epoch).digest)
 
-    def bucket_at(self, place: Place) -> Bucket:
+    def bucket_at(self, place: Place) -> AnyBucket:
         """The bucket of the step at `place`."""
         plan = self.plan_of_epoch(place.epoch)
         return plan.buckets[plan.step_bucket[place.step]]
@@ -238,8 +238,10 @@ class TrainingPlan:
             "padded_tokens": padded_tokens,
             "padding": 1.0 - num_tokens / padded_tokens,
             "bucket_rows": bucket.rows,
-            "bucket_length": bucket.length,
+            "bucket_length": bucket.lengths[0],
         }
+        if len(bucket.lengths) == 2:
+            record["bucket_target_length"] = bucket.lengths[1]
         if self.rates_of_epoch is not None:
             rates = self.rates_of_epoch(place.epoch)
             record |= {

@@ -13,7 +13,7 @@ from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, scale_
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import pad_to_bucket
 from jvarlen.reports.run_page import read_runs
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_records import bucket_uses, read_metrics, read_run
 from jvarlen.runs.config import DirectoryConfig, load_config
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.checkpoint import open_checkpoints
@@ -425,3 +425,130 @@ def test_a_bad_sample_ends_a_run_that_does_not_skip_it(tmp_path):
     config = config_of_pairs_of_samples(tmp_path, on_bad_sample="skip", max_bad_fraction=0.4)
     with pytest.raises(ValueError, match=r"1 bad samples of 2 in epoch 0 are more than max_bad_fraction=0\.4: id 1"):
         fit(config, data, loss_fn=values, params=jnp.arange(4.0))
+
+
+def pairs_of_texts(num_samples, seed):
+    """Sources and targets of lengths of their own, some targets empty."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers((2, 0), (13, 10), (num_samples, 2)).tolist()
+    return [{"text": rng.integers(1, 9, source), "summary": rng.integers(1, 9, target)} for source, target in sizes]
+
+
+def pair_loss(params, microbatch):
+    """Sums over both sides, to which padding adds nothing, by target tokens."""
+    if not isinstance(microbatch, dict):
+        tokens = {"text": microbatch.source_tokens, "summary": microbatch.target_tokens}
+        microbatch = tokens | {"weights": microbatch.weights}
+    source, target = (jnp.sum(microbatch[name].astype(jnp.float32)) for name in PAIR_FIELDS)
+    return params["source"] * source + params["target"] * target, jnp.sum(microbatch["weights"])
+
+
+PAIR_FIELDS = {"text": "source", "summary": "target"}
+PAIRS = Split(train=pairs_of_texts(60, 0), held_out=[*pairs_of_texts(9, 1), {"text": np.ones(15, int), "summary": [2]}])
+PAIR_TUPLES = Split(*([(each["text"], each["summary"]) for each in of_split] for of_split in PAIRS))
+
+
+class WithLengths(list):
+    """Samples whose two lengths are known."""
+
+    lengths = property(lambda self: np.array([[len(source), len(target)] for source, target in self]))
+
+
+def fit_pairs(folder, data=PAIRS, plan=None, options=None, **changes):
+    own_plan = PlanConfig(**{"max_tokens": 64, "max_shapes": 3, "microbatches_per_step": 2} | (plan or {}))
+    config = changed(dataclasses.replace(make_config(folder), plan=own_plan), **changes)
+    params = {"source": jnp.ones(()), "target": jnp.ones(())}
+    return fit(config, data, loss_fn=pair_loss, params=params, **(options or {}))
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (PAIRS, {"length_fn": ("text", "summary")}),
+        (PAIRS, {"fields": PAIR_FIELDS}),
+        (PAIR_TUPLES, {"length_fn": lambda pair: (len(pair[0]), len(pair[1]))}),
+        (Split(*map(WithLengths, PAIR_TUPLES)), {}),
+    ],
+    ids=["names", "fields", "function", "known"],
+)
+def test_samples_of_two_lengths_are_trained_on_and_evaluated(tmp_path, data, options, packing):
+    run = fit_pairs(tmp_path, data, {"packing": packing}, options | {"optimizer": optax.sgd(0.0)}, max_steps=5)
+    plan, steps = Plan.load(run.run_dir / "plan.npz"), steps_of(run.run_dir)
+    assert plan.is_packed == (packing is not None)
+    assert len(steps) == 5
+    for step, row in enumerate(steps[: plan.num_steps]):
+        ids = plan.rows(step)
+        of_step = [PAIRS.train[i] for i in ids[ids >= 0]]
+        tokens = [sum(len(each[name]) for each in of_step) for name in PAIR_FIELDS]
+        total = sum(np.sum(each[name]) for each in of_step for name in PAIR_FIELDS)
+        assert row["loss"] == pytest.approx(total / tokens[1])
+        assert (row["num_tokens"], row["num_sequences"]) == (sum(tokens), len(of_step))
+        bucket = row["bucket_rows"], row["bucket_length"], row["bucket_target_length"]
+        assert bucket == tuple(plan.buckets[plan.step_bucket[step]])
+    sums = [sum(np.sum(each[name]) for name in PAIR_FIELDS) for each in PAIRS.held_out]
+    num_targets = sum(len(each["summary"]) for each in PAIRS.held_out)
+    assert run.summary.held_out_before == run.summary.held_out_after == pytest.approx(sum(sums) / num_targets)
+    assert run.summary.compilations_after_first_step == 0
+    used = {use.bucket: use.num_steps for use in bucket_uses(read_run(run.run_dir))}
+    assert used == {tuple(bucket): num for bucket, num in plan.steps_of_buckets(0, 5).items()}
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_a_resumed_run_on_pairs_has_the_same_steps(tmp_path, packing):
+    options = {"fields": PAIR_FIELDS, "optimizer": optax.chain(optax.sgd(1e-3), scale_by_batch_size(8))}
+    whole, *resumed = (
+        fit_pairs(tmp_path / name, plan={"packing": packing}, options=options, max_steps=num_steps)
+        for name, num_steps in (("whole", 9), ("resumed", 5), ("resumed", 9))
+    )
+    assert [run.summary.num_steps for run in resumed] == [5, 9]
+    assert steps_of(resumed[-1].run_dir) == steps_of(whole.run_dir)
+    assert resumed[-1].summary.held_out_after == whole.summary.held_out_after != whole.summary.held_out_before
+    spread = fit_pairs(tmp_path / "spread", plan={"packing": packing}, options=options, max_steps=9, devices=2)
+    np.testing.assert_allclose(*([row["loss"] for row in steps_of(run.run_dir)] for run in (spread, whole)), rtol=1e-5)
+
+
+def test_bad_pairs_are_skipped_and_rates_follow_the_number_of_pairs(tmp_path):
+    train = [*PAIRS.train[:20], PAIRS.train[20] | {"text": None}]
+    data = Split(Unreadable(train), Unreadable([PAIRS.held_out[0], OSError("gone")]))
+    options = {"on_bad_sample": "skip", "max_bad_fraction": 0.6, "num_epochs": 1, "max_steps": None}
+    run = fit_pairs(tmp_path, data, options={"fields": PAIR_FIELDS}, **options)
+    assert (run.summary.num_skipped, run.summary.num_skipped_evaluation) == (1, 1)
+    steps = steps_of(run.run_dir)
+    assert sum(row["num_sequences"] for row in steps) == 21
+    scales = [row["learning_rate_scale"] for row in steps]  # the square root, by default
+    assert scales == pytest.approx(
+        [scales[0] * (row["num_sequences"] / steps[0]["num_sequences"]) ** 0.5 for row in steps]
+    )
+    read_runs([run.run_dir]).write_html(tmp_path / "run.html")
+    rows, source, target = Plan.load(run.run_dir / "plan.npz").buckets[0]
+    assert f"{rows} × {source}+{target}" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_pairs_beyond_the_longest_bucket_are_dropped_and_told(tmp_path, packing, capsys):
+    plan = {"max_length": 8, "overlong": "drop", "packing": packing}
+    run = fit_pairs(tmp_path, plan=plan, options={"fields": PAIR_FIELDS}, max_steps=None, num_epochs=1)
+    sizes = np.array([[len(each[name]) for name in PAIR_FIELDS] for each in PAIRS.train])
+    is_kept = (sizes <= 8).all(axis=1)
+    assert run.summary.num_tokens == sizes[is_kept].sum()
+    told = f"{(~is_kept).sum()} of 60 samples are longer than 8+8 tokens and are dropped, which leaves out "
+    assert told + f"{sizes[~is_kept].sum() / sizes.sum():.1%}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        ({"max_shapes": "auto"}, r"takes no max_shapes \(auto\)"),
+        ({"packing": "wrapped"}, r"takes no packing \(wrapped\)"),
+        ({"buckets": ((2, 16),)}, "takes no buckets"),
+        ({"packing": "best_fit", "row_lengths": (16,)}, "takes no row_lengths"),
+        ({"overlong": "truncate"}, r"takes no overlong \(truncate\)"),
+        ({"strategy": "quantile"}, "buckets of pairs are chosen by max_tokens, .*, not by strategy"),
+        ({"max_length": 8}, "pairs|12"),
+    ],
+)
+def test_settings_that_two_lengths_do_not_have_are_refused(tmp_path, plan, error):
+    with pytest.raises(ValueError, match=error):
+        fit_pairs(tmp_path, plan=plan, options={"fields": PAIR_FIELDS})
+    assert not (tmp_path / "run").exists()
