@@ -309,7 +309,8 @@ class Collator:
         for name, column in tensors.items():
             sized = [value for value in column if value.shape != (0,)] or column  # an empty list has no dtype
             dtype = _common_dtype(sized)
-            fields[name] = _Field(sides[name], dtype, tuple(sized[0].shape[len(sides[name]) :]))
+            ((shape, _),) = Counter(tuple(value.shape[len(sides[name]) :]) for value in sized).most_common(1)
+            fields[name] = _Field(sides[name], dtype, shape)
         if "weights" in fields:
             fields["weights"] = _Field(sides["weights"], torch.float32, (), any_dtype=True)
         return _Look(True, fields)

@@ -285,7 +285,7 @@ def changed(number, **fields):
         (
             changed(0, label=[1]),
             AS_ROW,
-            r"id 1: label is int64 \[\], expected int64 \[1\]",
+            r"id 0: label is int64 \[1\], expected int64 \[\]",
         ),
         (changed(1, label=True), AS_ROW, r"id 1: label is bool \[\], expected int64 \[\]"),
         (changed(1, tokens=np.ones(3, np.int64)), None, r"hold 8 tokens, planned were 9.*id 1: 3"),
@@ -409,13 +409,14 @@ def test_a_dataset_that_reads_many_samples_reads_those_of_a_batch_at_once():
     assert all(len(of_batch) == 4 for of_batch in rows)
 
 
-def test_one_odd_sample_does_not_tell_the_dtype_of_a_field():
+@pytest.mark.parametrize(("odd", "said"), [(3.0, r"float32 \[\]"), (np.array([3]), r"int64 \[1\]")])
+def test_one_odd_sample_does_not_tell_what_a_field_is(odd, said):
     """The first of the plan is among those that are looked at."""
     plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
-    odd = int(plan.sample_ids[0])
-    samples = [sample | {"label": float(i % 7) if i == odd else i % 7} for i, sample in enumerate(SAMPLES)]
-    with pytest.raises(ValueError, match=rf"id {odd}: label is float32 \[\], expected int64 \[\]"):
-        next(iter(torch_ref.load(plan, samples)))
+    first = int(plan.sample_ids[0])
+    samples = [sample | {"label": odd if i == first else i % 7} for i, sample in enumerate(SAMPLES)]
+    with pytest.raises(ValueError, match=rf"id {first}: label is {said}, expected int64 \[\]$"):
+        next(iter(torch_ref.load(plan, samples, fields={"tokens": "length", "label": "row"})))
 
 
 def test_floats_that_would_become_infinite_are_refused():
