@@ -105,7 +105,10 @@ def token_batch(tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> jvarlen.batche
 
 
 class Gated:
-    """A dataset that lets nobody read while its gate is shut, so that nothing is read ahead while the watch stands."""
+    """A dataset that lets no thread read while its gate is shut, so that nothing is read ahead while the watch stands.
+
+    The main thread is `load`, which looks at a sample.
+    """
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
@@ -115,7 +118,8 @@ class Gated:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        self.gate.wait()
+        if threading.current_thread() is not threading.main_thread():
+            self.gate.wait()
         return self._dataset[index]
 
 
