@@ -48,7 +48,7 @@ class CompileReport(tuple[CompileRow, ...]):
       bucket  lower s  compile s  cache  GFLOP  args MB  out MB  temp MB  aliased MB  peak MB  used
          2×8     0.25       1.75   miss      4        3       1        0           0        4     4
          4×4     0.25       1.75    hit      4        3       1        0           0        4     0
-       total                     1 hit                                                           4
+       total                      1 hit                                                           4
       compiling: 2.5 s wall, 4 s CPU
       never used: 4×4
     """

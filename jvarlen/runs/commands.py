@@ -101,6 +101,7 @@ class PlanCommand:
     """JSON file of the model: layers, width, heads, vocabulary, params_dtype, compute_dtype, optimizer."""
 
     def __post_init__(self):
+        check_counts(self, 1, "vocab_size")
         check_seed(self.seed, self.epoch)
 
     def run(self) -> None:
@@ -142,8 +143,10 @@ class PlanCommand:
         """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
         files = self.data.files
         if any(str(path).endswith(".npy") for path in files):
-            if self.data != _PlannedData(files=files[:1]):
-                raise UserError("a .npy file holds lengths: it is planned alone, and no other option of data applies")
+            fields = dataclasses.fields(self.data)
+            given = ((each.name, getattr(self.data, each.name), each.default) for each in fields)
+            if others := [f"{name} ({value})" for name, value, default in given if value not in (files[:1], default)]:
+                raise UserError(f"a .npy file holds lengths: it is planned alone, without {list_first(others)}")
             return check_lengths(load_array(Path(files[0]), "lengths")), []
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX

@@ -150,10 +150,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del fields["max_shapes"]
-        fields["max_length"] = self.longest
         if self.row_lengths:
             fields["strategy"] = self.row_lengths
-        return Budget(**fields | changes)
+        return dataclasses.replace(Budget(**fields | changes), max_length=self.longest)
 
     @property
     def longest(self) -> int:

@@ -70,7 +70,7 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
     assert load_config(first.run_dir / "config.json").plan.max_shapes == "auto", "what was asked for"
     assert set(chosen.eval_lengths) <= {bucket.length for bucket in plan.buckets}
     assert max(chosen.eval_lengths) == plan.buckets[-1].length
-    assert f"{len(plan.buckets)} shapes" in told
+    assert f"\n{len(plan.buckets)} shape" in told
     assert "estimated)" in told
     (path,) = (cache_dir / "costs").iterdir()
     kept = json.loads(path.read_text())
