@@ -237,7 +237,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT", "holds no model"),
         ("plan LENGTHS --max-shapes auto", "--max-shapes 'auto' is chosen by a training run"),
         ("plan LENGTHS TEXT", "a .npy file holds lengths: it is planned alone"),
-        ("plan LENGTHS --field body", "no other option of data applies"),
+        ("plan LENGTHS --field body", "planned alone, --field must not be given"),
         ("plan nowhere.jsonl", "nowhere.jsonl"),
         ("plan LENGTHS --max-tokens 4096 --html LENGTHS", "which is read"),
         ("plan LENGTHS --max-tokens 4096 --out LENGTHS", "--out ("),

@@ -145,8 +145,9 @@ class PlanCommand:
         if any(str(path).endswith(".npy") for path in files):
             fields = dataclasses.fields(self.data)
             given = ((each.name, getattr(self.data, each.name), each.default) for each in fields)
-            if others := [f"{name} ({value})" for name, value, default in given if value not in (files[:1], default)]:
-                raise UserError(f"a .npy file holds lengths: it is planned alone, without {list_first(others)}")
+            if others := [name for name, value, default in given if value not in (files[:1], default)]:
+                listed = list_first(f"{name} must not be given" for name in others)
+                raise UserError(f"a .npy file holds lengths: it is planned alone, {listed}")
             return check_lengths(load_array(Path(files[0]), "lengths")), []
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX
