@@ -138,6 +138,8 @@ def test_what_cannot_be_spread_is_refused():
             tokens=jax.ShapeDtypeStruct(arrays, jnp.int32),
             lengths=jax.ShapeDtypeStruct(arrays[:2], jnp.int32),
             weights=jax.ShapeDtypeStruct(arrays, jnp.float32),
+            ids=jax.ShapeDtypeStruct(arrays[:2], jnp.int32),
+            is_real=jax.ShapeDtypeStruct(arrays[:2], jnp.bool),
         )
         jax.eval_shape(step, state, batch)
 
