@@ -32,10 +32,12 @@ nitpick_ignore = [  # in signatures, and in no page
     for name in (
         "jvarlen.batches.shapes.HasShapes",
         "jvarlen.loading.loader.Readable",
+        "jvarlen.loading.plan_source.ReadStep",
         "jvarlen.parallel.portable.PortableForm",
         "jvarlen.planning.steps.OwnRows",
         "jvarlen.planning.steps.ReadPlan",
         "jvarlen.runs.config.Annotated",
+        "jvarlen.runs.plan_config.Annotated",
         "jvarlen.targets.layout_table.LayoutTable",
         "jvarlen.targets.memory_model.MemoryModel",
     )
