@@ -70,7 +70,7 @@ newest:
 	rm -rf $(NEWEST)
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[data,export,fast,tensorboard,wandb]' \
-	  beartype hypothesis pytest pytest-xdist pyyaml
+	  beartype dm-haiku equinox grain hypothesis pytest pytest-xdist pyyaml
 	$(NEWEST)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(NEWEST_TESTS)
 
 # Every benchmark in its quick form, and one report of all in benchmarks/results.

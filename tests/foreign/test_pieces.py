@@ -12,7 +12,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from torch.utils.data import DataLoader
 
 from jvarlen import (
     RecompileError,
@@ -82,6 +81,7 @@ def test_grain_reads_steps_in_threads_and_resumes():
 
 
 def test_a_data_loader_of_pytorch_reads_steps_or_the_samples_of_steps():
+    DataLoader = pytest.importorskip("torch.utils.data").DataLoader
     same = {"batch_size": None, "collate_fn": lambda batch: batch}
     assert_same(DataLoader(PlanSource(PLAN, SAMPLES), **same), load(PLAN, SAMPLES))
     of_steps = [PLAN.rows(step)[PLAN.rows(step) >= 0].tolist() for step in range(PLAN.num_steps)]

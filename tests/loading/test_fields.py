@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -329,7 +328,6 @@ def with_field(name, make):
         (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
         (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
         (with_field(0, np.arange), {}, "names of fields must be text, not 0: give fields={name: axes, …} without"),
-        (with_field("more", lambda n: torch.ones(n, dtype=torch.bfloat16)), {}, "'more', torch.bfloat16, so give ten"),
         (SAMPLES, {"fields": FIELDS, "collate": pad_to_bucket}, "give them without collate="),
     ],
 )  # fmt: skip
@@ -523,3 +521,10 @@ def test_a_step_for_fields_that_is_compiled_for_a_plan_alone_says_what_to_give()
     with pytest.raises(TypeError, match="indices must be integers") as caught:
         compile_buckets(step, np.float32(0), load(PLAN, [sample["tokens"] for sample in SAMPLES]), progress=False)
     assert not any("loader" in note for note in caught.value.__notes__)
+
+
+def test_tensors_of_types_that_numpy_lacks_are_refused_by_name():
+    torch = pytest.importorskip("torch")
+    samples = with_field("more", lambda length: torch.ones(length, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"'more', torch\.bfloat16, so give ten"):
+        list(load(PLAN, samples))
