@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,9 +137,9 @@ class FileDataset(Dataset):
         self._num_bytes = path.stat().st_size
         self._opened = self._open()
 
+    @abstractmethod
     def _open(self) -> Any:
         """What is not pickled."""
-        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
