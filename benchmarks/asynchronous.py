@@ -25,7 +25,7 @@ from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 import jvarlen
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental.asynchronous import ArrivalLog, keep_versions, make_stale_train_step, train_async
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
 OPTIMIZERS: dict[str, Callable[[float], Any]] = {
     "SGD": lambda rate: optax.sgd(100 * rate),
@@ -91,7 +91,7 @@ def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_s
 class Setting(NamedTuple):
     """What is trained."""
 
-    model: TransformerConfig
+    model: DecoderConfig
     samples: list[np.ndarray]
     rows: int
     length: int
@@ -187,7 +187,7 @@ def main() -> None:
     dataset = stdlib_functions(progress=False)
     order = np.random.default_rng(0).permutation(len(dataset))
     samples = [dataset[i][:length] for i in order.tolist()]
-    tiny, small = (TransformerConfig(num_layers=n, width=16 * n**2, num_heads=n) for n in (1, 2))
+    tiny, small = (DecoderConfig(num_layers=n, width=16 * n**2, num_heads=n) for n in (1, 2))
     model = tiny if quick else small
     setting = Setting(model, samples, 4, length, 10 if quick else 1200, 1e-3)
     uneven, by_bound = (QUICK_UNEVEN, QUICK_BY_BOUND) if quick else (UNEVEN, BY_BOUND)

@@ -24,7 +24,7 @@ from support.timing import COMPILE_FAST, REPEATS, digits, report, table, version
 import jvarlen
 from jvarlen.compiling.compile_options import When
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
 SPACING = 1.1  # sleep × onset spacing, over the mean seconds of compiling a shape
 STEPS_A_SHAPE = 8
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
     dataset: Any
     lengths: np.ndarray
-    model: TransformerConfig
+    model: DecoderConfig
     max_tokens: int
     num_shapes: int
     num_steps: int
@@ -183,11 +183,11 @@ def main() -> None:
     dataset = [dataset[i][:longest] for i, longest in enumerate(lengths.tolist())]
     if quick:
         dataset, lengths = dataset[:300], lengths[:300]
-    tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+    tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
     setting = Setting(
         dataset,
         lengths,
-        tiny if quick else TransformerConfig(),
+        tiny if quick else DecoderConfig(),
         256 if quick else 4096,
         2 if quick else 12,
         12 if quick else 200,

@@ -44,7 +44,7 @@ FOLDER = Path(__file__).parent
 DEADLINE_S = 3_600  # of a process that hangs
 
 TINY = {"num_layers": 1, "width": 16, "num_heads": 1}
-DEMO = {"num_layers": 2, "width": 128, "num_heads": 2}  # what TransformerConfig() is
+DEMO = {"num_layers": 2, "width": 128, "num_heads": 2}  # what DecoderConfig() is
 FULL = Sizes(
     model=DEMO,
     longest=1024,

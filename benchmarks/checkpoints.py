@@ -30,7 +30,7 @@ from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
@@ -163,7 +163,7 @@ def main() -> None:
     plan = PlanConfig(overlong="truncate")
     config = FitConfig(progress=False, plan=plan)
     if quick:
-        tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+        tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
         plan = dataclasses.replace(plan, max_tokens=256, max_shapes=1, max_length=64)
         config = dataclasses.replace(config, plan=plan, decoder=tiny)
     num_turns, num_steps = (2, 4) if quick else (16, 20)

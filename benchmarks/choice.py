@@ -35,7 +35,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling import measure_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import split_cpu
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
 from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_over_positions, take_positions
 from jvarlen.targets import ModelFile, measure_cluster
@@ -154,7 +154,7 @@ def waiting(form: Form) -> Case:
 
 
 def computing(form: Form, cluster: Cluster) -> Case:
-    config = TransformerConfig(num_layers=form.num_layers, width=64, num_heads=8)
+    config = DecoderConfig(num_layers=form.num_layers, width=64, num_heads=8)
     return Case(restricted(layered(config), form.fixed), stack_layers(init_params(config, seed=0)), cluster)
 
 

@@ -35,7 +35,7 @@ from support.timing import RESULTS, report, versions_and_hardware
 
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.models import TransformerConfig, flat_params, init_params
+from jvarlen.models import DecoderConfig, flat_params, init_params
 from jvarlen.runs.config import FitConfig
 
 FOLDER = Path(__file__).parent
@@ -50,7 +50,7 @@ NUM_HELD_OUT = 200  # samples, the same for all: evaluating takes seconds that a
 
 DEMO = FitConfig()  # of `make train`
 FULL = {
-    "model": {"num_layers": 2, "width": 128, "num_heads": 2},  # what TransformerConfig() is
+    "model": {"num_layers": 2, "width": 128, "num_heads": 2},  # what DecoderConfig() is
     "longest": 1024,
     "max_tokens": DEMO.plan.max_tokens,
     "max_shapes": 12,
@@ -83,7 +83,7 @@ def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_
     data = Data(train, held_out[:num_held_out])
     save_data(folder / "data.npz", data)
     for seed in seeds:
-        np.savez(folder / f"weights-{seed}.npz", **flat_params(init_params(TransformerConfig(**sizes["model"]), seed)))
+        np.savez(folder / f"weights-{seed}.npz", **flat_params(init_params(DecoderConfig(**sizes["model"]), seed)))
     (of_train, of_held_out) = (f"{len(part):,} of {sum(map(len, part)):,} bytes" for part in data)
     return f"{of_train} to train on, {of_held_out} held out"
 

@@ -18,8 +18,8 @@ from flax import nnx
 from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.models import Transformer, TransformerConfig, generate, init_params
-from jvarlen.models.transformer import Rows
+from jvarlen.models import Decoder, DecoderConfig, generate, init_params
+from jvarlen.models.decoder import Rows
 
 
 def make_prompts(num_prompts: int, longest: int) -> list[np.ndarray]:
@@ -29,10 +29,10 @@ def make_prompts(num_prompts: int, longest: int) -> list[np.ndarray]:
 
 
 def continue_whole_rows(
-    params: nnx.State, config: TransformerConfig, prompts: list[np.ndarray], num_new: int
+    params: nnx.State, config: DecoderConfig, prompts: list[np.ndarray], num_new: int
 ) -> Callable[[], list[np.ndarray]]:
     """Continues all prompts in one batch, of which every row runs again for each token."""
-    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
     lengths_B = np.array([len(prompt) for prompt in prompts])
     tokens_BxT = np.zeros((len(prompts), lengths_B.max() + num_new), np.int32)
     for row, prompt in zip(tokens_BxT, prompts, strict=True):
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few prompts, and no report")
     quick = parser.parse_args().quick
-    config = TransformerConfig(num_layers=1, width=16) if quick else TransformerConfig()
+    config = DecoderConfig(num_layers=1, width=16) if quick else DecoderConfig()
     num_prompts, longest, num_new = (4, 12, 4) if quick else (100, 200, 64)
     params, prompts = init_params(config, seed=0), make_prompts(num_prompts, longest)
 

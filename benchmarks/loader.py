@@ -24,7 +24,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.training_plan import TrainingPlan
 
@@ -129,7 +129,7 @@ def main() -> None:
     config = FitConfig(max_steps=args.steps, progress=False, plan=plan)
     num_turns = args.turns
     if args.quick:
-        tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+        tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
         plan = PlanConfig(max_tokens=256, max_shapes=1, max_length=64, overlong="truncate")
         config = FitConfig(max_steps=4, progress=False, plan=plan, decoder=tiny)
         num_turns = 1

@@ -23,7 +23,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.report import CompileRow
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
 
 
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
 
 def compile_step(
-    model: TransformerConfig, params: nnx.State, form: Form, bucket: Bucket
+    model: DecoderConfig, params: nnx.State, form: Form, bucket: Bucket
 ) -> tuple[CompiledBuckets, jvarlen.TrainState]:
     config, optimizer = dataclasses.replace(model, **form.setting), optax.adamw(1e-3)
     train_step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
@@ -73,7 +73,7 @@ def compile_step(
     return compiled, state
 
 
-def measure(model: TransformerConfig, bucket: Bucket) -> list[Measured]:
+def measure(model: DecoderConfig, bucket: Bucket) -> list[Measured]:
     """The report's row and the seconds of a step of all forms, in turns: what else the machine does meets them all."""
     params = init_params(model, seed=0)  # of all forms
     steps = [compile_step(model, params, form, bucket) for form in FORMS]
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and short rows, and no report")
     quick = parser.parse_args().quick
     max_tokens, lengths = (128, [128]) if quick else (4096, [256, 1024, 4096])
-    model = TransformerConfig(num_layers=1, width=16, num_heads=1) if quick else TransformerConfig()
+    model = DecoderConfig(num_layers=1, width=16, num_heads=1) if quick else DecoderConfig()
     lines = [
         f"# Memory by form of mask, {datetime.date.today()}",
         "",

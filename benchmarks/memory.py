@@ -19,7 +19,7 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout, estimate_memory, make_train_step
 
 
@@ -99,7 +99,7 @@ class Held(NamedTuple):
 
 def measure(case: Case) -> Held:
     layout, bucket = Layout.parse(case.layout), Bucket(case.rows, case.length)
-    config = TransformerConfig(
+    config = DecoderConfig(
         num_layers=case.num_layers, width=case.width, num_heads=max(2, case.width // 64), vocab_size=case.vocab_size
     )
     mesh, optimizer = layout.on().mesh, optax.adamw(1e-3)

@@ -29,7 +29,7 @@ import jvarlen
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.experimental.mixed import MixedPlan, load_mixed, make_mixed_plan, make_mixed_train_step
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
 COST = jvarlen.CostModel(constant=2e-4, linear=2e-7, quadratic=1e-10)
 NUM_RANKS = 4  # that are measured
@@ -139,9 +139,7 @@ def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: 
     return rows
 
 
-def program_cost(
-    config: TransformerConfig, num_microbatches: int, buckets: Sequence[jvarlen.Bucket]
-) -> list[list[str]]:
+def program_cost(config: DecoderConfig, num_microbatches: int, buckets: Sequence[jvarlen.Bucket]) -> list[list[str]]:
     """Seconds of the same microbatches by both programs, on one device."""
     mesh, optimizer, loss_fn = Layout(data=1).on().mesh, optax.adamw(1e-3), make_loss_fn(config)
     train_step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
@@ -208,7 +206,7 @@ def main() -> None:
         *table(
             "shape|ordinary step, ms|mixed step, ms|ratio",
             program_cost(
-                TransformerConfig(num_layers=1, width=16) if quick else TransformerConfig(num_layers=4),
+                DecoderConfig(num_layers=1, width=16) if quick else DecoderConfig(num_layers=4),
                 2 if quick else 4,
                 buckets[: 2 if quick else 3],
             ),

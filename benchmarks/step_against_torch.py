@@ -32,7 +32,7 @@ from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.plan_config import shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
@@ -152,7 +152,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     config = FitConfig(plan=PlanConfig(overlong="truncate"))
     if quick:
-        tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+        tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
         config = dataclasses.replace(config, decoder=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64))
         lengths = np.array([16, 32, 64])
     else:

@@ -20,7 +20,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.shapes import plan_specs
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
 from jvarlen.runs.commands import MeasuredCosts, measure_costs
 
@@ -65,7 +65,7 @@ def plans(
     ]
 
 
-def measured_seconds(planned: Planned, model: TransformerConfig, known: dict[Bucket, float]) -> float:
+def measured_seconds(planned: Planned, model: DecoderConfig, known: dict[Bucket, float]) -> float:
     """Seconds of all steps of the plan, each bucket timed by itself, unless its seconds are known; they are then."""
     missing = [bucket for bucket in planned.plan.buckets if bucket not in known]
     if missing:
@@ -90,7 +90,7 @@ def main() -> None:
     lengths = jvarlen.measure_lengths(stdlib_functions(progress=False), progress=False)
     longest, max_tokens, max_shapes = (32, 128, 2) if quick else (1024, 4096, 12)
     lengths = lengths[lengths <= longest]
-    model = TransformerConfig(num_layers=1, width=16, num_heads=1) if quick else TransformerConfig()
+    model = DecoderConfig(num_layers=1, width=16, num_heads=1) if quick else DecoderConfig()
     measured_at = [16, longest] if quick else [32, 128, 512, longest]
     unpacked, packed = (
         measure_costs(model, max_tokens=max_tokens, lengths=measured_at, packed=is_packed, progress=False)

@@ -34,7 +34,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import split_cpu
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Axes,
     Layout,
@@ -83,7 +83,7 @@ class Measured(NamedTuple):
 def compile_passes(form: Form, text: str) -> Measured:
     """Loss, loss with gradients, and the whole step on a layout."""
     layout = Layout.parse(f"data1.{text}")
-    config = TransformerConfig(num_layers=form.num_layers, width=form.width, num_heads=form.num_heads)
+    config = DecoderConfig(num_layers=form.num_layers, width=form.width, num_heads=form.num_heads)
     model, mesh = layered(config), layout.on().mesh
     params = stack_layers(init_params(config, seed=0))
     samples = np.random.default_rng(0).integers(0, 256, (form.rows, form.length))

@@ -28,7 +28,7 @@ import jvarlen
 from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, FitConfig, PlanConfig
 from jvarlen.runs.training_plan import TrainingPlan
 
@@ -69,7 +69,7 @@ def fit_seconds(config: FitConfig, data: Split) -> float:
 
 
 def compiled_step(
-    model: TransformerConfig, optimizer: optax.GradientTransformation, bucket: jvarlen.Bucket
+    model: DecoderConfig, optimizer: optax.GradientTransformation, bucket: jvarlen.Bucket
 ) -> Callable[[], Any]:
     """One step of the model in a bucket, to be called again and again."""
     step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
@@ -104,7 +104,7 @@ def main() -> None:
     plan = PlanConfig(overlong="truncate")
     config = FitConfig(max_steps=120, checkpoints=CheckpointConfig(checkpoint_every=100), progress=False, plan=plan)
     if quick:
-        tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+        tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
         plan = dataclasses.replace(plan, max_tokens=256, max_shapes=1, max_length=64)
         config = dataclasses.replace(config, max_steps=4, plan=plan, decoder=tiny)
     data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)

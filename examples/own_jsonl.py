@@ -17,7 +17,7 @@ import optax
 import jvarlen
 from jvarlen.data.open import open_data
 from jvarlen.data.split import split_held_out
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import DataConfig, DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
@@ -45,7 +45,7 @@ FOLDER.mkdir(parents=True, exist_ok=True)
 path = Path(sys.argv[1]) if len(sys.argv) > 1 else write_jsonl(FOLDER / "sums.jsonl")
 
 print(f"\n=== {path} by fit, stopped on the way ===")
-model = TransformerConfig(num_layers=1, width=32, num_heads=1)
+model = DecoderConfig(num_layers=1, width=32, num_heads=1)
 config = jvarlen.FitConfig(
     # tokenizer=Path("tokenizer.json") trains on its tokens, otherwise bytes are trained on
     data=DataConfig(files=(path,), field=FIELD),

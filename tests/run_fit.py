@@ -17,7 +17,7 @@ import numpy as np
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.runs import directory
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from tests.processes import outcome
@@ -41,7 +41,7 @@ def make_config(runs_dir, cache_dir=None):
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=4),
-        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
 
 

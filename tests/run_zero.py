@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 import jvarlen
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout, make_train_step
 
-MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
+MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)
 
 
 def train(text):

@@ -18,7 +18,7 @@ from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan, pac
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, _as_typed, main
 from jvarlen.distributed.processes import ProcessesError
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import cost_of_candidates
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
@@ -491,7 +491,7 @@ def test_help_documents_every_setting(capsys):
         ("", FitConfig),
         *(("", group) for group in (DataConfig, HardwareConfig, CheckpointConfig, DirectoryConfig)),
         ("", PlanConfig),
-        ("decoder.", TransformerConfig),
+        ("decoder.", DecoderConfig),
         ("optimizer.", OptimizerConfig),
     ):
         for field in dataclasses.fields(settings):

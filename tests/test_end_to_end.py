@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen.models import TransformerConfig, flat_params, init_params
+from jvarlen.models import DecoderConfig, flat_params, init_params
 from tests.benchmark_modules import imported
 
 torch = pytest.importorskip("torch")
@@ -136,7 +136,7 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
     """Two batches, the same for all: the planned step, the plain one, and PyTorch's come to the same model."""
     for module in (in_jax, in_torch):
         monkeypatch.setattr(module, "MAX_GRADIENT_NORM", 0.1)  # below that of the gradients
-    np.savez(settings.weights, **flat_params(init_params(TransformerConfig(**MODEL), seed=3)))
+    np.savez(settings.weights, **flat_params(init_params(DecoderConfig(**MODEL), seed=3)))
     sample = data.train[0][:16]
     data = runs.Data([sample] * 4, [sample[:length] for length in (1, 4, 5, 16)])
     # At the batch size of these steps, the plan's rate is that of the others.
@@ -305,7 +305,7 @@ def test_a_pilot_that_misses_its_target_is_not_chosen(benchmark):
 
 
 def test_the_model_is_that_of_make_train(benchmark):
-    assert TransformerConfig(**benchmark.FULL["model"]) == TransformerConfig()
+    assert DecoderConfig(**benchmark.FULL["model"]) == DecoderConfig()
 
 
 def test_what_was_chosen_for_every_way_took_the_fewest_seconds(benchmark, tables):

@@ -26,7 +26,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
 Call = Callable[[], Any]
 Shape = tuple[int, int]
@@ -49,7 +49,7 @@ def corpus(longest: int) -> TokenDataset:
 
 
 def build(model: dict[str, int]) -> Trained:
-    config, optimizer = TransformerConfig(**model), optax.adamw(1e-3)
+    config, optimizer = DecoderConfig(**model), optax.adamw(1e-3)
     step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
     return Trained(step, step.init(init_params(config, seed=SEED)))
 

@@ -43,7 +43,7 @@ from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes, 
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning.budget import Budget
 from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU
 
@@ -59,7 +59,7 @@ class JaxRun:
 
     def __init__(self, settings: Settings, data: Data):
         self.settings = settings
-        model = TransformerConfig(**settings.model)
+        model = DecoderConfig(**settings.model)
         self.loss_fn = make_loss_fn(model)
         self.params = with_weights(init_params(model, settings.seed), settings.weights)
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -79,7 +79,7 @@ class JaxRun:
 
 
 @functools.cache
-def evaluation(model: TransformerConfig) -> Callable[..., jax.Array]:
+def evaluation(model: DecoderConfig) -> Callable[..., jax.Array]:
     """The jitted sum of the losses of a batch; runs of one process share what is compiled for it."""
     loss_fn = make_loss_fn(model)
     return jax.jit(lambda params, batch: loss_fn(params, batch)[0])

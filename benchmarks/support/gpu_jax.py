@@ -27,7 +27,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.distributed.layout import Layout
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
 WARM_UPS = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
@@ -38,7 +38,7 @@ class Trainer:
     """AdamW steps of the model in bfloat16, and the state that they hand on to one another."""
 
     def __init__(self, sizes: Sizes, attention: Any):
-        config = TransformerConfig(
+        config = DecoderConfig(
             num_layers=sizes.num_layers,
             width=sizes.width,
             num_heads=sizes.num_heads,

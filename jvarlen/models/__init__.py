@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.models.config import TransformerConfig
+    from jvarlen.models.config import DecoderConfig
+    from jvarlen.models.decoder import Decoder, init_params, make_loss_fn
     from jvarlen.models.export import flat_params, params_from_flat, save_params
     from jvarlen.models.generation import generate
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
-    from jvarlen.models.transformer import Transformer, init_params, make_loss_fn
 
 __all__ = [
-    "Transformer",
-    "TransformerConfig",
+    "Decoder",
+    "DecoderConfig",
     "flat_params",
     "generate",
     "init_params",

@@ -8,11 +8,11 @@ from typing import Literal
 from jvarlen._common.checks import UserError, check_counts, is_number
 from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
 
-__all__ = ["TransformerConfig", "check_temperature"]
+__all__ = ["DecoderConfig", "check_temperature"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class DecoderConfig:
     """The shape of the decoder."""
 
     num_layers: int = 2

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import check_place, write_atomically
-from jvarlen.models.config import TransformerConfig
-from jvarlen.models.transformer import init_params
+from jvarlen.models.config import DecoderConfig
+from jvarlen.models.decoder import init_params
 
 __all__ = ["flat_params", "params_from_flat", "save_params"]
 
@@ -24,7 +24,7 @@ _SIZES = ("num_layers", "width", "vocab_size", "num_heads")
 
 
 def save_params(
-    path: Path, params: nnx.State, config: TransformerConfig, *, metadata: Mapping[str, str] | None = None
+    path: Path, params: nnx.State, config: DecoderConfig, *, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes parameters to a safetensors file, atomically.
 
@@ -44,7 +44,7 @@ def save_params(
       >>> import tempfile
       >>> from jvarlen.models import init_params
       >>> from safetensors import safe_open
-      >>> config = TransformerConfig(width=16)
+      >>> config = DecoderConfig(width=16)
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     save_params(Path(folder) / "model.safetensors", init_params(config, 0), config)
       ...     with safe_open(Path(folder) / "model.safetensors", "numpy") as file:
@@ -59,7 +59,7 @@ def save_params(
         from safetensors.numpy import save  # here: an extra
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be written with safetensors: pip install 'jvarlen[export]'") from None
-    defaults = dataclasses.asdict(TransformerConfig())
+    defaults = dataclasses.asdict(DecoderConfig())
     settings = {
         name: value for name, value in dataclasses.asdict(config).items() if name in _SIZES or value != defaults[name]
     }
@@ -80,7 +80,7 @@ def flat_params(params: nnx.State) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
 
 
-def params_from_flat(config: TransformerConfig, arrays: Mapping[str, Any]) -> nnx.State:
+def params_from_flat(config: DecoderConfig, arrays: Mapping[str, Any]) -> nnx.State:
     """The parameters of a model from arrays under dotted names; the inverse of `flat_params`.
 
     Args:
@@ -94,7 +94,7 @@ def params_from_flat(config: TransformerConfig, arrays: Mapping[str, Any]) -> nn
       ValueError: names are missing or unexpected, or shapes differ. All kinds are listed.
 
     Example:
-      >>> config = TransformerConfig(width=16)
+      >>> config = DecoderConfig(width=16)
       >>> params = init_params(config, seed=0)
       >>> bool((params_from_flat(config, flat_params(params))["head"]["kernel"][...] == params["head"]["kernel"]).all())
       True

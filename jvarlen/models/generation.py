@@ -26,8 +26,8 @@ from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replicate
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
-from jvarlen.models.config import TransformerConfig, check_temperature
-from jvarlen.models.transformer import Transformer
+from jvarlen.models.config import DecoderConfig, check_temperature
+from jvarlen.models.decoder import Decoder
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan
@@ -38,7 +38,7 @@ __all__ = ["generate"]
 
 def generate(
     params: nnx.State,
-    config: TransformerConfig,
+    config: DecoderConfig,
     prompts: Sequence[Any],
     *,
     max_new_tokens: int,
@@ -78,7 +78,7 @@ def generate(
 
     Example:
       >>> from jvarlen.models import init_params
-      >>> config = TransformerConfig(width=16)
+      >>> config = DecoderConfig(width=16)
       >>> new = generate(init_params(config, 0), config, [[1, 2, 3], []], max_new_tokens=4, progress=False)
       >>> [tokens.shape for tokens in new]
       [(4,), (4,)]
@@ -203,10 +203,10 @@ class _Decoding(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # equal arguments give the same step, by which its programs are found again
 def _make_step(
-    config: TransformerConfig, max_new_tokens: int, end_token: int | None, is_greedy: bool
+    config: DecoderConfig, max_new_tokens: int, end_token: int | None, is_greedy: bool
 ) -> Callable[[_State, _PromptBatch], tuple[_State, tuple[Any, Any]]]:
     """A step for `compile_buckets`: `(state, batch) -> (state, (new tokens int32[M, B, N], counts int32[M, B]))`."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def generate_step(state: _State, batch: _PromptBatch) -> tuple[_State, tuple[Any, Any]]:
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
@@ -246,7 +246,7 @@ def _make_step(
     return generate_step
 
 
-def _prefill(model: Transformer, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
+def _prefill(model: Decoder, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs all prompts: the logits of the first new tokens, and the caches with room for the others."""
     num_slots = rows.tokens.shape[1]
     begin_Bx1 = jnp.full((len(rows.ids), 1), model.begin_of_sample, rows.tokens.dtype)
@@ -261,7 +261,7 @@ def _prefill(model: Transformer, rows: _PromptBatch, max_new_tokens: int) -> tup
 
 
 def _decode(
-    model: Transformer, decoding: _Decoding, lengths_B: Int32[Array, " B"]
+    model: Decoder, decoding: _Decoding, lengths_B: Int32[Array, " B"]
 ) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs the last new token of each row: the logits of the next one, and the caches with it."""
     num_slots, num_new = decoding.caches[0].keys.shape[1], decoding.num_new

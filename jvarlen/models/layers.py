@@ -17,8 +17,8 @@ from jax.tree_util import keystr
 
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.batches.next_token import next_token_targets
-from jvarlen.models.config import TransformerConfig
-from jvarlen.models.transformer import Transformer, init_params, rows_of, run_block, sum_losses
+from jvarlen.models.config import DecoderConfig
+from jvarlen.models.decoder import Decoder, init_params, rows_of, run_block, sum_losses
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
 from jvarlen.parallel.tensor import check_tensor_divides
 from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec
@@ -26,7 +26,7 @@ from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec
 __all__ = ["layered", "stack_layers", "unstack_layers"]
 
 
-def layered(config: TransformerConfig) -> LayeredModel:
+def layered(config: DecoderConfig) -> LayeredModel:
     """The transformer by layers, each of which is one of its blocks.
 
     Args:
@@ -41,7 +41,7 @@ def layered(config: TransformerConfig) -> LayeredModel:
     @functools.cache
     def graphs(num_parts: int) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         def split() -> tuple[nnx.GraphDef, nnx.GraphDef]:
-            model = Transformer(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0))
+            model = Decoder(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0))
             block, _ = nnx.split(model.blocks[0])
             model.blocks = nnx.List([])
             return nnx.split(model)[0], block
@@ -71,7 +71,7 @@ def layered(config: TransformerConfig) -> LayeredModel:
     return LayeredModel(embed, layer, loss, specs=_tensor_specs(of_one_layer), by_positions=True)
 
 
-def _tensor_specs(config: TransformerConfig) -> LayeredParams:
+def _tensor_specs(config: DecoderConfig) -> LayeredParams:
     """How the parameters lie along "tensor": by heads, by hidden features and by the vocabulary."""
     columns, rows = PartitionSpec(None, TENSOR_AXIS), PartitionSpec(TENSOR_AXIS)
     specs: dict[str, PartitionSpec | TensorSpec] = {
@@ -102,7 +102,7 @@ def stack_layers(params: nnx.State) -> LayeredParams:
 
     Example:
       >>> from jvarlen.models import init_params
-      >>> stacked = stack_layers(init_params(TransformerConfig(num_layers=4, width=16), seed=0))
+      >>> stacked = stack_layers(init_params(DecoderConfig(num_layers=4, width=16), seed=0))
       >>> stacked.layers["up"]["kernel"].shape
       (4, 16, 64)
     """

@@ -30,7 +30,7 @@ from jvarlen._common.terminal import say
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.models.config import TransformerConfig, check_temperature
+from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.lengths import check_lengths
@@ -80,7 +80,7 @@ class PlanCommand:
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
-        default=TransformerConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
+        default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
     )
     """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
     seed: int = 0
@@ -152,7 +152,7 @@ class PlanCommand:
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX
 
-        model = TransformerConfig(vocab_size=self.vocab_size)
+        model = DecoderConfig(vocab_size=self.vocab_size)
         config = FitConfig(data=self.data, plan=self.plan, seed=self.seed, progress=self.progress, decoder=model)
         data = open_training_data(config)
         lengths = known_lengths(data.train, progress=self.progress)
@@ -328,7 +328,7 @@ class _Trained(NamedTuple):
 
     run_dir: Path
     settings: FitConfig
-    model: TransformerConfig  # with the size of the vocabulary that it was trained with
+    model: DecoderConfig  # with the size of the vocabulary that it was trained with
     params: nnx.State
     arrays: dict[str, np.ndarray]  # the parameters by dotted names
     num_steps: int
@@ -402,7 +402,7 @@ class MeasuredCosts(NamedTuple):
 
 
 def measure_costs(
-    model: TransformerConfig,
+    model: DecoderConfig,
     *,
     max_tokens: int,
     lengths: Sequence[int],
@@ -483,7 +483,7 @@ class MeasureCommand(DeviceConfig):
     """Where to write the cost model in bytes."""
     progress: bool = True
     """Show progress bars."""
-    decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """The shape of the built-in model."""
 
     def __post_init__(self):

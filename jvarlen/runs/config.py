@@ -37,7 +37,7 @@ from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.samples import OnBadSample
 from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
@@ -314,7 +314,7 @@ class FitConfig:
     """Where a run writes, and which run it resumes."""
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
-    decoder: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """The shape of the built-in model."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""

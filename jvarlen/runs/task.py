@@ -27,7 +27,7 @@ from jvarlen.distributed.mesh import Placement
 from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.plan_source import spec_of_steps
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
@@ -73,7 +73,7 @@ class Task:
         if self.fields is not None and self.collate is not None:
             raise UserError("fields= are for samples that the library collates: give them without collate=")
 
-    def with_model(self, model: TransformerConfig, vocab_size: int, seed: int, layout: Layout | None = None) -> Task:
+    def with_model(self, model: DecoderConfig, vocab_size: int, seed: int, layout: Layout | None = None) -> Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
         if self.loss_fn is not None:
             return self
@@ -81,7 +81,7 @@ class Task:
         loss_fn = _built_in_loss(model, layout)
         return dataclasses.replace(self, loss_fn=loss_fn, params=init_params(model, seed), is_language_model=True)
 
-    def check_layout(self, layout: Layout, model: TransformerConfig) -> None:
+    def check_layout(self, layout: Layout, model: DecoderConfig) -> None:
         """Raises ValueError if a layout is not for this model, or for the built-in one; computes nothing."""
         loss_fn, params = self.loss_fn, self._shapes
         if loss_fn is None:
@@ -183,7 +183,7 @@ class Task:
         return jax.eval_shape(lambda params: params, self.params)
 
 
-def _built_in_loss(model: TransformerConfig, layout: Layout | None) -> LossFn | LayeredModel:
+def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | LayeredModel:
     """The loss of the built-in model, by layers where a layout needs that."""
     if layout is None or (layout.zero < 3 and layout.num_devices == layout.data):
         return make_loss_fn(model)

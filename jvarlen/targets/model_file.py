@@ -12,7 +12,7 @@ import optax
 
 from jvarlen._common.checks import check_at_least_one, check_choices
 from jvarlen._common.files import load_dataclass
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams
 from jvarlen.training.master_weights import with_float32_master
 
@@ -76,8 +76,8 @@ class ModelFile:
         return load_dataclass(cls, path, "model")
 
     @property
-    def _config(self) -> TransformerConfig:
-        return TransformerConfig(
+    def _config(self) -> DecoderConfig:
+        return DecoderConfig(
             num_layers=self.layers,
             width=self.width,
             num_heads=self.heads,

@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec
 from jvarlen import Bucket, compile_buckets, make_train_step, scale_by_batch_size
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives, count_collectives, list_collectives
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.meshes import data_mesh
 
-MODEL = TransformerConfig(num_layers=1, width=8, num_heads=1)
+MODEL = DecoderConfig(num_layers=1, width=8, num_heads=1)
 
 
 def compiled_on(mesh, function, out_spec):

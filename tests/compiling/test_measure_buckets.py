@@ -12,11 +12,11 @@ from jvarlen.cli import main
 from jvarlen.compiling import program_store
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.measure import measure_buckets
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.runs.commands import measure_costs
 
-TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
+TINY = DecoderConfig(num_layers=1, width=16, num_heads=1)
 
 
 def test_a_cache_does_not_hide_what_compiling_takes(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from jvarlen.data.line_files import LineDataset
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.open import open_data
 from jvarlen.data.split import sample_hash, split_held_out
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, load_config
 from tests.settings import changed
@@ -406,7 +406,7 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
         compile=CompileOptions(cache_dir=None),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
-        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
     first = fit(dataclasses.replace(config, max_steps=3))
     monkeypatch.chdir("/")

@@ -10,12 +10,12 @@ import pytest
 
 import jvarlen
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
 
 NUM_STEPS, NUM_MICROBATCHES = 24, 2
 BASE_BATCH_SIZE, RATE, BETAS, EPS, WEIGHT_DECAY = 12, 3e-3, (0.9, 0.95), 1e-8, 0.1
-MODEL = TransformerConfig(num_layers=1, width=32, num_heads=2)
+MODEL = DecoderConfig(num_layers=1, width=32, num_heads=2)
 
 
 def plan_of(package, lengths):

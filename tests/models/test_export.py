@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from jvarlen.models import TransformerConfig, flat_params, init_params, save_params
+from jvarlen.models import DecoderConfig, flat_params, init_params, save_params
 
-CONFIG = TransformerConfig(num_layers=1, width=16, compute_dtype="bfloat16", vocab_size=7)
+CONFIG = DecoderConfig(num_layers=1, width=16, compute_dtype="bfloat16", vocab_size=7)
 
 
 @functools.cache

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from jvarlen import make_buckets, no_recompiles
-from jvarlen.models import Transformer, TransformerConfig, flat_params, generate, init_params, params_from_flat
-from jvarlen.models.transformer import Rows
+from jvarlen.models import Decoder, DecoderConfig, flat_params, generate, init_params, params_from_flat
+from jvarlen.models.decoder import Rows
 from tests.meshes import data_mesh
 
-CONFIG = TransformerConfig(num_layers=1, width=32, num_heads=2, vocab_size=50)
+CONFIG = DecoderConfig(num_layers=1, width=32, num_heads=2, vocab_size=50)
 # Larger than at the start of a training, so that what is attended to decides.
 PARAMS = jax.tree.map(lambda leaf: leaf * 5, init_params(CONFIG, seed=1))
 RNG = np.random.default_rng(0)
@@ -29,7 +29,7 @@ def continued(prompts=PROMPTS, config=CONFIG, **options):
 
 @functools.partial(jax.jit, static_argnames="config")
 def logits_of_rows(tokens_BxT, lengths_B, config=CONFIG):
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=config.vocab_size)
     return nnx.merge(graphdef, PARAMS)(inputs_BxT, Rows(lengths=lengths_B))
 

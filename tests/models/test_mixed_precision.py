@@ -12,16 +12,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import make_train_step
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import new_state
 from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 
-CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
+CONFIG = DecoderConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
-SMALL = TransformerConfig(num_layers=1, width=8, num_heads=1)
+SMALL = DecoderConfig(num_layers=1, width=8, num_heads=1)
 SMALL_HALF = dataclasses.replace(SMALL, compute_dtype="bfloat16")
 
 
@@ -167,8 +167,8 @@ def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
 
 def test_cudnn_asks_for_bfloat16():
     with pytest.raises(ValueError, match="attention and packed_attention: cudnn takes no float32"):
-        TransformerConfig(attention="cudnn", packed_attention="cudnn")
-    TransformerConfig(attention="cudnn", packed_attention="cudnn", compute_dtype="bfloat16")
+        DecoderConfig(attention="cudnn", packed_attention="cudnn")
+    DecoderConfig(attention="cudnn", packed_attention="cudnn", compute_dtype="bfloat16")
 
 
 def test_the_test_kit_takes_it():

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 
 from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel.layers import layered_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
-TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
+TRANSFORMER = DecoderConfig(num_layers=4, width=16, num_heads=2)
 BUCKET = Bucket(2, 8)
 
 

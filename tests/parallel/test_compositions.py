@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
 from tests.hand_made import batch_of, packed_batch_of
@@ -111,7 +111,7 @@ def composition(number):
         rng = np.random.default_rng(number)
         return layout, TIED, tied_params(rng, num_layers, vocab_size, draw.choice([31, 42])), batch
     heads = layout.tensor * draw.choice([1, 2])
-    config = TransformerConfig(num_layers=num_layers, width=heads * 6, num_heads=heads, vocab_size=vocab_size)
+    config = DecoderConfig(num_layers=num_layers, width=heads * 6, num_heads=heads, vocab_size=vocab_size)
     return layout, layered(config), transformer_params(np.random.default_rng(number), config), batch
 
 

@@ -16,7 +16,7 @@ from jvarlen.attention import zigzag
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions, spread_rows, unspread_rows
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor_params import merge_params, partition_specs, split_params, tensor_parallel_model
@@ -24,7 +24,7 @@ from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "context")
-MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
+MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):

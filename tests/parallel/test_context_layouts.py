@@ -11,7 +11,7 @@ import pytest
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.batches import Batch, BatchShapes
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout, attend_over_axis, estimate_communication, layered_loss_fn, make_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layout_checks import check_bucket
@@ -20,7 +20,7 @@ from jvarlen.training.train_state import new_state
 from tests.meshes import layout_mesh
 from tests.parallel.test_compositions import TIED, tied_params
 
-MODEL = TransformerConfig(num_layers=2, width=32, num_heads=2)
+MODEL = DecoderConfig(num_layers=2, width=32, num_heads=2)
 SHORT, LONG = Bucket(4, 8), Bucket(2, 32)
 
 

@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
-MODEL = TransformerConfig(num_layers=3, width=16, num_heads=2)
+MODEL = DecoderConfig(num_layers=3, width=16, num_heads=2)
 
 SIMPLE = LayeredModel(
     lambda ends, microbatch, axes: microbatch @ ends["in"],

@@ -10,7 +10,7 @@ import pytest
 
 from jvarlen import Bucket, compile_buckets, make_train_step, with_float32_master
 from jvarlen.batches import BatchShapes
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import LayeredParams, Layout, estimate_memory
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.training.train_state import new_state
@@ -18,7 +18,7 @@ from tests.meshes import layout_mesh
 
 BIG = LayeredParams({}, {"k": jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)})
 P = 4 * 4096 * 4096
-MODEL = TransformerConfig(num_layers=4, width=128, num_heads=2)
+MODEL = DecoderConfig(num_layers=4, width=128, num_heads=2)
 
 
 @pytest.mark.parametrize("n", [4, 64])

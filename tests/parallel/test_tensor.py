@@ -15,7 +15,7 @@ from jvarlen import Bucket, compile_buckets, load, make_plan, scale_by_batch_siz
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import (
@@ -44,7 +44,7 @@ from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of as short_microbatch
 
 # Neither the 131 logits nor the 132 inputs of 131 tokens are as many on each of 4 devices as of the other.
-MODEL = TransformerConfig(num_layers=2, width=16, num_heads=4, vocab_size=131)
+MODEL = DecoderConfig(num_layers=2, width=16, num_heads=4, vocab_size=131)
 L = MODEL.num_layers
 UNSPLIT = Axes()
 
@@ -136,7 +136,7 @@ def test_what_the_forward_pass_communicates(sequence_parallel):
 
 
 def test_bfloat16_is_split_as_well():
-    config = TransformerConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
+    config = DecoderConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
     model, params = layered(config), stack_layers(init_params(config, seed=0))
     (expected, _), expected_grads = jax.jit(jax.value_and_grad(layered_loss_fn(model), has_aux=True))(
         params, microbatch_of(False)
@@ -360,7 +360,7 @@ def test_parameters_are_split_and_merged(num_devices):
 
 
 def test_what_the_devices_do_not_divide_is_refused_by_name():
-    config = TransformerConfig(num_layers=1, width=18, num_heads=3)
+    config = DecoderConfig(num_layers=1, width=18, num_heads=3)
     params = jax.eval_shape(lambda: stack_layers(init_params(config, 0)))
     specs = jax.tree.map(  # that do not tell heads
         lambda spec: dataclasses.replace(spec, num_heads=None) if isinstance(spec, TensorSpec) else spec,

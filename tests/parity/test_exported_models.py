@@ -12,12 +12,12 @@ from flax import nnx
 
 import torch_ref
 from jvarlen import no_recompiles
-from jvarlen.models import Transformer, TransformerConfig, flat_params, generate, init_params, save_params
-from jvarlen.models.transformer import Rows
+from jvarlen.models import Decoder, DecoderConfig, flat_params, generate, init_params, save_params
+from jvarlen.models.decoder import Rows
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
-CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2, vocab_size=300)
+CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2, vocab_size=300)
 # Larger than at the start of a training, so that what is attended to decides.
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 17))
 
@@ -35,7 +35,7 @@ def path(tmp_path):
 
 
 def logits_of(params, tokens_BxT):
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))
     lengths_B = np.full(len(tokens_BxT), tokens_BxT.shape[1])
     inputs_BxT = np.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=CONFIG.vocab_size)
     logits_fn = jax.jit(lambda params, inputs, lengths: nnx.merge(graphdef, params)(inputs, Rows(lengths=lengths)))

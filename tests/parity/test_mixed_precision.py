@@ -9,14 +9,14 @@ import torch
 
 import torch_ref
 from benchmarks.support.bfloat16_on_cpu import environment_for_bfloat16
-from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
 from tests.hand_made import batch_of
 
 CPU = Path("/proc/cpuinfo")
 if not CPU.exists() or "amx" in CPU.read_text():  # what some machines announce and trap
     os.environ.update(environment_for_bfloat16())  # here: once a test has multiplied anything, it is too late
 
-CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2, compute_dtype="bfloat16")
+CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2, compute_dtype="bfloat16")
 
 
 def test_bfloat16_gives_the_loss_and_gradient_that_autocast_gives():

@@ -8,12 +8,12 @@ import torch
 
 import jvarlen
 import torch_ref
-from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
 from tests.hand_made import batch_of
 
 from ..conftest import random_dataset
 
-CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2)
+CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2)
 DATASET = random_dataset(400, 48)
 LENGTHS = np.diff(DATASET.offsets)
 

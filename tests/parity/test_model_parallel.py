@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import jvarlen
 import torch_ref
-from jvarlen.models import TransformerConfig, flat_params
+from jvarlen.models import DecoderConfig, flat_params
 from tests.conftest import random_dataset
 from torch_ref import parallel
 
@@ -22,7 +22,7 @@ LENGTHS = np.diff(DATASET.offsets)
 
 
 def model_config(num_layers):
-    return TransformerConfig(num_layers=num_layers, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
+    return DecoderConfig(num_layers=num_layers, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
 
 
 def make_model(num_layers):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 import jvarlen
 import torch_ref
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
-from jvarlen.models import TransformerConfig, flat_params
+from jvarlen.models import DecoderConfig, flat_params
 from tests.conftest import random_dataset
 from torch_ref import parallel
 
@@ -27,7 +27,7 @@ WAYS = [(name, way) for name, task in TASKS.items() for way in task.ways]
 
 
 def model_config(name):
-    return TransformerConfig(num_layers=NUM_LAYERS, width=TASKS[name].width, num_heads=NUM_HEADS)
+    return DecoderConfig(num_layers=NUM_LAYERS, width=TASKS[name].width, num_heads=NUM_HEADS)
 
 
 def make_model(name, device="cpu"):

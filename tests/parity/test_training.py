@@ -17,7 +17,7 @@ import jvarlen
 import torch_ref
 from jvarlen.batches import BatchShapes
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.optimizers import planned_schedule
 from jvarlen.training.train_state import new_state
 from torch_ref.train import to_device
@@ -71,7 +71,7 @@ class Setting:
     @property
     def model(self):
         """The model as JAX has it."""
-        return TransformerConfig(num_layers=1, width=32, num_heads=2)
+        return DecoderConfig(num_layers=1, width=32, num_heads=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

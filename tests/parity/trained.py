@@ -13,7 +13,7 @@ import optax
 import jvarlen
 import torch_ref
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
+from jvarlen.models import DecoderConfig, flat_params, init_params, layered, stack_layers, unstack_layers
 from jvarlen.parallel import Layout, make_train_step
 from tests import processes
 
@@ -46,7 +46,7 @@ def training(
         yield Trained(folder, running)
 
 
-def initial_params(config: TransformerConfig) -> Any:
+def initial_params(config: DecoderConfig) -> Any:
     return jax.tree.map(np.float64, init_params(config, seed=0))
 
 
@@ -60,7 +60,7 @@ class TrainedInJax(NamedTuple):
 
 
 def train_in_jax(
-    config: TransformerConfig, layout: str, plan: Any, dataset: TokenDataset, *, num_steps: int, max_norm: float
+    config: DecoderConfig, layout: str, plan: Any, dataset: TokenDataset, *, num_steps: int, max_norm: float
 ) -> TrainedInJax:
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(max_norm), adamw)
@@ -81,7 +81,7 @@ def train_in_jax(
     return TrainedInJax(np.array(losses), np.array(norms), weights, plan.digest)
 
 
-def torch_model(config: TransformerConfig) -> torch_ref.Transformer:
+def torch_model(config: DecoderConfig) -> torch_ref.Transformer:
     return torch_ref.Transformer(
         embed_dim=config.width, num_layers=config.num_layers, num_heads=config.num_heads, vocab_size=config.vocab_size
     ).double()

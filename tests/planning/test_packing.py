@@ -13,7 +13,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.balance import balance_plan
 from jvarlen.planning.cost_model import CostModel
@@ -151,7 +151,7 @@ def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implementation):
     """In float64, where nothing but a wrong term can differ."""
-    config = TransformerConfig(num_layers=1, width=16, num_heads=2, packed_attention=implementation)
+    config = DecoderConfig(num_layers=1, width=16, num_heads=2, packed_attention=implementation)
     loss_fn = make_loss_fn(config)
     ids = np.arange(24)
     packing = pack_samples(LENGTHS[ids], 64)
@@ -184,7 +184,7 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
     from jvarlen import scale_by_batch_size
 
     plan = packed_plan()
-    config = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    config = DecoderConfig(num_layers=1, width=8, num_heads=1)
     optimizer = optax.chain(optax.adam(1e-2), scale_by_batch_size(8))
     train_step = make_train_step(make_loss_fn(config), optimizer)
     state = new_state(init_params(config, seed=0), optimizer)

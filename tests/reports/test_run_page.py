@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.reports import figures as drawing
 from jvarlen.reports import run_page
 from jvarlen.reports.figures import look_of
@@ -381,7 +381,7 @@ def test_a_run_of_fit_is_shown_as_its_summary_has_it(tmp_path, page_path, split)
         compile=CompileOptions(cache_dir=None),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, overlong="truncate"),
-        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
     result = fit(config, split)
     page = reported(result.run_dir, path=page_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jvarlen import CompileOptions
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.config import (
     CheckpointConfig,
@@ -37,7 +37,7 @@ CHANGED = FitConfig(
     trackers=("tensorboard",),
     compile=CompileOptions(cache_dir=None, max_live=3),
     plan=PlanConfig(max_length=256, order="length", strategy="quantile"),
-    decoder=TransformerConfig(width=64),
+    decoder=DecoderConfig(width=64),
     optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),
 )
 
@@ -87,7 +87,7 @@ def test_paths_may_be_texts():
         ),
         (lambda: FitConfig(data=DataConfig(eval_data=(Path("a/x.txt"), Path("b/x.jsonl")))), "names must differ: x"),
         (lambda: FitConfig(data=DataConfig(eval_data=(Path("held_out.txt"),))), "names must differ: held_out"),
-        (lambda: TransformerConfig(width=10, num_heads=4), r"width \(10\)"),
+        (lambda: DecoderConfig(width=10, num_heads=4), r"width \(10\)"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(make, said):

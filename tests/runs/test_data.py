@@ -12,7 +12,7 @@ from jvarlen import CompileOptions, fit
 from jvarlen.cli import main
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.plan_config import epoch_plan, note_on_overlong, shapes_for
 from jvarlen.runs.task import open_training_data
@@ -45,7 +45,7 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     # Of few lengths: the expected sums are compiled for each.
     records = [{"q": "x" * rng.choice([1, 8]), "a": "y" * rng.choice([2, 5, 16])} for _ in range(60)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    model = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    model = DecoderConfig(num_layers=1, width=8, num_heads=1)
     means = []
     for packing in (None, "best_fit", "wrapped"):
         config = config_of(
@@ -126,7 +126,7 @@ def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):
     assert sorted(
         found + [data.evaluation["held_out"][i].tolist() for i in range(len(data.evaluation["held_out"]))]
     ) == (sorted(wanted))
-    larger = open_training_data(config_of(path, field="body", decoder=TransformerConfig(vocab_size=1000)))
+    larger = open_training_data(config_of(path, field="body", decoder=DecoderConfig(vocab_size=1000)))
     assert larger.vocab_size == 1000
 
 
@@ -154,7 +154,7 @@ def test_a_run_in_which_nothing_has_weight_is_refused(settings, said, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({"q": f"{i:02} {'q' * 30}", "a": "yes"}) + "\n" for i in range(40)))
     cut = PlanConfig(max_tokens=64, max_length=16, overlong="truncate")
-    model = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    model = DecoderConfig(num_layers=1, width=8, num_heads=1)
     config = config_of(path, field=("q", "a"), plan=cut, decoder=model, runs_dir=tmp_path / "runs", **settings)
     with pytest.raises(ValueError, match=said):
         fit(config)

@@ -17,7 +17,7 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.compiling import CompileReport
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs import fit as run_loop
@@ -41,7 +41,7 @@ def make_config(runs_dir, compilation_cache):
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2),
-        decoder=TransformerConfig(num_layers=1, width=16, num_heads=1),
+        decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
 
 
@@ -219,7 +219,7 @@ def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, s
 
 
 def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_of_one_step):
-    other = changed(config, resume=run_of_one_step, decoder=TransformerConfig(num_layers=1, width=32, num_heads=1))
+    other = changed(config, resume=run_of_one_step, decoder=DecoderConfig(num_layers=1, width=32, num_heads=1))
     with pytest.raises(ValueError, match=r"with its own settings; these differ: decoder\.width: 16, 32$"):
         fit(other, split)
     with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):

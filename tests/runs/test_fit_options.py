@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvarlen import CompileOptions, FitConfig, fit
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig, load_config
 from tests.run_fit import make_data
@@ -49,7 +49,7 @@ def config(tmp_path_factory, compilation_cache):
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
-        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1),
+        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jvarlen import cli, fit
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
@@ -22,7 +22,7 @@ from tests import run_fit
 from tests.settings import changed
 
 NUM_STEPS = 20
-MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)  # with matrices that are large enough for shards
+MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)  # with matrices that are large enough for shards
 ALL_AXES = "data2.stage2.tensor2.zero1"
 
 

@@ -13,14 +13,14 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen._common.terminal import escape_controls
 from jvarlen.cli import main
-from jvarlen.models import TransformerConfig, flat_params, generate, init_params
+from jvarlen.models import DecoderConfig, flat_params, generate, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
 from jvarlen.runs.task import open_training_data
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
 from tests.settings import changed
 
-MODEL = TransformerConfig(num_layers=1, width=16, num_heads=1)
+MODEL = DecoderConfig(num_layers=1, width=16, num_heads=1)
 BEST, LATEST = 1, 2
 SAMPLED = ["--max-new-tokens", "6", "--no-progress", "--max-shapes", "1"]
 
@@ -265,7 +265,7 @@ def test_prompts_and_targets_that_are_none_are_listed_and_nothing_is_written(run
 
 
 def test_tokens_that_are_no_bytes_need_a_tokenizer(tmp_path, capsys):
-    model = TransformerConfig(num_layers=1, width=16, num_heads=1, vocab_size=400)
+    model = DecoderConfig(num_layers=1, width=16, num_heads=1, vocab_size=400)
     params = init_params(model, seed=0)
     run = make_run(tmp_path / "run", lambda step: params)
     assert "the run's 400 tokens are no bytes, and its settings name no tokenizer" in said(

@@ -16,7 +16,7 @@ from jvarlen._common.files import load_dataclass
 from jvarlen.compiling.auto_shapes import RunCosts, costs_from_report, load_costs, save_costs
 from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.compiling.report import CompileReport, CompileRow
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import DirectoryConfig, PlanConfig, load_config
 from jvarlen.runs.plan_config import ChosenShapes, shapes_for
@@ -39,7 +39,7 @@ def config(tmp_path, cache_dir):
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate"),
-        decoder=TransformerConfig(num_layers=1, width=16, num_heads=1),
+        decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
 
 

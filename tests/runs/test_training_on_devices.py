@@ -15,7 +15,7 @@ import pytest
 from jvarlen import FitConfig, cli, fit
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.mesh import replicate
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import HardwareConfig, load_config
@@ -103,7 +103,7 @@ def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cac
 @pytest.mark.slow
 def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilation_cache):
     config = run_fit.make_config(tmp_path, compilation_cache)
-    model = TransformerConfig(num_layers=1, width=16, num_heads=1)  # with matrices that are large enough for shards
+    model = DecoderConfig(num_layers=1, width=16, num_heads=1)  # with matrices that are large enough for shards
     plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12)
     config, data = changed(config, decoder=model, plan=plan), run_fit.make_data()
     alone = fit(config, data)

@@ -13,7 +13,7 @@ from flax import nnx
 from jvarlen import CompileOptions, FitConfig, fit, load, make_plan, pack_samples
 from jvarlen.batches import BatchShapes, next_token_targets
 from jvarlen.data.split import Split
-from jvarlen.models import TransformerConfig
+from jvarlen.models import DecoderConfig
 from jvarlen.runs.config import DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.runs.vocabulary import table_rows
@@ -137,7 +137,7 @@ def config_of(path):
         compile=CompileOptions(cache_dir=None),
         progress=False,
         plan=PlanConfig(max_tokens=8, max_shapes=1, order="dataset"),
-        decoder=TransformerConfig(num_layers=1, width=8, num_heads=1, vocab_size=10),
+        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1, vocab_size=10),
     )
 
 

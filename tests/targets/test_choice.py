@@ -11,7 +11,7 @@ import pytest
 
 import jvarlen
 from jvarlen import Bucket
-from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.targets.choice import choose_layout, divisors
@@ -175,7 +175,7 @@ def test_the_choice_is_that_of_brute_force(first):
         assert all(choice.candidates.reasons[choice.candidates.num_fitting :])
 
 
-MODEL = TransformerConfig(num_layers=4, width=64, num_heads=4)
+MODEL = DecoderConfig(num_layers=4, width=64, num_heads=4)
 LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
 PLAN = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], order="length", microbatches_per_step=8)
 EIGHT = Cluster.preset("dgx-h100")

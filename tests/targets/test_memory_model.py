@@ -6,12 +6,12 @@ import optax
 
 from jvarlen import Bucket
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import Layout, estimate_memory
 from jvarlen.targets.layout_table import layout_table
 from jvarlen.targets.memory_model import MemoryModel
 
-MODEL = TransformerConfig(num_layers=4, width=32, num_heads=4, vocab_size=50)
+MODEL = DecoderConfig(num_layers=4, width=32, num_heads=4, vocab_size=50)
 BUCKETS = [Bucket(8, 32), Bucket(2, 96)]
 M = 16  # microbatches of a step
 TEXTS = [

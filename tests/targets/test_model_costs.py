@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket
-from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import LayeredModel, LayeredParams
 from jvarlen.targets.model_costs import count_costs
 
 WIDTH, VOCABULARY = 64, 256
-MODEL = TransformerConfig(num_layers=4, width=WIDTH, num_heads=8)
+MODEL = DecoderConfig(num_layers=4, width=WIDTH, num_heads=8)
 SHORT, LONG = Bucket(2, 32), Bucket(1, 64)
 
 

@@ -234,9 +234,9 @@ def test_a_loss_that_is_not_finite_is_named():
 
 @pytest.mark.slow
 def test_the_model_is_partition_invariant():
-    from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+    from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
-    config = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    config = DecoderConfig(num_layers=1, width=8, num_heads=1)
     dataset = random_dataset(2, 6)
     plan = make_plan(np.diff(dataset.offsets), [(1, 6)], order="length", microbatches_per_step=2)
     (batch,) = load(plan, dataset)

@@ -12,7 +12,7 @@ import pytest
 from jvarlen import WeightedTokens
 from jvarlen.attention import attend, attend_within_segments, padding_mask, segment_mask
 from jvarlen.batches import PackedBatch, next_token_targets
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.testing import assert_packing_invariant
 
 V, D = 11, 4
@@ -101,7 +101,7 @@ def test_a_loss_that_keeps_samples_apart_passes(loss_fn):
 
 
 def test_the_built_in_model_passes():
-    config = TransformerConfig(num_layers=1, width=8, num_heads=2, vocab_size=V)
+    config = DecoderConfig(num_layers=1, width=8, num_heads=2, vocab_size=V)
     params = jax.tree.map(lambda leaf: leaf * 5, init_params(config, seed=0))
     weighted = [WeightedTokens(sample, np.arange(len(sample)) % 3) for sample in SAMPLES]
     assert_packing_invariant(make_loss_fn(config), params, weighted)

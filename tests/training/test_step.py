@@ -172,12 +172,12 @@ def test_gradients_of_bfloat16_parameters_are_added_in_float32():
 
 def test_the_model_loses_nothing_to_padding():
     """Σ loss over a plan is the sum over samples taken one at a time, unpadded."""
-    from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+    from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
     dataset = random_dataset(9, 12)
     lengths = np.diff(dataset.offsets)
-    model_loss = make_loss_fn(TransformerConfig(num_layers=1, width=16, num_heads=2))
-    weights = init_params(TransformerConfig(num_layers=1, width=16, num_heads=2), seed=0)
+    model_loss = make_loss_fn(DecoderConfig(num_layers=1, width=16, num_heads=2))
+    weights = init_params(DecoderConfig(num_layers=1, width=16, num_heads=2), seed=0)
     step = jax.jit(make_eval_step(model_loss))
     plan = make_plan(lengths, [(2, 6), (2, 16)], order="length", microbatches_per_step=2)
     total = sum(float(step(weights, batch)[1].loss_sum) for batch in load(plan, dataset))

@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for, segment_mask
-from jvarlen.models.config import TransformerConfig
+from jvarlen.models.config import DecoderConfig
+from jvarlen.models.decoder import Decoder, rows_of
 from jvarlen.models.layers import layered
-from jvarlen.models.transformer import Transformer, rows_of
 from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes, LayeredModel
 from jvarlen.parallel.tensor import check_tensor_divides
@@ -106,7 +106,7 @@ def attend_last(
     return attend_by_mask(query, key, value, mask_BxTxT[:, -query.shape[1] :])
 
 
-def sliced_model(config: TransformerConfig) -> LayeredModel:
+def sliced_model(config: DecoderConfig) -> LayeredModel:
     """The built-in model by layers, through which rows go whole or in slices.
 
     Args:
@@ -120,7 +120,7 @@ def sliced_model(config: TransformerConfig) -> LayeredModel:
     @functools.cache
     def graph(num_parts: int) -> nnx.GraphDef:
         def split() -> nnx.GraphDef:
-            return nnx.split(Transformer(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0)).blocks[0])[0]
+            return nnx.split(Decoder(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0)).blocks[0])[0]
 
         return nnx.eval_shape(split)
 

@@ -12,11 +12,11 @@ import pytest
 from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen.batches import BatchShapes
 from jvarlen.loading import pack_to_bucket, pad_to_bucket
-from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.hand_made import batch_of
 
-CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
+CONFIG = DecoderConfig(num_layers=2, width=16, num_heads=2)
 LOSS_FN = jax.jit(make_loss_fn(CONFIG))
 SHALLOW = dataclasses.replace(CONFIG, num_layers=1)
 LOSS_AND_GRAD = jax.jit(jax.value_and_grad(make_loss_fn(SHALLOW), has_aux=True))
@@ -89,7 +89,7 @@ def test_every_form_of_mask_gives_the_same_loss_and_gradient(attention, told_len
 def growth_of_temporaries(attention):
     """How many times the bytes between arguments and results of a training step twice as long a row takes."""
     optimizer = optax.sgd(0.1)
-    config = TransformerConfig(num_layers=1, width=8, num_heads=1, attention=attention)
+    config = DecoderConfig(num_layers=1, width=8, num_heads=1, attention=attention)
     compiled = compile_buckets(
         make_train_step(make_loss_fn(config), optimizer),
         new_state(init_params(config, seed=0), optimizer),

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.batches.next_token import next_token_targets
-from jvarlen.models.config import TransformerConfig
+from jvarlen.models.config import DecoderConfig
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
@@ -30,8 +30,8 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import key_of_seed
 
 __all__ = [
+    "Decoder",
     "Rows",
-    "Transformer",
     "init_params",
     "make_loss_fn",
     "rows_of",
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 class _Linear(nnx.Linear):
     """A layer without bias that multiplies in the configured type; with bfloat16 its outputs are float32."""
 
-    def __init__(self, config: TransformerConfig, num_in: int, num_out: int, **options: Any):
+    def __init__(self, config: DecoderConfig, num_in: int, num_out: int, **options: Any):
         if config.compute_dtype is not None:
             from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 
@@ -84,7 +84,7 @@ class _Block(nnx.Module):
     """Attention and a two-layer perceptron, each on a normalised residual stream."""
 
     # With `num_parts`, the part of one device under tensor parallelism: some heads, and some of the hidden features.
-    def __init__(self, config: TransformerConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
         width, part = config.width, config.width // num_parts
         self.num_heads = config.num_heads // num_parts
         self.implementation = config.attention
@@ -152,13 +152,13 @@ def run_block(
     return nnx.merge(graphdef, params)(x_BxTxD, rows, axes, num_positions)
 
 
-class Transformer(nnx.Module):
+class Decoder(nnx.Module):
     """A decoder that predicts every token from the tokens before it.
 
     With `num_parts`, the part of one device under tensor parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
         self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
         self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=_NORMAL, rngs=rngs)
         self.blocks = nnx.List([_Block(config, num_parts=num_parts, rngs=rngs) for _ in range(config.num_layers)])
@@ -200,7 +200,7 @@ def _rotate_positions(
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
-def init_params(config: TransformerConfig, seed: int) -> nnx.State:
+def init_params(config: DecoderConfig, seed: int) -> nnx.State:
     """The initial parameters of a model.
 
     Args:
@@ -210,10 +210,10 @@ def init_params(config: TransformerConfig, seed: int) -> nnx.State:
     Returns:
       A pytree of float32 arrays.
     """
-    return nnx.split(Transformer(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
+    return nnx.split(Decoder(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
 
 
-def make_loss_fn(config: TransformerConfig) -> LossFn:
+def make_loss_fn(config: DecoderConfig) -> LossFn:
     """A pure `loss_fn(params, microbatch) -> (loss_sum, weight_sum)` in nats.
 
     Args:
@@ -225,7 +225,7 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
       every token given the tokens before it in its sample, and the sum of the weights. Gradients always have the type
       of the parameters.
     """
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
         inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.vocab_size)
