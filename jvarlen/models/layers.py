@@ -60,7 +60,8 @@ def layered(config: DecoderConfig) -> LayeredModel:
     def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
         graphdef, rows = graphs_on(axes)[1], rows_of(microbatch, axes)
         num_positions = None if axes.positions is None else microbatch.tokens.shape[1]
-        return run_block(graphdef, block, x_BxTxD, rows, axes._replace(positions=None, key=None), num_positions)
+        axes = axes._replace(positions=None, key=None, layer=None)
+        return run_block(graphdef, block, x_BxTxD, rows, axes, num_positions)
 
     def loss(
         ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes

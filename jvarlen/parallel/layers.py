@@ -20,8 +20,8 @@ from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "bind_axes", "check_layer",
-    "check_layers_divide", "first_paths", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
+    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "axes_of_ends", "bind_axes",
+    "check_layer", "check_layers_divide", "first_paths", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
     "rematerialized", "staged_specs", "unstack_own",
 ]  # fmt: skip
 
@@ -35,6 +35,7 @@ class Axes(NamedTuple):
       sequence_parallel: whether activations between layers are sharded by position over `tensor`.
       positions: int[S], the place in the row of each position of this shard; None if rows are whole.
       key: typed key[], the random key of this call; None if the state has none.
+      layer: int32[] or int, the index of the layer among all L in `layer`; None in `embed` and `loss`.
     """
 
     tensor: str | None = None
@@ -42,6 +43,7 @@ class Axes(NamedTuple):
     sequence_parallel: bool = False
     positions: Any = None
     key: Any = None
+    layer: Any = None
 
 
 class LayeredParams(NamedTuple):
@@ -119,16 +121,21 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
             check_layer(x, following)
             return following, None
 
-        x = model.embed(params.ends, microbatch, axes_at(key, num_layers))
+        x = model.embed(params.ends, microbatch, axes_of_ends(key, num_layers))
         x = jax.tree.map(jnp.asarray, x)
         x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers)))
-        return model.loss(params.ends, x, microbatch, axes_at(key, num_layers + 1))
+        return model.loss(params.ends, x, microbatch, axes_of_ends(key, num_layers + 1))
 
     return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
 
 
-def axes_at(key: Any, index: Any) -> Axes:
+def axes_at(key: Any, layer: Any) -> Axes:
     """The axes of a layer: its key is that of the microbatch, if there is one, with the layer's index folded in."""
+    return axes_of_ends(key, layer)._replace(layer=layer)
+
+
+def axes_of_ends(key: Any, index: Any) -> Axes:
+    """The axes of `embed`, whose index is L, or of `loss`, whose index is L + 1."""
     return Axes(key=None if key is None else jax.random.fold_in(key, index))
 
 

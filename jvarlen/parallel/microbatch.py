@@ -128,19 +128,19 @@ class OneMicrobatch:
         assert isinstance(model, LayeredModel)
         splits = self._layout.schedule == "zero_bubble"
 
-        def actions(params: LayeredParams, microbatch: Any, key: Any) -> Any:
+        def actions(params: LayeredParams, microbatch: Any, key: Any, index: Any) -> Any:
             axes = Axes(key=key)
 
             def embed(ends: Any) -> Any:
                 return jax.tree.map(jax.numpy.asarray, model.embed(ends, microbatch, axes))
 
-            def run_layer(own: Any, x: Any, microbatch: Any, key: Any) -> Any:
-                return model.layer(own, x, microbatch, Axes(key=key))
+            def run_layer(own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
+                return model.layer(own, x, microbatch, Axes(key=key, layer=index))
 
             def loss(ends: Any, floats: Any) -> Any:
                 return model.loss(ends, with_floats(y, floats), microbatch, axes)[0]
 
-            others, x = (microbatch, key), embed(params.ends)
+            others, x = (microbatch, key, index), embed(params.ends)
             own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params.layers)
             passes = split_passes(run_layer, own, x, *others, weights_apart=splits)
             y, kept = jax.lax.scan(lambda x, own: passes.forward(own, x, *others), x, params.layers)
@@ -160,7 +160,7 @@ class OneMicrobatch:
             _, pull = jax.vjp(lambda ends: floats_of(embed(ends)), params.ends)
             return jax.tree.map(jax.numpy.add, of_ends, pull(of_x)[0]), rest
 
-        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key)
+        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key, np.int32(0))
         return DeviceArrays(lifetimes_of(ClosedJaxpr(jaxpr, ())), **sizes)
 
     def residual_bytes(self) -> int:

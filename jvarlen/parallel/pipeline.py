@@ -26,6 +26,7 @@ from jvarlen.parallel.layers import (
     LayeredModel,
     LayeredParams,
     axes_at,
+    axes_of_ends,
     check_layer,
     check_layers_divide,
     num_layers_of,
@@ -220,7 +221,7 @@ class _Device:
         return jax.tree.map(lambda leaf: leaf[index], self.all_given)
 
     def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
-        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_at(key, self.num_layers)))
+        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_of_ends(key, self.num_layers)))
 
     def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
         following = self.model.layer(own, x, microbatch, axes_at(key, index))
@@ -277,7 +278,7 @@ class _Device:
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
-            return self.model.loss(ends, with_floats(x, floats), microbatch, axes_at(key, self.num_layers + 1))
+            return self.model.loss(ends, with_floats(x, floats), microbatch, axes_of_ends(key, self.num_layers + 1))
 
         state = TrainState((self.ends, floats_of(x)), None)
         return sum_microbatch(loss_fn, state, microbatch, with_grads=with_grads)

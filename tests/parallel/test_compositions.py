@@ -64,7 +64,7 @@ def positions_of(batch, axes):
 
 
 def tied_layer(own, x, batch, axes):
-    change = jnp.tanh(x @ own["k"] + own["b"])
+    change = jnp.tanh(x @ own["k"] + own["b"]) / (1 + axes.layer)
     kept = jax.random.bernoulli(axes.key, 0.8, (*batch.tokens.shape, x.shape[-1]))  # of whole rows
     return x + change * kept[:, positions_of(batch, axes)]
 

@@ -90,16 +90,16 @@ def test_layers_run_in_order_and_the_plain_step_trains_them():
         np.testing.assert_allclose(leaf, before - 0.1 * np.asarray(grad), rtol=1e-5, atol=1e-6)
 
 
-def test_every_call_has_a_key_of_its_own():
+def test_every_call_has_a_key_of_its_own_and_a_layer_its_index():
     def draw(axes):
         return jax.random.uniform(axes.key)
 
     model = LayeredModel(
         lambda ends, microbatch, axes: jnp.zeros(6).at[0].set(draw(axes)),
-        lambda own, x, microbatch, axes: x.at[own].set(draw(axes)),
+        lambda own, x, microbatch, axes: x.at[axes.layer + 1].set(draw(axes)),
         lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(1), {"drawn": x.at[5].set(draw(axes))}),
     )
-    params = LayeredParams((), jnp.arange(1, 5))
+    params = LayeredParams((), jnp.zeros(4))
     key = jax.random.key(3)
     drawn = layered_loss_fn(model)(params, None, key)[2]["drawn"]
     expected = [jax.random.uniform(jax.random.fold_in(key, index)) for index in (4, 0, 1, 2, 3, 5)]
@@ -111,7 +111,7 @@ def test_without_a_key_in_the_state_the_axes_have_none():
     seen = []
     model = SIMPLE._replace(embed=lambda ends, microbatch, axes: seen.append(axes) or microbatch @ ends["in"])
     layered_loss_fn(model)(simple_params(), np.ones((4, 3), np.float32))
-    assert seen == [Axes()]
+    assert seen == [Axes()]  # nor a layer, in embed
 
 
 def test_what_is_no_model_by_layers_is_refused():

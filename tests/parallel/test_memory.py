@@ -116,7 +116,8 @@ def test_what_a_layout_cannot_train_is_refused():
 
 
 def test_kept_residuals_are_counted_for_each_slot():
-    params, optimizer, model = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
+    params, optimizer, whole = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
+    model = whole._replace(layer=lambda own, x, batch, axes: whole.layer(own, x * (1 + axes.layer), batch, axes))
 
     def activations(num_microbatches, remat, schedule="eager_1f1b"):
         layout = Layout(data=1, stage=4, schedule=schedule, remat=remat)

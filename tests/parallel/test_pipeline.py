@@ -39,7 +39,7 @@ def noisy_embed(ends, microbatch, axes):
 
 
 def noisy_layer(own, x, microbatch, axes):
-    change = jnp.tanh(x["x"] @ own["k"] + x["layers"][0])
+    change = jnp.tanh(x["x"] @ own["k"] + axes.layer)
     return {"x": x["x"] + change * jax.random.bernoulli(axes.key, 0.8, change.shape), "layers": x["layers"] + 1}
 
 

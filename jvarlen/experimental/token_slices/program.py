@@ -30,9 +30,11 @@ from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.context import row_length
 from jvarlen.parallel.layers import (
+    Axes,
     LayeredModel,
     LayeredParams,
     axes_at,
+    axes_of_ends,
     check_layer,
     check_layers_divide,
     num_layers_of,
@@ -233,12 +235,13 @@ class _Device:
         """A microbatch and its key."""
         return jax.tree.map(lambda leaf: leaf[index], self.microbatches_and_keys)
 
-    def axes_at(self, k: int, key: Any, index: Any, earlier: Callable[[Any], Any] | None = None) -> SlicedAxes:
+    def on_slice(self, k: int, axes: Axes, earlier: Callable[[Any], Any] | None = None) -> SlicedAxes:
         positions = np.arange(*self.plan.edges[k : k + 2], dtype=np.int32)
-        return SlicedAxes.of(axes_at(key, index)._replace(positions=positions), earlier or _refuse)
+        return SlicedAxes.of(axes._replace(positions=positions), earlier or _refuse)
 
     def embed(self, ends: Any, k: int, microbatch: Any, key: Any) -> Any:
-        x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, self.axes_at(k, key, self.num_layers)))
+        axes = self.on_slice(k, axes_of_ends(key, self.num_layers))
+        x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
         self.check_positions(k, "embed returned", x)
         return x
 
@@ -265,7 +268,7 @@ class _Device:
             if leaves_by_name(taken).keys() != leaves_by_name(given).keys():
                 raise UserError("a layer must give earlier_of the same arrays in each slice, in the same calls")
 
-        following = self.model.layer(layer_params, x, microbatch, self.axes_at(k, key, index, exchange))
+        following = self.model.layer(layer_params, x, microbatch, self.on_slice(k, axes_at(key, index), exchange))
         check_layer(x, following)
         if given is not None:
             check_same(taken, given)
@@ -301,20 +304,20 @@ class _Device:
 
     def sum_loss(self, x: Any, k: int, microbatch: Any, key: Any) -> StepSums:
         """The sums of the loss of a slice; its gradients are those of the ends, and of the floats of x."""
-        index = self.num_layers + 1
+        axes = axes_of_ends(key, self.num_layers + 1)
         if self.plan.num_slices > 1:
 
             def of_slice(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
-                return self.model.loss(ends, x, microbatch, self.axes_at(k, key, index))
+                return self.model.loss(ends, x, microbatch, self.on_slice(k, axes))
 
             def of_rows(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
-                return self.model.loss(ends, x, microbatch, axes_at(key, index))
+                return self.model.loss(ends, x, microbatch, axes)
 
             check_sums_over_positions(of_slice, of_rows, self.params.ends, x, microbatch, self.plan.edges[-1])
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
-            return self.model.loss(ends, with_floats(x, floats), microbatch, self.axes_at(k, key, index))
+            return self.model.loss(ends, with_floats(x, floats), microbatch, self.on_slice(k, axes))
 
         sums = sum_microbatch(loss_fn, TrainState((self.params.ends, floats_of(x)), None), microbatch)
         # It counts the tokens of whole rows.

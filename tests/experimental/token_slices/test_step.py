@@ -44,7 +44,7 @@ def sum_so_far(x, axes):
 
 def noisy_layer(own, x, microbatch, axes):
     """Attention within segments, two heads of queries to one of keys, and a sum of whatever came before."""
-    own_x = x["x"] + x["layers"][..., None]
+    own_x = x["x"] + axes.layer
     query, key_value = jnp.split(own_x @ own["qkv"], 2, axis=-1)
     key, value = jnp.split(key_value[:, :, None], 2, axis=-1)
     query = query.reshape(*query.shape[:2], 2, -1)
