@@ -1,28 +1,75 @@
-"""Settings of the demo transformer, read without JAX."""
+"""Settings of the decoder, read without JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal
 
-from jvarlen._common.checks import UserError, check_counts, is_number
+from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
 from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
 
-__all__ = ["DecoderConfig", "check_temperature"]
+__all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How Llama 3 lowers the frequencies of the rotary embedding, for longer rows than it was first trained on."""
+
+    factor: float
+    """By which low frequencies are divided."""
+    low_frequency_factor: float
+    """Frequencies of fewer turns than this in `original_length` are low."""
+    high_frequency_factor: float
+    """Frequencies of more turns than this in `original_length` stay as they are; those between are interpolated."""
+    original_length: int
+    """Positions of the first training."""
+
+    def __post_init__(self):
+        check_above(self, 0, "factor", "low_frequency_factor", "high_frequency_factor", "original_length")
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise UserError(
+                f"high_frequency_factor ({self.high_frequency_factor}) must be above low_frequency_factor "
+                f"({self.low_frequency_factor})"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of the decoder."""
+    """The shape of a decoder of the Llama family; the defaults are those of the demo."""
 
     num_layers: int = 2
-    """Number of blocks."""
+    """Number of layers."""
     width: int = 128
     """Size of the residual stream."""
-    vocab_size: int = 256
-    """Vocabulary size: 256 for bytes, or that of the tokenizer if it is larger."""
+    mlp_width: int | None = None
+    """Hidden features of the MLP. None: 8/3 of the width, rounded up to a multiple of 16."""
     num_heads: int = 2
-    """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
+    """Heads of queries."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each of which serves several heads of queries. None: as many."""
+    head_size: int | None = None
+    """Size of a head, which must be even (rotary positions need pairs). None: width / num_heads."""
+    vocab_size: int = 257
+    """Size of the vocabulary, that of the data or the tokenizer if it is larger: 256 bytes and the token that begins
+    samples."""
+    begins_samples: bool = True
+    """Whether the last token of the vocabulary is put before every sample, so that its first token is predicted too."""
+    tied: bool = False
+    """Whether the head is the embedding."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether the projection of what attention gives has a bias."""
+    qk_norm: bool = False
+    """Whether every head of queries and keys is normalised."""
+    windows: tuple[int, ...] = ()
+    """Of each layer, how many tokens a token sees, itself included; 0 for all before it. Empty: all layers see all."""
+    norm_epsilon: float = 1e-6
+    """What norms add to the mean of squares."""
+    rotary_base: float = 10_000.0
+    """Base of the wavelengths of the rotary embedding."""
+    rotary_scaling: RotaryScaling | None = None
+    """How they are scaled; None: not at all."""
     attention: AttentionImplementation | None = None
     """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
     None chooses by the length of the rows. Rows that are spread have an attention of their own.
@@ -34,12 +81,51 @@ class DecoderConfig:
     None uses the type of the parameters."""
 
     def __post_init__(self):
-        check_counts(self, 1, "num_layers", "width", "vocab_size", "num_heads")
-        if self.width % (2 * self.num_heads):
+        check_counts(
+            self, 1, "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_size", "vocab_size"
+        )
+        check_above(self, 0, "norm_epsilon", "rotary_base")
+        if self.head_size is None and self.width % (2 * self.num_heads):
             raise UserError(f"width ({self.width}) must be a multiple of 2 * num_heads ({2 * self.num_heads})")
+        if self.size_of_head % 2:
+            raise UserError(f"head_size ({self.head_size}) must be even: rotary positions need pairs")
+        if self.num_heads % self.kv_heads:
+            raise UserError(f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})")
+        if self.begins_samples and self.vocab_size < 2:
+            raise UserError("vocab_size must be at least 2: the last token begins samples")
+        object.__setattr__(self, "windows", tuple(self.windows) if any(self.windows) else ())
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise UserError(
+                f"windows must be {self.num_layers} numbers of at least 0, one a layer, not {list_first(self.windows)}"
+            )
         wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
         if wrong and self.compute_dtype is None:
             raise UserError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
+
+    @property
+    def size_of_head(self) -> int:
+        """Features of a head."""
+        return self.head_size or self.width // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def mlp_features(self) -> int:
+        """Hidden features of the MLP."""
+        return self.mlp_width or -(-self.width // 6) * 16
+
+    @property
+    def begin_token(self) -> int | None:
+        """The token that is put before every sample; None if there is none."""
+        return self.vocab_size - 1 if self.begins_samples else None
+
+    @property
+    def num_values(self) -> int:
+        """How many values tokens of samples may have."""
+        return self.vocab_size - self.begins_samples
 
 
 def check_temperature(temperature: float) -> None:

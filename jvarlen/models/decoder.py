@@ -1,7 +1,8 @@
-"""The demo transformer: a small byte-level decoder in Flax NNX.
+"""A decoder of the Llama family in Flax NNX: Llama 3, Qwen 2.5 and 3, Mistral, and, small, the demo.
 
 Letters: B rows, T positions (of rows that are spread over a mesh axis, those of this device), S those of this device
-under sequence parallelism, D width, F outputs of a layer, H heads, K head size, V values of a token.
+under sequence parallelism, D width, F outputs of a product, H heads of queries, N of keys and values, K head size, V
+values of a token.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.batches.next_token import next_token_targets
-from jvarlen.models.config import DecoderConfig
+from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
     leave_tensor_parallel,
+    sum_backward,
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
@@ -30,16 +33,22 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import key_of_seed
 
 __all__ = [
+    "MARKS",
     "Decoder",
+    "DecoderLayer",
     "Rows",
+    "graphs_of",
     "init_params",
     "make_loss_fn",
     "rows_of",
-    "run_block",
+    "run_layer",
     "sum_losses",
+    "window_of",
 ]
 
-_ROTARY_BASE = 10_000.0
+MARKS = ("query", "key", "value", "attention", "projection", "gate", "up")
+"""What a layer names by `checkpoint_name`, in this order: what a rematerialization policy may keep."""
+
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.
 _LECUN_NORMAL = jax.jit(jax.nn.initializers.lecun_normal(), static_argnums=(1, 2))
@@ -47,12 +56,13 @@ _NORMAL = jax.jit(jax.nn.initializers.normal(0.02), static_argnums=(1, 2))
 
 
 class Rows(NamedTuple):
-    """Where samples begin and end in the rows, for attention.
+    """Where samples begin and end in the rows, for attention, and how far back a token sees.
 
     Attributes:
       lengths: int[B], tokens of a row that holds one sample; None for packed rows.
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
       positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
+      window: int[], how many tokens a token sees, itself included; None for all before it.
 
     Where rows are spread over a mesh axis, segments and positions are those of `axes.positions`.
     """
@@ -60,56 +70,114 @@ class Rows(NamedTuple):
     lengths: Any = None
     segment_ids: Any = None
     positions: Any = None
+    window: Any = None
 
 
-class _Linear(nnx.Linear):
-    """A layer without bias that multiplies in the configured type; with bfloat16 its outputs are float32."""
+class _Linear(nnx.Module):
+    """A product in the configured type; with bfloat16 its outputs are float32."""
 
-    def __init__(self, config: DecoderConfig, num_in: int, num_out: int, **options: Any):
-        if config.compute_dtype is not None:
-            from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_in: int,
+        num_out: int,
+        *,
+        has_bias: bool = False,
+        init: Any = _LECUN_NORMAL,
+        rngs: nnx.Rngs,
+    ):
+        self.in_bfloat16 = config.compute_dtype is not None
+        self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(num_out, jnp.float32)) if has_bias else None
 
-            options["dot_general"] = dot_general_in_bfloat16
-        options.setdefault("kernel_init", _LECUN_NORMAL)
-        super().__init__(num_in, num_out, use_bias=False, **options)
-
-    def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:  # type: ignore[override]
-        """The product with all positions as rows of one matrix."""
-        # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
-        outputs = super().__call__(inputs.reshape(-1, self.in_features))
-        return outputs.reshape(*inputs.shape[:-1], self.out_features)
+    def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*batch F"]:
+        """Of inputs that are whole, or summed over the tensor axis where they are split and `axes` has one."""
+        product = leave_tensor_parallel(multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16), axes=axes)
+        return product if self.bias is None else product + self.bias[...]
 
 
-class _Block(nnx.Module):
-    """Attention and a two-layer perceptron, each on a normalised residual stream."""
+def multiply(
+    x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, in_bfloat16: bool
+) -> Float[Array, "*batch F"]:
+    """The product with all positions as rows of one matrix."""
+    # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
+    rows = x.reshape(-1, x.shape[-1])
+    if in_bfloat16:
+        from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 
-    # With `num_parts`, the part of one device under tensor parallelism: some heads, and some of the hidden features.
-    def __init__(self, config: DecoderConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
-        width, part = config.width, config.width // num_parts
-        self.num_heads = config.num_heads // num_parts
-        self.implementation = config.attention
-        self.packed_implementation = config.packed_attention
-        self.norm1 = nnx.RMSNorm(width, rngs=rngs)
-        self.qkv = _Linear(config, width, 3 * part, rngs=rngs)
-        self.out = _Linear(config, part, width, rngs=rngs)
-        self.norm2 = nnx.RMSNorm(width, rngs=rngs)
-        self.up = _Linear(config, width, 4 * part, rngs=rngs)
-        self.down = _Linear(config, 4 * part, width, rngs=rngs)
+        product = dot_general_in_bfloat16(rows, kernel, (((1,), (0,)), ((), ())))
+    else:
+        product = rows @ kernel
+    return product.reshape(*x.shape[:-1], kernel.shape[1])
+
+
+class _RMSNorm(nnx.Module):
+    """Root mean square normalisation in float32 at least (Zhang and Sennrich 2019)."""
+
+    def __init__(self, config: DecoderConfig, num_features: int):
+        self.epsilon = config.norm_epsilon
+        self.scale = nnx.Param(jnp.ones(num_features, jnp.float32))
+
+    def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*batch D"]:
+        """Of x; with a tensor axis in `axes`, of this device's heads of x."""
+        scale, wide = self.scale[...], x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if axes.tensor is not None and not axes.sequence_parallel:  # each device has the gradient of its heads
+            scale = sum_backward(scale, axes.tensor)
+        normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (normalised * scale).astype(jnp.promote_types(x.dtype, scale.dtype))
+
+
+class _Attention(nnx.Module):
+    """Grouped-query attention with a rotary embedding."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, size = config.width, config.size_of_head
+        self.q, self.k, self.v = (
+            _Linear(config, width, num_heads * size, has_bias=config.qkv_bias, rngs=rngs)
+            for num_heads in (config.num_heads, config.kv_heads, config.kv_heads)
+        )
+        self.q_norm, self.k_norm = (_RMSNorm(config, size) if config.qk_norm else None for _ in range(2))
+        self.out = _Linear(config, config.num_heads * size, width, has_bias=config.out_bias, rngs=rngs)
+
+
+class _MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.gate = _Linear(config, config.width, config.mlp_features, rngs=rngs)
+        self.up = _Linear(config, config.width, config.mlp_features, rngs=rngs)
+        self.down = _Linear(config, config.mlp_features, config.width, rngs=rngs)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and an MLP, each on a normalised residual stream.
+
+    It has as many heads and features as its parameters, which under tensor parallelism are those of one device.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = _RMSNorm(config, config.width)
+        self.attention = _Attention(config, rngs=rngs)
+        self.mlp_norm = _RMSNorm(config, config.width)
+        self.mlp = _MLP(config, rngs=rngs)
 
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT, num_positions: int | None = None
-    ) -> Float[Array, "B T D"]:
-        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, num_positions, axes)
+        self, x_BxTxD: Float[Array, "B S D"], rows: Rows, axes: Axes = _UNSPLIT, num_positions: int | None = None
+    ) -> Float[Array, "B S D"]:
+        """The residual stream after the layer."""
+        qkv = self.project(x_BxTxD, rows.positions, num_positions, axes)
+        windowed = {} if rows.window is None else {"window": rows.window}
         if axes.context is not None:
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
-            attended = attend_over_axis(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, axes=axes, segment_ids=rows.segment_ids)
+            attended = attend_over_axis(*qkv, axes=axes, segment_ids=rows.segment_ids, **windowed)
         elif rows.segment_ids is None:
-            attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
+            attended = attend(*qkv, rows.lengths, implementation=self.config.attention, **windowed)
         else:
-            attended = attend_within_segments(
-                q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.segment_ids, implementation=self.packed_implementation
-            )
+            implementation = self.config.packed_attention
+            attended = attend_within_segments(*qkv, rows.segment_ids, implementation=implementation, **windowed)
         return self.finish(x_BxTxD, attended, axes)
 
     def project(
@@ -118,29 +186,37 @@ class _Block(nnx.Module):
         positions: Int[Array, "B T"] | None,
         num_positions: int | None = None,
         axes: Axes = _UNSPLIT,
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T H K"]]:
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T N K"], Float[Array, "B T N K"]]:
         """Queries and keys, rotated by their positions, and values; `num_positions` as in `_rotate_positions`."""
-        # Norms and layers give at least float32; only what is kept for the backward pass is rounded to x's type.
-        qkv = self.qkv(enter_tensor_parallel(self.norm1(x_BxTxD), axes=axes))
-        qkv = qkv.reshape(*qkv.shape[:2], 3, self.num_heads, qkv.shape[2] // (3 * self.num_heads))
-        q_BxTxHxK, k_BxTxHxK = (
-            _rotate_positions(qkv[:, :, i], positions, num_positions).astype(x_BxTxD.dtype) for i in (0, 1)
+        # Norms and products give at least float32; only what is kept for the backward pass is rounded to x's type.
+        own, config = self.attention, self.config
+        entered = enter_tensor_parallel(self.attention_norm(x_BxTxD), axes=axes)
+        q, k, v = (
+            product.reshape(*product.shape[:2], -1, config.size_of_head)
+            for product in (own.q(entered), own.k(entered), own.v(entered))
         )
-        return q_BxTxHxK, k_BxTxHxK, qkv[:, :, 2].astype(x_BxTxD.dtype)
+        if own.q_norm is not None and own.k_norm is not None:
+            q, k = own.q_norm(q, axes), own.k_norm(k, axes)
+        q, k = (_rotate_positions(x, positions, config, num_positions) for x in (q, k))
+        query, key, value = (x.astype(x_BxTxD.dtype) for x in (q, k, v))
+        return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
 
     def finish(
         self, x_BxTxD: Float[Array, "B S D"], attended: Float[Array, "B T H K"], axes: Axes = _UNSPLIT
     ) -> Float[Array, "B S D"]:
-        """The residual stream after the block, from the one before it and the heads' outputs."""
-        attended_BxTxD = attended.reshape(*attended.shape[:2], -1)
-        x_BxTxD = (x_BxTxD + leave_tensor_parallel(self.out(attended_BxTxD), axes=axes)).astype(x_BxTxD.dtype)
-        hidden_BxTx4D = self.up(enter_tensor_parallel(self.norm2(x_BxTxD), axes=axes)).astype(x_BxTxD.dtype)
-        down_BxTxD = leave_tensor_parallel(self.down(jax.nn.gelu(hidden_BxTx4D)), axes=axes)
-        return (x_BxTxD + down_BxTxD).astype(x_BxTxD.dtype)
+        """The residual stream after the layer, from the one before it and the heads' outputs."""
+        dtype, mlp = x_BxTxD.dtype, self.mlp
+        attended_BxTxF = checkpoint_name(attended.reshape(*attended.shape[:2], -1), "attention")
+        projected_BxTxD = self.attention.out(attended_BxTxF, axes)
+        x_BxTxD = (x_BxTxD + checkpoint_name(projected_BxTxD.astype(dtype), "projection")).astype(dtype)
+        entered = enter_tensor_parallel(self.mlp_norm(x_BxTxD), axes=axes)
+        gate_BxTxF = checkpoint_name(mlp.gate(entered).astype(dtype), "gate")
+        up_BxTxF = checkpoint_name(mlp.up(entered).astype(dtype), "up")
+        return (x_BxTxD + mlp.down(jax.nn.silu(gate_BxTxF) * up_BxTxF, axes)).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))  # all blocks are alike: one of them is traced
-def run_block(
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))  # all layers are alike: one of them is traced
+def run_layer(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     x_BxTxD: jax.Array,
@@ -148,56 +224,98 @@ def run_block(
     axes: Axes = _UNSPLIT,  # without arrays
     num_positions: int | None = None,  # of whole rows, if these are some of their positions
 ) -> jax.Array:
-    """The residual stream after a block with these parameters."""
+    """The residual stream after a layer with these parameters."""
     return nnx.merge(graphdef, params)(x_BxTxD, rows, axes, num_positions)
 
 
 class Decoder(nnx.Module):
-    """A decoder that predicts every token from the tokens before it.
+    """A decoder that predicts every token from the tokens before it."""
 
-    With `num_parts`, the part of one device under tensor parallelism.
-    """
-
-    def __init__(self, config: DecoderConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
-        self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
-        self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=_NORMAL, rngs=rngs)
-        self.blocks = nnx.List([_Block(config, num_parts=num_parts, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        num_logits = -(-config.vocab_size // num_parts)
-        self.head = _Linear(config, config.width, num_logits, kernel_init=_NORMAL, rngs=rngs)
-        self.compute_dtype = config.compute_dtype
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Embed(config.vocab_size, config.width, embedding_init=_NORMAL, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = _RMSNorm(config, config.width)
+        self.head = None if config.tied else _Linear(config, config.width, config.vocab_size, init=_NORMAL, rngs=rngs)
 
     def __call__(self, inputs_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
         """Logits of what follows every input, at least float32; values at positions without a token are meaningless."""
-        x_BxTxD = self.embed_inputs(inputs_BxT)
-        for block in self.blocks:
-            x_BxTxD = run_block(*nnx.split(block), x_BxTxD, rows)
-        return self.logits(x_BxTxD)
+        return self.logits(self.run_layers(self.embed_inputs(inputs_BxT), rows))
+
+    def run_layers(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
+        """The output of the last layer."""
+        for index, layer in enumerate(self.layers):
+            rows = rows._replace(window=window_of(self.config, index))
+            x_BxTxD = run_layer(*nnx.split(layer), x_BxTxD, rows)
+        return x_BxTxD
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
-        """Embeddings of the inputs of positions, which are tokens or `begin_of_sample`, in the compute type."""
+        """Embeddings of the inputs of positions, in the compute type."""
         # Calling `embed` would round parameters to the type it began with.
         x_BxTxD = vocabulary_embedding(self.embed.embedding[...], inputs_BxT, axes=axes)
-        return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
+        return x_BxTxD if self.config.compute_dtype is None else x_BxTxD.astype(self.config.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B S D"], axes: Axes = _UNSPLIT) -> Float[Array, "B T V"]:
-        """Logits of every token from the output of the last block."""
-        return self.head(enter_tensor_parallel(self.norm(x_BxTxD), axes=axes))
+        """Logits of every token from the output of the last layer."""
+        entered = enter_tensor_parallel(self.norm(x_BxTxD), axes=axes)
+        return multiply(entered, self.head_kernel, in_bfloat16=self.config.compute_dtype is not None)
+
+    @property
+    def head_kernel(self) -> Float[Array, "D V"]:
+        """The kernel of the head, which may be the embedding."""
+        return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
+
+
+@functools.cache
+def graphs_of(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.GraphDef]:
+    """The graphs of the decoder, of its ends alone, and of a layer, which goes with any number of them."""
+
+    def split() -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.GraphDef]:
+        model = Decoder(config, rngs=nnx.Rngs(0))
+        whole, layer = nnx.split(model)[0], nnx.split(model.layers[0])[0]
+        model.layers = nnx.List([])
+        return whole, nnx.split(model)[0], layer
+
+    return nnx.eval_shape(split)
+
+
+def window_of(config: DecoderConfig, layer: Any) -> Any:
+    """How many tokens a token sees in a layer; None for all before it. The layer may be traced."""
+    if not any(config.windows):
+        return None
+    # A number, so that one layer is traced for all.
+    windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
+    return windows[layer] if isinstance(layer, int) else jnp.asarray(windows)[layer]
 
 
 def _rotate_positions(
-    x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None, num_positions: int | None = None
+    x_BxTxHxK: Float[Array, "B T H K"],
+    positions: Int[Array, "B T"] | None,
+    config: DecoderConfig,
+    num_positions: int | None = None,
 ) -> Float[Array, "B T H K"]:
     """Rotary position embedding (Su et al. 2021), first half of the head against the second."""
     _, seq_length, _, head_size = x_BxTxHxK.shape
     half = head_size // 2
     # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
-    angles_Tx1xK = np.arange(num_positions or seq_length)[:, None, None] * _ROTARY_BASE ** (-np.arange(half) / half)
-    cos, sin = (jnp.asarray(f(angles_Tx1xK), x_BxTxHxK.dtype) for f in (np.cos, np.sin))
+    frequencies = config.rotary_base ** (-np.arange(half) / half)
+    if config.rotary_scaling is not None:
+        frequencies = _scaled(frequencies, config.rotary_scaling)
+    angles_Tx1xK = np.arange(num_positions or seq_length)[:, None, None] * frequencies
+    wide = jnp.promote_types(x_BxTxHxK.dtype, jnp.float32)
+    cos, sin = (jnp.asarray(f(angles_Tx1xK), wide) for f in (np.cos, np.sin))
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
     x1, x2 = x_BxTxHxK[..., :half], x_BxTxHxK[..., half:]
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def _scaled(frequencies: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+    """The frequencies of Llama 3: low ones divided, high ones as they are, those between interpolated."""
+    turns = scaling.original_length * frequencies / (2 * np.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (share + (1 - share) / scaling.factor)
 
 
 def init_params(config: DecoderConfig, seed: int) -> nnx.State:
@@ -208,7 +326,7 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
       seed: equal seeds give equal parameters.
 
     Returns:
-      A pytree of float32 arrays.
+      A pytree of float32 arrays, whose names are such as `layers.0.attention.q.kernel`; kernels are [inputs, outputs].
     """
     return nnx.split(Decoder(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
 
@@ -225,12 +343,12 @@ def make_loss_fn(config: DecoderConfig) -> LossFn:
       every token given the tokens before it in its sample, and the sum of the weights. Gradients always have the type
       of the parameters.
     """
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.vocab_size)
-        logits_BxTxV = nnx.merge(graphdef, params)(inputs_BxT, rows_of(microbatch))
-        return sum_losses(logits_BxTxV, microbatch, config.vocab_size)
+        model = nnx.merge(graphs_of(config)[0], params)
+        inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
+        x_BxTxD = model.run_layers(model.embed_inputs(inputs_BxT), rows_of(microbatch))
+        return sum_losses(model, x_BxTxD, microbatch)
 
     return loss_fn
 
@@ -249,11 +367,13 @@ def rows_of(microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT) -> Rows:
 
 
 def sum_losses(
-    logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch, vocab_size: int, axes: Axes = _UNSPLIT
+    model: Decoder, x_BxTxD: Float[Array, "B S D"], microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The weighted sum of the cross-entropy in nats, and the sum of the weights, at the positions of `axes`."""
-    _, targets, weights = next_token_targets(microbatch, begin_token=vocab_size)
+    """From the output of the last layer, the weighted sum of the cross-entropy in nats, and the sum of the weights."""
+    config = model.config
+    _, targets, weights = next_token_targets(microbatch, begin_token=config.begin_token)
     if axes.positions is not None:
         targets, weights = targets[:, axes.positions], weights[:, axes.positions]
-    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, targets, vocab_size=vocab_size, axes=axes)
+    logits_BxTxV = model.logits(x_BxTxD, axes)
+    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, targets, vocab_size=config.vocab_size, axes=axes)
     return jnp.sum(losses_BxT * weights), jnp.sum(weights)

@@ -49,7 +49,7 @@ def save_params(
       ...     save_params(Path(folder) / "model.safetensors", init_params(config, 0), config)
       ...     with safe_open(Path(folder) / "model.safetensors", "numpy") as file:
       ...         file.metadata()["config"], file.get_tensor("embed.embedding").shape
-      ('{"num_layers": 2, "width": 16, "vocab_size": 256, "num_heads": 2}', (257, 16))
+      ('{"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 257}', (257, 16))
 
     References:
       The format: https://huggingface.co/docs/safetensors

@@ -27,7 +27,7 @@ from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replic
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
 from jvarlen.models.config import DecoderConfig, check_temperature
-from jvarlen.models.decoder import Decoder
+from jvarlen.models.decoder import Decoder, DecoderLayer, graphs_of
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan
@@ -58,7 +58,7 @@ def generate(
     Args:
       params: the result of `init_params`, trained or not.
       config: the model that they belong to.
-      prompts: 1-D integers each, below `config.vocab_size`; an empty one is a sample from its beginning.
+      prompts: 1-D integers each, below `config.num_values`; an empty one is a sample from its beginning.
       max_new_tokens: N, the most tokens that a prompt is continued by.
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
       seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
@@ -85,12 +85,12 @@ def generate(
     """
     check_at_least_one(max_new_tokens=max_new_tokens)
     check_temperature(temperature)
-    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
-        raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
+    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.num_values):
+        raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {end_token!r}")
     placement = placement_of(layout)
     if placement is not None and placement.mesh.is_multi_process:
         raise UserError("prompts are continued by one process; the layout has devices of several")
-    tokens = _check_prompts(prompts, config.vocab_size)
+    tokens = _check_prompts(prompts, config.num_values)
     if not tokens:
         return []
     state = _State(params, key_of_seed(seed), np.float32(temperature))
@@ -206,7 +206,7 @@ def _make_step(
     config: DecoderConfig, max_new_tokens: int, end_token: int | None, is_greedy: bool
 ) -> Callable[[_State, _PromptBatch], tuple[_State, tuple[Any, Any]]]:
     """A step for `compile_buckets`: `(state, batch) -> (state, (new tokens int32[M, B, N], counts int32[M, B]))`."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graphdef = graphs_of(config)[0]
 
     def generate_step(state: _State, batch: _PromptBatch) -> tuple[_State, tuple[Any, Any]]:
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
@@ -249,11 +249,12 @@ def _make_step(
 def _prefill(model: Decoder, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs all prompts: the logits of the first new tokens, and the caches with room for the others."""
     num_slots = rows.tokens.shape[1]
-    begin_Bx1 = jnp.full((len(rows.ids), 1), model.begin_of_sample, rows.tokens.dtype)
+    assert model.config.begin_token is not None
+    begin_Bx1 = jnp.full((len(rows.ids), 1), model.config.begin_token, rows.tokens.dtype)
     inputs_BxP1 = jnp.concatenate([begin_Bx1, rows.tokens[:, : num_slots - max_new_tokens]], axis=1)
     x_BxP1xD = model.embed_inputs(inputs_BxP1)
     caches = []
-    for block in model.blocks:
+    for block in model.layers:
         x_BxP1xD, cache = _prefill_block(*nnx.split(block), x_BxP1xD, rows.lengths + 1, num_slots)
         caches.append(cache)
     last_Bx1xD = jnp.take_along_axis(x_BxP1xD, rows.lengths[:, None, None], axis=1)
@@ -275,7 +276,7 @@ def _decode(
     x_Bx1xD = model.embed_inputs(last_Bx1)
     positions_Bx1 = (lengths_B + num_new)[:, None]
     caches = []
-    for block, cache in zip(model.blocks, decoding.caches, strict=True):
+    for block, cache in zip(model.layers, decoding.caches, strict=True):
         x_Bx1xD, cache = _decode_block(*nnx.split(block), x_Bx1xD, cache, slot, positions_Bx1, mask_Bx1xT)
         caches.append(cache)
     return model.logits(x_Bx1xD)[:, 0], caches
@@ -285,9 +286,9 @@ def _decode(
 def _prefill_block(
     graphdef: nnx.GraphDef, params: nnx.State, x: Float[Array, "B P1 D"], lengths: Int[Array, " B"], num_slots: int
 ) -> tuple[Float[Array, "B P1 D"], _Cache]:
-    block = nnx.merge(graphdef, params)
+    block: DecoderLayer = nnx.merge(graphdef, params)
     query, key, value = block.project(x, None)
-    attended = attend(query, key, value, lengths, implementation=block.implementation)
+    attended = attend(query, key, value, lengths, implementation=block.config.attention)
     room = ((0, 0), (0, num_slots - x.shape[1]), (0, 0), (0, 0))
     return block.finish(x, attended), _Cache(jnp.pad(key, room), jnp.pad(value, room))
 
@@ -302,7 +303,7 @@ def _decode_block(
     positions: Int[Array, "B 1"],
     mask: Bool[Array, "B 1 T"],
 ) -> tuple[Float[Array, "B 1 D"], _Cache]:
-    block = nnx.merge(graphdef, params)
+    block: DecoderLayer = nnx.merge(graphdef, params)
     query, *new = block.project(x, positions, num_positions=mask.shape[2])
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(held, each, slot, axis=1) for held, each in zip(cache, new, strict=True)

@@ -250,7 +250,7 @@ class SampleCommand:
         trained = _read_trained(self.run_dir, self.checkpoint)
         check_outputs({"out": self.out}, *files_read(trained.settings.data))
         codec = trained.codec(self.tokenizer)
-        tokens = _encode(codec, prompts, trained.model.vocab_size, self.max_tokens - self.max_new_tokens)
+        tokens = _encode(codec, prompts, trained.model.num_values, self.max_tokens - self.max_new_tokens)
         continued = models.generate(
             trained.params,
             trained.model,
@@ -345,16 +345,16 @@ class _Trained(NamedTuple):
                     f"the file back that {own} was then, or name it with --tokenizer"
                 )
             return codec
-        if self.model.vocab_size != _NUM_BYTES:
+        if self.model.num_values != _NUM_BYTES:
             raise UserError(
-                f"the run's {self.model.vocab_size:,} tokens are no bytes, and its settings name no tokenizer: give one"
+                f"the run's {self.model.num_values:,} tokens are no bytes, and its settings name no tokenizer: give one"
             )
         return ByteTokenizer()
 
     def end_token(self, codec: Tokenizer) -> int | None:
         """The token that ends a sample, if the model can write it."""
         end = self.settings.data.end_token if self.settings.data.end_token is not None else codec.end_token
-        return end if end is not None and end < self.model.vocab_size else None
+        return end if end is not None and end < self.model.num_values else None
 
 
 def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
@@ -367,7 +367,7 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
     # The run's vocabulary may be larger than its settings say: that of the data counts.
     num_embeddings = len(np.atleast_1d(arrays.get(_EMBEDDING, np.zeros(2))))
     try:
-        model = dataclasses.replace(settings.decoder, vocab_size=num_embeddings - 1)
+        model = dataclasses.replace(settings.decoder, vocab_size=num_embeddings)
         params = models.params_from_flat(model, arrays)
     except UserError as error:
         raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None

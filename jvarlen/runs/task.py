@@ -27,7 +27,7 @@ from jvarlen.distributed.mesh import Placement
 from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.plan_source import spec_of_steps
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
@@ -77,7 +77,7 @@ class Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
         if self.loss_fn is not None:
             return self
-        model = dataclasses.replace(model, vocab_size=vocab_size)
+        model = dataclasses.replace(model, vocab_size=vocab_size + model.begins_samples)
         loss_fn = _built_in_loss(model, layout)
         return dataclasses.replace(self, loss_fn=loss_fn, params=init_params(model, seed), is_language_model=True)
 
@@ -187,7 +187,7 @@ def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | Laye
     """The loss of the built-in model, by layers where a layout needs that."""
     if layout is None or (layout.zero < 3 and layout.num_devices == layout.data):
         return make_loss_fn(model)
-    return layered(model)._replace(stack=stack_layers)
+    return layered(model)
 
 
 def whole_loss(loss_fn: LossFn | LayeredModel | None) -> LossFn:
@@ -248,7 +248,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     return TrainingData(
         train=split.train,
         evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
-        vocab_size=max([config.decoder.vocab_size, *(dataset.num_values or 0 for dataset in opened.values())]),
+        vocab_size=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
         skipped=[
             {"step": None, "file": str(path), "record": name, "reason": reason}
@@ -266,7 +266,7 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
         template=config.data.template,
         loss_on=config.data.loss_on,
         tokenizer=config.data.tokenizer,
-        num_values=None if config.data.tokenizer else config.decoder.vocab_size,
+        num_values=None if config.data.tokenizer else config.decoder.num_values,
         end_token=config.data.end_token,
         block_length=config.plan.longest,
         num_workers=config.data.num_workers,

@@ -6,7 +6,6 @@ Letters: B rows, S positions of a slice, P those before, H heads of queries, J o
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, Integer
 
 from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for, segment_mask
 from jvarlen.models.config import DecoderConfig
-from jvarlen.models.decoder import Decoder, rows_of
+from jvarlen.models.decoder import DecoderLayer, graphs_of, rows_of
 from jvarlen.models.layers import layered
 from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes, LayeredModel
@@ -115,19 +114,14 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
     Returns:
       `LayeredModel`: `jvarlen.models.layered`, whose layers also take slices.
     """
-    model, of_one_layer = layered(config), dataclasses.replace(config, num_layers=1)
-
-    @functools.cache
-    def graph(num_parts: int) -> nnx.GraphDef:
-        def split() -> nnx.GraphDef:
-            return nnx.split(Decoder(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0)).blocks[0])[0]
-
-        return nnx.eval_shape(split)
+    model = layered(config)
+    of_layer = graphs_of(dataclasses.replace(config, num_layers=1, windows=()))[2]
 
     def layer(params: nnx.State, x_BxSxD: jax.Array, microbatch: Any, axes: Axes) -> jax.Array:
         if not isinstance(axes, SlicedAxes):
             return model.layer(params, x_BxSxD, microbatch, axes)
-        block = nnx.merge(graph(check_tensor_divides(axes, num_heads=config.num_heads)), params)
+        check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
+        block: DecoderLayer = nnx.merge(of_layer, params)
         rows = rows_of(microbatch, axes)
         query, key, value = block.project(x_BxSxD, rows.positions, microbatch.tokens.shape[1], axes)
         attended = attend_over_slices(query, key, value, axes=axes, segment_ids=rows.segment_ids)
