@@ -7,7 +7,7 @@ Letters: B rows, T positions, Q queries at a time, H query heads, N key/value he
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jvarlen.attention import AttentionImplementation, SegmentAttentionImplement
 
 __all__ = [
     "attend", "attend_by_mask", "attend_in_chunks", "attend_within_segments", "attention_mask", "chosen_for",
-    "padding_mask", "segment_mask",
+    "padding_mask", "segment_mask", "window_in_force",
 ]  # fmt: skip
 
 _CHUNK = 256  # the most queries at a time
@@ -39,6 +39,7 @@ def attend(
     lengths: Integer[Array, " B"],
     *,
     causal: bool = True,
+    window: int | Integer[Array, ""] | None = None,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention within rows of one sample each; keys past a row's length are masked.
@@ -51,6 +52,8 @@ def attend(
       value: float[B, T, N, K].
       lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
       causal: whether a position sees only itself and what comes before it.
+      window: how many keys a causal query sees at most: its own position and those right before it, as in Mistral. An
+        int, or int32[], such as the window of each layer in a scan; None and numbers below 1: all.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. `"xla"`
         holds the logits of all pairs of positions, `"cudnn"` nothing of size T²; it needs a GPU and 16-bit floats.
         `"mask"` passes the B×T×T mask. `"chunked"` is that of `attend_within_segments`. None: chunked on a CPU and for
@@ -58,6 +61,10 @@ def attend(
 
     Returns:
       float[B, T, H, K]; values past a row's length are meaningless but finite.
+
+    Raises:
+      ValueError: heads of queries that are not a multiple of those of keys, or a window of attention that is not
+        causal.
 
     Example:
       >>> values = jnp.arange(3.0).reshape(1, 3, 1, 1)
@@ -67,12 +74,22 @@ def attend(
     """
     seq_length = query.shape[1]
     implementation = implementation or chosen_for(seq_length)
+    window = window_in_force(window, seq_length, causal=causal)
     if implementation == "chunked":
         # Padding comes last, so that what is causal never sees it.
         segment_ids = None if causal else padding_mask(lengths, seq_length).astype(jnp.int32)
-        return attend_in_chunks(query, key, value, segment_ids, causal=causal)
-    if implementation == "mask" or query.dtype == jnp.float64:
-        return attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
+        return attend_in_chunks(query, key, value, segment_ids, causal=causal, window=window)
+    if window is not None:  # what is padding sees itself, where its window holds no token
+        lengths = jnp.full_like(lengths, seq_length, jnp.int32)
+    if implementation == "mask" or query.dtype == jnp.float64 or isinstance(window, Array):
+        mask_BxTxT = attention_mask(lengths, seq_length, causal=causal, window=window)
+        by = None if implementation == "mask" else implementation
+        return attend_by_mask(query, key, value, mask_BxTxT, by)
+    if window is not None:
+        before_and_after = (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, local_window_size=before_and_after, implementation=implementation
+        )
     one_at_least = jnp.maximum(lengths.astype(jnp.int32), 1)  # what sees nothing must be finite in any implementation
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=one_at_least, implementation=implementation
@@ -86,6 +103,7 @@ def attend_within_segments(
     segment_ids: Integer[Array, "B T"],
     *,
     causal: bool = True,
+    window: int | Integer[Array, ""] | None = None,
     implementation: SegmentAttentionImplementation | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention within the samples of packed rows; no position sees another sample.
@@ -96,6 +114,7 @@ def attend_within_segments(
       value: float[B, T, N, K].
       segment_ids: int[B, T] of any integer type, the sample of each position; 0 where there is no token.
       causal: whether a position sees only itself and what comes before it.
+      window: how many keys a causal query sees at most, as in `attend`.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
         computes some queries at a time, on any device: memory grows with T instead of T², also in the backward pass,
         which recomputes the attention. None: as in `attend`.
@@ -103,15 +122,18 @@ def attend_within_segments(
     Returns:
       float[B, T, H, K]; values at positions without a token are meaningless.
 
+    Raises:
+      ValueError: as `attend`.
+
     References:
       Queries in chunks: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory".
     """
     seq_length = query.shape[1]
     implementation = implementation or chosen_for(seq_length)
     if implementation != "chunked":
-        mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal)
+        mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal, window=window)
         return attend_by_mask(query, key, value, mask_BxTxT, implementation)
-    return attend_in_chunks(query, key, value, segment_ids, causal=causal)
+    return attend_in_chunks(query, key, value, segment_ids, causal=causal, window=window)
 
 
 def attend_in_chunks(
@@ -121,9 +143,11 @@ def attend_in_chunks(
     segment_ids: Integer[Array, "B T"] | None,
     *,
     causal: bool,
+    window: int | Integer[Array, ""] | None = None,
 ) -> Float[Array, "B Q H K"]:
     """Attention of the last Q positions, some queries at a time, of which causal ones get only the keys up to them."""
     # A slice of the keys needs a program of its own. There are a few of them at most, each for a run of chunks.
+    window = window_in_force(window, key.shape[1], causal=causal)
     num_queries, num_kv_heads = query.shape[1], key.shape[2]
     before = key.shape[1] - num_queries
     _check_heads(query, key)
@@ -150,7 +174,7 @@ def attend_in_chunks(
             places_R = jnp.tile(jnp.arange(query.shape[3]), query.shape[2])
             mask = None
             if causal:
-                mask = ((before + first_query + places_R)[:, None] >= jnp.arange(num_keys))[None]
+                mask = _is_before((before + first_query + places_R)[:, None], jnp.arange(num_keys), window)[None]
             if query_segments is not None and key_segments is not None:
                 mask_BxRxT = segment_mask(query_segments[:, places_R], key_segments, causal=False)
                 mask = mask_BxRxT if mask is None else mask & mask_BxRxT
@@ -236,6 +260,20 @@ def attend_by_mask(
     return jnp.einsum("BNGQT,BTNK->BQNGK", weights_BxNxGxQxT, value).reshape(query.shape)
 
 
+def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any:
+    """The window of rows of this length: None if it hides nothing, an int, or an array of at least 1."""
+    if window is None or (isinstance(window, int) and not 0 < window < seq_length):
+        return None
+    if not causal:
+        raise UserError("a window is for causal attention: leave window= out, or causal=False")
+    return window if isinstance(window, int) else jnp.where(window > 0, window, seq_length)
+
+
+def _is_before(queries: Array, keys: Array, window: Any) -> Array:
+    """Whether queries at these positions see keys at those; the window is one in force."""
+    return (queries >= keys) if window is None else (queries >= keys) & (queries - keys < window)
+
+
 def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
     """Which positions hold tokens.
 
@@ -253,13 +291,20 @@ def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, 
     return jnp.arange(seq_length) < lengths[:, None]
 
 
-def attention_mask(lengths: Integer[Array, " B"], seq_length: int, *, causal: bool = True) -> Bool[Array, "B T T"]:
+def attention_mask(
+    lengths: Integer[Array, " B"],
+    seq_length: int,
+    *,
+    causal: bool = True,
+    window: int | Integer[Array, ""] | None = None,
+) -> Bool[Array, "B T T"]:
     """Which positions (last axis) each position (middle axis) may attend to.
 
     Args:
       lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
       seq_length: T.
       causal: whether a position sees only itself and what comes before it.
+      window: how many keys a causal query sees at most, as in `attend`.
 
     Returns:
       bool[B, T, T]; `mask[:, None]` adds the axis of heads that `jax.nn.dot_product_attention` expects, B×H×T×T.
@@ -269,7 +314,9 @@ def attention_mask(lengths: Integer[Array, " B"], seq_length: int, *, causal: bo
       [[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]
     """
     is_key_BxTxT = jnp.broadcast_to(padding_mask(lengths, seq_length)[:, None], (len(lengths), seq_length, seq_length))
-    return jnp.tril(is_key_BxTxT) if causal else is_key_BxTxT
+    window = window_in_force(window, seq_length, causal=causal)
+    positions = jnp.arange(seq_length)
+    return is_key_BxTxT & _is_before(positions[:, None], positions, window) if causal else is_key_BxTxT
 
 
 def segment_mask(
@@ -277,6 +324,7 @@ def segment_mask(
     key_segments: Integer[Array, "B T"],
     *,
     causal: bool = True,
+    window: int | Integer[Array, ""] | None = None,
 ) -> Bool[Array, "B Q T"]:
     """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
 
@@ -284,6 +332,7 @@ def segment_mask(
       query_segments: int[B, Q] of any integer type, the segments of the first, or without `causal` of any, positions.
       key_segments: int[B, T], likewise, the segments of all positions.
       causal: whether a position sees only itself and what comes before it.
+      window: how many keys a causal query sees at most, as in `attend`.
 
     Returns:
       bool[B, Q, T].
@@ -294,6 +343,8 @@ def segment_mask(
       [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]
     """
     is_same_BxQxT = query_segments[:, :, None] == key_segments[:, None, :]
+    window = window_in_force(window, key_segments.shape[1], causal=causal)
     if not causal:
         return is_same_BxQxT
-    return is_same_BxQxT & (jnp.arange(key_segments.shape[1]) <= jnp.arange(query_segments.shape[1])[:, None])
+    places_T = jnp.arange(key_segments.shape[1])
+    return is_same_BxQxT & _is_before(places_T[: query_segments.shape[1], None], places_T, window)

@@ -24,17 +24,18 @@ __all__ = ["attend_zigzag", "axis_size", "halves"]
 _QUERIES = 256  # the most at a time
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attend_zigzag(
     query: Float[Array, "B S H K"],
     key: Float[Array, "B S J K"],
     value: Float[Array, "B S J K"],
     segments: Integer[Array, "N 2 B C"] | None,
+    window: Integer[Array, ""] | None,
     axis_name: str,
     implementation: str,
 ) -> Float[Array, "B S H K"]:
     """`attend_over_axis` without its checks; `segments` are those of both chunks of all devices."""
-    return _attend_forward(query, key, value, segments, axis_name, implementation)[0]
+    return _attend_forward(query, key, value, segments, window, axis_name, implementation)[0]
 
 
 class _Queries(NamedTuple):
@@ -54,7 +55,13 @@ class _Sums(NamedTuple):
 
 
 def _attend_forward(
-    query: Array, key: Array, value: Array, segments: Array | None, axis_name: str, implementation: str
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    window: Array | None,
+    axis_name: str,
+    implementation: str,
 ) -> tuple[Array, Any]:
     own = lax.axis_index(axis_name)
     queries = _queries_of(query, key.shape[2], None if segments is None else _at(segments, own))
@@ -67,13 +74,13 @@ def _attend_forward(
         return lax.scan(lambda sums, pair: (add(sums, kv, source, pair), None), sums, pairs)[0]
 
     def add(sums: _Sums, kv: Array, source: Array, pair: _Pairs) -> _Sums:
-        of_queries, of_keys, is_causal = pair
+        of_queries, of_keys, distance = pair
         keys, values = _at(kv, of_keys)
         key_segments = None if segments is None else _at(_at(segments, source), of_keys)
 
         def add_to_part(part: tuple[_Queries, _Sums]) -> _Sums:
             queries, sums = part
-            logits = _logits(queries, keys, key_segments, is_causal)
+            logits = _logits(queries, keys, key_segments, distance, window)
             largest = jnp.maximum(sums.largest, jnp.max(logits, axis=-1))
             powers = jnp.exp(logits - largest[..., None])
             shrunk = jnp.exp(sums.largest - largest)
@@ -87,16 +94,16 @@ def _attend_forward(
         return _set(sums, of_queries, lax.map(add_to_part, _at((queries, sums), of_queries)))
 
     kv = _keys_and_values(key, value)
-    sums = visit(sums, kv, own, _own_pairs())
+    sums = visit(sums, kv, own, _own_pairs(own, axis_size(axis_name)))
     sums = _visit_others(kv, sums, visit, axis_name, implementation)
     output = _whole_of(sums.products / sums.powers[..., None], query.shape).astype(query.dtype)
     log_sums = sums.largest + jnp.log(sums.powers)
-    return output, (query, key, value, segments, output, log_sums)
+    return output, (query, key, value, segments, window, output, log_sums)
 
 
 def _attend_backward(axis_name: str, implementation: str, kept: Any, grad: Array) -> tuple[Any, ...]:
     # Layers outside of a loop would keep what the forward pass received, for being the same computation as here.
-    query, key, value, segments, output, log_sums = lax.optimization_barrier(kept)
+    query, key, value, segments, window, output, log_sums = lax.optimization_barrier(kept)
     own = lax.axis_index(axis_name)
     num_kv_heads, scale = key.shape[2], query.shape[-1] ** -0.5
     wide = log_sums.dtype
@@ -111,13 +118,13 @@ def _attend_backward(axis_name: str, implementation: str, kept: Any, grad: Array
 
     def add(state: tuple[Array, Array], kv: Array, source: Array, pair: _Pairs) -> tuple[Array, Array]:
         query_grads, kv_grads = state
-        of_queries, of_keys, is_causal = pair
+        of_queries, of_keys, distance = pair
         keys, values = _at(kv, of_keys)
         key_segments = None if segments is None else _at(_at(segments, source), of_keys)
 
         def add_part(kv_grads: Array, part: tuple[Any, ...]) -> tuple[Array, Array]:
             queries, grads, inner, log_sums = part
-            logits = _logits(queries, keys, key_segments, is_causal)
+            logits = _logits(queries, keys, key_segments, distance, window)
             weights = jnp.exp(logits - log_sums[..., None])
             weight_grads = _product("BJRK,BJCK->BJRC", grads, values)
             logit_grads = (weights * (weight_grads - inner[..., None]) * scale).astype(query.dtype)
@@ -137,8 +144,9 @@ def _attend_backward(axis_name: str, implementation: str, kept: Any, grad: Array
         return query_grads, _set(state[1], source, kv_grads)
 
     kv = _keys_and_values(key, value)
-    query_grads, kv_grads = grads_with(jnp.zeros(queries.query.shape, wide), kv, own, _own_pairs())
-    shape = kv.shape if implementation == "ring" else (axis_size(axis_name), *kv.shape)
+    num_devices = axis_size(axis_name)
+    query_grads, kv_grads = grads_with(jnp.zeros(queries.query.shape, wide), kv, own, _own_pairs(own, num_devices))
+    shape = kv.shape if implementation == "ring" else (num_devices, *kv.shape)
     query_grads, elsewhere = _visit_others(kv, (query_grads, jnp.zeros(shape, wide)), visit, axis_name, implementation)
     if implementation == "gather":
         elsewhere = lax.psum_scatter(elsewhere, axis_name)
@@ -147,6 +155,7 @@ def _attend_backward(axis_name: str, implementation: str, kept: Any, grad: Array
         _whole_of(query_grads, query.shape).astype(query.dtype),
         *(_joined(jnp.moveaxis(x, 3, 2)).astype(like.dtype) for x, like in ((key_grads, key), (value_grads, value))),
         None,
+        None,
     )
 
 
@@ -154,23 +163,24 @@ attend_zigzag.defvjp(_attend_forward, _attend_backward)
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a half of own queries, 0 the early ones, and a half of a device's keys; causal ones hide later keys."""
+    """Pairs of a half of own queries, 0 the early ones, and a half of a device's keys that some of them see."""
 
     of_queries: Array
     of_keys: Array
-    is_causal: Array
+    distance: Array  # of their chunks, 0 if they are the same one
 
 
-def _own_pairs() -> _Pairs:
-    return _Pairs(jnp.array([0, 1, 1]), jnp.array([0, 0, 1]), jnp.array([True, False, True]))
+def _own_pairs(own: Any, num_devices: int) -> _Pairs:
+    return _Pairs(jnp.array([0, 1, 1]), jnp.array([0, 0, 1]), jnp.stack([0, 2 * num_devices - 1 - 2 * own, 0]))
 
 
-def _pairs_with(source: Array, own: Array) -> _Pairs:
+def _pairs_with(source: Array, own: Array, num_devices: int) -> _Pairs:
     """Pairs of own queries and another device's keys; no other pair has a query that sees a key."""
     # Late queries see the early keys of everybody. Besides, from a device before this one, the early queries see the
     # early keys, and from one after it, the late queries the late keys.
     late = (source > own).astype(jnp.int32)
-    return _Pairs(jnp.stack([1, late]), jnp.stack([0, late]), jnp.array([False, False]))
+    distances = jnp.stack([2 * num_devices - 1 - own - source, jnp.abs(own - source)])
+    return _Pairs(jnp.stack([1, late]), jnp.stack([0, late]), distances)
 
 
 def _visit_others(
@@ -182,7 +192,7 @@ def _visit_others(
         return state
 
     def visit_at(state: Any, kv: Array, source: Array) -> Any:
-        return visit(state, kv, source, _pairs_with(source, own))
+        return visit(state, kv, source, _pairs_with(source, own, num_devices))
 
     def source_at(step: Any) -> Array:
         return (own - step) % num_devices
@@ -212,12 +222,20 @@ def _to_next(array: Array, axis_name: str) -> Array:
 
 
 def _logits(
-    queries: _Queries, keys: Float[Array, "B J C K"], key_segments: Integer[Array, "B C"] | None, is_causal: Array
+    queries: _Queries,
+    keys: Float[Array, "B J C K"],
+    key_segments: Integer[Array, "B C"] | None,
+    distance: Array,
+    window: Integer[Array, ""] | None,
 ) -> Float[Array, "B J R C"]:
     """Of one part of queries; those that are masked are the smallest number, as a query may see no key of a chunk."""
     logits = _product("BJRK,BJCK->BJRC", queries.query, keys) * keys.shape[-1] ** -0.5
     smallest = jnp.finfo(logits.dtype).min
-    is_seen_RxC = ~is_causal | (queries.places[:, None] >= jnp.arange(keys.shape[2]))
+    num_keys = keys.shape[2]
+    after_RxC = distance * num_keys + queries.places[:, None] - jnp.arange(num_keys)
+    is_seen_RxC = after_RxC >= 0
+    if window is not None:
+        is_seen_RxC &= after_RxC < window
     logits = jnp.where(is_seen_RxC, logits, smallest)
     if queries.segments is not None and key_segments is not None:
         is_same_BxRxC = queries.segments[:, :, None] == key_segments[:, None, :]

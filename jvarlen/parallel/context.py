@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.attention.attention import attend, attend_within_segments, window_in_force
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 from jvarlen.parallel.position_sums import check_sums_over_positions
@@ -174,6 +174,7 @@ def attend_over_axis(
     *,
     axes: Axes,
     segment_ids: Integer[Array, "_ _"] | None = None,
+    window: int | Integer[Array, ""] | None = None,
     implementation: str = "gather",
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
@@ -188,6 +189,7 @@ def attend_over_axis(
       axes: `axes.context` is the mesh axis; None: rows are whole, S = T.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
         None: a row is one sample.
+      window: how many keys a query sees at most, as in `attend`.
       implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes them from device to
         device, so that a device holds those of three at a time; it does not work with stages. Both send as many bytes.
 
@@ -206,14 +208,16 @@ def attend_over_axis(
     _check_arrays(query, key, value, segment_ids)
     if axes.context is None:
         if segment_ids is not None:
-            return attend_within_segments(query, key, value, segment_ids)
-        return attend(query, key, value, jnp.full(len(query), query.shape[1]))
+            return attend_within_segments(query, key, value, segment_ids, window=window)
+        return attend(query, key, value, jnp.full(len(query), query.shape[1]), window=window)
     num_devices = axis_size(axes.context)
     context_positions(query.shape[1] * num_devices, num_devices)  # an odd S is refused
     segments_Nx2xBxC = None
     if segment_ids is not None:
         segments_Nx2xBxC = lax.all_gather(halves(segment_ids), axes.context)
-    return attend_zigzag(query, key, value, segments_Nx2xBxC, axes.context, implementation)
+    window = window_in_force(window, query.shape[1] * num_devices)
+    window = None if window is None else jnp.asarray(window)
+    return attend_zigzag(query, key, value, segments_Nx2xBxC, window, axes.context, implementation)
 
 
 def _length_of(arrays: Any) -> int:

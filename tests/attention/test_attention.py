@@ -35,8 +35,11 @@ FORMS = {
     "lengths": lambda q, k, v, **options: attend(q, k, v, **options, implementation="xla"),
     "mask": lambda q, k, v, **options: attend(q, k, v, **options, implementation="mask"),
     "chunks": lambda q, k, v, **options: attend(q, k, v, **options, implementation="chunked"),
-    "segments": lambda q, k, v, lengths, causal: attend_within_segments(
-        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), causal=causal
+    "segments": lambda q, k, v, lengths, **options: attend_within_segments(
+        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options
+    ),
+    "segments by mask": lambda q, k, v, lengths, **options: attend_within_segments(
+        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options, implementation="xla"
     ),
 }
 ROWS = np.array([5, 0, 1, 3])  # as long as can be, a padding row, a single token, some of each
@@ -47,7 +50,7 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(attention, "_CHUNK", 2)  # two whole chunks of queries and a part of one
 
 
-def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal):
+def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal, window=0):
     """Attention of one sample in NumPy, and the gradients of its weighted sum, each head of queries by itself."""
     outputs, *grads = (np.zeros_like(x) for x in (q_LxHxK, q_LxHxK, k_LxNxK, v_LxNxK))
     scale = 1 / np.sqrt(q_LxHxK.shape[2])
@@ -56,6 +59,7 @@ def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal):
         q, k, v, weights = q_LxHxK[:, head], k_LxNxK[:, kv_head], v_LxNxK[:, kv_head], weights_LxHxK[:, head]
         powers_LxL = np.exp(q @ k.T * scale)
         powers_LxL = np.tril(powers_LxL) if causal else powers_LxL
+        powers_LxL = np.triu(powers_LxL, 1 - window) if window else powers_LxL
         probabilities_LxL = powers_LxL / powers_LxL.sum(axis=1, keepdims=True)
         outputs[:, head] = probabilities_LxL @ v
         of_probabilities = weights @ v.T
@@ -103,6 +107,55 @@ def test_all_forms_of_mask_and_groups_of_query_heads_give_what_each_sample_gives
                 np.testing.assert_allclose(outputs[row, :n], expected, atol=atol)
                 for grad, expected_grad in zip(grads, expected_grads, strict=True):
                     np.testing.assert_allclose(grad[row, :n], expected_grad, atol=atol)
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize(("dtype", "is_traced"), [("float64", True), ("float64", False), ("float32", False)])
+def test_a_window_hides_all_but_the_last_keys_of_a_query(dtype, is_traced):
+    """Traced as those of layers in a scan, where 0 is no window; of grouped heads, outputs and gradients."""
+    with jax.enable_x64(dtype == "float64"):
+        atol = {"float64": 1e-12, "float32": 4e-6}[dtype]
+        rng = np.random.default_rng(0)
+        *qkv, weights = (rng.normal(size=(len(ROWS), 5, heads, 4)).astype(dtype) for heads in (4, 2, 2, 4))
+        weights *= (np.arange(5) < ROWS[:, None])[..., None, None]
+
+        @functools.partial(jax.jit, static_argnums=() if is_traced else 0)
+        def in_all_forms(window, *qkv):
+            def together(form, *qkv):
+                outputs = FORMS[form](*qkv, lengths=jnp.array(ROWS, jnp.int32), window=window)
+                return jnp.sum(outputs * weights), outputs
+
+            gradient = jax.grad(together, argnums=(1, 2, 3), has_aux=True)
+            return {form: gradient(form, *qkv) for form in FORMS}
+
+        for window in (0, 1, 2, 4, 5, 1000) if is_traced else (2, 4):
+            for grads, outputs in in_all_forms(jnp.int32(window) if is_traced else window, *qkv).values():
+                assert jnp.isfinite(outputs).all()
+                for row, n in enumerate(ROWS):
+                    expected = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), True, window)
+                    np.testing.assert_allclose(outputs[row, :n], expected[0], atol=atol)
+                    for grad, expected_grad in zip(grads, expected[1], strict=True):
+                        np.testing.assert_allclose(grad[row, :n], expected_grad, atol=atol)
+
+
+@pytest.mark.parametrize("window", [3, jnp.int32(3)], ids=["static", "traced"])
+def test_windows_of_packed_rows_are_those_of_each_sample_alone(window):
+    q, k, v = random_qkv(1, 9)
+    segments = segments_of([[5, 3]], 9)
+    for implementation in ("xla", "chunked"):
+        packed = attend_within_segments(q, k, v, segments, window=window, implementation=implementation)
+        for sample in (np.s_[:, :5], np.s_[:, 5:8]):
+            qkv = [np.asarray(x[sample][0]) for x in (q, k, v)]
+            expected, _ = attend_in_numpy(*qkv, qkv[0], True, 3)
+            np.testing.assert_allclose(packed[sample][0], expected, atol=2e-6)
+
+
+def test_a_window_of_attention_that_is_not_causal_is_refused():
+    q, k, v = random_qkv(1, 4)
+    for window in (2, jnp.int32(2)):
+        for form in FORMS:
+            with pytest.raises(ValueError, match="window is for causal attention"):
+                FORMS[form](q, k, v, lengths=jnp.array([2]), causal=False, window=window)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -194,10 +247,14 @@ def test_cudnn_gives_the_same_numbers():
     """In bfloat16, the type that its kernels take."""
     q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(2, 128))
     lengths = jnp.array([128, 40])
-    for query_end, row in ((128, 0), (40, 1)):
-        expected = attend(q, k, v, lengths, implementation="xla")[row, :query_end].astype(jnp.float32)
-        actual = attend(q, k, v, lengths, implementation="cudnn")[row, :query_end].astype(jnp.float32)
-        np.testing.assert_allclose(actual, expected, atol=3e-2)
+    for window in (None, 17, jnp.int32(17)):
+        expected, actual = (
+            attend(q, k, v, lengths, window=window, implementation=name).astype(jnp.float32)
+            for name in ("xla", "cudnn")
+        )
+        assert jnp.isfinite(actual).all()
+        for row, query_end in enumerate((128, 40)):
+            np.testing.assert_allclose(actual[row, :query_end], expected[row, :query_end], atol=3e-2)
 
 
 def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():

@@ -85,15 +85,16 @@ def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_devi
     chunks = context_positions(2 * num_devices, num_devices)
     seen = collections.Counter()
     for own in range(num_devices):
-        visited = [(own, zigzag._own_pairs())]
-        visited += [(r, zigzag._pairs_with(jnp.int32(r), jnp.int32(own))) for r in range(num_devices) if r != own]
+        visited = [(own, zigzag._own_pairs(own, num_devices))]
+        others = (r for r in range(num_devices) if r != own)
+        visited += [(r, zigzag._pairs_with(jnp.int32(r), jnp.int32(own), num_devices)) for r in others]
         pairs = [
-            (chunks[own][q], chunks[source][k], bool(causal))
+            (chunks[own][q], chunks[source][k], int(distance))
             for source, pairs in visited
-            for q, k, causal in zip(*pairs, strict=True)
+            for q, k, distance in zip(*pairs, strict=True)
         ]
         assert len(pairs) == 2 * num_devices + 1
-        assert all(causal == (q == k) for q, k, causal in pairs)
+        assert all(distance == q - k for q, k, distance in pairs)
         seen.update((int(q), int(k)) for q, k, _ in pairs)
     assert seen == {(q, k): 1 for q in range(2 * num_devices) for k in range(q + 1)}
 
@@ -109,14 +110,14 @@ def arrays_of(seq_length, packed, dtype=np.float64):
     return arrays, segments * is_token if packed else None, lengths
 
 
-def of_whole_rows(arrays, segments, lengths):
+def of_whole_rows(arrays, segments, lengths, window=None):
     arrays, segments, lengths = jax.tree.map(jnp.asarray, (arrays, segments, lengths))
 
     def loss_of(query, key, value):
         if segments is None:
-            attended = attend(query, key, value, lengths, implementation="mask")
+            attended = attend(query, key, value, lengths, window=window, implementation="mask")
         else:
-            attended = attend_within_segments(query, key, value, segments, implementation="xla")
+            attended = attend_within_segments(query, key, value, segments, window=window, implementation="xla")
         return jnp.sum(attended * arrays[3])
 
     value, grads = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1, 2)))(*arrays[:3])
@@ -124,18 +125,18 @@ def of_whole_rows(arrays, segments, lengths):
 
 
 def step_over_axis(num_devices, implementation, *, packed):
-    def on_device(query, key, value, grad, segments):
+    def on_device(query, key, value, grad, segments, window):
         def loss_of(query, key, value):
             axes = Axes(context="context")
             attended = attend_over_axis(
-                query, key, value, axes=axes, segment_ids=segments, implementation=implementation
+                query, key, value, axes=axes, segment_ids=segments, window=window, implementation=implementation
             )
             return jnp.sum(attended * grad), attended
 
         (loss, attended), grads = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)(query, key, value)
         return jax.lax.psum(loss, "context"), attended, grads
 
-    specs = (*[SPREAD] * 4, SPREAD if packed else None)
+    specs = (*[SPREAD] * 4, SPREAD if packed else None, P())
     return on_devices(num_devices, on_device, specs, (P(), SPREAD, (SPREAD,) * 3))
 
 
@@ -149,27 +150,32 @@ def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementatio
     arrays, segments, lengths = arrays_of(seq_length, packed)
     order = context_positions(seq_length, num_devices).ravel()
     with jax.enable_x64(True):
-        expected, expected_grads = of_whole_rows(arrays, segments, lengths)
         step = step_over_axis(num_devices, implementation, packed=packed)
         spread = None if segments is None else segments[:, order]
-        loss, attended, grads = step(*(array[:, order] for array in arrays), spread)
-    assert np.isfinite(attended).all()
-    np.testing.assert_allclose(loss, expected, rtol=1e-12)
-    assert_equal_trees(grads, [grad[:, order] for grad in expected_grads])
+        for window in (None, 2, 4, 0):  # chunks are 3 positions long
+            expected, expected_grads = of_whole_rows(arrays, segments, lengths, window)
+            given = None if window is None else np.int32(window)  # traced, as that of a layer in a scan
+            loss, attended, grads = step(*(array[:, order] for array in arrays), spread, given)
+            assert np.isfinite(attended).all()
+            np.testing.assert_allclose(loss, expected, rtol=1e-12)
+            assert_equal_trees(grads, [grad[:, order] for grad in expected_grads])
 
 
 def test_without_an_axis_rows_are_whole():
     for packed in (False, True):
         arrays, segments, lengths = arrays_of(6, packed, np.float32)
-        attended = jax.jit(functools.partial(attend_over_axis, axes=Axes()))(*arrays[:3], segment_ids=segments)
-        np.testing.assert_allclose(np.sum(attended * arrays[3]), of_whole_rows(arrays, segments, lengths)[0], rtol=1e-5)
+        attended = jax.jit(functools.partial(attend_over_axis, axes=Axes(), window=3))(
+            *arrays[:3], segment_ids=segments
+        )
+        expected, _ = of_whole_rows(arrays, segments, lengths, window=3)
+        np.testing.assert_allclose(np.sum(attended * arrays[3]), expected, rtol=1e-5)
 
 
 def test_in_bfloat16_sums_are_float32():
     arrays, _, lengths = arrays_of(32, False, np.float32)
     arrays = [array.astype(jnp.bfloat16) for array in arrays]
     order = context_positions(32, 2).ravel()
-    _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), None)
+    _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), None, None)
     assert {leaf.dtype for leaf in (attended, *grads)} == {jnp.dtype("bfloat16")}
     _, expected_grads = of_whole_rows([array.astype(np.float32) for array in arrays], None, lengths)
     for grad, wide in zip(grads, expected_grads, strict=True):

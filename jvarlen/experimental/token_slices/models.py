@@ -66,6 +66,7 @@ def attend_over_slices(
     *,
     axes: Axes,
     segment_ids: Integer[Array, "B S"] | None = None,
+    window: int | Integer[Array, ""] | None = None,
 ) -> Float[Array, "B S H K"]:
     """Causal attention of a slice's queries to its keys and values, and to those of earlier slices.
 
@@ -75,15 +76,16 @@ def attend_over_slices(
       value: float[B, S, J, K].
       axes: those that the layer got; where rows are not in slices, this is `attend_over_axis`.
       segment_ids: int[B, S], the sample of each position of packed rows; None: a row is one sample.
+      window: how many keys a query sees at most, as in `attend`.
 
     Returns:
       float[B, S, H, K].
     """
     if not isinstance(axes, SlicedAxes):
-        return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids)
+        return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids, window=window)
     own = key, value, segment_ids
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
-    return attend_last(query, *whole)
+    return attend_last(query, *whole, window=window)
 
 
 def attend_last(
@@ -92,16 +94,17 @@ def attend_last(
     value: Float[Array, "B T J K"],
     segment_ids: Integer[Array, "B T"] | None = None,
     *,
+    window: int | Integer[Array, ""] | None = None,
     is_chunked: bool | None = None,
 ) -> Float[Array, "B S H K"]:
     """What causal attention of all positions gives for the last S of them; without segments a row is one sample."""
     if is_chunked is None:
         is_chunked = chosen_for(key.shape[1]) == "chunked"
     if is_chunked:
-        return attend_in_chunks(query, key, value, segment_ids, causal=True)
+        return attend_in_chunks(query, key, value, segment_ids, causal=True, window=window)
     if segment_ids is None:
         segment_ids = jnp.zeros(key.shape[:2], jnp.int32)
-    mask_BxTxT = segment_mask(segment_ids, segment_ids)
+    mask_BxTxT = segment_mask(segment_ids, segment_ids, window=window)
     return attend_by_mask(query, key, value, mask_BxTxT[:, -query.shape[1] :])
 
 

@@ -17,12 +17,16 @@ def test_the_last_positions_attend_as_those_of_whole_rows(segments):
     query, key, value = map(np.asarray, random_qkv(3, T))
     whole = segments if segments is not None else jnp.ones((3, T), jnp.int32)
     within = jax.jit(functools.partial(attend_within_segments, implementation="xla"))
-    expected = np.asarray(within(query, key, value, whole))
+    expected, in_window = (np.asarray(within(query, key, value, whole, window=window)) for window in (None, 7))
     for num_queries in (600, 270, 1):
 
         @jax.jit
         def attended(query, key, value):
-            return [attend_last(query, key, value, segments, is_chunked=is_chunked) for is_chunked in (False, True)]
+            return [
+                [attend_last(query, key, value, segments, window=window, is_chunked=each) for window in (None, 7)]
+                for each in (False, True)
+            ]
 
-        for last in attended(query[:, -num_queries:], key, value):
+        for last, last_in_window in attended(query[:, -num_queries:], key, value):
             np.testing.assert_allclose(last, expected[:, -num_queries:], atol=2e-6)
+            np.testing.assert_allclose(last_in_window, in_window[:, -num_queries:], atol=2e-6)
