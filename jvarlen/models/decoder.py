@@ -168,17 +168,27 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "B S D"]:
         """The residual stream after the layer."""
         qkv = self.project(x_BxTxD, rows.positions, num_positions, axes)
+        return self.finish(x_BxTxD, self.attend(*qkv, rows, axes), axes)
+
+    def attend(
+        self,
+        query: Float[Array, "B T H K"],
+        key: Float[Array, "B T N K"],
+        value: Float[Array, "B T N K"],
+        rows: Rows,
+        axes: Axes = _UNSPLIT,
+    ) -> Float[Array, "B T H K"]:
+        """What each position takes from those that it sees."""
         windowed = {} if rows.window is None else {"window": rows.window}
         if axes.context is not None:
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
-            attended = attend_over_axis(*qkv, axes=axes, segment_ids=rows.segment_ids, **windowed)
-        elif rows.segment_ids is None:
-            attended = attend(*qkv, rows.lengths, implementation=self.config.attention, **windowed)
-        else:
-            implementation = self.config.packed_attention
-            attended = attend_within_segments(*qkv, rows.segment_ids, implementation=implementation, **windowed)
-        return self.finish(x_BxTxD, attended, axes)
+            return attend_over_axis(query, key, value, axes=axes, segment_ids=rows.segment_ids, **windowed)
+        if rows.segment_ids is None:
+            implementation = self.config.attention
+            return attend(query, key, value, rows.lengths, implementation=implementation, **windowed)
+        packed = self.config.packed_attention
+        return attend_within_segments(query, key, value, rows.segment_ids, implementation=packed, **windowed)
 
     def project(
         self,

@@ -1,7 +1,7 @@
-"""Samples from the demo transformer: prompts in buckets, a compiled program a bucket, keys and values in a cache.
+"""Samples from the decoder: prompts in buckets, a compiled program a bucket, keys and values in a cache.
 
-Letters: M microbatches, B rows, T positions of a row, N new tokens, P = T − N positions for prompts, D width, H heads,
-K head size, V values of a token.
+Letters: M microbatches, B rows, N new tokens, P positions for what a row begins with, T = P + N − 1 those of all inputs
+(the last new token is none), D width, V values of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
 from jvarlen._common.progress import progress_bar
-from jvarlen.attention.attention import attend, attend_by_mask
+from jvarlen.attention.attention import attend_by_mask
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -27,7 +27,7 @@ from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replic
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
 from jvarlen.models.config import DecoderConfig, check_temperature
-from jvarlen.models.decoder import Decoder, DecoderLayer, graphs_of
+from jvarlen.models.decoder import Decoder, DecoderLayer, Rows, graphs_of, window_of
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan
@@ -44,7 +44,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    end_token: int | None = None,
+    end_token: int | Sequence[int] | None = None,
     max_tokens: int = 16_384,
     max_shapes: int = 4,
     layout: LayoutLike = None,
@@ -58,11 +58,12 @@ def generate(
     Args:
       params: the result of `init_params`, trained or not.
       config: the model that they belong to.
-      prompts: 1-D integers each, below `config.num_values`; an empty one is a sample from its beginning.
+      prompts: 1-D integers each, below `config.num_values`. An empty one is a sample from its beginning, for models with
+        a token that begins samples; others need one token at least.
       max_new_tokens: N, the most tokens that a prompt is continued by.
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
       seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
-      end_token: a prompt's continuation ends with it; None: all have N tokens.
+      end_token: a prompt's continuation ends with it, or with the first of several; None: all have N tokens.
       max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included.
       max_shapes: the most buckets, that is, compiled programs.
       layout: where to run, as for `make_train_step`: rows are spread over data shards.
@@ -85,26 +86,28 @@ def generate(
     """
     check_at_least_one(max_new_tokens=max_new_tokens)
     check_temperature(temperature)
-    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.num_values):
-        raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {end_token!r}")
+    ends = () if end_token is None else tuple(end_token) if isinstance(end_token, Sequence) else (end_token,)
+    if wrong := [repr(end) for end in ends if not (is_integer(end) and 0 <= end < config.num_values)]:
+        raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {list_first(wrong)}")
     placement = placement_of(layout)
     if placement is not None and placement.mesh.is_multi_process:
         raise UserError("prompts are continued by one process; the layout has devices of several")
-    tokens = _check_prompts(prompts, config.num_values)
-    if not tokens:
+    inputs = _first_inputs(prompts, config)
+    if not inputs:
         return []
     state = _State(params, key_of_seed(seed), np.float32(temperature))
-    state = state if placement is None else replicate(state, placement.mesh)
-    lengths = [len(prompt) + max_new_tokens for prompt in tokens]
+    # Arrays on the host, such as those of mapped files, are copied here instead of in every step.
+    state = jax.device_put(state) if placement is None else replicate(state, placement.mesh)
+    lengths = [len(first) + max_new_tokens - 1 for first in inputs]
     num_shards = 1 if placement is None else placement.layout.data
     limits = Budget(max_tokens=max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
     plan = make_plan(lengths, limits, order="length")
     shapes = jax.tree.map(lambda leaf: with_sharding(None if placement is None else leaf.sharding, leaf), state)
     spec, structure = jax.tree.flatten(shapes)
-    step = _make_step(config, max_new_tokens, end_token, temperature == 0)
+    step = _make_step(config, max_new_tokens, ends, temperature == 0)
     compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, placement, progress)
     continued: dict[int, Int32[np.ndarray, " n"]] = {}
-    batches = load(plan, tokens, layout=placement, collate=_collate)
+    batches = load(plan, inputs, layout=placement, collate=_collate)
     with no_recompiles():
         for batch in progress_bar(batches, desc="generate", unit="step", progress=progress, total=plan.num_steps):
             state, new = compiled(state, batch)
@@ -112,7 +115,7 @@ def generate(
             for row in np.argwhere(ids_MxB >= 0):
                 m, b = row.tolist()
                 continued[int(ids_MxB[m, b])] = tokens_MxBxN[m, b, : counts_MxB[m, b]]
-    return [continued[prompt] for prompt in range(len(tokens))]
+    return [continued[prompt] for prompt in range(len(inputs))]
 
 
 @functools.lru_cache(maxsize=8)
@@ -144,7 +147,7 @@ class _State(NamedTuple):
 
 
 class _PromptBatch(NamedTuple):
-    """The arrays of one step: prompts and their lengths and indices, −1 of padding rows, in rows with room for more."""
+    """The arrays of one step: first inputs of rows with room for more, how many, and prompts, −1 of padding rows."""
 
     tokens: Any
     lengths: Any
@@ -168,24 +171,27 @@ def _collate(step: StepSamples) -> _PromptBatch:
     return _PromptBatch(tokens_MxBxT, lengths_MxB, ids_MxB)
 
 
-def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> list[Int32[np.ndarray, " length"]]:
-    """The prompts as arrays; raises ValueError that lists those which are no tokens of the model."""
+def _first_inputs(prompts: Sequence[Any], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:
+    """Prompts after what begins a sample; raises ValueError that lists those which are no tokens of the model."""
+    begin = np.array([] if config.begin_token is None else [config.begin_token], np.int32)
     arrays, wrong = [], []
     for i, prompt in enumerate(prompts):
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             wrong.append(f"prompt {i}: {tokens.dtype}{list(tokens.shape)}")
-        elif (outside := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
+        elif (outside := tokens[(tokens < 0) | (tokens >= config.num_values)]).size:
             wrong.append(f"prompt {i}: {list_first(outside.tolist())}")
+        elif not begin.size and not tokens.size:
+            wrong.append(f"prompt {i}: empty, and this model has no token that begins samples")
         else:
-            arrays.append(tokens.astype(np.int32))
+            arrays.append(np.concatenate([begin, tokens.astype(np.int32)]))
     if wrong:
-        raise UserError(f"prompts must be 1-D integers from 0 to {vocab_size - 1}: {list_first(wrong, '; ')}")
+        raise UserError(f"prompts must be 1-D integers from 0 to {config.num_values - 1}: {list_first(wrong, '; ')}")
     return arrays
 
 
 class _Cache(NamedTuple):
-    """Keys, rotated, and values of a block in T slots: first the positions of the prompt, then new tokens."""
+    """Keys, rotated, and values of a layer in T slots: first the positions of the prompt, then new tokens."""
 
     keys: Any
     values: Any
@@ -203,7 +209,7 @@ class _Decoding(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # equal arguments give the same step, by which its programs are found again
 def _make_step(
-    config: DecoderConfig, max_new_tokens: int, end_token: int | None, is_greedy: bool
+    config: DecoderConfig, max_new_tokens: int, ends: tuple[int, ...], is_greedy: bool
 ) -> Callable[[_State, _PromptBatch], tuple[_State, tuple[Any, Any]]]:
     """A step for `compile_buckets`: `(state, batch) -> (state, (new tokens int32[M, B, N], counts int32[M, B]))`."""
     graphdef = graphs_of(config)[0]
@@ -212,6 +218,7 @@ def _make_step(
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
 
         def appended(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
+            logits_BxV = logits_BxV[:, : config.num_values]  # what begins samples never follows
             if is_greedy:
                 new_B = jnp.argmax(logits_BxV, axis=-1)
             else:  # by a key of its prompt and position
@@ -219,12 +226,11 @@ def _make_step(
                 keys_B = jax.vmap(jax.random.fold_in)(keys_B, rows.lengths + decoding.num_new)
                 new_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxV / state.temperature)
             new_B = new_B.astype(jnp.int32)
-            ends_B = False if end_token is None else new_B == end_token
             return decoding._replace(
                 num_new=decoding.num_new + 1,
                 tokens=jax.lax.dynamic_update_slice_in_dim(decoding.tokens, new_B[:, None], decoding.num_new, axis=1),
                 counts=decoding.counts + ~decoding.is_done,
-                is_done=decoding.is_done | ends_B,
+                is_done=decoding.is_done | jnp.isin(new_B, np.array(ends, np.int32)),
             )
 
         def is_unfinished(decoding: _Decoding) -> Array:
@@ -247,17 +253,15 @@ def _make_step(
 
 
 def _prefill(model: Decoder, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
-    """Runs all prompts: the logits of the first new tokens, and the caches with room for the others."""
+    """Runs the first inputs: the logits of the first new tokens, and the caches with room for the others."""
     num_slots = rows.tokens.shape[1]
-    assert model.config.begin_token is not None
-    begin_Bx1 = jnp.full((len(rows.ids), 1), model.config.begin_token, rows.tokens.dtype)
-    inputs_BxP1 = jnp.concatenate([begin_Bx1, rows.tokens[:, : num_slots - max_new_tokens]], axis=1)
-    x_BxP1xD = model.embed_inputs(inputs_BxP1)
+    x_BxPxD = model.embed_inputs(rows.tokens[:, : num_slots - max_new_tokens + 1])
     caches = []
-    for block in model.layers:
-        x_BxP1xD, cache = _prefill_block(*nnx.split(block), x_BxP1xD, rows.lengths + 1, num_slots)
+    for index, layer in enumerate(model.layers):
+        window = window_of(model.config, index)
+        x_BxPxD, cache = _prefill_layer(*nnx.split(layer), x_BxPxD, Rows(rows.lengths, window=window), num_slots)
         caches.append(cache)
-    last_Bx1xD = jnp.take_along_axis(x_BxP1xD, rows.lengths[:, None, None], axis=1)
+    last_Bx1xD = jnp.take_along_axis(x_BxPxD, jnp.maximum(rows.lengths - 1, 0)[:, None, None], axis=1)
     return model.logits(last_Bx1xD)[:, 0], caches
 
 
@@ -265,36 +269,38 @@ def _decode(
     model: Decoder, decoding: _Decoding, lengths_B: Int32[Array, " B"]
 ) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs the last new token of each row: the logits of the next one, and the caches with it."""
-    num_slots, num_new = decoding.caches[0].keys.shape[1], decoding.num_new
-    last_Bx1 = jax.lax.dynamic_slice_in_dim(decoding.tokens, num_new - 1, 1, axis=1)
-    # Slots up to P belong to prompts, of which a row has used some; new tokens are in the same slot in all rows.
-    num_prompt_slots = num_slots - decoding.tokens.shape[1] + 1
-    slot = num_prompt_slots + num_new - 1
-    slots_T = jnp.arange(num_slots)
-    is_new_T = (slots_T >= num_prompt_slots) & (slots_T <= slot)
-    mask_Bx1xT = ((slots_T <= lengths_B[:, None]) | is_new_T)[:, None]
+    num_slots, last = decoding.caches[0].keys.shape[1], decoding.num_new - 1
+    last_Bx1 = jax.lax.dynamic_slice_in_dim(decoding.tokens, last, 1, axis=1)
+    # The first slots belong to first inputs, of which a row has some; new tokens are in the same slot in all rows.
+    num_first = num_slots - decoding.tokens.shape[1] + 1
+    slots_T, slot = jnp.arange(num_slots), num_first + last
+    is_new_T = (slots_T >= num_first) & (slots_T <= slot)
+    mask_Bx1xT = ((slots_T < lengths_B[:, None]) | is_new_T)[:, None]
+    positions_Bx1 = (lengths_B + last)[:, None]
+    # Of keys; only windows ask how far back they are.
+    positions_BxT = jnp.where(slots_T < num_first, slots_T, lengths_B[:, None] + slots_T - num_first)
     x_Bx1xD = model.embed_inputs(last_Bx1)
-    positions_Bx1 = (lengths_B + num_new)[:, None]
     caches = []
-    for block, cache in zip(model.layers, decoding.caches, strict=True):
-        x_Bx1xD, cache = _decode_block(*nnx.split(block), x_Bx1xD, cache, slot, positions_Bx1, mask_Bx1xT)
+    for index, (layer, cache) in enumerate(zip(model.layers, decoding.caches, strict=True)):
+        window = window_of(model.config, index)
+        is_near = True if window is None else (positions_BxT > positions_Bx1 - window)[:, None]
+        x_Bx1xD, cache = _decode_layer(*nnx.split(layer), x_Bx1xD, cache, slot, positions_Bx1, mask_Bx1xT & is_near)
         caches.append(cache)
     return model.logits(x_Bx1xD)[:, 0], caches
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))  # all blocks are alike: one of them is traced
-def _prefill_block(
-    graphdef: nnx.GraphDef, params: nnx.State, x: Float[Array, "B P1 D"], lengths: Int[Array, " B"], num_slots: int
-) -> tuple[Float[Array, "B P1 D"], _Cache]:
-    block: DecoderLayer = nnx.merge(graphdef, params)
-    query, key, value = block.project(x, None)
-    attended = attend(query, key, value, lengths, implementation=block.config.attention)
+@functools.partial(jax.jit, static_argnums=(0, 4))  # all layers are alike: one of them is traced
+def _prefill_layer(
+    graphdef: nnx.GraphDef, params: nnx.State, x: Float[Array, "B P D"], rows: Rows, num_slots: int
+) -> tuple[Float[Array, "B P D"], _Cache]:
+    layer: DecoderLayer = nnx.merge(graphdef, params)
+    query, key, value = layer.project(x, None)
     room = ((0, 0), (0, num_slots - x.shape[1]), (0, 0), (0, 0))
-    return block.finish(x, attended), _Cache(jnp.pad(key, room), jnp.pad(value, room))
+    return layer.finish(x, layer.attend(query, key, value, rows)), _Cache(jnp.pad(key, room), jnp.pad(value, room))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _decode_block(
+def _decode_layer(
     graphdef: nnx.GraphDef,
     params: nnx.State,
     x: Float[Array, "B 1 D"],
@@ -303,9 +309,9 @@ def _decode_block(
     positions: Int[Array, "B 1"],
     mask: Bool[Array, "B 1 T"],
 ) -> tuple[Float[Array, "B 1 D"], _Cache]:
-    block: DecoderLayer = nnx.merge(graphdef, params)
-    query, *new = block.project(x, positions, num_positions=mask.shape[2])
+    layer: DecoderLayer = nnx.merge(graphdef, params)
+    query, *new = layer.project(x, positions, num_positions=mask.shape[2])
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(held, each, slot, axis=1) for held, each in zip(cache, new, strict=True)
     )
-    return block.finish(x, attend_by_mask(query, keys, values, mask)), _Cache(keys, values)
+    return layer.finish(x, attend_by_mask(query, keys, values, mask)), _Cache(keys, values)
