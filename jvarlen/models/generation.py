@@ -58,8 +58,8 @@ def generate(
     Args:
       params: the result of `init_params`, trained or not.
       config: the model that they belong to.
-      prompts: 1-D integers each, below `config.num_values`. An empty one is a sample from its beginning, for models with
-        a token that begins samples; others need one token at least.
+      prompts: 1-D integers each, below `config.num_values`. An empty one is a sample from its beginning; models without
+        `begins_samples` have none.
       max_new_tokens: N, the most tokens that a prompt is continued by.
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
       seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
@@ -182,7 +182,7 @@ def _first_inputs(prompts: Sequence[Any], config: DecoderConfig) -> list[Int32[n
         elif (outside := tokens[(tokens < 0) | (tokens >= config.num_values)]).size:
             wrong.append(f"prompt {i}: {list_first(outside.tolist())}")
         elif not begin.size and not tokens.size:
-            wrong.append(f"prompt {i}: empty, and this model has no token that begins samples")
+            wrong.append(f"prompt {i}: empty, and the model has no token that begins samples")
         else:
             arrays.append(np.concatenate([begin, tokens.astype(np.int32)]))
     if wrong:

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from jvarlen import make_buckets, no_recompiles
-from jvarlen.models import Decoder, DecoderConfig, flat_params, generate, init_params, params_from_flat
-from jvarlen.models.decoder import Rows
+from jvarlen.models import DecoderConfig, flat_params, generate, init_params, params_from_flat
+from jvarlen.models.decoder import Rows, graphs_of
 from tests.meshes import data_mesh
 
-CONFIG = DecoderConfig(num_layers=1, width=32, num_heads=2, vocab_size=50)
+CONFIG = DecoderConfig(num_layers=1, width=32, num_heads=2, vocab_size=51)
 # Larger than at the start of a training, so that what is attended to decides.
 PARAMS = jax.tree.map(lambda leaf: leaf * 5, init_params(CONFIG, seed=1))
 RNG = np.random.default_rng(0)
@@ -22,30 +22,37 @@ PROMPTS = [RNG.integers(0, 50, length) for length in (0, 1, 2, 3, 5, 8, 13, 21, 
 NUM_NEW = 9
 
 
-def continued(prompts=PROMPTS, config=CONFIG, **options):
+def continued(prompts=PROMPTS, config=CONFIG, params=PARAMS, **options):
     options = {"max_new_tokens": NUM_NEW, "progress": False} | options
-    return [tokens.tolist() for tokens in generate(PARAMS, config, prompts, **options)]
+    return [tokens.tolist() for tokens in generate(params, config, prompts, **options)]
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def logits_of_rows(tokens_BxT, lengths_B, config=CONFIG):
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=config.vocab_size)
-    return nnx.merge(graphdef, PARAMS)(inputs_BxT, Rows(lengths=lengths_B))
+def logits_of_rows(tokens_BxT, lengths_B, config=CONFIG, params=PARAMS):
+    """Of what follows the tokens at each position, and the first of them where the model begins samples."""
+    if config.begins_samples:
+        tokens_BxT = jnp.pad(tokens_BxT, ((0, 0), (1, 0)), constant_values=config.begin_token)
+    logits_BxTxV = nnx.merge(graphs_of(config)[0], params)(tokens_BxT, Rows(lengths_B + config.begins_samples))
+    return logits_BxTxV[:, :, : config.num_values]
+
+
+def continued_without_cache(prompts, config=CONFIG, params=PARAMS, num_new=NUM_NEW):
+    """The likeliest tokens, with the whole rows run again for each."""
+    lengths_B = np.array([len(prompt) for prompt in prompts])
+    rows_BxT = np.zeros((len(prompts), max(lengths_B) + num_new), np.int32)
+    for row, prompt in zip(rows_BxT, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    each = np.arange(len(prompts))
+    for place_B in np.arange(num_new)[:, None] + lengths_B:
+        logits_BxTxV = logits_of_rows(rows_BxT, place_B, config, params)
+        last_BxV = np.asarray(logits_BxTxV)[each, place_B - (not config.begins_samples)]
+        rows_BxT[each, place_B] = np.argmax(last_BxV, axis=-1)
+    return [row[length : length + num_new].tolist() for row, length in zip(rows_BxT, lengths_B, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def of_whole_rows():
-    """The likeliest tokens, with the whole rows run again for each."""
-    rows_BxT = np.zeros((len(PROMPTS), 40), np.int32)
-    lengths_B = np.array(list(map(len, PROMPTS)))
-    for row, prompt in zip(rows_BxT, PROMPTS, strict=True):
-        row[: len(prompt)] = prompt
-    for num_new in range(NUM_NEW):
-        logits_BxTxV = logits_of_rows(rows_BxT, lengths_B + num_new + 1)
-        each = np.arange(len(PROMPTS)), lengths_B + num_new
-        rows_BxT[each] = np.argmax(np.asarray(logits_BxTxV)[each], axis=-1)
-    return [row[length : length + NUM_NEW].tolist() for row, length in zip(rows_BxT, lengths_B, strict=True)]
+    return continued_without_cache(PROMPTS)
 
 
 def test_greedy_tokens_are_those_of_whole_rows_run_again(of_whole_rows):
@@ -71,11 +78,11 @@ def test_random_tokens_depend_on_the_seed_and_on_the_index_of_the_prompt():
 def test_random_tokens_have_the_probabilities_of_the_model_at_this_temperature():
     num_draws, temperature = 4000, 0.7
     drawn = continued([[]] * num_draws, temperature=temperature, max_new_tokens=1, max_shapes=1)
-    logits_V = logits_of_rows(np.zeros((1, 1), np.int32), np.ones(1, np.int32))[0, 0]
+    logits_V = logits_of_rows(np.zeros((1, 0), np.int32), np.zeros(1, np.int32))[0, 0]
     expected_V = num_draws * np.asarray(jax.nn.softmax(logits_V / temperature))
-    counted_V = np.bincount(np.ravel(drawn), minlength=CONFIG.vocab_size)
+    counted_V = np.bincount(np.ravel(drawn), minlength=CONFIG.num_values)
     chi_square = np.sum((counted_V - expected_V) ** 2 / expected_V)
-    degrees = CONFIG.vocab_size - 1
+    degrees = CONFIG.num_values - 1
     assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
 
 
@@ -84,6 +91,14 @@ def test_a_continuation_ends_with_the_end_token(of_whole_rows):
     cut = [tokens[: tokens.index(end_token) + 1] if end_token in tokens else tokens for tokens in of_whole_rows]
     assert cut != of_whole_rows
     assert continued(end_token=end_token, max_shapes=1) == cut
+
+
+def test_a_continuation_ends_with_the_first_of_several_end_tokens(of_whole_rows):
+    ends = [of_whole_rows[3][2], of_whole_rows[4][5]]
+    places = [[place for place, token in enumerate(tokens) if token in ends] for tokens in of_whole_rows]
+    cut = [tokens[: min(found, default=NUM_NEW) + 1] for tokens, found in zip(of_whole_rows, places, strict=True)]
+    assert {tokens[-1] for tokens in cut} > set(ends)
+    assert continued(end_token=ends, max_shapes=1) == cut
 
 
 def test_a_program_a_bucket_is_compiled_and_nothing_else():
@@ -122,7 +137,8 @@ def test_no_prompts_have_no_continuations():
         ([[1]], {"temperature": 1e-320}, "temperature .* must be 0, or from 1e-30 to 1e30"),
         ([[1]], {"temperature": -1.0}, "temperature .* must be 0, or from 1e-30 to 1e30"),
         ([[1]], {"temperature": float("nan")}, "temperature .* must be 0, or from 1e-30 to 1e30"),
-        ([[1]], {"end_token": 50}, "end_token must be at least 0 and below 50"),
+        ([[1]], {"end_token": 50}, "end_token must be at least 0 and below 50, not 50"),
+        ([[1]], {"end_token": [1, -1, 51]}, "end_token must be at least 0 and below 50, not -1, 51"),
     ],
 )
 def test_what_cannot_be_continued_is_listed(prompts, options, message):
