@@ -90,7 +90,7 @@ class _Linear(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(num_out, jnp.float32)) if has_bias else None
 
-    def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*batch F"]:
+    def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*out F"]:
         """Of inputs that are whole, or summed over the tensor axis where they are split and `axes` has one."""
         product = leave_tensor_parallel(multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16), axes=axes)
         return product if self.bias is None else product + self.bias[...]
