@@ -123,7 +123,7 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
 
         x = model.embed(params.ends, microbatch, axes_of_ends(key, num_layers))
         x = jax.tree.map(jnp.asarray, x)
-        x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers)))
+        x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers, dtype=jnp.int32)))
         return model.loss(params.ends, x, microbatch, axes_of_ends(key, num_layers + 1))
 
     return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)

@@ -254,7 +254,7 @@ class _Device:
     ) -> Any:
         """Scans `call(carry, index, *of_layer)` over the layers of a part of the model."""
         per_part = self.num_layers // self.plan.num_parts
-        each = part * per_part + jnp.arange(per_part), *of_layers
+        each = jnp.int32(part * per_part) + jnp.arange(per_part, dtype=jnp.int32), *of_layers
         return jax.lax.scan(lambda carry, of_layer: call(carry, *of_layer), carry, each, reverse=reverse)
 
     def run_layers(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> Any:
