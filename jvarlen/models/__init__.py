@@ -15,19 +15,31 @@ if TYPE_CHECKING:
     from jvarlen.models.decoder import Decoder, init_params, make_loss_fn
     from jvarlen.models.export import flat_params, params_from_flat, save_params
     from jvarlen.models.generation import generate
+    from jvarlen.models.hugging_face import (
+        from_hugging_face,
+        hugging_face_tensors,
+        params_from_tensors,
+        to_hugging_face,
+    )
+    from jvarlen.models.hugging_face_config import read_config
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "flat_params",
+    "from_hugging_face",
     "generate",
+    "hugging_face_tensors",
     "init_params",
     "layered",
     "make_loss_fn",
     "params_from_flat",
+    "params_from_tensors",
+    "read_config",
     "save_params",
     "stack_layers",
+    "to_hugging_face",
     "unstack_layers",
 ]
 
