@@ -1,7 +1,8 @@
-"""Small Flax NNX models for examples and benchmarks.
+"""A decoder of the Llama family in Flax NNX, its files at Hugging Face, and what it writes.
 
-- `config`, `transformer`: the demo transformer. `mixed_precision`: its products in bfloat16.
-- `layers`: the same by layers. `generation`: samples from it. `export`: its parameters by name and as a file.
+- `config`, `decoder`: the decoder, whose small configuration is the demo. `mixed_precision`: its products in bfloat16.
+- `layers`: the same by layers. `generation`: samples from it. `hugging_face_config`, `hugging_face`: its settings and
+  parameters in the files of Hugging Face. `export`: its parameters by name and as a file.
 """
 
 from __future__ import annotations
