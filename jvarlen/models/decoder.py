@@ -179,16 +179,15 @@ class DecoderLayer(nnx.Module):
         axes: Axes = _UNSPLIT,
     ) -> Float[Array, "B T H K"]:
         """What each position takes from those that it sees."""
-        windowed = {} if rows.window is None else {"window": rows.window}
+        window, segment_ids = rows.window, rows.segment_ids
         if axes.context is not None:
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
-            return attend_over_axis(query, key, value, axes=axes, segment_ids=rows.segment_ids, **windowed)
-        if rows.segment_ids is None:
-            implementation = self.config.attention
-            return attend(query, key, value, rows.lengths, implementation=implementation, **windowed)
+            return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids, window=window)
+        if segment_ids is None:
+            return attend(query, key, value, rows.lengths, implementation=self.config.attention, window=window)
         packed = self.config.packed_attention
-        return attend_within_segments(query, key, value, rows.segment_ids, implementation=packed, **windowed)
+        return attend_within_segments(query, key, value, segment_ids, implementation=packed, window=window)
 
     def project(
         self,

@@ -12,6 +12,7 @@ from flax import nnx
 from jvarlen import make_buckets, no_recompiles
 from jvarlen.models import DecoderConfig, flat_params, generate, init_params, params_from_flat
 from jvarlen.models.decoder import Rows, graphs_of
+from jvarlen.models.hugging_face import from_hugging_face
 from tests.meshes import data_mesh
 
 CONFIG = DecoderConfig(num_layers=1, width=32, num_heads=2, vocab_size=51)
@@ -59,6 +60,62 @@ def test_greedy_tokens_are_those_of_whole_rows_run_again(of_whole_rows):
     assert continued(max_shapes=2) == of_whole_rows
     assert continued(config=dataclasses.replace(CONFIG, attention="chunked"), max_shapes=1) == of_whole_rows
     assert len({token for tokens in of_whole_rows for token in tokens}) > 10, "too few tokens to tell"
+
+
+# Of every parameter that a family has, and of every way in which a token sees others.
+FAMILIES = {
+    "llama": {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 24},
+    "mistral": {"sliding_window": 7},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request):
+    """A tiny random model of `transformers`."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "tie_word_embeddings": False, "initializer_range": 0.2, "bos_token_id": None,
+        "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(request.param, **sizes | FAMILIES[request.param])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 1:  # biases begin as 0, scales of norms as 1
+                param.add_(0.3 * torch.randn_like(param))
+    return model
+
+
+def test_greedy_tokens_are_those_of_transformers_with_and_without_a_cache(reference, tmp_path):
+    import torch
+
+    reference.save_pretrained(tmp_path)
+    config, params = from_hugging_face(tmp_path)
+    prompts = [np.random.default_rng(length).integers(0, 97, length) for length in (1, 11, 40)]
+    with_cache, without_cache = (
+        [
+            reference.generate(torch.tensor(prompt)[None], do_sample=False, use_cache=use_cache, max_new_tokens=64)[
+                0, len(prompt) :
+            ].tolist()
+            for prompt in prompts
+        ]
+        for use_cache in (True, False)
+    )
+    assert with_cache == without_cache
+    assert all(len(set(tokens)) > 15 for tokens in with_cache), "too few tokens to tell"
+    assert continued(prompts, config, params, max_new_tokens=64, max_shapes=1) == with_cache
+    assert continued_without_cache(prompts, config, params, num_new=64) == with_cache
 
 
 def test_a_continuation_depends_neither_on_buckets_nor_on_devices():
@@ -111,17 +168,41 @@ def test_a_program_a_bucket_is_compiled_and_nothing_else():
         continued([prompt[::-1] for prompt in PROMPTS], **options)
 
 
-def test_in_bfloat16_tokens_are_the_likeliest_up_to_its_rounding():
-    config = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+@pytest.mark.parametrize("of_parameters", [False, True])
+def test_in_bfloat16_tokens_are_the_likeliest_up_to_its_rounding(of_parameters):
+    config = CONFIG if of_parameters else dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS) if of_parameters else PARAMS
     rows_BxT = np.zeros((len(PROMPTS), 40), np.int32)
     lengths_B = np.array([len(prompt) for prompt in PROMPTS])
-    new_BxN = np.array(continued(config=config, max_shapes=1))
+    new_BxN = np.array(continued(config=config, params=params, max_shapes=1))
     for row, prompt, new in zip(rows_BxT, PROMPTS, new_BxN, strict=True):
         row[: len(prompt) + NUM_NEW] = [*prompt, *new]
-    logits_BxTxV = np.asarray(logits_of_rows(rows_BxT, lengths_B + NUM_NEW, config))
+    logits_BxTxV = np.asarray(logits_of_rows(rows_BxT, lengths_B + NUM_NEW, config, params))
     logits_BxNxV = logits_BxTxV[np.arange(len(PROMPTS))[:, None], lengths_B[:, None] + np.arange(NUM_NEW)]
     chosen_BxN = np.take_along_axis(logits_BxNxV, new_BxN[..., None], axis=2)[..., 0]
     assert np.max(logits_BxNxV.max(axis=2) - chosen_BxN) < 0.02 * logits_BxNxV.std()
+
+
+def test_what_begins_samples_is_never_written():
+    loud = jax.tree.map(lambda leaf: leaf, PARAMS)
+    kernel = loud["head"]["kernel"]
+    loud["head"]["kernel"] = kernel.at[:, CONFIG.begin_token].multiply(1000)
+    for temperature in (0.0, 1.0):
+        options = {"temperature": temperature, "max_shapes": 1}
+        assert continued(params=loud, **options) == continued(**options)
+
+
+def test_arrays_of_the_host_are_copied_to_devices_once(capfd):
+    mapped = jax.tree.map(lambda leaf: np.asarray(leaf.T).T, PARAMS)  # as from mapped files
+    transfers = []
+    for params in (PARAMS, mapped):
+        options = {"params": params, "max_tokens": 100, "max_shapes": 2}
+        continued(**options)
+        with jax.transfer_guard_host_to_device("log"):  # only what is not asked for
+            new = continued(**options)
+        transfers.append(capfd.readouterr().err.count("host-to-device transfer"))
+    assert new == continued(max_tokens=100, max_shapes=2)
+    assert transfers == [1, 1], "the seed"
 
 
 def test_no_prompts_have_no_continuations():
@@ -144,6 +225,12 @@ def test_no_prompts_have_no_continuations():
 def test_what_cannot_be_continued_is_listed(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         continued(prompts, **options)
+
+
+def test_without_a_token_that_begins_samples_empty_prompts_are_listed():
+    config = dataclasses.replace(CONFIG, begins_samples=False)
+    with pytest.raises(ValueError, match="from 0 to 50: prompt 1: empty, and the model has no token that begins"):
+        continued([[50], []], config)
 
 
 def test_parameters_come_back_from_their_flat_names():
