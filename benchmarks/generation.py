@@ -18,8 +18,8 @@ from flax import nnx
 from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.models import Decoder, DecoderConfig, generate, init_params
-from jvarlen.models.decoder import Rows
+from jvarlen.models import DecoderConfig, generate, init_params
+from jvarlen.models.decoder import Rows, graphs_of
 
 
 def make_prompts(num_prompts: int, longest: int) -> list[np.ndarray]:
@@ -32,7 +32,7 @@ def continue_whole_rows(
     params: nnx.State, config: DecoderConfig, prompts: list[np.ndarray], num_new: int
 ) -> Callable[[], list[np.ndarray]]:
     """Continues all prompts in one batch, of which every row runs again for each token."""
-    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+    graphdef = graphs_of(config)[0]
     lengths_B = np.array([len(prompt) for prompt in prompts])
     tokens_BxT = np.zeros((len(prompts), lengths_B.max() + num_new), np.int32)
     for row, prompt in zip(tokens_BxT, prompts, strict=True):
@@ -40,10 +40,11 @@ def continue_whole_rows(
 
     @jax.jit
     def step(params: nnx.State, tokens_BxT: jax.Array, lengths_B: jax.Array) -> jax.Array:
-        inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=config.vocab_size)
+        inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=config.begin_token)
         logits_BxTxV = nnx.merge(graphdef, params)(inputs_BxT, Rows(lengths=lengths_B + 1))
         rows_B = jnp.arange(len(lengths_B))
-        return tokens_BxT.at[rows_B, lengths_B].set(jnp.argmax(logits_BxTxV[rows_B, lengths_B], axis=-1))
+        logits_BxV = logits_BxTxV[rows_B, lengths_B, : config.num_values]
+        return tokens_BxT.at[rows_B, lengths_B].set(jnp.argmax(logits_BxV, axis=-1))
 
     def run() -> list[np.ndarray]:
         tokens = jnp.asarray(tokens_BxT)

@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 
 from jvarlen import make_buckets, no_recompiles
-from jvarlen.models import DecoderConfig, flat_params, generate, init_params, params_from_flat
+from jvarlen.models import DecoderConfig, flat_params, from_hugging_face, generate, init_params, params_from_flat
 from jvarlen.models.decoder import Rows, graphs_of
-from jvarlen.models.hugging_face import from_hugging_face
 from tests.meshes import data_mesh
 
 CONFIG = DecoderConfig(num_layers=1, width=32, num_heads=2, vocab_size=51)
