@@ -92,11 +92,11 @@ class _Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*out F"]:
         """Of inputs that are whole, or summed over the tensor axis where they are split and `axes` has one."""
-        product = leave_tensor_parallel(multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16), axes=axes)
+        product = leave_tensor_parallel(_multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16), axes=axes)
         return product if self.bias is None else product + self.bias[...]
 
 
-def multiply(
+def _multiply(
     x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, in_bfloat16: bool
 ) -> Float[Array, "*batch F"]:
     """The product with all positions as rows of one matrix."""
@@ -267,7 +267,7 @@ class Decoder(nnx.Module):
     def logits(self, x_BxTxD: Float[Array, "B S D"], axes: Axes = _UNSPLIT) -> Float[Array, "B T V"]:
         """Logits of every token from the output of the last layer."""
         entered = enter_tensor_parallel(self.norm(x_BxTxD), axes=axes)
-        return multiply(entered, self.head_kernel, in_bfloat16=self.config.compute_dtype is not None)
+        return _multiply(entered, self.head_kernel, in_bfloat16=self.config.compute_dtype is not None)
 
     @property
     def head_kernel(self) -> Float[Array, "D V"]:
