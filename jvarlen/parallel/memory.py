@@ -18,9 +18,9 @@ from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
-from jvarlen.parallel.layers import LayeredModel, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
-from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
+from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on, stacked_shapes
 from jvarlen.parallel.sharded import other_specs_of, stacked_for, state_specs
 from jvarlen.parallel.train import Accumulate, accumulates_shards
 from jvarlen.parallel.zero import shard_specs
@@ -30,7 +30,7 @@ from jvarlen.training.train_state import TrainState, new_state
 
 __all__ = [
     "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "estimate_memory",
-    "state_bytes", "temporary_bytes",
+    "stacked_bytes", "state_bytes", "temporary_bytes",
 ]  # fmt: skip
 
 # A compiler's order of equations is not always the one that holds least, least of all where much is in one loop: layers
@@ -47,7 +47,8 @@ class MemoryEstimate(NamedTuple):
       accumulation: what sums of gradients in float32 take beyond `grads`.
       opt_state: the state of the optimizer, and `extra`.
       gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all of
-        the stage; below, the gradients of a microbatch. With several chunks also layers that change places.
+        the stage; below, the gradients of a microbatch. With several chunks also layers that change places, and where
+        `LayeredModel.stack` is called in the step, what it stacks.
       activations: what the forward pass of one microbatch leaves to the backward pass; with stages that of one chunk of
         layers, and the buffers of the schedule. None if no model was given.
       workspace: the rest at the peak of the step, and the batch. None if no model was given.
@@ -138,12 +139,13 @@ def estimate_memory(
         grads=held.grads,
         accumulation=held.accumulated - held.grads,
         opt_state=held.opt_state,
-        gathered=held.whole + held.once,
+        gathered=held.whole + held.once + held.stacked,
     )
     if model is None or bucket is None:
         return estimate
     has_stages = layout.stage > 1
     num_layers = num_layers_of(params) // (layout.stage * layout.virtual) if has_stages else None
+    model, params = stacked_shapes(model, params)
     one = OneMicrobatch(model, layout, params, extra, bucket, batch_spec, num_layers)
     of_shard = max(2, layout.stage)
     if microbatches_per_step is not None:
@@ -173,6 +175,7 @@ class StateBytes(NamedTuple):
     # whichever are more. Besides, layers that change places between chunks.
     whole: Any
     once: Any  # whole gradients of one microbatch; with stages those of the ends and one chunk
+    stacked: Any  # copies of layers' own parameters, where a step stacks them
 
 
 def state_bytes(
@@ -187,6 +190,7 @@ def state_bytes(
     if accumulates_shards(layout, accumulate):
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
     wide = jax.tree.map(_accumulated, params)
+    stack = model.stack if isinstance(model, LayeredModel) else None
     if layout.stage > 1:
         ends, layers = bytes_of(wide.ends, beside.ends, layout), bytes_of(wide.layers, beside.layers, layout)
         once = ends + layers // layout.virtual
@@ -199,7 +203,14 @@ def state_bytes(
         accumulated=bytes_of(wide, specs, layout),
         whole=_whole_bytes(params, layout, model, other_specs),
         once=once,
+        stacked=0 if stack is None else stacked_bytes(jax.eval_shape(stack, params), layout),
     )
+
+
+def stacked_bytes(stacked: LayeredParams, layout: Layout) -> int:
+    """Bytes of the layers that a step stacks, on a layout without stages and "tensor"."""
+    specs = shard_specs(stacked, layout, padded=False).layers if layout.zero == 3 else None
+    return bytes_of(stacked.layers, specs, layout)
 
 
 def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
@@ -239,7 +250,7 @@ def temporary_bytes(
     copied = np.where(chunks > 1, 1.6 * held.accumulated + 5 * (arrays.x + arrays.floats), 0)
     kept = np.where(recomputes, 0, arrays.kept * num_layers)  # which are in the buffers
     staged = held.accumulated + held.whole + copied + buffers + np.maximum(peak - kept, 0)
-    return np.where(has_stages, staged, np.where(zero == 3, sharded, below))
+    return np.where(has_stages, staged, np.where(zero == 3, sharded, below)) + held.stacked
 
 
 def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -25,6 +25,7 @@ from jvarlen.parallel.memory import (
     batch_bytes,
     buffer_slots,
     estimate_memory,
+    stacked_bytes,
     state_bytes,
     temporary_bytes,
 )
@@ -82,6 +83,8 @@ class MemoryModel:
         extra: Any = None,
     ):
         self._model, self._params = stacked_shapes(model, params)
+        self._stacks = isinstance(model, LayeredModel) and model.stack is not None
+        self._own_model, self._own_params = model, params
         self._optimizer = optimizer
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         self._batch_spec, self._extra = batch_spec, extra
@@ -122,9 +125,9 @@ class MemoryModel:
 
     def exact_bytes(self, layout: Layout, bucket: Bucket, microbatches_per_step: int) -> int:
         """Bytes of one layout and bucket, for which its own program is traced."""
-        options = {"model": self._model, "extra": self._extra, "batch_spec": self._batch_spec}
+        options = {"model": self._own_model, "extra": self._extra, "batch_spec": self._batch_spec}
         return estimate_memory(
-            layout, self._params, self._optimizer, bucket, **options, microbatches_per_step=microbatches_per_step
+            layout, self._own_params, self._optimizer, bucket, **options, microbatches_per_step=microbatches_per_step
         ).total
 
     def _layers_of(self, table: LayoutTable) -> np.ndarray:
@@ -158,7 +161,10 @@ class MemoryModel:
             return np.array(state_bytes(Layout(**sizes, **options), state, self._model), np.float64)
 
         if not has_stages:
-            return np.stack([held(), *np.zeros((2, len(StateBytes._fields)))])
+            parts = np.stack([held(), *np.zeros((2, len(StateBytes._fields)))])
+            if self._stacks and tensor == 1:
+                parts[0, StateBytes._fields.index("stacked")] = stacked_bytes(self._params, Layout(**sizes))
+            return parts
         one, two = held(2, stage=2), held(4, stage=2)
         moved = np.zeros(len(StateBytes._fields))
         whole = StateBytes._fields.index("whole")

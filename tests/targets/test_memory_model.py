@@ -27,7 +27,7 @@ TEXTS = [
 
 
 def test_it_is_the_estimate():
-    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, TEXTS)]
     found = MemoryModel(model, params, optimizer, BUCKETS).memory_bytes(layout_table(layouts), M)
     assert found.shape == (len(layouts), len(BUCKETS))
@@ -57,7 +57,7 @@ def test_a_loss_function_has_no_layers_and_lengths_between_those_traced_are_inte
 
 
 def test_many_layouts_are_traced_once(monkeypatch):
-    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     model = MemoryModel(layered(MODEL), params, optax.sgd(1e-3), BUCKETS[:1])
     few = model.memory_bytes(layout_table([Layout(data=2), Layout(data=4, zero=1)]), M)
     monkeypatch.setattr(jax, "make_jaxpr", None)
@@ -69,6 +69,6 @@ def test_many_layouts_are_traced_once(monkeypatch):
 def test_a_model_that_stacks_takes_what_stacked_layers_take():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     table, optimizer = layout_table([Layout(data=2, zero=2), Layout(data=1, stage=2)]), optax.sgd(1e-3)
-    stacking = MemoryModel(layered(MODEL)._replace(stack=stack_layers), params, optimizer, BUCKETS[:1])
+    stacking = MemoryModel(layered(MODEL), params, optimizer, BUCKETS[:1])
     stacked = MemoryModel(layered(MODEL), jax.eval_shape(stack_layers, params), optimizer, BUCKETS[:1])
     np.testing.assert_array_equal(stacking.memory_bytes(table, M), stacked.memory_bytes(table, M))
