@@ -35,10 +35,10 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling import measure_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import split_cpu
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
 from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_over_positions, take_positions
-from jvarlen.targets import ModelFile, measure_cluster
+from jvarlen.targets import measure_cluster
 from jvarlen.targets.choice import LayoutChoice, choose_layout
 from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.memory_model import MemoryModel
@@ -155,7 +155,7 @@ def waiting(form: Form) -> Case:
 
 def computing(form: Form, cluster: Cluster) -> Case:
     config = DecoderConfig(num_layers=form.num_layers, width=64, num_heads=8)
-    return Case(restricted(layered(config), form.fixed), stack_layers(init_params(config, seed=0)), cluster)
+    return Case(restricted(layered(config), form.fixed), init_params(config, seed=0), cluster)
 
 
 def plan_of(buckets: tuple[Bucket, ...]) -> Plan:
@@ -239,15 +239,15 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
     options: dict[str, Any] = {"max_shapes": max_shapes, "length_multiple": 128}
     buckets = make_buckets(lengths, 16_384, microbatches_per_step=num_microbatches, **options)
     plan = make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
-    model = ModelFile(layers=32, width=4096, heads=32, vocabulary=32_000)
-    cluster, optimizer = Cluster.preset("dgx-h100", num_hosts=num_hosts), model.make_optimizer()
-    searched = restricted(model.model, fixed)
-    memory = MemoryModel(searched, model.params, optimizer, plan.buckets)
+    config = DecoderConfig(num_layers=32, width=4096, num_heads=32, vocab_size=32_000)
+    searched, params = restricted(layered(config), fixed), jax.eval_shape(lambda: init_params(config, seed=0))
+    cluster, optimizer = Cluster.preset("dgx-h100", num_hosts=num_hosts), optax.adamw(1e-3)
+    memory = MemoryModel(searched, params, optimizer, plan.buckets)
     seconds = []
     known: dict[str, Any] = {"costs": None}
     for _ in range(1 + num_known):
         begun = time.perf_counter()
-        given = {"params": model.params, "memory": memory, "fixed": fixed, **known}
+        given = {"params": params, "memory": memory, "fixed": fixed, **known}
         choice = choose_layout(plan, searched, optimizer, cluster, **given)
         seconds.append(time.perf_counter() - begun)
         known["costs"] = choice.costs

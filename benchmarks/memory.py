@@ -19,7 +19,7 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout, estimate_memory, make_train_step
 
 
@@ -103,7 +103,7 @@ def measure(case: Case) -> Held:
         num_layers=case.num_layers, width=case.width, num_heads=max(2, case.width // 64), vocab_size=case.vocab_size
     )
     mesh, optimizer = layout.on().mesh, optax.adamw(1e-3)
-    params, model = stack_layers(init_params(config, seed=0)), layered(config)
+    params, model = init_params(config, seed=0), layered(config)
     num_microbatches = case.of_shard * layout.data
     estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
     train_step = make_train_step(model, optimizer, layout=layout)

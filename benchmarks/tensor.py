@@ -84,7 +84,7 @@ def compile_passes(form: Form, text: str) -> Measured:
     """Loss, loss with gradients, and the whole step on a layout."""
     layout = Layout.parse(f"data1.{text}")
     config = DecoderConfig(num_layers=form.num_layers, width=form.width, num_heads=form.num_heads)
-    model, mesh = layered(config), layout.on().mesh
+    model, mesh = layered(config)._replace(stack=None), layout.on().mesh
     params = stack_layers(init_params(config, seed=0))
     samples = np.random.default_rng(0).integers(0, 256, (form.rows, form.length))
     plan = jvarlen.make_plan([form.length] * form.rows, [(form.rows, form.length)], order="length")

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jvarlen
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout, make_train_step
 
 MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)
@@ -26,7 +26,7 @@ def train(text):
     plan = jvarlen.make_plan(lengths, [(2, 8)], order="length", microbatches_per_step=4)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     with jax.enable_x64(True):
-        params = jax.tree.map(np.asarray, stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0))))
+        params = jax.tree.map(np.float64, init_params(MODEL, seed=0))
         step = make_train_step(layered(MODEL), optimizer, layout=layout)
         state = step.init(params)
         compiled = jvarlen.compile_buckets(step, state, plan, progress=False)

@@ -1,4 +1,4 @@
-"""The demo model: causal, blind to padding and padding rows, the same for the same seed and with every form of mask."""
+"""The decoder: causal, blind to padding and padding rows, the same for the same seed and with every form of mask."""
 
 import dataclasses
 import functools
@@ -162,7 +162,8 @@ def test_an_equal_model_is_initialized_without_compiling_again():
 
 def test_flat_params_have_dotted_names():
     flat = flat_params(initial_params())
-    assert flat["blocks.1.qkv.kernel"].shape == (16, 48)
+    assert flat["layers.1.attention.q.kernel"].shape == (16, 16)
+    assert flat["layers.1.mlp.up.kernel"].shape == (16, 48)
     assert flat["embed.embedding"].shape == (257, 16)
     assert sum(value.size for value in flat.values()) == sum(
         jnp.size(leaf) for leaf in jax.tree.leaves(initial_params())

@@ -80,8 +80,8 @@ def types_multiplied(config):
         for equation in equations(jax.make_jaxpr(loss_and_grad(config))(params(), MICROBATCH).jaxpr)
         if equation.primitive.name == "dot_general"
     ]
-    # Four layers and two products of attention a block, and the head; in the backward pass, attention's logits again.
-    assert len(products) == 3 * (2 * 6 + 1) + 2
+    # Four and two products of attention and three of the MLP a layer, and the head; attention's logits again backward.
+    assert len(products) == 3 * (2 * 9 + 1) + 2
     rounded = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
     return {
         "bfloat16" if product.params["precision"] == rounded else str(factor.aval.dtype)

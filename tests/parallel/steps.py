@@ -8,9 +8,7 @@ import numpy as np
 import optax
 
 from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
-from jvarlen.parallel.layers import layered_loss_fn
-from jvarlen.training.train_state import new_state
+from jvarlen.models import DecoderConfig, init_params, layered
 from tests.conftest import random_dataset
 
 TRANSFORMER = DecoderConfig(num_layers=4, width=16, num_heads=2)
@@ -49,14 +47,14 @@ def take_steps(step, state, batches, num_steps=10):
 @functools.cache
 def initial_params(config=TRANSFORMER, dtype=np.float64):
     with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, stack_layers(jax.tree.map(dtype, init_params(config, seed=0))))
+        return jax.tree.map(dtype, init_params(config, seed=0))
 
 
 def assert_trains_as_one_device(step, num_microbatches, rtol=1e-12, config=TRANSFORMER):
     """Ten steps in float64 from `step.init`, compiled once, whose state stays where it lies."""
     batches, optimizer = batches_of(num_microbatches), clipped_adamw()
-    whole = jax.jit(make_train_step(layered_loss_fn(layered(config)), optimizer))
-    expected, expected_losses = take_steps(whole, new_state(initial_params(config), optimizer), batches)
+    whole = make_train_step(layered(config), optimizer)
+    expected, expected_losses = take_steps(jax.jit(whole), whole.init(initial_params(config)), batches)
     state = step.init(initial_params(config))
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     compiled = jax.jit(step, donate_argnums=0)

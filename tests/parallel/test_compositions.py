@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
 from tests.hand_made import batch_of, packed_batch_of
@@ -91,10 +91,10 @@ def tied_params(rng, num_layers, vocab_size, width):
 
 def transformer_params(rng, config):
     """Of the sizes that a model starts with; all scales of norms differ."""
-    shapes = jax.eval_shape(lambda: stack_layers(init_params(config, seed=0)))
+    shapes = jax.eval_shape(lambda: init_params(config, seed=0))
     is_scale = jax.tree.map_with_path(lambda path, _: "scale" in jax.tree_util.keystr(path), shapes)
     return jax.tree.map(
-        lambda leaf, is_scale: is_scale + rng.normal(size=leaf.shape) / (10 if is_scale else leaf.shape[-2] ** 0.5),
+        lambda leaf, is_scale: is_scale + rng.normal(size=leaf.shape) / (10 if is_scale else leaf.shape[0] ** 0.5),
         shapes,
         is_scale,
     )
@@ -111,7 +111,17 @@ def composition(number):
         rng = np.random.default_rng(number)
         return layout, TIED, tied_params(rng, num_layers, vocab_size, draw.choice([31, 42])), batch
     heads = layout.tensor * draw.choice([1, 2])
-    config = DecoderConfig(num_layers=num_layers, width=heads * 6, num_heads=heads, vocab_size=vocab_size)
+    config = DecoderConfig(
+        num_layers=num_layers,
+        width=heads * 6,
+        num_heads=heads,
+        num_kv_heads=layout.tensor,
+        vocab_size=vocab_size,
+        tied=draw.random() < 0.3,
+        qkv_bias=draw.random() < 0.3,
+        qk_norm=draw.random() < 0.3,
+        windows=tuple(draw.choice([0, 3, length]) for _ in range(num_layers)) if draw.random() < 0.3 else (),
+    )
     return layout, layered(config), transformer_params(np.random.default_rng(number), config), batch
 
 

@@ -25,6 +25,7 @@ from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "context")
 MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)
+BY_LAYERS = layered(MODEL)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):
@@ -315,25 +316,24 @@ def of_the_whole_transformer():
     )
     with jax.enable_x64(True):
         params = stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0)))
-        found = jax.jit(jax.value_and_grad(layered_loss_fn(layered(MODEL)), has_aux=True))(params, microbatch)
+        found = jax.jit(jax.value_and_grad(layered_loss_fn(BY_LAYERS), has_aux=True))(params, microbatch)
     return jax.tree.map(np.asarray, (params, microbatch, found))
 
 
 def test_the_transformer_takes_whole_rows_and_computes_its_positions():
     params, microbatch, expected = of_the_whole_transformer()
     with jax.enable_x64(True):
-        found = summed_step(layered(MODEL), 2, 16, P())(params, microbatch)
+        found = summed_step(BY_LAYERS, 2, 16, P())(params, microbatch)
     assert_equal_trees(found, expected)
 
 
 def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
     params, microbatch, expected = of_the_whole_transformer()
-    model = layered(MODEL)
-    specs = partition_specs(model.specs)
+    specs = partition_specs(BY_LAYERS.specs)
 
     def on_device(params, microbatch):
         axes = Axes(tensor="tensor", context="context", positions=shard_positions(16))
-        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(model, lambda _: axes), axes))
+        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(BY_LAYERS, lambda _: axes), axes))
         return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
 
     step = jax.shard_map(
@@ -344,5 +344,5 @@ def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
         check_vma=False,
     )
     with jax.enable_x64(True):
-        sums, grads = jax.jit(step)(split_params(params, model.specs, 2), microbatch)
-        assert_equal_trees((sums, merge_params(grads, model.specs, 2)), expected)
+        sums, grads = jax.jit(step)(split_params(params, BY_LAYERS.specs, 2), microbatch)
+        assert_equal_trees((sums, merge_params(grads, BY_LAYERS.specs, 2)), expected)

@@ -45,7 +45,7 @@ def trained(step, state, batches):
 
 @functools.cache
 def on_one_device():
-    params, optimizer = stack_layers(init_params(MODEL, 0)), optax.adamw(1e-3)
+    params, optimizer = init_params(MODEL, 0), optax.adamw(1e-3)
     step = jax.jit(make_train_step(layered_loss_fn(layered(MODEL)), optimizer, norms=True))
     return trained(step, new_state(params, optimizer), planned())[1]
 
@@ -53,7 +53,7 @@ def on_one_device():
 def test_one_state_serves_buckets_on_either_side():
     layout = Layout.parse("data2.context2.zero3.context_from16")
     mesh, optimizer, model = layout_mesh(layout), optax.adamw(1e-3), layered(MODEL)
-    state = make_layout_step(model, optimizer, layout=layout).init(stack_layers(init_params(MODEL, 0)))
+    state = make_layout_step(model, optimizer, layout=layout).init(init_params(MODEL, 0))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = compile_buckets(
         make_layout_step(model, optimizer, layout=layout, norms=True),
@@ -76,7 +76,7 @@ def traffic_of(text, bucket):
     layout = Layout.parse(text)
     optimizer, model = optax.sgd(1e-3), layered(MODEL)
     on = {"layout": layout}
-    state = make_layout_step(model, optimizer, **on).init(stack_layers(init_params(MODEL, 0)))
+    state = make_layout_step(model, optimizer, **on).init(init_params(MODEL, 0))
     step = make_layout_step(model, optimizer, **on)
     compiled = compile_buckets(step, state, BatchShapes([bucket], microbatches_per_step=4), progress=False)
     return {(row.kind, row.axes): row for row in estimate_communication(compiled, bucket)}
@@ -108,14 +108,14 @@ def test_parts_of_rows_go_with_tensor_and_sequence_parallelism():
     batch = next(iter(load(plan, [tokens[0], tokens[1], tokens[3]])))
     model = layered(MODEL)
     text = "data2.context2.tensor2.sequence_parallel.zero2"
-    assert_layout_invariant(model, stack_layers(init_params(MODEL, 0)), batch, [text], num_steps=2)
+    assert_layout_invariant(model, init_params(MODEL, 0), batch, [text], num_steps=2)
 
 
 @pytest.mark.parametrize("text", ["data2.context2.zero3", "data2.stage2.context2"])
 def test_evaluation_counts_every_token_once(text):
     layout = Layout.parse(text)
     optimizer, model = optax.sgd(1.0), layered(MODEL)
-    state = make_layout_step(model, optimizer, layout=layout).init(stack_layers(init_params(MODEL, 0)))
+    state = make_layout_step(model, optimizer, layout=layout).init(init_params(MODEL, 0))
     evaluate = jax.jit(make_eval_step(model, layout=layout))
     batch, first = planned()[0], on_one_device()[0]
     assert batch.tokens.shape[2] == LONG.length
@@ -127,7 +127,7 @@ def test_evaluation_counts_every_token_once(text):
 def test_what_cannot_be_spread_is_refused():
     layout = Layout.parse("data2.context2")
     optimizer = optax.sgd(1.0)
-    params = stack_layers(init_params(MODEL, 0))
+    params = init_params(MODEL, 0)
 
     def step_on(model, rows_and_length, num_microbatches=4):
         step = make_layout_step(model, optimizer, layout=layout)
@@ -160,7 +160,7 @@ def test_a_model_that_does_not_work_by_positions_is_refused():
     on = {"layout": layout}
 
     def evaluate(model, batch=None):
-        state = make_layout_step(model, optax.sgd(1.0), **on).init(stack_layers(init_params(MODEL, 0)))
+        state = make_layout_step(model, optax.sgd(1.0), **on).init(init_params(MODEL, 0))
         return jax.eval_shape(make_eval_step(model, **on), state, planned()[0] if batch is None else batch)
 
     def whole_rows(ends, microbatch, axes):
@@ -251,5 +251,5 @@ def test_named_fields_train_to_the_same_numbers_on_layouts():
     samples = [{"tokens": rng.integers(0, 256, n), "near": np.ones((n, n)), "label": n} for n in lengths]
     batch = next(load(make_plan(lengths, [(2, 16)], microbatches_per_step=4, order="dataset"), samples))
     layouts = ["data2.zero3", "data1.context2", "data1.tensor2"]
-    params = stack_layers(init_params(MODEL, 0))
+    params = init_params(MODEL, 0)
     assert_layout_invariant(named, params, batch, layouts, num_steps=2, dtype="float32")

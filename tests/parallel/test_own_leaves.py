@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jvarlen
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, row_linear
 from jvarlen.parallel.layers import unstack_own
 from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
@@ -137,7 +137,7 @@ def test_an_update_of_stacked_layers_is_that_of_each(name):
 def test_as_many_values_decay_with_stages_as_on_one_device():
     """Stacked scales have two dimensions, as matrices have."""
     config = DecoderConfig(num_layers=2, width=16, num_heads=2, vocab_size=64)
-    model, params = layered(config)._replace(stack=stack_layers), init_params(config, seed=0)
+    model, params = layered(config), init_params(config, seed=0)
     optimizer = optax.chain(optax.add_decayed_weights(0.1, matrices), optax.sgd(1.0))
     tokens = np.zeros((2, 1, 4), np.int32)
     batch = batch_of(

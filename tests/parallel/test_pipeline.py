@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
         init("data1.stage2.context2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^a model by layers takes LayeredParams, not a dict"):
-        init("data1.stage2", {"w": np.zeros(3)})
+        init("data1.stage2", {"w": np.zeros(3)}, SIMPLE)
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
         make_layout_step(make_loss_fn(TRANSFORMER), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jvarlen
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
 from jvarlen.parallel.layers import OwnLeavesState, first_paths
 from jvarlen.parallel.portable import check_portable, portable_form, portable_params
@@ -21,7 +21,7 @@ from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
 
 CONFIG = DecoderConfig(num_layers=2, width=24, num_heads=4, vocab_size=257)  # nothing divides 257, nor 258 rows by 4
-MODEL = layered(CONFIG)._replace(stack=stack_layers)
+MODEL = layered(CONFIG)
 PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")
 
 

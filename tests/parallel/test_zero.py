@@ -16,7 +16,7 @@ from jvarlen import CompileOptions, compile_buckets, load, make_eval_step, make_
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.sharded import unpadded
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
@@ -232,7 +232,7 @@ def test_shards_lie_along_the_largest_dimension_that_divides():
 
 def test_state_takes_its_share_of_bytes():
     model = DecoderConfig(num_layers=2, width=64, num_heads=2)
-    params = stack_layers(init_params(model, seed=0))
+    params = init_params(model, seed=0)
     for zero in range(4):
         _, state, _ = on_layout(layered(model), params, optax.adamw(1e-2), f"data4.zero{zero}")
         (params_held, params_bytes), (held, whole) = state_bytes(state.params), state_bytes(state.opt_state)

@@ -11,7 +11,7 @@ import pytest
 
 import jvarlen
 from jvarlen import Bucket
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.targets.choice import choose_layout, divisors
@@ -184,7 +184,7 @@ EIGHT = Cluster.preset("dgx-h100")
 @functools.cache
 def known():
     """What is traced of the model, once."""
-    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     costs = count_costs(layered(MODEL), params, PLAN.buckets, tensor_sizes=(1, 2, 4))
     return {
         "params": params,

@@ -8,24 +8,25 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams
 from jvarlen.targets.model_costs import count_costs
 
-WIDTH, VOCABULARY = 64, 256
-MODEL = DecoderConfig(num_layers=4, width=WIDTH, num_heads=8)
+WIDTH, KEYS, HIDDEN, VOCABULARY = 64, 32, 176, 257
+MODEL = DecoderConfig(num_layers=4, width=WIDTH, num_heads=8, num_kv_heads=4)
 SHORT, LONG = Bucket(2, 32), Bucket(1, 64)
 
 
 @functools.cache
 def counted():
-    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     return count_costs(layered(MODEL), params, (SHORT, LONG), tensor_sizes=(1, 2, 3, 4, 8, 16))
 
 
 def test_operations_are_those_of_the_products():
     costs, layer = counted(), counted().layer_flops
-    of_position = 2 * 12 * WIDTH**2  # four products of attention, two of the hidden layer, four times as wide
+    # Queries and the output, keys and values, three products of the MLP.
+    of_position = 2 * WIDTH * (2 * WIDTH + 2 * KEYS + 3 * HIDDEN)
     attention = [4 * bucket.length * WIDTH for bucket in (SHORT, LONG)]
     assert layer.forward.tolist() == [bucket.padded_tokens * (of_position + each) for bucket, each in
                                       zip((SHORT, LONG), attention, strict=True)]  # fmt: skip
@@ -48,22 +49,23 @@ def test_collectives_are_those_of_the_papers():
     assert found["context"] == [
         [("all_gather", 1)], [("all_gather", 1), ("reduce_scatter", 1)], [("all_gather", 1)]
     ]  # fmt: skip
-    assert costs.layer_traffic["context"].forward[0].num_bytes == 2  # keys and values
+    assert costs.layer_traffic["context"].forward[0].num_bytes == 2 * KEYS / WIDTH  # keys and values
     assert costs.x_bytes.tolist() == [64 * WIDTH * 4] * 2
 
 
 def test_parameters_and_sizes_are_those_of_the_model():
     costs = counted()
-    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
-    assert 4 * sum(costs.layer_params) == sum(leaf.size for leaf in jax.tree.leaves(params.layers))
-    assert sum(costs.ends_params) == sum(leaf.size for leaf in jax.tree.leaves(params.ends))
-    assert costs.tensor_sizes == (1, 2, 4, 8)
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    of_layers, of_all = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params["layers"], params))
+    assert 4 * sum(costs.layer_params) == of_layers
+    assert sum(costs.ends_params) == of_all - of_layers
+    assert costs.tensor_sizes == (1, 2, 4)  # which divide heads of keys
     assert costs.by_positions
     assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
 
 
 def test_longer_rows_are_extrapolated():
-    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     lengths = 511, 1023, 8191
     costs = count_costs(layered(MODEL), params, [Bucket(1, length) for length in lengths])
     per_position = costs.layer_flops.forward / lengths
