@@ -2,6 +2,7 @@
 
 - `layers`: a model by layers, which most of the others split.
 - `tensor`, `tensor_params`: matrix products and parameters split over devices, and sequence parallelism between them.
+- `cross_entropy`: that over a vocabulary, some tokens at a time.
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked or features reordered.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         spread_rows,
         unspread_rows,
     )
+    from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.memory import estimate_memory
     from jvarlen.parallel.portable import portable_form
@@ -69,6 +71,7 @@ __all__ = [
     "TrainStep",
     "attend_over_axis",
     "check_tensor_divides",
+    "chunked_cross_entropy",
     "column_linear",
     "context_positions",
     "enter_tensor_parallel",

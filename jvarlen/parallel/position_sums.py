@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jvarlen._common.checks import UserError
+from jvarlen.parallel.cross_entropy import sum_of_losses
 
 __all__ = ["check_sums_over_positions"]
 
@@ -75,7 +76,9 @@ def _walk(jaxpr: Jaxpr, consts: list[_Kind], given: list[_Kind], num_positions: 
     for equation in jaxpr.eqns:
         taken = [kind_of(atom) for atom in equation.invars]
         inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _CALLS and len(getattr(inner, "jaxpr", inner).invars) == len(taken):
+        if equation.params.get("name") == sum_of_losses.__name__ and taken[0].name in ("each", "unknown"):
+            made = [_SUM]
+        elif equation.primitive.name in _CALLS and len(getattr(inner, "jaxpr", inner).invars) == len(taken):
             closed = getattr(inner, "jaxpr", inner)
             of_consts = [_UNKNOWN] * len(closed.constvars)
             made = _walk(closed, of_consts, taken, num_positions, factors)

@@ -14,11 +14,11 @@ plain products and look-ups. Letters: N devices of the axis, T positions, D inpu
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -26,9 +26,9 @@ from jvarlen._common.checks import UserError
 from jvarlen.parallel.layers import Axes
 
 __all__ = [
-    "check_tensor_divides", "column_linear", "enter_tensor_parallel", "leave_tensor_parallel", "row_linear",
-    "sum_backward", "sum_forward", "sum_over_positions", "take_features", "take_positions", "vocabulary_cross_entropy",
-    "vocabulary_embedding",
+    "check_tensor_divides", "column_linear", "enter_tensor_parallel", "leave_tensor_parallel", "losses_and_gradient",
+    "row_linear", "sum_backward", "sum_forward", "sum_over_positions", "take_features", "take_positions", "vary_alike",
+    "vocabulary_cross_entropy", "vocabulary_embedding",
 ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def vocabulary_cross_entropy(
     Args:
       logits: float[…, ⌈V / N⌉], of all positions, by a kernel along `TensorSpec(P(None, "tensor"), num_values=V)`.
         Those past V get no probability and no gradient.
-      targets: int[…], below V, whole.
+      targets: int[…], below V, whole. One that is not a token makes its loss NaN.
       vocab_size: V.
       axes: what is bound.
 
@@ -173,25 +173,59 @@ def vocabulary_cross_entropy(
     References:
       Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
     """
+    logits, targets = vary_alike(logits, targets)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return _cross_entropies(logits, targets, vocab_size, axes.tensor)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _cross_entropies(logits: Array, targets: Array, vocab_size: int, axis_name: str | None) -> Array:
+    return losses_and_gradient(logits, targets, vocab_size, axis_name)[0]
+
+
+def losses_and_gradient(
+    logits: Array, targets: Array, vocab_size: int, axis_name: str | None
+) -> tuple[Array, Callable[[Array], Array]]:
+    """The cross-entropies of `vocabulary_cross_entropy`, NaN where a target is no token, and their gradient.
+
+    `gradient(weights)` is that of the weighted sum of the losses; it is a pytree.
+    """
     num_here = logits.shape[-1]
-    num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
+    num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
     if num_here != -(-vocab_size // num_devices):
         raise UserError(
             f"{num_here} logits on each of {num_devices} devices are not those of a vocabulary of {vocab_size}"
         )
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if axes.tensor is None:
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    first = lax.axis_index(axes.tensor) * num_here
+    first = 0 if axis_name is None else lax.axis_index(axis_name) * num_here
     if num_devices * num_here > vocab_size:
         logits = jnp.where(first + jnp.arange(num_here) < vocab_size, logits, -jnp.inf)
-    largest = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), axes.tensor)
+    largest = jnp.max(logits, axis=-1)
+    largest = largest if axis_name is None else lax.pmax(largest, axis_name)
     shifted = logits - largest[..., None]
     local = targets - first
     is_here = (local >= 0) & (local < num_here)
     of_targets = jnp.take_along_axis(shifted, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0]
-    sums = sum_forward(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), jnp.where(is_here, of_targets, 0)]), axes.tensor)
-    return jnp.log(sums[0]) - sums[1]
+    sums = jnp.sum(jnp.exp(shifted), axis=-1)
+    if axis_name is not None:
+        sums, of_targets = lax.psum(jnp.stack([sums, jnp.where(is_here, of_targets, 0)]), axis_name)
+    losses = jnp.where((targets >= 0) & (targets < vocab_size), jnp.log(sums) - of_targets, jnp.nan)
+    return losses, jax.tree_util.Partial(_gradient_of_losses, logits, largest, sums, local)
+
+
+def _gradient_of_losses(logits: Array, largest: Array, sums: Array, local: Array, weights: Array) -> Array:
+    probabilities = jnp.exp(logits - largest[..., None]) / sums[..., None]
+    is_target = local[..., None] == jnp.arange(logits.shape[-1])
+    return jnp.where(is_target, probabilities - 1, probabilities) * weights[..., None]
+
+
+_cross_entropies.defvjp(losses_and_gradient, lambda vocab_size, axis_name, gradient, weights: (gradient(weights), None))
+
+
+def vary_alike(*arrays: Array) -> list[Array]:
+    """The arrays, each of which varies over all mesh axes that any of them varies over, as their gradients do."""
+    # Only `shard_map(check_vma=True)` knows of it. XLA drops zeros added.
+    zero: Any = sum(jnp.zeros_like(array, jnp.float32, shape=()) for array in arrays)
+    return [array + zero.astype(array.dtype) for array in arrays]
 
 
 def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> Shaped[Array, "*out"]:

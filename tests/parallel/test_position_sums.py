@@ -8,7 +8,7 @@ import pytest
 
 from jvarlen import make_train_step
 from jvarlen.experimental.token_slices import make_sliced_train_step
-from jvarlen.parallel import LayeredModel, LayeredParams
+from jvarlen.parallel import Axes, LayeredModel, LayeredParams, chunked_cross_entropy, vocabulary_cross_entropy
 from jvarlen.parallel.position_sums import check_sums_over_positions
 
 ROWS, LENGTH, WIDTH, NUM_VALUES = 2, 12, 5, 7
@@ -45,6 +45,24 @@ def flattened(ends, x, microbatch, positions):
     tokens, weights = parts(microbatch, positions)
     losses = jax.nn.logsumexp(x.reshape(-1, WIDTH) @ ends["table"].T, axis=-1).reshape(tokens.shape)
     return jnp.where(weights > 0, losses, 0.0).sum(axis=1).sum(), weights.sum()
+
+
+def chunked(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    kernel = ends["table"].T
+    loss_sum = chunked_cross_entropy(x, kernel, tokens, weights, vocab_size=NUM_VALUES, axes=Axes())
+    return loss_sum, weights.sum()
+
+
+def mean_of_chunks(ends, x, microbatch, positions):
+    loss_sum, weight_sum = chunked(ends, x, microbatch, positions)
+    return loss_sum / weight_sum, weight_sum
+
+
+def mean_over_a_vocabulary(ends, x, microbatch, positions):
+    tokens, weights = parts(microbatch, positions)
+    losses = vocabulary_cross_entropy(x @ ends["table"].T, tokens, vocab_size=NUM_VALUES, axes=Axes())
+    return jnp.mean(losses), jnp.sum(weights)
 
 
 def mean(ends, x, microbatch, positions):
@@ -90,12 +108,18 @@ def check(loss):
     check_sums_over_positions(at(POSITIONS), at(None), ends, x, microbatch, LENGTH)
 
 
-@pytest.mark.parametrize("loss", [summed, of_rows_weights, squares, flattened])
+@pytest.mark.parametrize("loss", [summed, of_rows_weights, squares, flattened, chunked])
 def test_sums_over_positions_are_taken(loss):
     check(loss)
 
 
-@pytest.mark.parametrize("loss", [mean, mean_of_weights, with_a_norm, root, hardest, whole_weights, neighbours])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        mean, mean_of_chunks, mean_over_a_vocabulary, mean_of_weights, with_a_norm, root, hardest, whole_weights,
+        neighbours,
+    ],
+)  # fmt: skip
 def test_what_is_no_sum_over_positions_is_refused(loss):
     with pytest.raises(ValueError, match="of the model's loss is no sum over positions"):
         check(loss)
