@@ -21,12 +21,12 @@ from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.batches.next_token import next_token_targets
 from jvarlen.models.config import DecoderConfig, RotaryScaling
+from jvarlen.parallel.cross_entropy import chunked_cross_entropy
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
     leave_tensor_parallel,
     sum_backward,
-    vocabulary_cross_entropy,
     vocabulary_embedding,
 )
 from jvarlen.training.losses import LossFn
@@ -383,6 +383,13 @@ def sum_losses(
     _, targets, weights = next_token_targets(microbatch, begin_token=config.begin_token)
     if axes.positions is not None:
         targets, weights = targets[:, axes.positions], weights[:, axes.positions]
-    logits_BxTxV = model.logits(x_BxTxD, axes)
-    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, targets, vocab_size=config.vocab_size, axes=axes)
-    return jnp.sum(losses_BxT * weights), jnp.sum(weights)
+    loss_sum = chunked_cross_entropy(
+        enter_tensor_parallel(model.norm(x_BxTxD), axes=axes),
+        model.head_kernel,
+        targets,
+        weights,
+        vocab_size=config.vocab_size,
+        axes=axes,
+        compute_dtype=config.compute_dtype,
+    )
+    return loss_sum, jnp.sum(weights)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import losses_and_gradient, vary_alike
 
-__all__ = ["chunked_cross_entropy", "sum_of_losses"]
+__all__ = ["chunked_cross_entropy"]
 
 _MOST_LOGITS = 2**27  # of a chunk; each more reads and writes the kernel's gradient once more
 
@@ -68,7 +68,7 @@ def chunked_cross_entropy(
     num_chunks = -(-targets.size * kernel.shape[1] // _MOST_LOGITS)
     dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
     static = _Static(vocab_size, axes.tensor, dtype, max(1, num_chunks))
-    return _sum_of_losses(*vary_alike(x, kernel, targets, weights), static)
+    return _sum_of_losses_jit(*vary_alike(x, kernel, targets, weights), static)
 
 
 class _Static(NamedTuple):
@@ -81,14 +81,14 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, static: _Static) -> Array:
+def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, static: _Static) -> Array:
     """`chunked_cross_entropy` of arrays that vary over the same axes."""
     multiplied = kernel.astype(static.dtype)
 
     def run(_: None, chunk: tuple[Array, ...]) -> tuple[None, Array]:
         x_CxD, targets, weights = chunk
         logits_CxU = _product(x_CxD.astype(static.dtype), multiplied, 1, 0)
-        losses, _ = losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name)
+        losses = losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name)[0]
         return None, _weighted_sum(losses, weights)
 
     return jnp.sum(_over_chunks(run, None, x, targets, weights, static.num_chunks)[1])
@@ -121,8 +121,8 @@ def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Ar
     return of_x, of_kernel, None, of_weights
 
 
-sum_of_losses.defvjp(_forward, _backward)
-_sum_of_losses = jax.jit(sum_of_losses, static_argnums=4)  # `position_sums` knows it by its name
+_sum_of_losses.defvjp(_forward, _backward)
+_sum_of_losses_jit = jax.jit(_sum_of_losses, static_argnums=4)  # `position_sums` knows it by its name
 
 
 def _over_chunks(run: Any, carry: Any, x: Array, targets: Array, weights: Array, num_chunks: int) -> Any:

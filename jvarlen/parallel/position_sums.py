@@ -13,7 +13,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jvarlen._common.checks import UserError
-from jvarlen.parallel.cross_entropy import sum_of_losses
 
 __all__ = ["check_sums_over_positions"]
 
@@ -21,6 +20,7 @@ _LINEAR = {"neg", "convert_element_type", "copy", "real", "reduce_precision", "b
 _MOVING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"}
 _REDUCING = {"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 _CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"}
+_CHUNKED = "_sum_of_losses"  # the sum over positions that `chunked_cross_entropy` calls
 
 
 class _Kind(NamedTuple):
@@ -76,7 +76,7 @@ def _walk(jaxpr: Jaxpr, consts: list[_Kind], given: list[_Kind], num_positions: 
     for equation in jaxpr.eqns:
         taken = [kind_of(atom) for atom in equation.invars]
         inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.params.get("name") == sum_of_losses.__name__ and taken[0].name in ("each", "unknown"):
+        if equation.params.get("name") == _CHUNKED and taken[0].name in ("each", "unknown"):
             made = [_SUM]
         elif equation.primitive.name in _CALLS and len(getattr(inner, "jaxpr", inner).invars) == len(taken):
             closed = getattr(inner, "jaxpr", inner)
