@@ -59,6 +59,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "quantization_config": (),
     "auto_map": (),  # a model's own code
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
 }
 _ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"sliding_window": (), "use_sliding_window": (False,)},
@@ -66,21 +68,18 @@ _ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3": {},
     "mistral": {"attention_bias": (False,), "use_sliding_window": (True,)},
 }
-# What changes neither logits nor gradients: where the model comes from, how transformers runs it, and generation, which
-# older files have. `pad_token_id` is among them: rows here are padded by lengths.
+# Beside private names and ids of special tokens, what changes neither logits nor gradients: where the model comes from,
+# how transformers runs it, and generation, which older files have. Padding has no say: rows here are padded by lengths.
 _HARMLESS = {
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "torchscript",
-    "use_bfloat16", "use_cache", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
-    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "num_labels", "problem_type",
-    "finetuning_task", "task_specific_params", "tokenizer_class", "is_decoder", "tie_encoder_decoder",
-    "initializer_range", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "decoder_start_token_id", "model_max_length", "unsloth_fixed", "unsloth_version", "max_length", "min_length",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
-    "top_p",
+    "name_or_path", "transformers_version", "transformers.js_config", "torch_dtype", "dtype", "torchscript",
+    "use_bfloat16", "use_cache", "attn_implementation", "output_attentions", "output_hidden_states", "return_dict",
+    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",
+    "is_decoder", "is_llama_config", "tie_encoder_decoder", "initializer_range", "prefix", "model_max_length",
+    "max_sequence_length", "unsloth_fixed", "unsloth_version", "max_length", "min_length", "do_sample",
+    "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-    "begin_suppress_tokens",
+    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
 }  # fmt: skip
 KEPT_FIELDS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 """What a config.json says beyond the decoder, for those who use the model elsewhere."""
@@ -126,7 +125,11 @@ def _config_of(fields: Mapping[str, Any]) -> DecoderConfig:
     only = _ONLY | _ONLY_OF[family] | {"architectures": ([_ARCHITECTURES[family]],)}
     known = {*_READ, *_HARMLESS, *only}
     fields = {name: value for name, value in fields.items() if value is not None or name in _READ - {*only}}
-    is_known = {name: name in known and value in only.get(name, (value,)) for name, value in fields.items()}
+    is_known = {
+        name: value in only.get(name, (value,))
+        and (name in known or name.startswith("_") or name.endswith("_token_id"))
+        for name, value in fields.items()
+    }
     _refuse(family, {name: value for name, value in fields.items() if not is_known[name]})
     given = _DEFAULTS | _DEFAULTS_OF[family] | fields
     kinds: tuple[tuple[Callable[[Any], bool], tuple[str, ...]], ...] = (

@@ -120,6 +120,7 @@ def test_fields_mean_what_they_mean_in_transformers(tmp_path, family, fields):
         ("qwen3", {"layer_types": ["full_attention"] * 3}, r"layer_types"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, r"layer_types"),
         ("llama", {"logit_scale": 2.0, "residual_multiplier": 3}, r"logit_scale \(2\.0\), residual_multiplier \(3\)"),
+        ("llama", {"rope_interleaved": True, "use_mrope": True}, r"rope_interleaved \(True\), use_mrope \(True\)"),
         ("llama", {"auto_map": {"AutoModel": "own.Own"}}, r"auto_map"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, r"architectures \(\['LlamaForSeq"),
         ("gemma2", {}, r"model_type \('gemma2'\) must be one of llama, qwen2, qwen3, mistral"),
@@ -148,7 +149,9 @@ def test_fields_that_change_nothing_are_read_over(tmp_path):
         "torch_dtype": "bfloat16",
         "use_cache": False,
         "eos_token_id": [1, 2],
-        "pad_token_id": 3,
+        "unk_token_id": 3,
+        "_model_name_or_path": "tiny",
+        "rope_interleaved": False,
         "temperature": 1,
     }
     assert read(tmp_path, **others, logit_scale=None) == read(tmp_path)
