@@ -34,7 +34,15 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import StepSums
-from jvarlen.training.train_state import Metrics, TrainState, has_shapes, new_state, own_copy, with_sharding
+from jvarlen.training.train_state import (
+    Metrics,
+    TrainState,
+    has_host_arrays,
+    has_shapes,
+    new_state,
+    own_copy,
+    with_sharding,
+)
 
 __all__ = [
     "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of", "pad_to",
@@ -58,14 +66,17 @@ def init_sharded(
     layout, mesh = placement.layout, placement.program_mesh
     check_layout(layout, params, model)
     is_abstract = has_shapes(params)
-    params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
+    params = whole = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
+    is_on_host = not is_abstract and (mesh.is_multi_process or has_host_arrays(params))
+    if is_on_host:  # read when they are placed
+        params = jax.eval_shape(lambda params: params, params)
     model, params, optimizer = stacked_for(layout, model, params, optimizer, mesh)
     other_specs = other_specs_of(params, model, layout)
     if (specs := split_specs(model, layout)) is not None:
         from jvarlen.parallel.tensor_params import split_params
 
         split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
-        params = jax.eval_shape(split, params) if is_abstract else split(params)
+        params = jax.eval_shape(split, params) if has_shapes(params) else split(params)
 
     def init(params: Any) -> TrainState:
         return _padded(new_state(_cropped(params, model, layout), optimizer), layout, other_specs)
@@ -79,7 +90,13 @@ def init_sharded(
             params=jax.tree.map(with_sharding, shardings.params, params),
             opt_state=jax.tree.map(with_sharding, shardings.opt_state, shapes.opt_state),
         )
-    params = jax.tree.map(_place, params, shardings.params)
+    if is_on_host:
+        from jvarlen.parallel.host_params import place_slices
+
+        own = shapes.opt_state.own if isinstance(shapes.opt_state, OwnLeavesState) else None
+        params = place_slices(whole, own, params, shardings.params, specs, layout.tensor)
+    else:
+        params = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf.copy(), sharding), params, shardings.params)
     opt_state = jax.jit(lambda params: init(params).opt_state, out_shardings=shardings.opt_state)(params)
     return TrainState(params, opt_state, *replicate(own_copy(others()[2:]), mesh))
 
@@ -374,11 +391,3 @@ def _on(mesh: Mesh, specs: Any) -> Any:
 
 def _constrain(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
-
-
-def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """A copy of an array of which every process has the whole, on the devices."""
-    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not sharding.mesh.is_multi_process:
-        return jax.device_put(leaf.copy(), sharding)
-    array = np.asarray(leaf)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -35,6 +35,7 @@ from jvarlen.training.train_state import (
     Metrics,
     TrainState,
     check_state,
+    has_host_arrays,
     has_shapes,
     new_state,
     own_copy,
@@ -78,8 +79,9 @@ class TrainStep:
         Args:
           params: pytree of arrays, or of `jax.ShapeDtypeStruct`; what a model by layers or its `stack` takes. They are
             copied, so that steps that donate their state leave them alone. Each of several processes passes the same
-            whole arrays. Where the layout spreads microbatches alone, arrays that are on its devices keep their
-            shardings, such as over an axis of the mesh that is left to the compiler.
+            whole arrays. Of NumPy arrays, such as those of `from_hugging_face`, only the slices are read that lie on
+            the devices of this process. Where the layout spreads microbatches alone, arrays that are on its devices
+            keep their shardings, such as over an axis of the mesh that is left to the compiler.
           extra: pytree of arrays that are not parameters, for a loss that takes `extra`.
           seed: for a loss that takes `key`; it determines all keys.
 
@@ -119,7 +121,10 @@ class TrainStep:
             return jax.tree.map(self._shape_of, jax.eval_shape(first, params, extra)._replace(params=params))
         if self.placement is None:
             return first(*jax.tree.map(jnp.array, (params, extra)))
-        return jax.tree.map(self._placed, first(*own_copy((params, extra))))
+        params, extra = own_copy((params, extra))
+        if has_host_arrays(params):  # placed leaf by leaf, before the optimizer makes whole trees of them
+            params = jax.tree.map(lambda leaf: self._placed(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
+        return jax.tree.map(self._placed, first(params, extra))
 
     def gather_params(self, state: TrainState) -> Any:
         """The whole parameters of a state, as `init` got them, on any layout.
@@ -173,6 +178,8 @@ class TrainStep:
         assert self.placement is not None
         sharding = _sharding_on(leaf)
         is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
+        if isinstance(leaf, np.ndarray):
+            leaf = leaf[...].copy()  # devices of a CPU would share the memory
         return leaf if is_there else replicate(leaf, self.placement.mesh)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "TrainState",
     "check_state",
     "divide_once",
+    "has_host_arrays",
     "has_shapes",
     "key_of_seed",
     "new_state",
@@ -195,6 +196,11 @@ def check_state(state: Any) -> None:
 def has_shapes(tree: Any) -> bool:
     """Whether a tree holds shapes in place of arrays."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def has_host_arrays(tree: Any) -> bool:
+    """Whether a tree holds NumPy arrays."""
+    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
 
 
 def with_sharding(sharding: Any, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ import json
 import mmap
 import struct
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,23 @@ def test_parameters_are_views_of_the_mapped_file_in_the_form_of_init_params(dire
         while isinstance(base, np.ndarray):
             base = base.base
         assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="tells what of a mapped file is in memory")
+def test_nothing_is_read_before_it_is_used(tmp_path):
+    config = DecoderConfig(num_layers=1, width=256, vocab_size=4096)
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    to_hugging_face(tmp_path / "model", jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes), config)
+    file = tmp_path / "model" / "model.safetensors"
+
+    def bytes_in_memory():
+        _, mapped = Path("/proc/self/smaps").read_text().split(f"{file}\n")
+        return 1024 * int(mapped.split("Rss:")[1].split()[0])
+
+    _, params = from_hugging_face(tmp_path / "model")
+    assert bytes_in_memory() <= 2**18 < file.stat().st_size / 40  # the header, and what the system maps around it
+    np.array(params["embed"]["embedding"][...])
+    assert bytes_in_memory() >= 4 * 256 * 4096
 
 
 def test_names_and_orientation_are_those_of_hugging_face():

@@ -1,0 +1,92 @@
+"""Parameters on the host: only what a process places is read, and the state is that of whole arrays."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen.models import DecoderConfig, from_hugging_face, init_params, layered, stack_layers, to_hugging_face
+from jvarlen.parallel import LayeredParams, TensorSpec, make_train_step, split_params
+from jvarlen.parallel.host_params import place_slices
+from tests import processes, run_slices
+
+CONFIG = DecoderConfig(num_layers=4, width=32, num_heads=2, mlp_width=48, vocab_size=67, qkv_bias=True)
+
+
+@functools.cache
+def initial_params():
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(CONFIG, seed=0))
+
+
+def num_bytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    "layout", ["data2", "data2.zero1", "data2.zero3.tensor2.stage2", "stage2.virtual2.interleaved"]
+)
+def test_the_state_is_that_of_whole_arrays_and_no_byte_is_read_twice(layout):
+    step = make_train_step(layered(CONFIG), run_slices.optimizer(), layout=layout)
+    state, num_read = run_slices.init_by_slices(step, jax.tree.map(np.asarray, initial_params()))
+    run_slices.assert_equal(state, step.init(initial_params()))
+    assert num_read == num_bytes(initial_params())
+
+
+def test_the_state_does_not_share_memory_with_arrays_of_the_caller():
+    params = jax.tree.map(np.array, initial_params())
+    for layout in (None, "data2", "stage2"):
+        state = make_train_step(layered(CONFIG), run_slices.optimizer(), layout=layout).init(params)
+        before = jax.tree.map(np.array, state.params)
+        for leaf in jax.tree.leaves(params):
+            leaf += 1
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+def test_stacked_parameters_are_read_by_slices_too():
+    step = make_train_step(layered(CONFIG)._replace(stack=None), run_slices.optimizer(), layout="stage2.tensor2")
+    params = stack_layers(initial_params())
+    state, num_read = run_slices.init_by_slices(step, jax.tree.map(np.asarray, params))
+    run_slices.assert_equal(state, step.init(params))
+    assert num_read == num_bytes(params)
+
+
+def test_blocks_that_lie_side_by_side_are_read_in_the_order_of_the_devices():
+    rng = np.random.default_rng(0)
+    specs = LayeredParams(
+        TensorSpec(PartitionSpec("tensor"), num_values=5),
+        TensorSpec(PartitionSpec(None, "tensor"), num_blocks=3),
+    )
+    params = LayeredParams(rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=(2, 4, 12)).astype(np.float32))
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    expected = split_params(params, specs, 2)
+    shardings = LayeredParams(
+        *(jax.NamedSharding(mesh, spec) for spec in (PartitionSpec("tensor"), PartitionSpec(None, None, "tensor")))
+    )
+    shapes = jax.eval_shape(lambda: expected)
+    placed = place_slices(jax.tree.map(run_slices.Sliced, params), None, shapes, shardings, specs, 2)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), placed, expected)
+
+
+@pytest.mark.multiprocess
+def test_each_process_reads_only_what_it_places(tmp_path):
+    to_hugging_face(tmp_path / "model", initial_params(), CONFIG, max_shard_bytes=30_000)
+    layouts = ["data2", "data2.zero3", "stage2", "tensor2"]
+    counted = processes.run(
+        Path(run_slices.__file__), 2, str(tmp_path / "model"), str(tmp_path / "again"), *layouts, num_devices=1
+    )
+    whole = num_bytes(initial_params())
+    for printed in counted:
+        counts = json.loads(printed.splitlines()[-1])
+        assert counts.pop("data2") == [whole, whole]
+        for num_read, num_placed in counts.values():
+            # Placed are zeros as well, after the vocabulary.
+            assert num_placed - 2 * 2 * CONFIG.width <= num_read <= num_placed < 0.75 * whole
+    one, other = (from_hugging_face(tmp_path / name) for name in ("model", "again"))
+    assert one[0] == other[0]
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), one[1], other[1])
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "again"}
