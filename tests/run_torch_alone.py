@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import importlib.util
+import json
 import pkgutil
 import re
 import tempfile
@@ -41,12 +42,15 @@ def use_the_rest():
         path = Path(folder) / "plan.npz"
         plan.save(path)
         assert torch_ref.Plan.load(path).digest == plan.digest
-        path.write_bytes(b"")
+        fields = dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"), 2)
+        text = json.dumps({"model_type": "llama", "num_attention_heads": 1, **fields})
+        Path(folder, "config.json").write_text(text)
+        assert torch_ref.read_config(folder).width == 2
         with suppress(ValueError):  # which names the package that reads such files
-            raise AssertionError(torch_ref.load_model(path))
+            raise AssertionError(torch_ref.load_model(folder))
         distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=0, world_size=1)
         samples = [np.arange(length) for length in lengths]
-        model = torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2)
+        model = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan.num_sequences, 2)
         step = torch_ref.parallel.make_ddp_step(model, optimizer)

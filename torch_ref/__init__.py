@@ -7,14 +7,14 @@ from torch_ref.budget import Budget
 from torch_ref.collate import Batch, PairBatch
 from torch_ref.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.costs import CostModel, fit_cost_model
+from torch_ref.decoder import Decoder, DecoderConfig, RotaryScaling, generate, load_params
 from torch_ref.graphs import no_recompiles
+from torch_ref.hugging_face import load_model, read_config
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
-from torch_ref.model import Transformer, generate, load_params
-from torch_ref.model_file import load_model
 from torch_ref.order import Order, sample_order
 from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from torch_ref.packing import PackedHistogram, Packing, pack_samples
@@ -36,6 +36,8 @@ __all__ = [
     "CompileRow",
     "CompiledBuckets",
     "CostModel",
+    "Decoder",
+    "DecoderConfig",
     "MixedPlan",
     "Mixture",
     "Order",
@@ -47,9 +49,9 @@ __all__ = [
     "PlanBatchSampler",
     "PlannedDataset",
     "PlannedRow",
+    "RotaryScaling",
     "StreamBatches",
     "StreamStep",
-    "Transformer",
     "UnplannedShapeError",
     "ValuePacing",
     "VariableBatchSizeLR",
@@ -81,6 +83,7 @@ __all__ = [
     "no_recompiles",
     "pack_samples",
     "packed_row_costs",
+    "read_config",
     "root_pacing",
     "sample_order",
     "sample_sort",

@@ -240,7 +240,7 @@ def compile_buckets(
     autocast, `model.train()`, number of threads. Each graph is whole: where torch would break it, it raises.
 
     Args:
-        model: gives logits [B, T, V] for tokens int64[B, T]; not itself compiled, nor wrapped in
+        model: gives logits [B, T, V] for inputs int64[B, T]; not itself compiled, nor wrapped in
             DistributedDataParallel. Its parameters are on the device that the batches will be on.
         plan: a plan; or (rows, length) pairs, whose rows are samples, not packed.
         loss_fn: gives a microbatch's two sums, like `loss_sums`. Of the batch it must not read `num_sequences`, a

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_ref.checks import check_integer
 from torch_ref.collate import Batch
 
-__all__ = ["inputs_of", "next_token_targets"]
+__all__ = ["next_token_targets"]
 
 
 def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,23 +36,11 @@ def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> 
     """
     tokens, weights = microbatch.tokens, microbatch.weights
     segment_ids, positions = microbatch.segment_ids, microbatch.positions
+    is_first = _is_first(tokens, segment_ids, positions)
     if begin_token is not None:
         begin = check_integer("begin_token", begin_token, minimum=0)
-        return inputs_of(tokens, segment_ids, positions, begin=begin), tokens, weights
-    is_first = _is_first(tokens, segment_ids, positions)
+        return tokens.roll(1, -1).masked_fill(is_first, begin), tokens, weights
     return tokens, tokens.roll(-1, -1), weights.masked_fill(is_first, 0.0).roll(-1, -1)
-
-
-def inputs_of(tokens: Tensor, segment_ids: Tensor | None, positions: Tensor | None, *, begin: int) -> Tensor:
-    """Return the token before each, int64[..., T], and at the beginning of a sample `begin`.
-
-    Args:
-        tokens: int64[..., T].
-        segment_ids: int64[..., T] of packed rows, the sample of each token; None where a row is a sample.
-        positions: int64[..., T] likewise, the place of each token in its sample.
-        begin: the input at the beginning of a sample.
-    """
-    return tokens.roll(1, -1).masked_fill(_is_first(tokens, segment_ids, positions), begin)
 
 
 def _is_first(tokens: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Tensor:

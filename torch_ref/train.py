@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.collate import AnyBatch, Batch, OneBatch, map_tensors, values_of
+from torch_ref.targets import next_token_targets
 
 __all__ = [
     "LossFn",
@@ -29,10 +30,12 @@ LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
 def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the two sums of which a loss is the ratio.
+    """Return the two sums of which the loss of predicting each next token is the ratio.
 
     Args:
-        model: gives logits [B, T, V] for tokens int64[B, T].
+        model: gives, for inputs int64[B, T], the logits [B, T, V] of what follows each. If it, or what
+            `DistributedDataParallel` wraps, has a `begin_token`, as `Decoder` does, that is the input before each
+            sample; else the first token of a sample is not predicted. See `next_token_targets`.
         microbatch: `tokens` int64[B, T] and `weights` float[B, T]; with `segment_ids` and `positions` int64[B, T], the
             model gets them as keywords.
 
@@ -40,7 +43,9 @@ def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
         (sum of cross-entropy times weight, sum of weights): scalars, the first in nats and in the logits' dtype. Both
         are 0 for a microbatch of padding rows.
     """
-    return sum_losses(model(microbatch.tokens, **segments_of(microbatch)), microbatch)
+    own = model.module if isinstance(model, DistributedDataParallel) else model
+    inputs, targets, weights = next_token_targets(microbatch, begin_token=getattr(own, "begin_token", None))
+    return sum_losses(model(inputs, **segments_of(microbatch)), targets, weights)
 
 
 def segments_of(microbatch: Batch) -> dict[str, Tensor]:
@@ -50,12 +55,12 @@ def segments_of(microbatch: Batch) -> dict[str, Tensor]:
     return {"segment_ids": microbatch.segment_ids, "positions": microbatch.positions}
 
 
-def sum_losses(logits_BxTxV: Tensor, microbatch: Batch) -> tuple[Tensor, Tensor]:
+def sum_losses(logits_BxTxV: Tensor, targets_BxT: Tensor, weights_BxT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two sums of `loss_sums` from logits [B, T, V]; of a `DTensor`, within `loss_parallel`."""
-    losses_BxT = functional.cross_entropy(logits_BxTxV.transpose(1, 2), microbatch.tokens, reduction="none")
+    losses_BxT = functional.cross_entropy(logits_BxTxV.transpose(1, 2), targets_BxT, reduction="none")
     if hasattr(losses_BxT, "to_local"):  # a DTensor, whose class takes a second to import
         losses_BxT = losses_BxT.to_local()
-    return (losses_BxT * microbatch.weights).sum(), microbatch.weights.sum()
+    return (losses_BxT * weights_BxT).sum(), weights_BxT.sum()
 
 
 def take_microbatch(batch: OneBatch, index: int) -> OneBatch:
@@ -98,7 +103,7 @@ def train_step(
     the loss and the gradient are 0.
 
     Args:
-        model: gives logits [B, T, V] for tokens int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
+        model: gives logits [B, T, V] for inputs int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
             whose mean over them is undone; or, where `torch.distributed` is initialised and the model is not wrapped,
             the default group, where every parameter is reduced by itself. Where rows of a replica may not reach all
             parameters, `DistributedDataParallel` needs `find_unused_parameters`.

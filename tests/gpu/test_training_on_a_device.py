@@ -10,7 +10,8 @@ import pytest
 
 import jvarlen
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
+from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.training.train_state import new_state
 
 NUM_STEPS, NUM_MICROBATCHES = 24, 2
@@ -99,8 +100,9 @@ def test_losses_are_those_of_pytorch_on_the_same_device(torch_ref, torch_device,
     import torch
 
     plan = plan_of(torch_ref, lengths)
-    model = torch_ref.Transformer(embed_dim=MODEL.width, num_layers=MODEL.num_layers, num_heads=MODEL.num_heads)
-    torch_ref.load_params(model.to(torch_device), flat_params(initial))
+    config = torch_ref.DecoderConfig(width=MODEL.width, num_layers=MODEL.num_layers, num_heads=MODEL.num_heads)
+    model = torch_ref.Decoder(config).to(torch_device)
+    torch_ref.load_params(model, hugging_face_tensors(initial, MODEL))
     optimizer = torch.optim.AdamW(model.parameters(), RATE, BETAS, EPS, WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, NUM_STEPS)
     scheduler = torch_ref.VariableBatchSizeLR(schedule, plan.num_sequences, BASE_BATCH_SIZE, rule="sqrt")

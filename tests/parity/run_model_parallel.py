@@ -18,8 +18,9 @@ import torch_ref
 from tests.parity.run_parallel import BETAS, EPS, RATE, WEIGHT_DECAY, Results, join_group, make_plan
 from torch_ref.parallel import gather_params, make_pipeline_step, make_tensor_step, shard_tensors, split_stages
 
-WIDTH, NUM_HEADS, VOCAB_SIZE = 16, 2, 127  # an odd vocabulary: its parts are not of one size
-MAX_NORM = 0.6
+# An odd vocabulary: its parts are not of one size.
+SIZES = {"width": 16, "num_heads": 4, "num_kv_heads": 2, "head_size": 6, "vocab_size": 129}
+MAX_NORM = 1.0
 TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 7
 
 
@@ -43,6 +44,21 @@ class Way(NamedTuple):
     def num_layers(self) -> int:
         return 4 if self.stage > 1 else 2  # operations on parts of tensors take torch long
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Settings of the decoder in both packages."""
+        biased, windows = self.schedule != "gpipe", (0, 5) * (self.num_layers // 2)
+        extras = {"qkv_bias": biased, "out_bias": biased, "qk_norm": True, "windows": windows}
+        return (
+            SIZES
+            | extras
+            | {
+                "num_layers": self.num_layers,
+                "begins_samples": not self.packed,
+                "tied": self.tensor > 1 and not self.packed,
+            }
+        )
+
 
 WAYS = {
     "tensor2": Way(tensor=2, packed=True, buckets=TWO_BUCKETS),
@@ -63,9 +79,7 @@ def plan_of_way(package: Any, lengths: NDArray[np.int64], way: Way) -> Any:
 
 def prepare(way: Way, mesh: DeviceMesh, initial: Results) -> tuple[Any, Any]:
     """Return this process's part of the model, and the train step."""
-    model = torch_ref.Transformer(
-        embed_dim=WIDTH, num_layers=way.num_layers, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE
-    ).double()
+    model = torch_ref.Decoder(torch_ref.DecoderConfig(**way.sizes)).double()
     torch_ref.load_params(model, initial)
     options: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     if way.stage > 1:
@@ -117,8 +131,7 @@ def main() -> None:
     folder, num_processes, rank, inputs, samples = join_group()
     for name, way in WAYS.items():
         if way.num_processes == num_processes:
-            prefix = f"{way.num_layers} layers "
-            initial = {key.removeprefix(prefix): value for key, value in inputs.items() if key.startswith(prefix)}
+            initial = {key.split()[1]: value for key, value in inputs.items() if key.split()[0] == name}
             np.savez(folder / f"{name} {rank}.npz", **train(way, samples, initial))  # type: ignore[arg-type]
     distributed.destroy_process_group()
 

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_ref
 from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, shard_model
 
-NUM_LAYERS, NUM_HEADS = 2, 2
+NUM_LAYERS = 2
 # AdamW divides small gradients by their own size: a larger epsilon bounds what that makes of their rounding.
-RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-5, 0.1, 1.0
+RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-5, 0.1, 1.2
 SMALL_CAP_MB, COMPILED_CAP_MB = 0.05, 1.0
 
 Results = dict[str, NDArray[Any]]
@@ -45,11 +45,16 @@ class Task(NamedTuple):
     num_steps: int = 6
     buckets: tuple[tuple[int, int], ...] = ((3, 20), (2, 32))
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Settings of the decoder in both packages."""
+        return {"width": self.width, "num_layers": NUM_LAYERS, "begins_samples": not self.packed, "tied": self.packed}
+
 
 TASKS = {
     "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero2": 2, "zero3": 3}, buckets=((2, 32),)),
     "packed": Task(2, 2, {"ddp": 3, "zero3": 3}, packed=True),
-    "compiled": Task(2, 2, {"compiled": 0}, width=128, num_steps=4, buckets=((2, 32),)),
+    "compiled": Task(2, 2, {"compiled": 0}, width=144, num_steps=4, buckets=((2, 32),)),
     "four": Task(4, 8, {"ddp": 3, "zero3": 3}),
 }
 
@@ -188,7 +193,7 @@ def main() -> None:
         batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_processes))[: task.num_steps]
         initial = {key.removeprefix(f"{name} "): value for key, value in inputs.items() if key.startswith(f"{name} ")}
         for way in task.ways:
-            model = torch_ref.Transformer(embed_dim=task.width, num_layers=NUM_LAYERS, num_heads=NUM_HEADS).double()
+            model = torch_ref.Decoder(torch_ref.DecoderConfig(**task.sizes)).double()
             torch_ref.load_params(model, initial)
             with sdpa_kernel(SDPBackend.MATH):
                 result = train(way, model, batches)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import torch_ref
+from torch_ref.train import take_microbatch
 
 NUM_REPLICAS = 2
 ROWS_PER_STEP = 8
@@ -54,21 +55,22 @@ class Routed(nn.Module):
         self.for_rare = nn.Linear(8, 8)
         self.for_nothing = nn.Linear(8, 8)
         self.head = nn.Linear(8, 256)
+        self.begin_token = 0
 
-    def forward(self, tokens_BxT: Tensor) -> Tensor:
+    def forward(self, inputs_BxT: Tensor) -> Tensor:
         """Return logits [B, T, 256]."""
-        hidden_BxTxD = self.embed(tokens_BxT)
-        rare_BxT = tokens_BxT == RARE
+        hidden_BxTxD = self.embed(inputs_BxT)
+        rare_BxT = inputs_BxT == RARE
         if rare_BxT.any():
             hidden_BxTxD = torch.where(rare_BxT[..., None], self.for_rare(hidden_BxTxD), hidden_BxTxD)
         logits_BxTxV: Tensor = self.head(hidden_BxTxD)
         return logits_BxTxV
 
 
-def make_transformer() -> nn.Module:
-    """Return a small transformer."""
+def make_decoder() -> nn.Module:
+    """Return a small decoder."""
     torch.manual_seed(0)
-    return torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2).double()
+    return torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1)).double()
 
 
 def make_routed() -> nn.Module:
@@ -100,10 +102,10 @@ def counted(model: nn.Module) -> nn.Module:
 
 
 RUNS = {
-    "explicit": Run(make_transformer, explicit, 4, num_workers=1),
-    "wrapped": Run(make_transformer, wrapped, 4),
-    "one microbatch": Run(make_transformer, counted, 2),
-    "four microbatches": Run(make_transformer, counted, 8),
+    "explicit": Run(make_decoder, explicit, 4, num_workers=1),
+    "wrapped": Run(make_decoder, wrapped, 4),
+    "one microbatch": Run(make_decoder, counted, 2),
+    "four microbatches": Run(make_decoder, counted, 8),
     "routed, explicit": Run(make_routed, explicit, 8),
     "routed, wrapped": Run(make_routed, finding_unused, 8),
 }
@@ -125,8 +127,8 @@ def read_batches(
     """
     rng = np.random.default_rng(0)
     samples = [rng.integers(0, RARE, length).astype(np.uint8) for length in LENGTHS]
-    # The first sample of the first step, and the last of the last.
-    samples[LENGTHS.index(1)][0] = samples[LENGTHS.index(9)][3] = RARE
+    # A sample of the first replica in the first step, and the last of the last.
+    samples[LENGTHS.index(2)][0] = samples[LENGTHS.index(9)][3] = RARE
     rows = ROWS_PER_STEP // num_microbatches
     plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], order="length", microbatches_per_step=num_microbatches)
     return list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas, num_workers=num_workers))
@@ -163,9 +165,8 @@ def exact_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tens
 def mean_of_means_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tensor:
     """Take a step as wrapped models commonly do: each replica's mean, of one microbatch, averaged; returns its own."""
     optimizer.zero_grad()
-    tokens_BxT, weights_BxT = batch.tokens[0], batch.weights[0]
-    losses_BxT = nn.functional.cross_entropy(model(tokens_BxT).transpose(1, 2), tokens_BxT, reduction="none")
-    loss = (losses_BxT * weights_BxT).sum() / weights_BxT.sum().clamp(min=1)
+    loss_sum, weight_sum = torch_ref.loss_sums(model, take_microbatch(batch, 0))
+    loss = loss_sum / weight_sum.clamp(min=1)
     torch.autograd.backward(loss)
     optimizer.step()
     return loss
@@ -185,7 +186,7 @@ def main() -> None:
     address = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group("gloo", address, rank=rank, world_size=num_processes)
     results = {name: train(run.wrap(run.make_model()), batches[name], exact_step) for name, run in RUNS.items()}
-    results["mean of means"] = train(wrapped(make_transformer()), batches["one microbatch"], mean_of_means_step)
+    results["mean of means"] = train(wrapped(make_decoder()), batches["one microbatch"], mean_of_means_step)
     distributed.destroy_process_group()
     for name, result in results.items():
         np.savez(folder / f"{name} {rank}.npz", **result)  # type: ignore[arg-type]

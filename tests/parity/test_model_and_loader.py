@@ -1,5 +1,7 @@
 """The two models from the same weights and the two loaders on the same plan: the same losses and arrays."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,14 @@ import torch
 
 import jvarlen
 import torch_ref
-from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
+from jvarlen.models.config import RotaryScaling
+from jvarlen.models.hugging_face import hugging_face_tensors
 from tests.hand_made import batch_of
+from torch_ref.train import take_microbatch
 
 from ..conftest import random_dataset
+from .twin import gradients_of, torch_model
 
 CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2)
 DATASET = random_dataset(400, 48)
@@ -37,8 +43,7 @@ def test_both_loaders_give_the_same_arrays():
 @pytest.mark.parametrize("length", [1, 7, 1024])
 def test_the_models_agree_at_every_length(length):
     params = init_params(CONFIG, seed=1)
-    model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
-    torch_ref.load_params(model, flat_params(params))
+    model = torch_model(CONFIG, params)
     tokens = np.random.default_rng(0).integers(0, 256, (2, length))
     weights = np.ones((2, length), np.float32)
     lengths = np.full(2, length, np.int32)
@@ -49,15 +54,6 @@ def test_the_models_agree_at_every_length(length):
     )
     reference, _ = torch_ref.loss_sums(model, torch_batch)
     np.testing.assert_allclose(float(loss), float(reference.detach()), rtol=1e-5)
-
-
-def test_weights_that_do_not_fit_are_all_named():
-    flat = flat_params(init_params(CONFIG, seed=0))
-    model = torch_ref.Transformer(embed_dim=64, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match=r"embed\.embedding") as raised:
-        torch_ref.load_params(model, flat)
-    assert "blocks.1.qkv.kernel" in str(raised.value)
-    assert "head.kernel" in str(raised.value)
 
 
 def packed_plans():
@@ -132,8 +128,7 @@ def weighted_samples(package):
 def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
     """In float64, where nothing but a wrong weight can differ."""
     params = init_params(CONFIG, seed=1)
-    model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
-    torch_ref.load_params(model, flat_params(params))
+    model = torch_model(CONFIG, params)
     batches = []
     for package in (jvarlen, torch_ref):
         dataset, lengths, options = weighted_samples(package), LENGTHS[:60], {"order": "shuffle", "seed": 1}
@@ -188,16 +183,38 @@ def test_weights_and_labels_that_do_not_fit_are_refused(package, make, named):
         make(package.WeightedTokens)
 
 
-def test_the_models_agree_on_packed_rows():
-    plan, torch_plan = packed_plans()
-    params = init_params(CONFIG, seed=1)
-    model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
-    torch_ref.load_params(model, flat_params(params))
-    loss_fn = jax.jit(make_loss_fn(CONFIG))
-    batch = next(iter(jvarlen.load(plan, DATASET)))
-    reference = next(iter(torch_ref.load(torch_plan, DATASET)))
-    for index in range(plan.microbatches_per_step):
-        loss, _ = loss_fn(params, jax.tree.map(lambda x: x[index] if x.ndim else x, batch))  # noqa: B023
-        part = {name: value[index] for name, value in reference._asdict().items() if isinstance(value, torch.Tensor)}
-        expected, _ = torch_ref.loss_sums(model, reference._replace(**part))
-        np.testing.assert_allclose(float(loss), float(expected.detach()), rtol=1e-5)
+SCALING = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=16)
+# Every setting of the decoder at another value than the demo's.
+FEATURES = [
+    {},
+    {"num_heads": 4, "num_kv_heads": 2, "head_size": 10, "mlp_width": 24, "tied": True, "norm_epsilon": 1e-3},
+    {"qkv_bias": True, "windows": (0, 5), "begins_samples": False},
+    {"qk_norm": True, "out_bias": True, "windows": (2, 9), "rotary_base": 100.0, "begins_samples": False},
+    {"rotary_scaling": SCALING, "head_size": 8, "vocab_size": 300},
+]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_the_models_have_the_same_loss_and_gradients(features, is_packed):
+    """In float64, with parameters large enough that what is attended to decides."""
+    config = dataclasses.replace(CONFIG, **features)
+    plan, torch_plan = packed_plans() if is_packed else make_plans()
+    batch, reference = next(iter(jvarlen.load(plan, DATASET))), next(iter(torch_ref.load(torch_plan, DATASET)))
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape), init_params(config, seed=1))
+        microbatch = jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else leaf, batch)
+        grad_fn = jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))
+        (loss, weight), grads = grad_fn(params, microbatch)
+    model = torch_model(config, params, torch.float64)
+    expected, expected_weight = torch_ref.loss_sums(model, take_microbatch(reference, 0))
+    expected.backward()
+    assert loss.dtype == np.float64
+    np.testing.assert_allclose(float(loss), float(expected.detach()), rtol=1e-12)
+    assert float(weight) == float(expected_weight)
+    found, references = hugging_face_tensors(grads, config), gradients_of(model)
+    assert found.keys() == references.keys()
+    for name, gradient in references.items():
+        assert np.abs(gradient).max() > 0, name
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-12 * np.abs(gradient).max(), err_msg=name)

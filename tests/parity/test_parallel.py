@@ -13,13 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 import jvarlen
 import torch_ref
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
-from jvarlen.models import DecoderConfig, flat_params
+from jvarlen.models import DecoderConfig
 from tests.conftest import random_dataset
 from torch_ref import parallel
 
 from . import run_parallel
-from .run_parallel import COMPILED_CAP_MB, MAX_NORM, NUM_HEADS, NUM_LAYERS, SMALL_CAP_MB, TASKS, plan_of_task
-from .trained import assert_same, initial_params, torch_model, train_in_jax, training
+from .run_parallel import COMPILED_CAP_MB, MAX_NORM, NUM_LAYERS, SMALL_CAP_MB, TASKS, plan_of_task
+from .trained import assert_same, initial_tensors, train_in_jax, training
+from .twin import torch_model
 
 DATASET = random_dataset(121, 32)  # so that in some step one process has padding rows alone
 LENGTHS = np.diff(DATASET.offsets)
@@ -27,12 +28,12 @@ WAYS = [(name, way) for name, task in TASKS.items() for way in task.ways]
 
 
 def model_config(name):
-    return DecoderConfig(num_layers=NUM_LAYERS, width=TASKS[name].width, num_heads=NUM_HEADS)
+    return DecoderConfig(**TASKS[name].sizes)
 
 
 def make_model(name, device="cpu"):
     with torch.device(device):
-        return torch_model(model_config(name))
+        return torch_model(model_config(name), dtype=torch.float64)
 
 
 def results_of(trained, name, way):
@@ -42,11 +43,7 @@ def results_of(trained, name, way):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return what processes train, while JAX does."""
-    weights = {
-        f"{name} {key}": value
-        for name in TASKS
-        for key, value in flat_params(initial_params(model_config(name))).items()
-    }
+    weights = {f"{name} {key}": value for name in TASKS for key, value in initial_tensors(model_config(name)).items()}
     numbers = {task.num_processes for task in TASKS.values()}
     folder = tmp_path_factory.mktemp("parallel")
     with training(Path(run_parallel.__file__), folder, numbers, DATASET, weights) as trained:

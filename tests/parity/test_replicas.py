@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tests import processes
 
 from . import run_replica
-from .run_replica import RUNS, exact_step, explicit, make_transformer, read_batches, train
+from .run_replica import RUNS, exact_step, explicit, make_decoder, read_batches, train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,7 +69,7 @@ def test_gradients_are_reduced_once_a_step(folder):
 
 def test_parameters_are_reduced_once_a_step_without_a_wrapper(folder):
     """Each by itself, and the sums."""
-    num_parameters = len(list(make_transformer().parameters()))
+    num_parameters = len(list(make_decoder().parameters()))
     for result in results_of(folder, "explicit"):
         assert result["num_reductions"].tolist() == [num_parameters + 1] * 3
 
@@ -77,8 +77,8 @@ def test_parameters_are_reduced_once_a_step_without_a_wrapper(folder):
 def test_the_mean_of_the_replicas_means_is_another_step(folder):
     """What DistributedDataParallel gives where each replica divides by its own weights."""
     expected, (first, second) = alone("wrapped"), results_of(folder, "mean of means")
-    np.testing.assert_array_equal(first["head.weight"], second["head.weight"])
-    assert np.abs(first["head.weight"] - expected["head.weight"]).max() > 1e-3
+    np.testing.assert_array_equal(first["lm_head.weight"], second["lm_head.weight"])
+    assert np.abs(first["lm_head.weight"] - expected["lm_head.weight"]).max() > 1e-3
 
 
 def test_what_no_row_reaches_is_left_alone(folder):

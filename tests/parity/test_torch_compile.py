@@ -33,9 +33,10 @@ class Tiny(nn.Module):
         self.head = nn.Linear(6, 256)
         self.unused = nn.Linear(2, 2)
         self.scale = 1.0
+        self.begin_token = 0
 
-    def forward(self, tokens_BxT):
-        hidden_BxTxD = self.drop(self.embed(tokens_BxT)) * self.scale
+    def forward(self, inputs_BxT):
+        hidden_BxTxD = self.drop(self.embed(inputs_BxT)) * self.scale
         return self.head(self.norm(hidden_BxTxD.transpose(1, 2)).transpose(1, 2))
 
 
@@ -80,7 +81,7 @@ def assert_same_training(plain, model, compiled, plan, device="cpu", **tolerance
 @pytest.mark.parametrize("plan", [make_plan(), packed_plan()], ids=["padded", "packed"])
 def test_training_is_the_plain_one_and_compiles_nothing(plan):
     torch.manual_seed(0)
-    plain = torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2)
+    plain = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
     model = copy.deepcopy(plain)
     compiled = compile_eagerly(model, plan)
     before = num_graphs()

@@ -17,10 +17,12 @@ import jvarlen
 import torch_ref
 from jvarlen.batches import BatchShapes
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.training.optimizers import planned_schedule
 from jvarlen.training.train_state import new_state
 from torch_ref.train import to_device
+
+from .twin import torch_model
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +81,7 @@ class Trained:
     """What training came to: a loss a step, and a model of PyTorch that holds the final weights."""
 
     losses: np.ndarray
-    model: torch_ref.Transformer
+    model: torch_ref.Decoder
 
 
 def make_plan(package, setting, epoch):
@@ -131,16 +133,12 @@ def train_in_jax(setting, plans, initial):
         for batch in itertools.islice(batches, setting.num_steps):
             state, metrics = step(state, batch)
             losses.append(metrics.loss)
-    return Trained(losses=np.array(jax.device_get(losses)), model=torch_model(setting, state.params))
+    return Trained(losses=np.array(jax.device_get(losses)), model=model_of(setting, state.params))
 
 
-def torch_model(setting, params):
+def model_of(setting, params):
     """A model of PyTorch with weights of JAX."""
-    config = setting.model
-    model = torch_ref.Transformer(embed_dim=config.width, num_layers=config.num_layers, num_heads=config.num_heads)
-    model.to(setting.device, getattr(torch, setting.dtype))
-    torch_ref.load_params(model, flat_params(params))
-    return model
+    return torch_model(setting.model, params, getattr(torch, setting.dtype)).to(setting.device)
 
 
 @contextmanager
@@ -157,7 +155,7 @@ def exact_kernels():
 
 def train_in_torch(setting, plans, initial):
     """Train; the norms of the gradients come back as well where they are clipped."""
-    model = torch_model(setting, initial)
+    model = model_of(setting, initial)
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_RATE, BETAS, EPS, WEIGHT_DECAY)
     norms = []
     if setting.max_norm is not None:

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import jvarlen
-import torch_ref
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.models import DecoderConfig, flat_params, init_params, layered, stack_layers, unstack_layers
+from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.parallel import Layout, make_train_step
 from tests import processes
 
@@ -50,6 +50,11 @@ def initial_params(config: DecoderConfig) -> Any:
     return jax.tree.map(np.float64, init_params(config, seed=0))
 
 
+def initial_tensors(config: DecoderConfig) -> Results:
+    """The same by torch's names."""
+    return hugging_face_tensors(initial_params(config), config)
+
+
 class TrainedInJax(NamedTuple):
     """Losses and norms of gradients, the final weights by torch's names, and the digest of the plan."""
 
@@ -67,24 +72,15 @@ def train_in_jax(
     losses, norms = [], []
     with jax.enable_x64(True):
         train_step = make_train_step(layered(config), optimizer, layout=Layout.parse(layout), norms=True)
-        state = train_step.init(stack_layers(initial_params(config)))
+        state = train_step.init(initial_params(config))
         step = jax.jit(train_step, donate_argnums=0)
         for batch in itertools.islice(jvarlen.load(plan, dataset, layout=layout), num_steps):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
-        params = flat_params(unstack_layers(train_step.gather_params(state)))
+        weights = hugging_face_tensors(train_step.gather_params(state), config)
     assert len(losses) == num_steps
-    model = torch_model(config)
-    torch_ref.load_params(model, params)
-    weights = {key: value.detach().numpy() for key, value in model.named_parameters()}
     return TrainedInJax(np.array(losses), np.array(norms), weights, plan.digest)
-
-
-def torch_model(config: DecoderConfig) -> torch_ref.Transformer:
-    return torch_ref.Transformer(
-        embed_dim=config.width, num_layers=config.num_layers, num_heads=config.num_heads, vocab_size=config.vocab_size
-    ).double()
 
 
 def assert_same(results: list[Results], expected: TrainedInJax) -> None:

@@ -6,7 +6,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_ref.checks import check_process_group
 from torch_ref.parallel.pipeline import Stages
-from torch_ref.parallel.tensor import merge_heads
 
 __all__ = ["gather_params"]
 
@@ -34,7 +33,6 @@ def gather_params(model: nn.Module, *, to_all: bool = False) -> dict[str, Tensor
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if to_all or distributed.get_rank() == 0:
-            whole = merge_heads(model, name, whole)
             gathered[name] = torch.empty_like(whole, device="cpu").copy_(whole)
     return gathered
 

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.collate import Batch
-from torch_ref.model import Transformer, rows_of
+from torch_ref.decoder import Decoder, rows_of
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
-from torch_ref.targets import inputs_of
-from torch_ref.train import join_sums, segments_of, sum_losses, take_microbatch, update
+from torch_ref.targets import next_token_targets
+from torch_ref.train import join_sums, segments_of, sum_losses, update
 
 __all__ = ["Stages", "make_pipeline_step", "split_stages"]
 
@@ -29,38 +29,39 @@ _MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterle
 
 
 class _Chunk(nn.Module):
-    """Consecutive blocks, with the embedding if they are the first, and norm and head if they are the last.
+    """Consecutive layers, with the embedding if they are the first, and norm and head if they are the last.
 
     Parameters have the names that they have in the whole model.
     """
 
-    def __init__(self, model: Transformer, index: int, num_chunks: int) -> None:
+    def __init__(self, model: Decoder, index: int, num_chunks: int) -> None:
         super().__init__()
-        num_layers = len(model.blocks) // num_chunks
-        self.vocab_size, self.embed_dim = model.vocab_size, model.embed.embedding_dim
+        self.config = model.config
+        num_layers = self.config.num_layers // num_chunks
         self.index, self.is_first, self.is_last = index, index == 0, index == num_chunks - 1
-        if self.is_first:
-            self.embed = model.embed
         places = range(index * num_layers, (index + 1) * num_layers)
-        self.blocks = nn.ModuleDict({str(place): model.blocks[place] for place in places})
+        self.model: Any = nn.Module()  # for the names of the parameters
+        if self.is_first:
+            self.model.embed_tokens = model.model.embed_tokens
+        self.model.layers = nn.ModuleDict({str(place): model.model.layers[place] for place in places})
         if self.is_last:
-            self.norm, self.head = model.norm, model.head
+            self.model.norm, self.lm_head = model.model.norm, model.lm_head
 
     def forward(self, x_BxTxD: Tensor, *, segment_ids: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Return what the next chunk gets [B, T, D], or logits [B, T, V]; the first chunk gets tokens [B, T]."""
+        """Return what the next chunk gets [B, T, D], or logits [B, T, V]; the first chunk gets inputs [B, T]."""
+        rows = rows_of(self.config, x_BxTxD, segment_ids, positions)
         if self.is_first:
-            x_BxTxD = self.embed(inputs_of(x_BxTxD, segment_ids, positions, begin=self.vocab_size))
-        positions_BxT, mask_Bx1xTxT = rows_of(x_BxTxD, segment_ids, positions)
-        for block in self.blocks.values():
-            x_BxTxD = block(x_BxTxD, positions_BxT, mask_Bx1xTxT)
-        return self.head(self.norm(x_BxTxD)) if self.is_last else x_BxTxD
+            x_BxTxD = self.model.embed_tokens(x_BxTxD)
+        for layer in self.model.layers.values():
+            x_BxTxD = layer(x_BxTxD, rows)
+        return self.lm_head(self.model.norm(x_BxTxD)) if self.is_last else x_BxTxD
 
     def examples(self, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Return an input and an output, on the device "meta"."""
         dtype = next(self.parameters()).dtype
-        hidden = torch.empty(num_rows, length, self.embed_dim, dtype=dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(num_rows, length, self.config.width, dtype=dtype, device="meta", requires_grad=True)
         first = torch.empty(num_rows, length, dtype=torch.int64, device="meta")
-        last = torch.empty(num_rows, length, self.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+        last = torch.empty(num_rows, length, self.config.vocab_size, dtype=dtype, device="meta", requires_grad=True)
         return first if self.is_first else hidden, last if self.is_last else hidden
 
 
@@ -68,24 +69,26 @@ class Stages(nn.Module):
     """What a process holds of a pipelined model, of `split_stages`.
 
     Attributes:
-        chunks: modules of consecutive blocks, whose parameters have the names that they have in the whole model.
+        chunks: modules of consecutive layers, whose parameters have the names that they have in the whole model.
         mesh: of the processes.
         group: the processes of one pipeline.
         num_chunks: of all stages.
+        begin_token: of the decoder.
     """
 
-    def __init__(self, chunks: Iterable[nn.Module], mesh: DeviceMesh, num_chunks: int) -> None:
+    def __init__(self, chunks: Iterable[nn.Module], mesh: DeviceMesh, num_chunks: int, begin_token: int | None) -> None:
         """Hold some chunks."""
         super().__init__()
+        self.begin_token = begin_token
         self.chunks: Sequence[_Chunk] = nn.ModuleList(chunks)  # type: ignore[assignment]  # which is no Sequence
         self.mesh, self.group = mesh, mesh.get_group("stage")
         self.num_chunks = num_chunks
 
 
-def split_stages(model: Transformer, mesh: DeviceMesh, *, virtual: int = 1) -> Stages:
+def split_stages(model: Decoder, mesh: DeviceMesh, *, virtual: int = 1) -> Stages:
     """Cut a model into the stages of a pipeline.
 
-    Stage s of S holds chunks s, s + S and so on, of equally many consecutive blocks. The first chunk has the embedding
+    Stage s of S holds chunks s, s + S and so on, of equally many consecutive layers. The first chunk has the embedding
     as well, the last one norm and head. Make the optimizer of the stages' parameters.
 
     Args:
@@ -98,18 +101,22 @@ def split_stages(model: Transformer, mesh: DeviceMesh, *, virtual: int = 1) -> S
 
     Raises:
         ValueError: if `torch.distributed` is not initialised, the mesh has no axis "stage" or others than "data" and
-            "stage", or the blocks are not a multiple of S · virtual.
+            "stage", the layers are not a multiple of S · virtual, or the head is tied to the embedding, which would be
+            on another stage.
     """
     check_process_group("split_stages")
     check_mesh(mesh, "stage")
     num_stages = mesh["stage"].size()
     num_chunks = num_stages * check_integer("virtual", virtual)
-    if len(model.blocks) % num_chunks:
+    num_layers = model.config.num_layers
+    if num_layers % num_chunks:
         raise ValueError(
-            f"the {len(model.blocks)} blocks must be a multiple of the {num_chunks} chunks of {num_stages} stages"
+            f"the {num_layers} layers must be a multiple of the {num_chunks} chunks of {num_stages} stages"
         )
+    if model.config.tied:
+        raise ValueError("split_stages takes no tied head: embedding and head are on different stages")
     own = range(mesh.get_local_rank("stage"), num_chunks, num_stages)
-    return Stages([_Chunk(model, index, num_chunks) for index in own], mesh, num_chunks)
+    return Stages([_Chunk(model, index, num_chunks) for index in own], mesh, num_chunks, model.begin_token)
 
 
 def make_pipeline_step(
@@ -151,11 +158,11 @@ def make_pipeline_step(
     check_optimizer(optimizer, stages, "split_stages")
     is_first, is_last = stages.chunks[0].is_first, stages.chunks[-1].is_last
     schedules: dict[torch.Size, Any] = {}
-    microbatches: list[Batch] = []
+    expected: list[tuple[Tensor, Tensor]] = []  # targets and weights of the microbatches
     sums: list[Tensor] = []
 
     def loss_fn(logits_BxTxV: Tensor, index_1: Tensor) -> Tensor:
-        loss_sum, weight_sum = sum_losses(logits_BxTxV, microbatches[int(index_1)])
+        loss_sum, weight_sum = sum_losses(logits_BxTxV, *expected[int(index_1)])
         sums.append(join_sums(loss_sum, weight_sum))
         return loss_sum
 
@@ -165,12 +172,13 @@ def make_pipeline_step(
         if shape not in schedules:
             schedules[shape] = _make_schedule(stages, schedule, shape, loss_fn)
         sums.clear()
-        microbatches[:] = [take_microbatch(batch, index) for index in range(len(batch.tokens))]
+        inputs, targets, weights = next_token_targets(batch, begin_token=stages.begin_token)
+        expected[:] = zip(targets, weights, strict=True)
         # Schedules split the first dimension into equal parts, which are the microbatches again.
         given = {name: value.flatten(0, 1) for name, value in segments_of(batch).items()}
         target = torch.arange(len(batch.tokens)) if is_last else None
-        tokens = [batch.tokens.flatten(0, 1)] if is_first else []
-        schedules[shape].step(*tokens, target=target, return_outputs=False, **given)
+        given_first = [inputs.flatten(0, 1)] if is_first else []
+        schedules[shape].step(*given_first, target=target, return_outputs=False, **given)
         parameter = next(stages.parameters())
         total = parameter.new_zeros(2, dtype=torch.promote_types(parameter.dtype, torch.float32))
         if is_last:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -20,15 +20,17 @@ from torch.optim import Optimizer
 
 from torch_ref.checks import check_number, check_process_group
 from torch_ref.collate import AnyBatch
-from torch_ref.model import Block, Transformer
+from torch_ref.decoder import Decoder
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.train import LossFn, backward_of_sums, loss_sums, update
 
-__all__ = ["make_tensor_step", "merge_heads", "shard_tensors"]
+__all__ = ["make_tensor_step", "shard_tensors"]
+
+_OF_HEADS = ("q_norm", "k_norm")
 
 
-def shard_tensors(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
-    """Split a model's products and its vocabulary over the mesh axis "tensor", in place, after Megatron-LM.
+def shard_tensors(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
+    """Split a decoder's products and its vocabulary over the mesh axis "tensor", in place, after Megatron-LM.
 
     Make the optimizer afterwards: parameters become `DTensor`s. Each process has some of the heads, of the MLP's
     features, and of the rows of embedding and head; norms are whole. The model then gives logits [B, T, V] as a
@@ -42,7 +44,7 @@ def shard_tensors(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bo
 
     Raises:
         ValueError: if `torch.distributed` is not initialised, the mesh has no axis "tensor" or others than "data" and
-            "tensor", its size does not divide the heads, or the model is split already.
+            "tensor", its size does not divide the heads or the MLP's features, or the model is split already.
 
     References:
         Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
@@ -50,43 +52,44 @@ def shard_tensors(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bo
     """
     check_process_group("shard_tensors")
     check_mesh(mesh, "tensor")
-    num_parts = mesh["tensor"].size()
-    if isinstance(model.head.weight, DTensor):
+    num_parts, config = mesh["tensor"].size(), model.config
+    if isinstance(model.lm_head.weight, DTensor):
         raise ValueError("the model is split already")
-    blocks = [block for block in model.blocks if isinstance(block, Block)]
-    if blocks[0].num_heads % num_parts:
+    numbers = {"heads": config.num_heads, "heads of keys and values": config.kv_heads, "features": config.mlp_features}
+    if wrong := [f"{number} {name}" for name, number in numbers.items() if number % num_parts]:
         raise ValueError(
-            f"the size of the mesh axis 'tensor' must divide the heads: there are {blocks[0].num_heads} heads for "
+            f"the size of the mesh axis 'tensor' must divide the heads and features: there are {', '.join(wrong)} for "
             f"{num_parts} processes"
         )
-    for block in blocks:
-        block.num_parts = num_parts
-        with torch.no_grad():
-            # Part after part, each with its queries, keys and values: a column-parallel layer has consecutive rows.
-            fused = block.qkv.weight.unflatten(0, (3, num_parts, -1)).transpose(0, 1).flatten(0, 2)
-            block.qkv.weight.copy_(fused)
     between = Shard(1) if sequence_parallel else Replicate()
-    columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
+    # Gathered once for all products of the same input.
+    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=between)
     norm: ParallelStyle = SequenceParallel(use_local_output=True)
     if not sequence_parallel:
         norm = PrepareModuleInputOutput(
             input_layouts=between, desired_input_layouts=between, output_layouts=between, desired_output_layouts=between
         )
-        for module in model.modules():
-            if isinstance(module, nn.RMSNorm):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.RMSNorm) and not name.endswith(_OF_HEADS):
                 distribute_module(module, mesh["tensor"])  # the same in all processes, but on the mesh of the others
+    layer: dict[str, ParallelStyle] = {
+        "input_layernorm": norm,
+        "self_attn": PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(whole, None)),
+        "post_attention_layernorm": norm,
+        "mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=whole),
+    }
+    layer |= {f"self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in _OF_HEADS}
+    layer |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), columns)
+    layer |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "self_attn.o_proj": rows, "mlp.down_proj": rows}
+    held = dict(model.model.layers[0].named_modules())
     styles: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "blocks.*.norm1": norm,
-        "blocks.*.qkv": columns,
-        "blocks.*.out": rows,
-        "blocks.*.norm2": norm,
-        "blocks.*.up": columns,
-        "blocks.*.down": rows,
-        "norm": norm,
-        "head": ColwiseParallel(input_layouts=between, use_local_output=False),
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=between),
+        **{f"model.layers.*.{name}": style for name, style in layer.items() if name in held},
+        "model.norm": norm,
+        "lm_head": ColwiseParallel(input_layouts=between, use_local_output=False),
     }
     parallelize_module(model, mesh["tensor"], styles)
+    model.tie()
 
     def check_length(model: nn.Module, inputs: tuple[Tensor]) -> None:
         # The styles take the parts of all processes to be of one size.
@@ -144,20 +147,3 @@ def make_tensor_step(
         return update(model, optimizer, batch, total, max_norm=max_norm)
 
     return step
-
-
-def merge_heads(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """Return a whole parameter in the order that it has in an unsplit model.
-
-    Args:
-        model: of `shard_tensors`, or any other.
-        name: of the parameter.
-        whole: the parameter, in the order of the split model.
-    """
-    block_name, _, rest = name.rpartition(".qkv.")
-    if rest != "weight":
-        return whole
-    block = model.get_submodule(block_name)
-    if not isinstance(block, Block):
-        return whole
-    return whole.unflatten(0, (block.num_parts, 3, -1)).transpose(0, 1).flatten(0, 2)
