@@ -162,8 +162,12 @@ def measure_starts(
 def measure_torch(sizes: Sizes, strategy: Strategy) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The ways of PyTorch: started cold, and again warm."""
     say("PyTorch")
-    model = {{"width": "embed_dim"}.get(name, name): value for name, value in sizes.model.items()}
-    settings = {"model": model, "buckets": strategy.buckets, "backend": sizes.torch_backend, "ways": list(TORCH_WAYS)}
+    settings = {
+        "model": sizes.model,
+        "buckets": strategy.buckets,
+        "backend": sizes.torch_backend,
+        "ways": list(TORCH_WAYS),
+    }
 
     def answer(num_rounds: int, cache: str) -> dict[str, Any] | None:
         try:

@@ -35,7 +35,8 @@ from support.timing import RESULTS, report, versions_and_hardware
 
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.models import DecoderConfig, flat_params, init_params
+from jvarlen.models import DecoderConfig, init_params
+from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.runs.config import FitConfig
 
 FOLDER = Path(__file__).parent
@@ -82,8 +83,9 @@ def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_
     train, held_out = ([sample[: sizes["longest"]] for sample in part] for part in split)
     data = Data(train, held_out[:num_held_out])
     save_data(folder / "data.npz", data)
+    config = DecoderConfig(**sizes["model"])
     for seed in seeds:
-        np.savez(folder / f"weights-{seed}.npz", **flat_params(init_params(DecoderConfig(**sizes["model"]), seed)))
+        np.savez(folder / f"weights-{seed}.npz", **hugging_face_tensors(init_params(config, seed), config))
     (of_train, of_held_out) = (f"{len(part):,} of {sum(map(len, part)):,} bytes" for part in data)
     return f"{of_train} to train on, {of_held_out} held out"
 

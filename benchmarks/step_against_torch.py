@@ -32,7 +32,8 @@ from jvarlen.batches import token_batch_spec
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
+from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.plan_config import shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
@@ -69,10 +70,9 @@ def torch_step(config: FitConfig, _: Lengths, shape: Shape) -> tuple[Step, float
     import torch_ref
 
     torch.set_num_threads(os.cpu_count() or 1)
-    sizes = dataclasses.asdict(config.decoder)
-    named = {name: sizes[name] for name in ("num_layers", "num_heads", "vocab_size")}
-    model = torch_ref.Transformer(embed_dim=config.decoder.width, **named)
-    torch_ref.load_params(model, flat_params(init_params(config.decoder, config.seed)))
+    sizes = {name: getattr(config.decoder, name) for name in ("num_layers", "width", "num_heads", "vocab_size")}
+    model = torch_ref.Decoder(torch_ref.DecoderConfig(**sizes))
+    torch_ref.load_params(model, hugging_face_tensors(init_params(config.decoder, config.seed), config.decoder))
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), settings.learning_rate, (settings.b1, settings.b2), weight_decay=settings.weight_decay

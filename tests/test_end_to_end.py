@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen.models import DecoderConfig, flat_params, init_params
+from jvarlen.models import DecoderConfig, init_params
+from jvarlen.models.hugging_face import hugging_face_tensors
 from tests.benchmark_modules import imported
 
 torch = pytest.importorskip("torch")
@@ -136,7 +137,8 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
     """Two batches, the same for all: the planned step, the plain one, and PyTorch's come to the same model."""
     for module in (in_jax, in_torch):
         monkeypatch.setattr(module, "MAX_GRADIENT_NORM", 0.1)  # below that of the gradients
-    np.savez(settings.weights, **flat_params(init_params(DecoderConfig(**MODEL), seed=3)))
+    config = DecoderConfig(**MODEL)
+    np.savez(settings.weights, **hugging_face_tensors(init_params(config, seed=3), config))
     sample = data.train[0][:16]
     data = runs.Data([sample] * 4, [sample[:length] for length in (1, 4, 5, 16)])
     # At the batch size of these steps, the plan's rate is that of the others.
@@ -162,7 +164,8 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
     alone = [torch.from_numpy(sample.astype(np.int64)) for sample in data.held_out]
     with torch.no_grad():
         sums = [
-            functional.cross_entropy(ways["torch"].model(sample[None])[0], sample, reduction="sum") for sample in alone
+            functional.cross_entropy(ways["torch"].model(begun[None, :-1])[0], begun[1:], reduction="sum")
+            for begun in (functional.pad(sample, (1, 0), value=256) for sample in alone)
         ]
     assert trained[0][2] == pytest.approx(sum(sums).item() / sum(map(len, alone)) / np.log(2), rel=1e-5)
 

@@ -59,7 +59,7 @@ def start(way: str, settings: dict[str, Any]) -> Way:
     batch = full_batch(buckets[0])
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     begun = time.perf_counter()
-    model = torch_ref.Transformer(**settings["model"])
+    model = torch_ref.Decoder(torch_ref.DecoderConfig(**settings["model"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     built = time.perf_counter()
     take_step: Take

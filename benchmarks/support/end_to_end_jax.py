@@ -43,7 +43,8 @@ from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes, 
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import DecoderConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, make_loss_fn
+from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
 from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU
 
@@ -61,7 +62,8 @@ class JaxRun:
         self.settings = settings
         model = DecoderConfig(**settings.model)
         self.loss_fn = make_loss_fn(model)
-        self.params = with_weights(init_params(model, settings.seed), settings.weights)
+        with np.load(settings.weights) as stored:
+            self.params = jax.tree.map(jnp.asarray, params_from_tensors(dict(stored), model))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         held_out = eval_batches(data.held_out, settings.longest)
         self._held_out = [jax.device_put(token_batch(*batch)) for batch in held_out]
@@ -83,17 +85,6 @@ def evaluation(model: DecoderConfig) -> Callable[..., jax.Array]:
     """The jitted sum of the losses of a batch; runs of one process share what is compiled for it."""
     loss_fn = make_loss_fn(model)
     return jax.jit(lambda params, batch: loss_fn(params, batch)[0])
-
-
-def with_weights(params: Any, path: str) -> Any:
-    """Parameters of the values in a file, whatever they were."""
-    with np.load(path) as stored:
-        return jax.tree_util.tree_map_with_path(lambda place, _: jnp.asarray(stored[dotted(place)]), params)
-
-
-def dotted(place: Any) -> str:
-    """The name that `flat_params` gives a parameter."""
-    return ".".join(str(key) for key in (getattr(part, "key", None) for part in place) if key is not None)
 
 
 def token_batch(tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> jvarlen.batches.Batch:

@@ -34,7 +34,7 @@ class Settings:
       way: a key of the worker's `WAYS`.
       seed: decides the order of the samples; the weights are those of a file.
       data: file of `save_data`.
-      weights: file of the initial parameters by their names in `jvarlen.models.flat_params`.
+      weights: file of the initial parameters by their names at Hugging Face.
       model: `num_layers`, `width` and `num_heads`.
       longest: positions of the longest row; no sample is longer.
       max_tokens: positions of a batch at most, padding included.

@@ -48,8 +48,7 @@ class TorchRun:
         batching: Callable[[Settings, list[int]], dict[str, Any]],
     ):
         self._settings = settings
-        model = dict(settings.model)
-        self.model = torch_ref.Transformer(embed_dim=model.pop("width"), **model)
+        self.model = torch_ref.Decoder(torch_ref.DecoderConfig(**settings.model))
         with np.load(settings.weights) as stored:
             torch_ref.load_params(self.model, stored)
         self.num_params = sum(weight.numel() for weight in self.model.parameters())
@@ -90,7 +89,8 @@ class TorchRun:
 
     def _loss(self, arrays: tuple[torch.Tensor, torch.Tensor], reduction: str) -> torch.Tensor:
         tokens_BxT, labels_BxT = arrays
-        logits_BxTxV = self.model(tokens_BxT)
+        inputs_BxT = functional.pad(tokens_BxT[:, :-1], (1, 0), value=self.model.begin_token)
+        logits_BxTxV = self.model(inputs_BxT)
         return functional.cross_entropy(logits_BxTxV.flatten(0, 1), labels_BxT.flatten(), reduction=reduction)
 
 

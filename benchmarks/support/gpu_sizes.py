@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-VOCAB_SIZE = 256  # V: of both packages' models
+VOCAB_SIZE = 256  # of bytes; both packages' models have a token more, which begins samples
 SEED = 0
 
 
@@ -100,7 +100,9 @@ def bucket_options(sizes: Sizes, strategy: str) -> dict[str, Any]:
 
 def num_multiplied(sizes: Sizes) -> int:
     """Parameters that are multiplied with: of the layers and the head, not the table of the embedding."""
-    return 12 * sizes.num_layers * sizes.width**2 + sizes.width * VOCAB_SIZE
+    features = 16 * -(-sizes.width // 6)  # hidden ones of the MLP
+    of_layer = 4 * sizes.width**2 + 3 * sizes.width * features
+    return sizes.num_layers * of_layer + sizes.width * (VOCAB_SIZE + 1)
 
 
 def step_flops(sizes: Sizes, rows: Any, length: Any) -> Any:

@@ -60,8 +60,8 @@ def measure_steps(sizes: Sizes, answer: Answer) -> None:
     by_interest = (buckets[-1], buckets[0], buckets[len(buckets) // 2])
     shapes = list(dict.fromkeys((int(rows), int(length)) for rows, length in by_interest))[: sizes.torch_shapes]
     torch.manual_seed(SEED)
-    model = torch_ref.Transformer(embed_dim=sizes.width, num_layers=sizes.num_layers, num_heads=sizes.num_heads)
-    model.to(DEVICE)
+    config = torch_ref.DecoderConfig(width=sizes.width, num_layers=sizes.num_layers, num_heads=sizes.num_heads)
+    model = torch_ref.Decoder(config).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     answer |= {"num_parameters": sum(weight.numel() for weight in model.parameters()), "shapes": [], "left_out": []}
     begun = time.perf_counter()

@@ -91,9 +91,8 @@ def main() -> None:
     for way in ways:
         sequence_parallel = WAYS[way]
         torch.manual_seed(0)
-        model = torch_ref.Transformer(
-            embed_dim=sizes["width"], num_layers=sizes["num_layers"], num_heads=sizes["num_heads"]
-        )
+        names = ("width", "num_layers", "num_heads")
+        model = torch_ref.Decoder(torch_ref.DecoderConfig(**{name: sizes[name] for name in names}))
         if sequence_parallel is None:
             steps[way], found[way] = whole_step(model, batch, rank), {}
         else:
