@@ -265,9 +265,11 @@ class Decoder(nnx.Module):
         return x_BxTxD if self.config.compute_dtype is None else x_BxTxD.astype(self.config.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B S D"], axes: Axes = _UNSPLIT) -> Float[Array, "B T V"]:
-        """Logits of every token from the output of the last layer."""
-        entered = enter_tensor_parallel(self.norm(x_BxTxD), axes=axes)
-        return _multiply(entered, self.head_kernel, in_bfloat16=self.config.compute_dtype is not None)
+        """Logits of every token from the output of the last layer, at least float32."""
+        entered, kernel = enter_tensor_parallel(self.norm(x_BxTxD), axes=axes), self.head_kernel
+        wide_BxTxD = entered.astype(jnp.promote_types(entered.dtype, jnp.float32))
+        in_bfloat16 = self.config.compute_dtype is not None or entered.dtype == jnp.bfloat16
+        return _multiply(wide_BxTxD, kernel, in_bfloat16=in_bfloat16)
 
     @property
     def head_kernel(self) -> Float[Array, "D V"]:

@@ -177,6 +177,7 @@ def test_in_bfloat16_tokens_are_the_likeliest_up_to_its_rounding(of_parameters):
     for row, prompt, new in zip(rows_BxT, PROMPTS, new_BxN, strict=True):
         row[: len(prompt) + NUM_NEW] = [*prompt, *new]
     logits_BxTxV = np.asarray(logits_of_rows(rows_BxT, lengths_B + NUM_NEW, config, params))
+    assert logits_BxTxV.dtype == np.float32, "many of bfloat16 would be equal"
     logits_BxNxV = logits_BxTxV[np.arange(len(PROMPTS))[:, None], lengths_B[:, None] + np.arange(NUM_NEW)]
     chosen_BxN = np.take_along_axis(logits_BxNxV, new_BxN[..., None], axis=2)[..., 0]
     assert np.max(logits_BxNxV.max(axis=2) - chosen_BxN) < 0.02 * logits_BxNxV.std()
