@@ -296,7 +296,7 @@ def window_of(config: DecoderConfig, layer: Any) -> Any:
         return None
     # A number, so that one layer is traced for all.
     windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-    return windows[layer] if isinstance(layer, int) else jnp.asarray(windows)[layer]
+    return windows[layer] if isinstance(layer, int) else jnp.take(jnp.asarray(windows), layer)  # which refuses None
 
 
 def _rotate_positions(

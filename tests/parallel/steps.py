@@ -11,7 +11,7 @@ from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scal
 from jvarlen.models import DecoderConfig, init_params, layered
 from tests.conftest import random_dataset
 
-TRANSFORMER = DecoderConfig(num_layers=4, width=16, num_heads=2)
+TRANSFORMER = DecoderConfig(num_layers=4, width=16, num_heads=2, windows=(0, 3, 5, 0))
 BUCKET = Bucket(2, 8)
 
 

@@ -24,7 +24,7 @@ from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "context")
-MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)
+MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2, windows=(4, 0))
 BY_LAYERS = layered(MODEL)
 
 
@@ -332,8 +332,8 @@ def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
     specs = partition_specs(BY_LAYERS.specs)
 
     def on_device(params, microbatch):
-        axes = Axes(tensor="tensor", context="context", positions=shard_positions(16))
-        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(BY_LAYERS, lambda _: axes), axes))
+        axes, bound = Axes(tensor="tensor"), {"context": "context", "positions": shard_positions(16)}
+        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(BY_LAYERS, lambda own: own._replace(**bound)), axes))
         return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
 
     step = jax.shard_map(

@@ -33,7 +33,7 @@ from tests.parallel.steps import (
     take_steps,
 )
 
-MODEL = DecoderConfig(num_layers=2, width=24, num_heads=2)  # 24, so that 3 shards divide it
+MODEL = DecoderConfig(num_layers=2, width=24, num_heads=2, windows=(0, 3))  # 24, so that 3 shards divide it
 
 # Weights that 2, 4 and 8 divide, a bias that is too small for shards, and a table that nothing divides.
 SIMPLE = LayeredModel(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Integer
 
 from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for, segment_mask
 from jvarlen.models.config import DecoderConfig
-from jvarlen.models.decoder import DecoderLayer, graphs_of, rows_of
+from jvarlen.models.decoder import DecoderLayer, graphs_of, rows_of, window_of
 from jvarlen.models.layers import layered
 from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes, LayeredModel
@@ -127,7 +127,8 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
         block: DecoderLayer = nnx.merge(of_layer, params)
         rows = rows_of(microbatch, axes)
         query, key, value = block.project(x_BxSxD, rows.positions, microbatch.tokens.shape[1], axes)
-        attended = attend_over_slices(query, key, value, axes=axes, segment_ids=rows.segment_ids)
+        window = window_of(config, axes.layer)
+        attended = attend_over_slices(query, key, value, axes=axes, segment_ids=rows.segment_ids, window=window)
         return block.finish(x_BxSxD, attended, axes)
 
     return model._replace(layer=layer)
