@@ -11,6 +11,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from jvarlen.compiling import program_file
 from jvarlen.compiling.program_file import read_compiled, write_compiled
 from jvarlen.data.open import open_data
 from jvarlen.data.shard_files import ShardFiles
+from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
 from jvarlen.planning import plan_file
 from jvarlen.planning.packing import pack_samples
 from jvarlen.planning.plan import Plan, make_plan
@@ -245,6 +247,36 @@ def test_a_damaged_file_is_refused_or_the_same(folder, name, damage):
     path.write_bytes(damage(path.read_bytes()))
     after = read_or_refused(read, path)
     assert after is None or after == before
+
+
+# Models
+
+
+MODEL = DecoderConfig(num_layers=2, width=16, vocab_size=9, windows=(3, 3))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    shapes = jax.eval_shape(lambda: init_params(MODEL, 0))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
+    to_hugging_face(folder / "model", params, MODEL, max_shard_bytes=12_000)
+    return folder / "model"
+
+
+@pytest.mark.parametrize("pattern", ["config.json", "*.index.json", "*.safetensors"])
+@few
+@given(damage=damages())
+def test_a_damaged_model_is_refused_or_has_the_same_tensors(model, pattern, damage):
+    path = min(model.glob(pattern))
+    content = path.read_bytes()
+    _, params = from_hugging_face(model)
+    try:
+        path.write_bytes(damage(content))
+        after = read_or_refused(from_hugging_face, model)
+    finally:
+        path.write_bytes(content)
+    if after is not None:
+        assert jax.tree.map(np.shape, after[1]) == jax.tree.map(np.shape, params)
 
 
 # Nothing is run

@@ -126,6 +126,8 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
             raise UserError(
                 f"{_HEAD} and {_EMBEDDING} differ, but tie_word_embeddings is true: with false, both are used"
             )
+    if len(tensors) < config.num_layers:  # before they are counted up
+        raise UserError(f"{len(tensors)} tensors are too few for {config.num_layers:,} layers")
     _check_tensors(tensors, config)
     expected = _shapes(config)
     names = [name.removesuffix(".value") for name in plain_names(expected)]

@@ -136,6 +136,7 @@ def _config_of(fields: Mapping[str, Any]) -> DecoderConfig:
         (lambda value: isinstance(value, bool), _SWITCHES),
         (lambda value: is_integer(value) and value > 0, (*_REQUIRED, "max_position_embeddings")),
         (lambda value: is_integer(value) and value >= 0, ("max_window_layers",)),
+        (lambda value: is_integer(value) and value < 2**16, ("num_hidden_layers",)),
         (lambda value: value is None or (is_integer(value) and value > 0), _OPTIONAL_COUNTS),
         (is_number, ("rms_norm_eps",)),
     )

@@ -189,7 +189,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
     if cluster is None:
         dtype = config.decoder.compute_dtype or "float32"
         cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
-    model, params, _ = stacked_for(Layout(data=1, stage=2), task.loss_fn, task.params, training_plan.optimizer)
+    model, params, _ = stacked_for(Layout(data=1, stage=2), task.loss_fn, task.shapes, training_plan.optimizer)
     plan = training_plan.plan_of_epoch(0)
 
     def is_taken(layout: Layout) -> bool:

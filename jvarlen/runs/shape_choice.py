@@ -100,7 +100,7 @@ class ShapeChooser:
             made = epoch_plan(probe, shapes, lengths, seed=0, epoch=0)
             batch_spec = task.batch_spec_for({"": made}, {"": self._data.train})
         step = task.train_step(task.optimizer or optax.adamw(1e-3))
-        state = jax.eval_shape(functools.partial(task.init_state, step, self._config.seed))
+        state = dataclasses.replace(task, params=task.shapes).init_state(step, self._config.seed)
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
         step_compiler = make_step_compiler(step, state, of_batches, self._config.compile)
         model = model_key(

@@ -83,7 +83,7 @@ class Task:
 
     def check_layout(self, layout: Layout, model: DecoderConfig) -> None:
         """Raises ValueError if a layout is not for this model, or for the built-in one; computes nothing."""
-        loss_fn, params = self.loss_fn, self._shapes
+        loss_fn, params = self.loss_fn, self.shapes
         if loss_fn is None:
             loss_fn = _built_in_loss(model, layout)
             params = jax.eval_shape(lambda: init_params(model, 0))
@@ -173,13 +173,14 @@ class Task:
         step = make_eval_step(loss_fn, layout=Layout().on(placement.mesh, axes={"data": "data"}))
 
         def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            params = portable_params(state.params, self._shapes, layout=layout, model=trained)
+            params = portable_params(state.params, self.shapes, layout=layout, model=trained)
             return state, step(state._replace(params=params), batch)[1]
 
         return eval_step
 
     @property
-    def _shapes(self) -> Any:
+    def shapes(self) -> Any:
+        """Those of the parameters, of which nothing is read."""
         return jax.eval_shape(lambda params: params, self.params)
 
 

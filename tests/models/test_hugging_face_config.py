@@ -127,6 +127,8 @@ def test_fields_mean_what_they_mean_in_transformers(tmp_path, family, fields):
         (None, {}, r"model_type \(None\)"),
         ("llama", {"hidden_size": None}, r"missing: hidden_size"),
         ("llama", {"hidden_size": "128"}, r"hidden_size \('128'\)"),
+        ("mistral", {"num_hidden_layers": 10**9}, r"num_hidden_layers \(1000000000\)"),
+        ("mistral", {"num_hidden_layers": "4"}, r"num_hidden_layers \('4'\)"),
         ("llama", {"num_key_value_heads": 5}, r"num_kv_heads \(5\) must divide"),
         ("llama", {"begins_samples": True, "bos_token_id": 1}, r"bos_token_id \(1\) must be the last token"),
     ],
