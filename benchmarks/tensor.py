@@ -1,6 +1,6 @@
 """What does tensor parallelism send, what does it save in memory, and what does a step take, against PyTorch's?
 
-The built-in transformer, trained by AdamW with clipping on rows of one bucket. On two CPU devices of one process, for
+The decoder, trained by AdamW with clipping on rows of one bucket. On two CPU devices of one process, for
 `tensor1`, `tensor2` and `tensor2.sequence_parallel`: collectives, counted in the compiled programs, temporaries of a
 device, and seconds of a step. Beside it the same model split by PyTorch's `DTensor` over two processes on gloo:
 collectives, counted by `CommDebugMode`, and seconds. Run `python benchmarks/tensor.py [--quick]`. Prints tables and

@@ -1,4 +1,4 @@
-"""Parameters of the demo transformer by name, and as a safetensors file that says what it holds."""
+"""Parameters of the decoder by name, and as a safetensors file that says what it holds."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ import optax
 import pytest
 
 from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples
+from jvarlen._common.pytree import plain_names
 from jvarlen.batches import BatchShapes
 from jvarlen.loading import pack_to_bucket, pad_to_bucket
-from jvarlen.models import DecoderConfig, flat_params, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.hand_made import batch_of
 
@@ -160,11 +161,16 @@ def test_an_equal_model_is_initialized_without_compiling_again():
         init_params(dataclasses.replace(CONFIG), seed=1)
 
 
-def test_flat_params_have_dotted_names():
-    flat = flat_params(initial_params())
-    assert flat["layers.1.attention.q.kernel"].shape == (16, 16)
-    assert flat["layers.1.mlp.up.kernel"].shape == (16, 48)
-    assert flat["embed.embedding"].shape == (257, 16)
-    assert sum(value.size for value in flat.values()) == sum(
-        jnp.size(leaf) for leaf in jax.tree.leaves(initial_params())
-    )
+def test_parameters_have_the_names_of_their_parts():
+    named = dict(zip(plain_names(initial_params()), jax.tree.leaves(initial_params()), strict=True))
+    shapes = {name.removesuffix(".value"): leaf.shape for name, leaf in named.items()}
+    of_layer = {
+        "attention_norm.scale": (16,),
+        **{f"attention.{name}.kernel": (16, 16) for name in ("q", "k", "v", "out")},
+        "mlp_norm.scale": (16,),
+        "mlp.gate.kernel": (16, 48),
+        "mlp.up.kernel": (16, 48),
+        "mlp.down.kernel": (48, 16),
+    }
+    ends = {"embed.embedding": (257, 16), "norm.scale": (16,), "head.kernel": (16, 257)}
+    assert shapes == ends | {f"layers.{i}.{name}": shape for i in range(2) for name, shape in of_layer.items()}

@@ -11,7 +11,7 @@ from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scal
 from jvarlen.models import DecoderConfig, init_params, layered
 from tests.conftest import random_dataset
 
-TRANSFORMER = DecoderConfig(num_layers=4, width=16, num_heads=2, windows=(0, 3, 5, 0))
+DECODER = DecoderConfig(num_layers=4, width=16, num_heads=2, windows=(0, 3, 5, 0))
 BUCKET = Bucket(2, 8)
 
 
@@ -45,12 +45,12 @@ def take_steps(step, state, batches, num_steps=10):
 
 
 @functools.cache
-def initial_params(config=TRANSFORMER, dtype=np.float64):
+def initial_params(config=DECODER, dtype=np.float64):
     with jax.enable_x64(True):
         return jax.tree.map(dtype, init_params(config, seed=0))
 
 
-def assert_trains_as_one_device(step, num_microbatches, rtol=1e-12, config=TRANSFORMER):
+def assert_trains_as_one_device(step, num_microbatches, rtol=1e-12, config=DECODER):
     """Ten steps in float64 from `step.init`, compiled once, whose state stays where it lies."""
     batches, optimizer = batches_of(num_microbatches), clipped_adamw()
     whole = make_train_step(layered(config), optimizer)

@@ -89,7 +89,7 @@ def tied_params(rng, num_layers, vocab_size, width):
     return LayeredParams({"table": rng.normal(size=(vocab_size, width)) / 4}, layers)
 
 
-def transformer_params(rng, config):
+def decoder_params(rng, config):
     """Of the sizes that a model starts with; all scales of norms differ."""
     shapes = jax.eval_shape(lambda: init_params(config, seed=0))
     is_scale = jax.tree.map_with_path(lambda path, _: "scale" in jax.tree_util.keystr(path), shapes)
@@ -122,7 +122,7 @@ def composition(number):
         qk_norm=draw.random() < 0.3,
         windows=tuple(draw.choice([0, 3, length]) for _ in range(num_layers)) if draw.random() < 0.3 else (),
     )
-    return layout, layered(config), transformer_params(np.random.default_rng(number), config), batch
+    return layout, layered(config), decoder_params(np.random.default_rng(number), config), batch
 
 
 @pytest.mark.slow

@@ -309,7 +309,7 @@ def test_targets_of_whole_rows_cross_the_borders_of_shards():
 
 
 @functools.cache
-def of_the_whole_transformer():
+def of_the_whole_decoder():
     """Parameters, packed rows of 16 positions, two of them more than samples take, and the loss and gradients."""
     microbatch = jax.tree.map(
         lambda leaf: np.pad(leaf, ((0, 1), (0, 2))) if leaf.ndim == 2 else leaf, microbatch_of(packed=True)
@@ -320,15 +320,15 @@ def of_the_whole_transformer():
     return jax.tree.map(np.asarray, (params, microbatch, found))
 
 
-def test_the_transformer_takes_whole_rows_and_computes_its_positions():
-    params, microbatch, expected = of_the_whole_transformer()
+def test_the_decoder_takes_whole_rows_and_computes_its_positions():
+    params, microbatch, expected = of_the_whole_decoder()
     with jax.enable_x64(True):
         found = summed_step(BY_LAYERS, 2, 16, P())(params, microbatch)
     assert_equal_trees(found, expected)
 
 
-def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
-    params, microbatch, expected = of_the_whole_transformer()
+def test_the_decoder_is_split_over_tensor_and_sequence_at_once():
+    params, microbatch, expected = of_the_whole_decoder()
     specs = partition_specs(BY_LAYERS.specs)
 
     def on_device(params, microbatch):

@@ -46,7 +46,7 @@ def microbatch_of(packed):
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else np.asarray(leaf), batch)
 
 
-def test_the_transformer_by_layers_is_the_transformer():
+def test_the_decoder_by_layers_is_the_decoder():
     microbatch = microbatch_of(packed=False)
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, initial_params())

@@ -26,7 +26,7 @@ from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
 from tests.parallel.steps import (
-    TRANSFORMER,
+    DECODER,
     assert_equal_trees,
     assert_trains_as_one_device,
     clipped_adamw,
@@ -111,12 +111,12 @@ def test_sums_without_gradients_are_the_same(text):
         assert_equal_trees(found, expected._replace(grads=None), 1e-12)
 
 
-def test_the_transformer_trains_as_one_device(monkeypatch):
+def test_the_decoder_trains_as_one_device(monkeypatch):
     """Packed rows on all axes that go with them; tests/golden holds the others, by a model of its own."""
     monkeypatch.setattr(cross_entropy, "_MOST_LOGITS", 1000)  # 16 tokens in three chunks
     with jax.enable_x64(True):
         text = "data2.stage2.tensor2.zero1.interleaved.virtual2.remat_none"
-        step = make_layout_step(layered(TRANSFORMER), clipped_adamw(), layout=text)
+        step = make_layout_step(layered(DECODER), clipped_adamw(), layout=text)
         params = initial_params()
         assert jax.tree.map(lambda leaf: leaf.sharding, step.init(params)) == step.state_shardings(params)
         assert_trains_as_one_device(step, 8, 1e-11)
@@ -138,7 +138,7 @@ def test_a_stage_holds_its_own_layers_only():
 def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
     plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
-    train_step = make_layout_step(layered(TRANSFORMER), clipped_adamw(), layout="data2.stage2")
+    train_step = make_layout_step(layered(DECODER), clipped_adamw(), layout="data2.stage2")
     state = train_step.init(initial_params(dtype=np.float32))
     step = compile_buckets(train_step, state, plan, progress=False)
     losses = []
@@ -320,7 +320,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
 
 
 def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
-    model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), initial_params(dtype=np.float32)
+    model, optimizer, params = layered(DECODER), optax.sgd(0.1), initial_params(dtype=np.float32)
 
     def init(text, params=params, model=model):
         return make_layout_step(model, optimizer, layout=text).init(params)
@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^a model by layers takes LayeredParams, not a dict"):
         init("data1.stage2", {"w": np.zeros(3)}, SIMPLE)
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
-        make_layout_step(make_loss_fn(TRANSFORMER), optimizer, layout="data1.stage2")
+        make_layout_step(make_loss_fn(DECODER), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):
         sum_scheduled(SIMPLE, mesh=jax.make_mesh((2,), ("data",)))
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):

@@ -102,7 +102,7 @@ def of_the_whole_model(packed):
 @pytest.mark.parametrize(
     ("num_devices", "sequence_parallel", "packed"), [(2, False, True), (2, True, False), (4, True, True)]
 )
-def test_the_split_transformer_is_the_whole_one(num_devices, sequence_parallel, packed):
+def test_the_split_decoder_is_the_whole_one(num_devices, sequence_parallel, packed):
     params, (expected, expected_grads) = of_the_whole_model(packed)
     model = layered(MODEL)
     with jax.enable_x64(True):

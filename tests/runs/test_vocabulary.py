@@ -137,7 +137,7 @@ def config_of(path):
         compile=CompileOptions(cache_dir=None),
         progress=False,
         plan=PlanConfig(max_tokens=8, max_shapes=1, order="dataset"),
-        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1, vocab_size=10),
+        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1, vocab_size=11),
     )
 
 

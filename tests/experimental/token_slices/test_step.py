@@ -17,7 +17,7 @@ from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.meshes import layout_mesh
-from tests.parallel.steps import TRANSFORMER, assert_equal_trees, assert_trains_as_one_device, batches_of, clipped_adamw
+from tests.parallel.steps import DECODER, assert_equal_trees, assert_trains_as_one_device, batches_of, clipped_adamw
 
 LENGTH, WIDTH = 12, 4
 
@@ -120,14 +120,14 @@ def test_without_gradients_rows_are_whole():
         assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
 
 
-def test_the_transformer_trains_as_one_device():
+def test_the_decoder_trains_as_one_device():
     """Packed samples go on in the next slice, and begin within one; tests/golden holds rows of one sample, and ZeRO."""
     segments = np.concatenate([batch.segment_ids for batch in batches_of(8)])
     assert ((segments[..., 4] == segments[..., 5]) & (segments[..., 5] > 0)).any()
     assert (segments[..., 6] > segments[..., 5]).any()
     with jax.enable_x64(True):
         step = make_sliced_train_step(
-            sliced_model(TRANSFORMER),
+            sliced_model(DECODER),
             clipped_adamw(),
             slices=lambda length: (5, length - 5),
             layout="data1.stage2.tensor2",
@@ -169,7 +169,7 @@ def test_temporaries_are_those_of_a_slice():
 
 
 def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
-    model, optimizer = sliced_model(TRANSFORMER), optax.sgd(0.1)
+    model, optimizer = sliced_model(DECODER), optax.sgd(0.1)
 
     def make(text, model=model):
         return make_sliced_train_step(model, optimizer, slices=2, layout=text)
