@@ -18,11 +18,13 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
+from jvarlen.training.trainable import TrainedOf, merge_trained
 
 __all__ = [
     "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "axes_of_ends", "bind_axes",
     "check_layer", "check_layers_divide", "first_paths", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
-    "rematerialized", "staged_specs", "unstack_own",
+    "rematerialized", "staged_specs", "trained_on_layout", "trained_when_stacked",
+    "unstack_own",
 ]  # fmt: skip
 
 
@@ -51,7 +53,8 @@ class LayeredParams(NamedTuple):
 
     Attributes:
       ends: pytree of arrays for `embed` and `loss`. It is one tree, so that both may use the same weights.
-      layers: pytree of arrays with leading axis L.
+      layers: pytree of arrays with leading axis L. Integers and booleans, here and in `ends`, are constants, such as
+        the kind of each layer.
     """
 
     ends: Any
@@ -213,6 +216,7 @@ class OwnLeaf:
 
     place: int  # which of the arrays of the layout
     layer: int | None  # which layer of it; None: it is that array
+    is_trained: bool = True
 
 
 class OwnLeavesState(NamedTuple):
@@ -240,6 +244,26 @@ def unstack_own(stacked: Any, own: Any) -> Any:
     """The model's own parameters, from the arrays of a layout."""
     arrays = jax.tree.leaves(stacked)
     return map_own(lambda at: arrays[at.place] if at.layer is None else arrays[at.place][at.layer], own)
+
+
+def trained_when_stacked(params: Any, stack: Callable[[Any], LayeredParams], trained: Any) -> TrainedOf:
+    """Of stacked parameters, the arrays of which some layer is trained."""
+    flags = jax.tree.map(lambda leaf: np.zeros((1,) * np.ndim(leaf), bool), params)
+    flags = merge_trained(jax.tree.map(lambda leaf: np.ones((1,) * np.ndim(leaf), bool), trained), flags)
+    with jax.ensure_compile_time_eval():
+        stacked = jax.tree.map(lambda of_layers: bool(np.asarray(of_layers).any()), stack(flags))
+    return lambda params: jax.tree.map(lambda is_trained, leaf: leaf if is_trained else None, stacked, params)
+
+
+def trained_on_layout(own: Any) -> TrainedOf:
+    """Of parameters as the layout has them, the arrays of which some layer is trained."""
+    trained = {at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained}
+
+    def trained_of(params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        return jax.tree.unflatten(structure, [leaf if i in trained else None for i, leaf in enumerate(leaves)])
+
+    return trained_of
 
 
 def is_own_leaf(node: Any) -> bool:

@@ -18,7 +18,7 @@ from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_when_stacked
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on, stacked_shapes
 from jvarlen.parallel.sharded import other_specs_of, stacked_for, state_specs
@@ -27,6 +27,7 @@ from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
+from jvarlen.training.trainable import Trainable, TrainedOf, where_trained
 
 __all__ = [
     "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "estimate_memory",
@@ -84,6 +85,7 @@ def estimate_memory(
     bucket: tuple[int, ...] | None = None,
     *,
     model: LayeredModel | LossFn | None = None,
+    trainable: Trainable = None,
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
     accumulate: Accumulate | None = None,
@@ -100,6 +102,7 @@ def estimate_memory(
       optimizer: any Optax optimizer.
       bucket: the shape of a microbatch; None counts no activations.
       model: as for `make_train_step`; None counts no activations.
+      trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       accumulate: as for `make_train_step`.
@@ -130,10 +133,10 @@ def estimate_memory(
     check_arrays(params)
     check_layout(layout, params, model)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    model, params, optimizer = stacked_for(layout, model, params, optimizer)
+    model, params, optimizer, trained_of = stacked_for(layout, model, params, optimizer, trainable=trainable)
     params = shapes_on(layout, params, model)
-    state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra), params)
-    held = state_bytes(layout, state, model, accumulate)
+    state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra, trained_of=trained_of), params)
+    held = state_bytes(layout, state, model, trained_of, accumulate)
     estimate = MemoryEstimate(
         params=held.params,
         grads=held.grads,
@@ -145,8 +148,8 @@ def estimate_memory(
         return estimate
     has_stages = layout.stage > 1
     num_layers = num_layers_of(params) // (layout.stage * layout.virtual) if has_stages else None
-    model, params = stacked_shapes(model, params)
-    one = OneMicrobatch(model, layout, params, extra, bucket, batch_spec, num_layers)
+    model, params, trained_of = stacked_shapes(model, params, trained_of)
+    one = OneMicrobatch(model, layout, params, trained_of, extra, bucket, batch_spec, num_layers)
     of_shard = max(2, layout.stage)
     if microbatches_per_step is not None:
         check_bucket(layout, bucket, microbatches_per_step)
@@ -179,29 +182,34 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    layout: Layout, state: TrainState, model: LayeredModel | LossFn | None, accumulate: Accumulate | None = None
+    layout: Layout,
+    state: TrainState,
+    model: LayeredModel | LossFn | None,
+    trained_of: TrainedOf,
+    accumulate: Accumulate | None = None,
 ) -> StateBytes:
     """Those of a state of shapes, whose parameters are split for "tensor"."""
     params = state.params
+    trained = trained_of(params)
     other_specs = other_specs_of(params, model, layout)
     specs_of_state = state_specs(state, layout, other_specs)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = beside
     if accumulates_shards(layout, accumulate):
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
-    wide = jax.tree.map(_accumulated, params)
+    wide, specs, of_grads = jax.tree.map(_accumulated, trained), *(where_trained(trained, x) for x in (specs, beside))
     stack = model.stack if isinstance(model, LayeredModel) else None
     if layout.stage > 1:
-        ends, layers = bytes_of(wide.ends, beside.ends, layout), bytes_of(wide.layers, beside.layers, layout)
+        ends, layers = bytes_of(wide.ends, of_grads.ends, layout), bytes_of(wide.layers, of_grads.layers, layout)
         once = ends + layers // layout.virtual
     else:
-        once = bytes_of(params, beside, layout) if layout.zero < 3 else 0
+        once = bytes_of(trained, of_grads, layout) if layout.zero < 3 else 0
     return StateBytes(
         params=bytes_of(params, specs_of_state.params, layout),
         opt_state=bytes_of((state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout),
-        grads=bytes_of(params, specs, layout),
+        grads=bytes_of(trained, specs, layout),
         accumulated=bytes_of(wide, specs, layout),
-        whole=_whole_bytes(params, layout, model, other_specs),
+        whole=_whole_bytes(params, trained, layout, model, other_specs),
         once=once,
         stacked=0 if stack is None else stacked_bytes(jax.eval_shape(stack, params), layout),
     )
@@ -258,24 +266,28 @@ def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
-def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any) -> int:
+def _whole_bytes(
+    params: Any, trained: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any
+) -> int:
     """`StateBytes.whole`."""
     moved = bytes_of(params.layers, other_specs.layers, layout) if layout.virtual > 1 else 0
     if layout.zero < 3:
         return moved
     if isinstance(model, LayeredModel) and model.stack is not None:
+        trained_of = trained_when_stacked(params, model.stack, trained)
         params, other_specs = jax.eval_shape(model.stack, params), None
+        trained = trained_of(params)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
     def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
-        if DATA_AXIS not in axes_in(spec):
-            return 0
-        gradients = bytes_of(_accumulated(leaf), there, layout) if layout.stage == 1 else 0
-        return bytes_of(leaf, there, layout) + gradients
+        return bytes_of(leaf, there, layout) if DATA_AXIS in axes_in(spec) else 0
 
-    found = jax.tree.map(gathered, params, specs, beside)
-    ends, layers = sum(jax.tree.leaves(found.ends)), sum(jax.tree.leaves(found.layers))
+    found = [jax.tree.map(gathered, params, specs, beside)]
+    if layout.stage == 1:
+        of_grads = [where_trained(trained, tree) for tree in (specs, beside)]
+        found.append(jax.tree.map(gathered, jax.tree.map(_accumulated, trained), *of_grads))
+    ends, layers = (sum(jax.tree.leaves([part[i] for part in found])) for i in (0, 1))
     return moved + (ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params)))
 
 

@@ -17,13 +17,21 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized
+from jvarlen.parallel.layers import (
+    Axes,
+    LayeredModel,
+    LayeredParams,
+    layered_loss_fn,
+    rematerialized,
+    trained_when_stacked,
+)
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.sharded import model_on_axes, other_specs_of, padded_shape, split_specs
 from jvarlen.parallel.tensor_params import split_params
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import TrainedOf, merge_trained, where_trained
 
 __all__ = ["ArrayBytes", "DeviceArrays", "OneMicrobatch", "bytes_of", "shapes_on", "stacked_shapes", "with_layers"]
 
@@ -69,6 +77,7 @@ class OneMicrobatch:
         model: LayeredModel | LossFn,
         layout: Layout,
         params: Any,  # shapes of whole ones, split for "tensor"
+        trained_of: TrainedOf,
         extra: Any,
         bucket: tuple[int, ...],
         batch_spec: Any,
@@ -92,6 +101,7 @@ class OneMicrobatch:
             self._params = jax.tree.map(on_device, params, other_specs)
         if num_layers is not None:
             self._params = with_layers(self._params, num_layers)
+        self._trained = trained_of(self._params)
         self._key = jax.eval_shape(lambda: jax.random.key(0))  # which layers may draw masks from
         self._given = self._microbatch, self._key, extra  # what a loss takes beside parameters
 
@@ -106,7 +116,7 @@ class OneMicrobatch:
         loss = self._loss()
 
         def grads(params: Any, *others: Any) -> Any:
-            loss_sum, pull, sums = jax.vjp(lambda params: loss(params, *others), params, has_aux=True)
+            loss_sum, pull, sums = self._vjp(loss, params, *others)
             return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
 
         return self._on_device(grads if with_grads else loss, self._params, *self._given)[0]
@@ -134,19 +144,25 @@ class OneMicrobatch:
             def embed(ends: Any) -> Any:
                 return jax.tree.map(jax.numpy.asarray, model.embed(ends, microbatch, axes))
 
-            def run_layer(own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
-                return model.layer(own, x, microbatch, Axes(key=key, layer=index))
+            def run_layer(trained: Any, x: Any, own: Any, microbatch: Any, key: Any, index: Any) -> Any:
+                return model.layer(merge_trained(trained, own), x, microbatch, Axes(key=key, layer=index))
 
-            def loss(ends: Any, floats: Any) -> Any:
+            def loss(trained: Any, floats: Any) -> Any:
+                ends = merge_trained(trained, params.ends)
                 return model.loss(ends, with_floats(y, floats), microbatch, axes)[0]
 
-            others, x = (microbatch, key, index), embed(params.ends)
-            own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params.layers)
-            passes = split_passes(run_layer, own, x, *others, weights_apart=splits)
-            y, kept = jax.lax.scan(lambda x, own: passes.forward(own, x, *others), x, params.layers)
-            of_ends, of_y = jax.grad(loss, argnums=(0, 1))(params.ends, floats_of(y))
-            given = params.layers, kept
-            of_x, rest = jax.lax.scan(lambda of_y, of: passes.backward(*of, of_y, *others), of_y, given, reverse=True)
+            trained, others, x = where_trained(self._trained, params), (microbatch, key, index), embed(params.ends)
+            layers = trained.layers, params.layers
+            first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+            passes = split_passes(run_layer, first[0], x, first[1], *others, weights_apart=splits)
+            y, kept = jax.lax.scan(lambda x, of: passes.forward(of[0], x, of[1], *others), x, layers)
+            of_ends, of_y = jax.grad(loss, argnums=(0, 1))(trained.ends, floats_of(y))
+
+            def run_backward(of_y: Any, of: Any) -> Any:
+                (trained, own), kept = of
+                return passes.backward(trained, kept, of_y, own, *others)
+
+            of_x, rest = jax.lax.scan(run_backward, of_y, (layers, kept), reverse=True)
             num_layers = jax.tree.leaves(params.layers)[0].shape[0]
 
             def of_layer(tree: Any) -> tuple[int, ...]:
@@ -156,8 +172,13 @@ class OneMicrobatch:
             if passes.weights is not None:
                 sizes["handed"] = of_layer(rest)
                 run_weights = passes.weights
-                rest = jax.lax.scan(lambda _, of: (None, run_weights(*of, *others)), None, (*given, rest))[1]
-            _, pull = jax.vjp(lambda ends: floats_of(embed(ends)), params.ends)
+
+                def weights(_: None, of: Any) -> Any:
+                    (trained, own), *given = of
+                    return None, run_weights(trained, *given, own, *others)
+
+                rest = jax.lax.scan(weights, None, (layers, kept, rest))[1]
+            _, pull = jax.vjp(lambda ends: floats_of(embed(merge_trained(ends, params.ends))), trained.ends)
             return jax.tree.map(jax.numpy.add, of_ends, pull(of_x)[0]), rest
 
         jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key, np.int32(0))
@@ -168,7 +189,7 @@ class OneMicrobatch:
         loss = self._loss()
 
         def residuals(params: Any, *others: Any) -> Any:
-            return jax.vjp(lambda params: loss(params, *others), params, has_aux=True)[1]
+            return self._vjp(loss, params, *others)[1]
 
         jaxpr, shapes = self._on_device(residuals, self._params, *self._given)
         given = {*jaxpr.invars, *jaxpr.constvars}
@@ -176,6 +197,11 @@ class OneMicrobatch:
         return bytes_of(
             list({id(var): shape for var, shape in saved if isinstance(var, Var) and var not in given}.values())
         )
+
+    def _vjp(self, loss: Any, params: Any, *others: Any) -> Any:
+        """`jax.vjp` of a loss, for what is trained."""
+        trained = where_trained(self._trained, params)
+        return jax.vjp(lambda trained: loss(merge_trained(trained, params), *others), trained, has_aux=True)
 
     def _loss(self) -> Any:
         """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
@@ -203,11 +229,12 @@ def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) 
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
 
 
-def stacked_shapes(model: Any, params: Any) -> tuple[Any, Any]:
-    """A model whose parameters are stacked, if it is one by layers, and the shapes of these parameters."""
+def stacked_shapes(model: Any, params: Any, trained_of: TrainedOf) -> tuple[Any, Any, TrainedOf]:
+    """A model whose parameters are stacked, if it is one by layers, the shapes of these, and what is trained."""
     if isinstance(model, LayeredModel) and model.stack is not None:
+        trained_of = trained_when_stacked(params, model.stack, trained_of(params))
         model, params = model._replace(stack=None), jax.eval_shape(model.stack, params)
-    return model, shapes_on(_ONE_DEVICE, params, None)
+    return model, shapes_on(_ONE_DEVICE, params, None), trained_of
 
 
 def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from jvarlen.parallel.tensor_params import TensorSpec, map_splits, swap_blocks
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer
+from jvarlen.training.trainable import Trainable, select_trained, where_trained
 
 __all__ = ["Place", "on_own_leaves", "own_leaves_of", "places_in"]
 
@@ -50,9 +52,11 @@ class Place(NamedTuple):
     param: int | None = None  # the place of the parameter that it belongs to
 
 
-def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams]) -> Any:
+def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable: Trainable = None) -> Any:
     """A tree of `OwnLeaf`; raises ValueError if `stack` does more than regroup and stack parameters."""
     leaves, structure = jax.tree.flatten(params)
+    numbered = jax.tree.unflatten(structure, range(len(leaves)))
+    trained = {*jax.tree.leaves(where_trained(select_trained(params, trainable), numbered))}
     # Which arrays become which is seen by stacking their numbers, in arrays of as many dimensions.
     numbers = [np.full((1,) * np.ndim(leaf), number, np.int32) for number, leaf in enumerate(leaves)]
     with jax.ensure_compile_time_eval():  # numbers while a caller is traced as well
@@ -66,9 +70,9 @@ def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams]) -> Any:
             num_found += 1
             shape = np.shape(leaves[number])
             if there.shape == shape and len(of_layers) == 1:
-                found[number] = OwnLeaf(place, None)
+                found[number] = OwnLeaf(place, None, number in trained)
             elif there.shape == (len(of_layers), *shape):
-                found[number] = OwnLeaf(place, layer)
+                found[number] = OwnLeaf(place, layer, number in trained)
     if not len(found) == num_found == len(leaves):
         paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         missing = [jax.tree_util.keystr(path) for number, path in enumerate(paths) if number not in found]
@@ -115,7 +119,9 @@ def on_own_leaves(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[int, tuple[int, int]]) -> list[Place]:
+def places_in(
+    shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[int, tuple[int, int]], num_layers: int
+) -> list[Place]:
     """Where the arrays of an own tree lie, whose paths end in those of parameters; `orders` by `OwnLeaf.place`."""
     # The layers of an array are in one stack if all layers have it, and none otherwise.
     found: list[Any] = []
@@ -127,7 +133,6 @@ def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[
         is_like = num_leading >= 0 and leaf.shape[num_leading:] == param.shape
         found.append((at, num_leading if is_like else 0, is_like, (path[:begin], at.place, leaf.shape, leaf.dtype)))
         layers.setdefault(found[-1][-1], []).append(at.layer)
-    num_layers = max((at.layer for at, _ in params.values() if at.layer is not None), default=0) + 1
     places: list[Place] = []
     array_of: dict[Any, int] = {}
     for number, (at, axis, is_like, stack) in enumerate(found):
@@ -141,23 +146,30 @@ def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[
 
 
 class _Form:
-    """How own trees, parameters and states of an optimizer, lie in those of a layout."""
+    """How own trees, parameters and states of an optimizer, lie in those of a layout; of trained parameters alone."""
 
     def __init__(self, own: Any, params: Any, specs: LayeredParams | None, num_devices: int, mesh: Mesh | None):
         arrays, structure = jax.tree.flatten(params)
         if own is None:
             own = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(arrays))])
+        found = sorted({at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained})
+        own = map_own(lambda at: dataclasses.replace(at, place=found.index(at.place)) if at.is_trained else None, own)
 
         def shape_of(at: OwnLeaf) -> jax.ShapeDtypeStruct:
             array = arrays[at.place]
             return jax.ShapeDtypeStruct(array.shape if at.layer is None else array.shape[1:], array.dtype)
 
         self.own, self.num_devices, self.mesh = own, num_devices, mesh
+        self.arrays = arrays
         self.structure: Any = structure
         self.shapes = map_own(shape_of, own)
         at = jax.tree.leaves(own, is_leaf=is_own_leaf)
         paths = jax.tree.leaves_with_path(self.shapes)
         self.params = {path: (at, shape) for (path, shape), at in zip(paths, at, strict=True)}
+        places = [at.place for at in at if at.layer is not None]
+        self.num_layers = max((len(arrays[place]) for place in places), default=1)
+        # Of which only some layers are trained: these are apart.
+        self.partial = {place for place in places if places.count(place) < self.num_layers}
         self.orders: dict[int, tuple[int, int]] = {}
         if specs is not None and num_devices > 1:
 
@@ -166,16 +178,18 @@ class _Form:
                     self.orders[place] = dim, spec.num_blocks
                 return place
 
-            map_splits(add, specs, jax.tree.unflatten(structure, range(len(arrays))))
+            map_splits(add, where_trained(params, specs), jax.tree.unflatten(structure, range(len(arrays))))
 
     def stacked(self, own_params: Any) -> Any:
-        """Parameters as the layout has them."""
+        """Parameters as the layout has them; layers that are not trained are as they were."""
         arrays: dict[int, dict[int | None, Any]] = {}
+        for place, array in enumerate(self._swapped(self.arrays, self._places_of_params, to_own=True)):
+            arrays[place] = dict(enumerate(array)) if place in self.partial else {}
         for leaf, (at, _) in zip(jax.tree.leaves(own_params), self.params.values(), strict=True):
-            arrays.setdefault(at.place, {})[at.layer] = leaf
+            arrays[at.place][at.layer] = leaf
         leaves = [
             of_layers[None] if None in of_layers else jnp.stack([of_layers[layer] for layer in range(len(of_layers))])
-            for _, of_layers in sorted(arrays.items())
+            for of_layers in arrays.values()
         ]
         return jax.tree.unflatten(self.structure, self._swapped(leaves, self._places_of_params, to_own=False))
 
@@ -195,16 +209,29 @@ class _Form:
             else lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
         )
 
-    def in_own_order(self, params: Any) -> list[Any]:
-        """The arrays of parameters, or of what is like them, in the order of the first of their own leaves."""
-        arrays = jax.tree.leaves(params)
-        return [arrays[place] for place in dict.fromkeys(at.place for at, _ in self.params.values())]
+    @property
+    def _own_order(self) -> list[tuple[int, int | None]]:
+        """The places of parameters in the order of the first of their own leaves, and the layer of those apart."""
+        found = [at for at, _ in self.params.values()]
+        return list(dict.fromkeys((at.place, at.layer if at.place in self.partial else None) for at in found))
 
-    def in_layout_order(self, packed: Any) -> Any:
-        """The inverse of `in_own_order`."""
-        places = dict.fromkeys(at.place for at, _ in self.params.values())
-        arrays = dict(zip(places, jax.tree.leaves(packed), strict=True))
-        return jax.tree.unflatten(self.structure, [array for _, array in sorted(arrays.items())])
+    def in_own_order(self, params: Any) -> list[Any]:
+        """The arrays of parameters, or of what is like them, in the order of their own leaves."""
+        arrays = jax.tree.leaves(params)
+        return [arrays[place] if layer is None else arrays[place][layer] for place, layer in self._own_order]
+
+    def in_layout_order(self, updates: Any) -> Any:
+        """The inverse of `in_own_order`, with −0 for layers that are not trained, which changes no number."""
+        arrays = dict(zip(self._own_order, jax.tree.leaves(updates), strict=True))
+
+        def array_of(place: int) -> Any:
+            if place not in self.partial:
+                return arrays[place, None]
+            like = next(array for (of, _), array in arrays.items() if of == place)
+            nothing = jnp.full_like(like, -0.0)
+            return jnp.stack([arrays.get((place, layer), nothing) for layer in range(self.num_layers)])
+
+        return jax.tree.unflatten(self.structure, map(array_of, range(len(self.arrays))))
 
     def told(self, told: dict[str, Any], grads: Any) -> dict[str, Any]:
         """The extra arguments of the update of own parameters."""
@@ -226,7 +253,7 @@ class _Form:
         places: list[Place] = []
         structures: list[Any] = []
         for shapes, tree in given:
-            here = places_in(shapes, self.params, self.orders)
+            here = places_in(shapes, self.params, self.orders, self.num_layers)
             places += [place._replace(array=place.array + len(arrays)) for place in here]
             arrays += jax.tree.leaves(tree)
             structures.append(jax.tree.structure(shapes))
@@ -243,7 +270,7 @@ class _Form:
         outputs = iter(_run_by_layers(traced, arrays, places, self.gather))
         trees = []
         for shapes in returned:
-            here = places_in(shapes, self.params, self.orders)
+            here = places_in(shapes, self.params, self.orders, self.num_layers)
             packed = _packed([next(outputs) for _ in here], here)
             if is_reordered:
                 packed = self._swapped(packed, here, to_own=False)

@@ -37,12 +37,12 @@ from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, check_schedu
 from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
 from jvarlen.training.step_sums import (
     StepSums,
-    check_differentiable,
     microbatches_of,
     split_step,
     sum_microbatch,
 )
 from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
     "add_trees", "buffer_of", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros", "write_slot",
@@ -57,7 +57,7 @@ def sum_scheduled(
     schedule: layout.ScheduleName = "eager_1f1b",
     num_chunks: int = 1,
     remat: layout.Remat = "full",
-    with_grads: bool = True,
+    trained_of: TrainedOf | None = select_trained,  # None: no gradients
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
     axis_name: str | tuple[str, ...] = DATA_AXIS,
@@ -79,11 +79,10 @@ def sum_scheduled(
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
         check_layers_divide(num_layers, num_stages, num_chunks)
-        check_differentiable(state.params)
         num_microbatches = microbatches_of(batch)
         check_shards_divide(num_microbatches, mesh, batch_axes)
         of_shard = num_microbatches // num_shards
-        if with_grads:
+        if trained_of is not None:
             plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks), remat)
         else:  # the forward passes of GPipe, with one chunk a stage
             plan = _plan_of(make_schedule("gpipe", num_stages, of_shard), "none")
@@ -94,18 +93,18 @@ def sum_scheduled(
             stacked = params if model.stack is None else model.stack(params)
             return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, plan.num_chunks))
 
+        trained = jax.tree.map(lambda _: None, state.params) if trained_of is None else trained_of(state.params)
+
         def sum_on_device(params: LayeredParams, all_given: Any) -> StepSums:
-            ends, chunks = params
-            device = _Device(
-                model=model, ends=ends, chunks=chunks, all_given=all_given, plan=plan, num_layers=num_layers
-            )
+            of_model = {"model": model, "num_layers": num_layers, "trained": trained}
+            device = _Device(ends=params.ends, chunks=params.layers, all_given=all_given, plan=plan, **of_model)
             if rows_along is not None and num_stages > 1:
                 device.check_sends()
             return _run_ticks(device, num_stages)
 
         lie: dict[str, Any] = {"axis_name": axis_name, "rows_along": rows_along}
         lie |= {"param_specs": param_specs, "grad_specs": grad_specs}
-        return sum_over_stages(sum_on_device, state, batch, arrange=arrange, mesh=mesh, with_grads=with_grads, **lie)
+        return sum_over_stages(sum_on_device, state, batch, arrange=arrange, mesh=mesh, trained_of=trained_of, **lie)
 
     return sums_of
 
@@ -119,14 +118,14 @@ def sum_over_stages(
     mesh: Mesh,
     axis_name: str | tuple[str, ...],
     rows_along: str | None = None,
-    with_grads: bool = True,
+    trained_of: TrainedOf | None = select_trained,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
 ) -> StepSums:
     """The sums of a step, from those that each device computes of its stage and its microbatches."""
     # `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
-    # that, and microbatches with their keys; its gradients are of the same, in float32 at least, and its sums of the
-    # loss are 0 on all but the last stage.
+    # that, and microbatches with their keys; its gradients are of what is trained of the same, in float32 at least, and
+    # its sums of the loss are 0 on all but the last stage.
 
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
         whole = params
@@ -135,9 +134,14 @@ def sum_over_stages(
 
             whole = gather_shards(params, param_specs)
         sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
-        if not with_grads:
+        if trained_of is None:
             return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
-        (grads,) = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))[1](sums.grads)
+        trained = trained_of(whole)
+
+        def arrange_trained(trained: Any) -> Any:
+            return where_trained(trained, arrange(merge_trained(trained, whole)))
+
+        (grads,) = jax.vjp(arrange_trained, jax.tree.map(wide_zeros, trained))[1](sums.grads)
         dims = sharded_dims(grad_specs, grads, axis_name)
         sums = reduce_sums(sums._replace(grads=grads), axis_name, dims, *bucket_each(dims))
         # Gradients of layers are not summed over the stages, which have different ones.
@@ -147,11 +151,13 @@ def sum_over_stages(
     whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
     params_lie = staged_specs(whole if param_specs is None else param_specs)
     grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
+    if trained_of is not None:
+        grads_lie = where_trained(trained_of(state.params), grads_lie)
     on_devices = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(params_lie, PartitionSpec(tuple(name for name in axes_in(axis_name) if name != rows_along))),
-        out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
+        out_specs=StepSums._make([PartitionSpec()] * 5 + [None if trained_of is None else grads_lie]),
         axis_names=set(mesh.axis_names),
         # Unchecked, as in `sum_over_shards`; besides, devices take different branches.
         check_vma=False,
@@ -215,6 +221,7 @@ class _Device:
     all_given: Any  # microbatches and their keys
     plan: _Plan
     num_layers: int
+    trained: LayeredParams  # a tree like the parameters, None in place of those that have no gradient
 
     def given(self, index: Any) -> tuple[Any, Any]:
         """A microbatch and its key."""
@@ -222,6 +229,13 @@ class _Device:
 
     def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_of_ends(key, self.num_layers)))
+
+    def trained_layers(self, layers: Any) -> Any:
+        """Of one or more layers what has gradients."""
+        return where_trained(self.trained.layers, layers)
+
+    def run_trained(self, trained: Any, x: Any, own: Any, *given: Any) -> Any:
+        return self.run_layer(merge_trained(trained, own), x, *given)
 
     def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
         following = self.model.layer(own, x, microbatch, axes_at(key, index))
@@ -246,8 +260,10 @@ class _Device:
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """Those of one layer."""
-        return split_passes(self.run_layer, *self.example(), weights_apart=self.plan.splits_backward)
+        """Those of one layer, as a function of what is trained; the whole layer is with what all passes take."""
+        own, x, *others = self.example()
+        trained = self.trained_layers(own)
+        return split_passes(self.run_trained, trained, x, own, *others, weights_apart=self.plan.splits_backward)
 
     def over_layers(
         self, call: Callable[..., Any], carry: Any, part: Any, *of_layers: Any, reverse: bool = False
@@ -263,25 +279,33 @@ class _Device:
 
     def run_forward(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
         """The output of a part, and the residuals of its layers."""
-        return self.over_layers(lambda x, i, own: self.passes.forward(own, x, *given, i), x, part, layers)
+
+        def run(x: Any, i: Any, own: Any) -> tuple[Any, Any]:
+            return self.passes.forward(self.trained_layers(own), x, own, *given, i)
+
+        return self.over_layers(run, x, part, layers)
 
     def run_backward(self, layers: Any, kept: Any, of_y: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
         """The gradient of a part's input, and those of its layers, or what their weight gradients take."""
 
         def run(of_y: Any, i: Any, own: Any, residuals: Any) -> tuple[Any, Any]:
-            return self.passes.backward(own, residuals, of_y, *given, i)
+            return self.passes.backward(self.trained_layers(own), residuals, of_y, own, *given, i)
 
         return self.over_layers(run, of_y, part, layers, kept, reverse=True)
 
-    def sum_loss(self, x: Any, microbatch: Any, key: Any, *, with_grads: bool) -> StepSums:
+    def sum_loss(self, x: Any, microbatch: Any, key: Any) -> StepSums:
         """The sums of the loss; its gradients are those of the ends, and of the floats of x."""
+
+        def trained_of(ends_and_floats: Any) -> Any:
+            ends, floats = ends_and_floats
+            return where_trained(self.trained.ends, ends), floats
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
             return self.model.loss(ends, with_floats(x, floats), microbatch, axes_of_ends(key, self.num_layers + 1))
 
         state = TrainState((self.ends, floats_of(x)), None)
-        return sum_microbatch(loss_fn, state, microbatch, with_grads=with_grads)
+        return sum_microbatch(loss_fn, state, microbatch, trained_of=trained_of if self.plan.with_grads else None)
 
     @functools.cached_property
     def nothing(self) -> _Done:
@@ -289,11 +313,12 @@ class _Device:
         plan, first, layers = self.plan, self.given(0), _chunk_at(self.chunks, 0)
         x = zeros_of_shapes(jax.eval_shape(self.embed, self.ends, *first))
         y = jax.eval_shape(self.run_layers, layers, x, first, 0)
-        sum_loss = functools.partial(self.sum_loss, with_grads=plan.with_grads)
-        sums = zeros_of_shapes(jax.eval_shape(sum_loss, y, *first))
+        sums = zeros_of_shapes(jax.eval_shape(self.sum_loss, y, *first))
         if not plan.with_grads:
             return _Buffers(x), sums
-        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.chunks)))
+        sums = sums._replace(
+            grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.trained_layers(self.chunks)))
+        )
         if plan.remat == "full":
             return _Buffers(x, gradients=floats_of(x)), sums
         y, kept = zeros_of_shapes(jax.eval_shape(self.run_forward, layers, x, first, 0))
@@ -315,7 +340,7 @@ class _Device:
             return none._replace(inputs=y, kept=kept, outputs=y), sums
         y = self.run_layers(layers, x, given, part)
         if not self.plan.with_grads:
-            of_loss = functools.partial(self.sum_loss, y, *given, with_grads=False)
+            of_loss = functools.partial(self.sum_loss, y, *given)
             sums = jax.lax.cond(part == self.plan.num_parts - 1, lambda: add_trees(sums, of_loss()), lambda: sums)
         return none._replace(inputs=y), sums
 
@@ -334,13 +359,16 @@ class _Device:
         others, (of_ends, totals) = sums._replace(grads=None), sums.grads or (None, None)
 
         def from_loss() -> tuple[StepSums, Any, Any]:
-            of_one = self.sum_loss(y, *given, with_grads=True)
+            of_one = self.sum_loss(y, *given)
             ends, floats = of_one.grads
             floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, floats_of(y))
             return add_trees(others, of_one._replace(grads=None)), add_trees(of_ends, ends), floats
 
         def through_embed(of_x: Any) -> Any:
-            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *given)), self.ends)
+            def embed(trained: Any) -> Any:
+                return floats_of(self.embed(merge_trained(trained, self.ends), *given))
+
+            _, pull = jax.vjp(embed, where_trained(self.trained.ends, self.ends))
             return add_trees(of_ends, pull(of_x)[0])
 
         if not is_weights or recomputes:
@@ -354,7 +382,7 @@ class _Device:
         if is_weights and (weights := self.passes.weights) is not None:
 
             def run(_: None, i: Any, own: Any, residuals: Any, handed: Any) -> tuple[None, Any]:
-                return None, weights(own, residuals, handed, *given, i)
+                return None, weights(self.trained_layers(own), residuals, handed, own, *given, i)
 
             rest = self.over_layers(run, None, part, layers, kept, rest)[1]
         if is_weights or not self.plan.splits_backward:

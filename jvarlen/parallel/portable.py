@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec, map_splits, 
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
+from jvarlen.training.trainable import Trainable, select_trained
 
 __all__ = ["PortableForm", "check_portable", "portable_form", "portable_params"]
 
@@ -37,10 +39,11 @@ def check_portable(
     *,
     layout: Layout,
     model: LayeredModel | LossFn | None = None,
+    trainable: Trainable = None,
 ) -> None:
     """Raises ValueError if the states of a layout are no rearrangement of those of one device."""
     # Such as of an optimizer with a number for each feature, where features have another order.
-    _sources_of_state(params, optimizer, layout, model)
+    _sources_of_state(params, optimizer, layout, model, trainable)
 
 
 def portable_form(
@@ -50,6 +53,7 @@ def portable_form(
     *,
     layout: Layout | str | Placement,
     model: LayeredModel | LossFn | None = None,
+    trainable: Trainable = None,
 ) -> PortableForm:
     """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
 
@@ -60,6 +64,7 @@ def portable_form(
       optimizer: that of the state.
       layout: that of the state, as for `make_train_step`.
       model: that of the state. It may have `stack`, for parameters that were stacked before `TrainStep.init`.
+      trainable: that of the state.
 
     Returns:
       A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.
@@ -78,7 +83,7 @@ def portable_form(
     """
     placement = placement_of(layout)
     assert placement is not None
-    sources, structure = _sources_of_state(params, optimizer, placement.layout, model)
+    sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
     return PortableForm(state, sources, structure, placement.program_mesh)
 
 
@@ -199,18 +204,20 @@ def _sources_of_state(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     layout: Layout,
     model: LayeredModel | LossFn | None,
+    trainable: Trainable,
 ) -> tuple[list[_Source], Any]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     sources, own, splits = _sources_of_params(params, layout, model)
-    whole = jax.eval_shape(lambda params: new_state(params, optimizer), params)[:2]
+    trained_of = functools.partial(select_trained, trainable=trainable)
+    whole = jax.eval_shape(lambda params: new_state(params, optimizer, trained_of=trained_of), params)[:2]
     paths, at = jax.tree.leaves_with_path(params), jax.tree.leaves(own, is_leaf=is_own_leaf)
     of_params = {path: (at, leaf) for (path, leaf), at in zip(paths, at, strict=True)}
     num_layers = max(source.layer or 0 for source in sources) + 1
     num_params, problems = 1 + max(source.leaf for source in sources), []
     orders = {place: (split.dim, split.num_blocks) for place, split in splits.items()}
     leaves = jax.tree.leaves_with_path(whole[1])
-    for (path, leaf), place in zip(leaves, places_in(whole[1], of_params, orders), strict=True):
+    for (path, leaf), place in zip(leaves, places_in(whole[1], of_params, orders, num_layers), strict=True):
         shape = leaf.shape
         if place.layer is not None:
             shape = (*shape[: place.axis], num_layers, *shape[place.axis :])

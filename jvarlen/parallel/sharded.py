@@ -25,9 +25,11 @@ from jvarlen.parallel.layers import (
     LayeredParams,
     OwnLeavesState,
     first_paths,
+    is_own_leaf,
     layered_loss_fn,
     rematerialized,
     staged_specs,
+    trained_on_layout,
 )
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.training.losses import LossFn
@@ -43,6 +45,7 @@ from jvarlen.training.train_state import (
     own_copy,
     with_sharding,
 )
+from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
     "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of", "pad_to",
@@ -61,6 +64,7 @@ def init_sharded(
     *,
     extra: Any = None,
     seed: int | None = None,
+    trainable: Trainable = None,
 ) -> TrainState:
     """`TrainStep.init` on a layout that shards state. No device ever holds the whole optimizer state."""
     layout, mesh = placement.layout, placement.program_mesh
@@ -70,7 +74,7 @@ def init_sharded(
     is_on_host = not is_abstract and (mesh.is_multi_process or has_host_arrays(params))
     if is_on_host:  # read when they are placed
         params = jax.eval_shape(lambda params: params, params)
-    model, params, optimizer = stacked_for(layout, model, params, optimizer, mesh)
+    model, params, optimizer, trained_of = stacked_for(layout, model, params, optimizer, mesh, trainable)
     other_specs = other_specs_of(params, model, layout)
     if (specs := split_specs(model, layout)) is not None:
         from jvarlen.parallel.tensor_params import split_params
@@ -79,7 +83,8 @@ def init_sharded(
         params = jax.eval_shape(split, params) if has_shapes(params) else split(params)
 
     def init(params: Any) -> TrainState:
-        return _padded(new_state(_cropped(params, model, layout), optimizer), layout, other_specs)
+        state = new_state(_cropped(params, model, layout), optimizer, trained_of=trained_of)
+        return _padded(state, layout, other_specs)
 
     others = functools.partial(new_state, (), optax.identity(), extra=extra, seed=seed)
     shapes = jax.eval_shape(init, params)._replace(params=params)
@@ -108,21 +113,24 @@ def make_sharded_step(
     sum_of: Callable[..., StepSums],
     *,
     norms: bool,
+    trainable: Trainable = None,
 ) -> StepFn:
     """A train step of states that lie as a layout says; `sum_of` as for `sums_on_layout`."""
     layout, mesh = placement.layout, placement.program_mesh
     optimizer, model = optimizer_on(layout, model, optimizer, mesh=mesh), _of_stacked(model, layout)
-    sums_of, values_of = (
-        sums_on_layout(model, placement, sum_of, with_grads=with_grads) for with_grads in (True, False)
-    )
+    trained_of = functools.partial(select_trained, trainable=trainable)
+    sums_of, values_of = (sums_on_layout(model, placement, sum_of, trained_of=each) for each in (trained_of, None))
     step_of_whole = step_of_sums(sums_of, values_of, optimizer, norms=norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        state = state._replace(params=_cropped(state.params, model, layout))
+        whole = state.params
+        trained = _trained_in(state, trained_of)(whole)
+        state = state._replace(params=merge_trained(_cropped(trained, model, layout), whole))
         other_specs = other_specs_of(state.params, model, layout)
         shardings = _on(mesh, state_specs(state, layout, other_specs))
         following, metrics = step_of_whole(unpadded(state, layout, other_specs), batch)
         params = _pad_params(following.params, layout, other_specs)
+        params = where_trained(trained, params)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
             from jvarlen.parallel.zero import shard_specs
 
@@ -130,17 +138,23 @@ def make_sharded_step(
                 wide = _constrain(_pad(leaf, spec, layout.axis_sizes), NamedSharding(mesh, spec))
                 return crop(wide, leaf.shape)
 
-            params = jax.tree.map(on_shards, params, shard_specs(state.params, layout, other_specs=other_specs))
-        following = _padded(following, layout, other_specs)._replace(params=params, key=None)
+            specs = shard_specs(state.params, layout, other_specs=other_specs)
+            params = jax.tree.map(on_shards, params, where_trained(trained, specs))
+        following = _padded(following, layout, other_specs)._replace(params=merge_trained(params, whole), key=None)
         following = _constrain(following, shardings._replace(key=None))._replace(key=state.key)  # as it was
-        metrics = metrics._replace(params_finite=are_finite((following.params, following.extra)))  # as they lie
+        changed = where_trained(trained, following.params), following.extra
+        metrics = metrics._replace(params_finite=are_finite(changed))  # as they lie
         return following, metrics
 
     return train_step
 
 
 def sums_on_layout(
-    model: LayeredModel | LossFn, placement: Placement, sum_of: Callable[..., StepSums], *, with_grads: bool
+    model: LayeredModel | LossFn,
+    placement: Placement,
+    sum_of: Callable[..., StepSums],
+    *,
+    trained_of: TrainedOf | None,  # of own parameters; None: no gradients
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
     # They are those of `sum_of(model, state, batch, **options)`, for the model on this layout's axes.
@@ -152,21 +166,49 @@ def sums_on_layout(
         on_axes, rows_along = model_on_axes(model, layout, params, batch)
         state = state._replace(params=_pad_params(params, layout, other_specs))
         param_specs = grad_specs = other_specs
+        on_layout = None if trained_of is None else _trained_in(state, trained_of)
         if layout.zero:
             from jvarlen.parallel.zero import shard_specs
 
             grad_specs = shard_specs(state.params, layout, padded=layout.zero < 3, other_specs=other_specs)
         if layout.zero == 3:
             param_specs = grad_specs
-        options = {"axis_name": layout.data_axes, "rows_along": rows_along, "with_grads": with_grads}
+        if on_layout is not None and grad_specs is not None:
+            grad_specs = where_trained(on_layout(params), grad_specs)
+        options = {"axis_name": layout.data_axes, "rows_along": rows_along, "trained_of": on_layout}
         options |= {"param_specs": param_specs, "grad_specs": grad_specs}
         sums = sum_of(on_axes, state, batch, mesh=mesh, **options)
         if sums.grads is None or grad_specs is None:
             return sums
         grads = _constrain(sums.grads, _on(mesh, grad_specs))
-        return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, params))
+        grads = jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, where_trained(grads, params))
+        return sums._replace(grads=_of_trained_layers(grads, state))
 
     return sums_of
+
+
+def _trained_in(state: TrainState, trained_of: TrainedOf) -> TrainedOf:
+    """Of parameters that lie as in this state, those that are trained, from those of own parameters."""
+    opt_state = state.opt_state
+    return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
+
+
+def _of_trained_layers(grads: Any, state: TrainState) -> Any:
+    """The same with 0 for layers that are not trained, in arrays where others are."""
+    if not isinstance(state.opt_state, OwnLeavesState):
+        return grads
+    trained: dict[int, dict[int | None, bool]] = {}
+    for at in jax.tree.leaves(state.opt_state.own, is_leaf=is_own_leaf):
+        trained.setdefault(at.place, {})[at.layer] = at.is_trained
+
+    def of_array(grad: Any, of_layers: dict[int | None, bool]) -> Any:
+        if grad is None or all(of_layers.values()):
+            return grad
+        is_trained = np.array([of_layers[layer] for layer in range(len(of_layers))])
+        return jnp.where(is_trained.reshape(-1, *(1,) * (grad.ndim - 1)), grad, jnp.zeros_like(grad))
+
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.unflatten(structure, [of_array(leaf, trained[place]) for place, leaf in enumerate(leaves)])
 
 
 def sum_on_layout(
@@ -176,12 +218,12 @@ def sum_on_layout(
     *,
     layout: Layout,
     accumulates_shards: bool = False,
-    with_grads: bool,
+    trained_of: TrainedOf | None,
     **options: Any,
 ) -> StepSums:
     """The sums of a step of a model on the layout's axes."""
     recomputes = layout.remat_in_force == "full"
-    options["with_grads"] = with_grads
+    options["trained_of"] = trained_of
     if layout.stage > 1:
         from jvarlen.parallel.pipeline import sum_scheduled
 
@@ -190,7 +232,7 @@ def sum_on_layout(
         return sum_scheduled(model, **options)(state, batch)
     if layout.zero < 3:
         if isinstance(model, LayeredModel):
-            model = layered_loss_fn(rematerialized(model) if recomputes and with_grads else model)
+            model = layered_loss_fn(rematerialized(model) if recomputes and trained_of is not None else model)
         return sum_over_shards(model, accumulates_shards=accumulates_shards, **options)(state, batch)
     from jvarlen.parallel.zero import Perturbed, gathering_model, perturbed_loss_fn, shard_specs
 
@@ -199,7 +241,7 @@ def sum_on_layout(
     if model.stack is not None and layout.tensor == 1:  # with tensor, it stacks nothing
         specs = shard_specs(jax.eval_shape(model.stack, state.params), layout, padded=False)
     gathering = gathering_model(model, specs, recomputes=recomputes)
-    if accumulates_shards or not with_grads:  # gathering layer by layer accumulates shards by itself
+    if accumulates_shards or trained_of is None:  # gathering layer by layer accumulates shards by itself
         return sum_over_shards(layered_loss_fn(gathering), **options)(state, batch)
     return sum_over_shards(perturbed_loss_fn(gathering), perturb=Perturbed, **options)(state, batch)
 
@@ -239,15 +281,18 @@ def stacked_for(
     params: Any,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     mesh: Mesh | None = None,
-) -> tuple[Any, Any, Any]:
-    """A model, its parameters, arrays or shapes, and its optimizer, for the arrays that a layout has."""
+    trainable: Trainable = None,
+) -> tuple[Any, Any, Any, TrainedOf]:
+    """A model, its parameters, arrays or shapes, its optimizer, and what is trained, for the arrays of a layout."""
     own = None
+    trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
     if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
         from jvarlen.parallel.own_leaves import own_leaves_of
 
-        own = own_leaves_of(params, model.stack)
+        own = own_leaves_of(params, model.stack, trainable)
+        trained_of = trained_on_layout(own)
         params = jax.eval_shape(model.stack, params) if has_shapes(params) else model.stack(params)
-    return _of_stacked(model, layout), params, optimizer_on(layout, model, optimizer, own, mesh)
+    return _of_stacked(model, layout), params, optimizer_on(layout, model, optimizer, own, mesh), trained_of
 
 
 def optimizer_on(
@@ -352,7 +397,7 @@ def _cropped(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
         return params
     from jvarlen.parallel.tensor_params import crop_vocabularies
 
-    return crop_vocabularies(params, specs)
+    return crop_vocabularies(params, where_trained(params, specs))
 
 
 def _pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped
 
 from jvarlen._common.checks import UserError
@@ -313,11 +314,22 @@ def _part_of(size: int, what: str, axes: Axes) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_backward(x: Any, axis_name: str) -> Any:
-    """As it is; its gradient is summed over the axis."""
+    """As it is; its gradient is summed over the axis, of arrays that have one."""
     return x
 
 
-sum_backward.defvjp(lambda x, axis_name: (x, None), lambda axis_name, _, grad: (lax.psum(grad, axis_name),))
+def _keep(x: Any, axis_name: str) -> tuple[Any, list[tuple[()] | None]]:
+    return jax.tree.map(lambda leaf: leaf.value, x), [() if leaf.perturbed else None for leaf in jax.tree.leaves(x)]
+
+
+def _sum_grads(axis_name: str, has_grad: list[tuple[()] | None], grads: Any) -> tuple[Any]:
+    leaves, structure = jax.tree.flatten(grads)
+    of_these = [jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad for grad in leaves]
+    summed = iter(lax.psum([grad for grad, has in zip(of_these, has_grad, strict=True) if has is not None], axis_name))
+    return (jax.tree.unflatten(structure, [None if has is None else next(summed) for has in has_grad]),)
+
+
+sum_backward.defvjp(_keep, _sum_grads, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

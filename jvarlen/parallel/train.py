@@ -41,6 +41,7 @@ from jvarlen.training.train_state import (
     own_copy,
     with_sharding,
 )
+from jvarlen.training.trainable import Trainable, TrainedOf, select_trained
 
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
@@ -67,6 +68,8 @@ class TrainStep:
     """Any Optax optimizer."""
     placement: Placement | None
     """Where a step runs; None: on one device."""
+    trainable: Trainable = None
+    """Names of the parameters that are trained, as patterns; None: all floats."""
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
@@ -112,10 +115,12 @@ class TrainStep:
         if self.placement is not None and not self.placement.layout.is_data_parallel:
             from jvarlen.parallel.sharded import init_sharded
 
-            return init_sharded(params, self.optimizer, self.placement, self.model, extra=extra, seed=seed)
+            others: dict[str, Any] = {"extra": extra, "seed": seed, "trainable": self.trainable}
+            return init_sharded(params, self.optimizer, self.placement, self.model, **others)
 
         def first(params: Any, extra: Any) -> TrainState:
-            return new_state(params, self.optimizer, extra=extra, seed=seed)
+            trained_of = functools.partial(select_trained, trainable=self.trainable)
+            return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=trained_of)
 
         if has_shapes(params):
             return jax.tree.map(self._shape_of, jax.eval_shape(first, params, extra)._replace(params=params))
@@ -204,6 +209,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     layout: LayoutLike = None,
+    trainable: Trainable = None,
     norms: bool = False,
     accumulate: Accumulate | None = None,
 ) -> TrainStep:
@@ -234,6 +240,13 @@ def make_train_step(
         the same step and its gradient for other parameters.
       layout: where a step runs: a `Layout`, its text, a `Placement`, or a mesh, for data parallelism; None: one device.
         Axes of a mesh that the layout does not name are left to the compiler: parameters may be sharded over them.
+      trainable: the names of the parameters that are trained, or patterns of them as for `fnmatch`, such as
+        `"layers.*.attention.*"`; one that matches is enough. A name is the path in the tree that `init` takes, before
+        `stack`, joined by dots: `layers.0.mlp.up.kernel`. None: all floats. The others stay as they are, bit for bit,
+        like integers and booleans. They have no gradient, no optimizer state and no collectives but to gather them, and
+        norms leave them out. Optimizers see the tree with None in their place; a fixed tree for masks or labels may
+        have any entries there. With stages or tensorN, where layers are stacked, all layers of an array have gradients
+        if one is trained.
       norms: whether the metrics include the global norms of gradient and updates.
       accumulate: what is summed over the microbatches of a shard: `"whole"` gradients, reduced once, or `"shards"` of
         them, reduced in each microbatch, which send more and hold less. Shards are for `zero2` and `zero3` without
@@ -265,15 +278,16 @@ def make_train_step(
         of_step = model
         if isinstance(model, LayeredModel) and placement is not None and placement.layout.remat_in_force == "full":
             of_step = rematerialized(model)
-        sums_of, values_of = (_sum_step(of_step, placement, with_grads=with_grads) for with_grads in (True, False))
+        trained_of = functools.partial(select_trained, trainable=trainable)
+        sums_of, values_of = (_sum_step(of_step, placement, each) for each in (trained_of, None))
         is_whole = placement is None or placement.mesh.size == placement.layout.data  # no axis is the compiler's
         function = step_of_sums(sums_of, values_of, optimizer, norms=norms, is_whole=is_whole)
     else:
         from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
 
         sum_of = functools.partial(sum_on_layout, layout=placement.layout, accumulates_shards=in_shards)
-        function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms)
-    return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
+        function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms, trainable=trainable)
+    return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement, trainable=trainable)
 
 
 def accumulates_shards(layout: Layout | None, accumulate: Accumulate | None) -> bool:
@@ -309,14 +323,14 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
     """
     placement = placement_of(layout)
     if placement is None or placement.layout.is_data_parallel:
-        sums_of = _sum_step(model, placement, with_grads=False)
+        sums_of = _sum_step(model, placement, None)
     else:
         from jvarlen.parallel.layout_checks import check_model
         from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
 
         check_model(model, placement.layout)
         sum_of = functools.partial(sum_on_layout, layout=placement.layout)
-        sums_of = sums_on_layout(model, placement, sum_of, with_grads=False)
+        sums_of = sums_on_layout(model, placement, sum_of, trained_of=None)
 
     def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
         if hasattr(state, "opt_state"):
@@ -330,15 +344,15 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
 
 
 def _sum_step(
-    model: LayeredModel | LossFn, placement: Placement | None, *, with_grads: bool
+    model: LayeredModel | LossFn, placement: Placement | None, trained_of: TrainedOf | None
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step whose state is whole on all devices."""
     loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
     if placement is None:
-        return sum_step(loss_fn, with_grads=with_grads)
+        return sum_step(loss_fn, trained_of=trained_of)
     from jvarlen.training.reduction import sum_over_shards
 
-    return sum_over_shards(loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, with_grads=with_grads)
+    return sum_over_shards(loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, trained_of=trained_of)
 
 
 def _sharding_on(leaf: Any) -> NamedSharding | None:

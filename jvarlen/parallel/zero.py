@@ -25,9 +25,10 @@ MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than th
 
 _WHOLE = PartitionSpec()
 # What the backward pass computes again: gathered parameters, and what is next to free and may have been made from them.
+# A parameter without gradient is gathered in a `custom_vjp_call`.
 _NOT_SAVED = {
-    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "reshape", "sharding_constraint", "slice",
-    "squeeze", "transpose",
+    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "custom_vjp_call", "reshape",
+    "sharding_constraint", "slice", "squeeze", "transpose",
 }  # fmt: skip
 
 

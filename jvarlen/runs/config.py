@@ -283,6 +283,9 @@ class FitConfig:
     With neither, training takes one epoch, or 360 steps on the built-in corpus."""
     seed: int = 0
     """Seed of the initial weights, of mixtures, and of every shuffle."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are trained, such as "layers.*.attention.*"; none for all. The others
+    stay as they are."""
     eval_every: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps between evaluations; None evaluates only before the first step and after the last."""
     stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
@@ -322,6 +325,8 @@ class FitConfig:
     """How the step is compiled and run."""
 
     def __post_init__(self):
+        if isinstance(self.trainable, str):
+            object.__setattr__(self, "trainable", (self.trainable,))
         check_counts(self, 1, "max_steps", "num_epochs", "eval_every")
         check_counts(self, 0, "profile")
         check_seed(self.seed, epoch=0)

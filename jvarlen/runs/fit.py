@@ -171,6 +171,7 @@ def fit(
         batch_spec=batch_spec,
         length_fn=length_fn,
         on_bad_sample=config.data.on_bad_sample,
+        trainable=config.trainable or None,
     )
     config, placement = _launched(config, data, layout)
     with remembered_interrupts(), contextlib.ExitStack() as held:
@@ -187,7 +188,7 @@ def dry_run(config: FitConfig) -> None:
     """Prints the plan of a training of the built-in model, and what a step of its largest shape holds and sends."""
     config, placement = _launched(config, None, None)
     with remembered_interrupts():
-        show_estimates(prepare(config, Task(), None, placement))
+        show_estimates(prepare(config, Task(trainable=config.trainable or None), None, placement))
 
 
 def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple[FitConfig, Placement | None]:

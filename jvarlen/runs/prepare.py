@@ -30,7 +30,6 @@ from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import check_portable
-from jvarlen.parallel.sharded import stacked_for
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
@@ -42,6 +41,7 @@ from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.links import measure_cluster
+from jvarlen.training.trainable import select_trained
 
 __all__ = ["Prepared", "prepare", "say", "show_estimates"]
 
@@ -119,6 +119,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)
     task = with_model(layout)
+    select_trained(task.shapes, task.trainable)  # which raises ValueError for names that no parameter has
 
     # While steps run, which is faster; or before, where several processes train.
     when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
@@ -189,8 +190,8 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
     if cluster is None:
         dtype = config.decoder.compute_dtype or "float32"
         cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
-    model, params, _ = stacked_for(Layout(data=1, stage=2), task.loss_fn, task.shapes, training_plan.optimizer)
     plan = training_plan.plan_of_epoch(0)
+    assert task.loss_fn is not None  # there is one after `with_model`
 
     def is_taken(layout: Layout) -> bool:
         try:
@@ -202,10 +203,11 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
     with together("choose the layout"):
         choice = choose_layout(
             plan,
-            model,
+            task.loss_fn,
             training_plan.optimizer,
             cluster,
-            params=jax.tree.map(jax.typeof, params),
+            params=task.shapes,
+            trainable=task.trainable,
             cost=config.plan.cost,
             batch_spec=task.batch_spec_for({"": plan}, {"": prepared.data.train}),
             extra=task.extra,
@@ -221,7 +223,8 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
 
 def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
     """Raises ValueError where a layout does not take the optimizer or a bucket."""
-    check_portable(task.params, training_plan.optimizer, layout=layout, model=task.loss_fn)
+    of_task: dict[str, Any] = {"model": task.loss_fn, "trainable": task.trainable}
+    check_portable(task.params, training_plan.optimizer, layout=layout, **of_task)
     for bucket in sorted(buckets):
         check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
 
@@ -265,6 +268,7 @@ def show_estimates(prepared: Prepared) -> None:
         training_plan.optimizer,
         bucket,
         model=task.loss_fn,
+        trainable=task.trainable,
         extra=task.extra,
         batch_spec=batch_spec,
         microbatches_per_step=config.plan.microbatches_per_step,

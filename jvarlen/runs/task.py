@@ -63,6 +63,7 @@ class Task:
     batch_spec: BatchSpec | None = None
     length_fn: LengthFn | PairLengthsFn | None = None
     on_bad_sample: OnBadSample = "error"
+    trainable: tuple[str, ...] | None = None
     is_language_model: bool = False  # whether the loss is in nats a token
 
     def __post_init__(self):
@@ -93,7 +94,7 @@ class Task:
                     f"({model.num_heads})"
                 )
         check_layout(layout, params, loss_fn)
-        loss_fn, params, _ = stacked_for(layout, loss_fn, params, optax.identity())
+        loss_fn, params, *_ = stacked_for(layout, loss_fn, params, optax.identity())
         if layout.tensor > 1:
             split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
             jax.eval_shape(split, params)
@@ -141,7 +142,7 @@ class Task:
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
         assert self.loss_fn is not None  # there is one after `with_model`
-        return make_train_step(self.loss_fn, optimizer, layout=placement)
+        return make_train_step(self.loss_fn, optimizer, layout=placement, trainable=self.trainable)
 
     def num_values(self, batch: Any, vocab_size: int) -> dict[str, int]:
         """How many values arrays of a batch may have that the loss reads a table by, as far as can be seen."""
@@ -159,7 +160,8 @@ class Task:
         """The form of states on one device, which checkpoints hold; None if states have it already."""
         if step.placement is None or step.placement.layout.is_data_parallel:
             return None
-        return portable_form(state, self.params, step.optimizer, layout=step.placement, model=self.loss_fn)
+        of_step: dict[str, Any] = {"model": self.loss_fn, "trainable": self.trainable}
+        return portable_form(state, self.params, step.optimizer, layout=step.placement, **of_step)
 
     def eval_step(self, placement: Placement | None = None) -> StepFn:
         """The step of evaluations to compile."""

@@ -26,6 +26,7 @@ from jvarlen.targets.memory_model import MemoryModel
 from jvarlen.targets.model_costs import ModelCosts, count_costs
 from jvarlen.targets.step_seconds import StepSeconds, step_seconds
 from jvarlen.training.losses import LossFn
+from jvarlen.training.trainable import Trainable
 
 __all__ = ["Candidates", "LayoutChoice", "candidate_cells", "choose_layout", "divisors"]
 
@@ -149,6 +150,7 @@ def choose_layout(
     cluster: Cluster,
     *,
     params: Any,
+    trainable: Trainable = None,
     memory_bytes: int | None = None,
     fixed: Mapping[str, Any] | None = None,
     cost: CostFn | None = None,
@@ -168,6 +170,7 @@ def choose_layout(
       optimizer: any Optax optimizer.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
+      trainable: as for `parallel.make_train_step`.
       memory_bytes: memory of a device for a step; None: the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.
@@ -198,9 +201,10 @@ def choose_layout(
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
     if costs is None:
         sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
-        costs = count_costs(model, params, buckets, batch_spec=batch_spec, tensor_sizes=sizes, extra=extra)
+        of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
+        costs = count_costs(model, params, buckets, tensor_sizes=sizes, **of_model)
     if memory is None:
-        memory = MemoryModel(model, params, optimizer, buckets, batch_spec=batch_spec, extra=extra)
+        memory = MemoryModel(model, params, optimizer, buckets, **of_model)
     num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets)), plan.microbatches_per_step
     search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})
     candidates = search.candidates()

@@ -34,6 +34,7 @@ from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
+from jvarlen.training.trainable import Trainable, TrainedOf, select_trained
 
 __all__ = ["MemoryModel"]
 
@@ -79,12 +80,14 @@ class MemoryModel:
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         buckets: Sequence[Bucket],
         *,
+        trainable: Trainable = None,
         batch_spec: Any = token_batch_spec,
         extra: Any = None,
     ):
-        self._model, self._params = stacked_shapes(model, params)
+        trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
+        self._model, self._params, self._trained_of = stacked_shapes(model, params, trained_of)
         self._stacks = isinstance(model, LayeredModel) and model.stack is not None
-        self._own_model, self._own_params = model, params
+        self._own = model, params, trainable
         self._optimizer = optimizer
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         self._batch_spec, self._extra = batch_spec, extra
@@ -125,10 +128,10 @@ class MemoryModel:
 
     def exact_bytes(self, layout: Layout, bucket: Bucket, microbatches_per_step: int) -> int:
         """Bytes of one layout and bucket, for which its own program is traced."""
-        options = {"model": self._own_model, "extra": self._extra, "batch_spec": self._batch_spec}
-        return estimate_memory(
-            layout, self._own_params, self._optimizer, bucket, **options, microbatches_per_step=microbatches_per_step
-        ).total
+        model, params, trainable = self._own
+        options = {"extra": self._extra, "batch_spec": self._batch_spec, "microbatches_per_step": microbatches_per_step}
+        options |= {"model": model, "trainable": trainable}
+        return estimate_memory(layout, params, self._optimizer, bucket, **options).total
 
     def _layers_of(self, table: LayoutTable) -> np.ndarray:
         """Layers of a chunk."""
@@ -158,7 +161,7 @@ class MemoryModel:
 
         def held(num_layers: int | None = None, **options: Any) -> np.ndarray:
             state = self._state_shapes(tensor, num_layers)
-            return np.array(state_bytes(Layout(**sizes, **options), state, self._model), np.float64)
+            return np.array(state_bytes(Layout(**sizes, **options), state, self._model, self._trained_of), np.float64)
 
         if not has_stages:
             parts = np.stack([held(), *np.zeros((2, len(StateBytes._fields)))])
@@ -174,7 +177,8 @@ class MemoryModel:
     def _make_state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
         params = self._params if num_layers is None else with_layers(self._params, num_layers)
         params = shapes_on(Layout(data=1, tensor=tensor), params, self._model)
-        return jax.eval_shape(lambda params: new_state(params, self._optimizer, extra=self._extra), params)
+        others: dict[str, Any] = {"extra": self._extra, "trained_of": self._trained_of}
+        return jax.eval_shape(lambda params: new_state(params, self._optimizer, **others), params)
 
     def _arrays_of(self, table: LayoutTable) -> ArrayBytes:
         """float64[C, K] each."""
@@ -264,4 +268,5 @@ class MemoryModel:
         layout = Layout(**axes, remat="full" if kind.what == "runs_again" else None)
         params, bucket = shapes_on(layout, self._params, self._model), Bucket(rows, kind.length)
         num_layers = layers if self._num_layers else None
-        return OneMicrobatch(self._model, layout, params, self._extra, bucket, self._batch_spec, num_layers).arrays()
+        given = self._trained_of, self._extra, bucket, self._batch_spec
+        return OneMicrobatch(self._model, layout, params, *given, num_layers).arrays()

@@ -28,6 +28,7 @@ from jvarlen.parallel.tensor_params import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.cluster import Kind
 from jvarlen.training.losses import LossFn
+from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
 
 __all__ = ["AxisTraffic", "ModelCosts", "PerPass", "count_costs"]
 
@@ -69,6 +70,8 @@ class ModelCosts:
       ends_traffic: likewise of the ends.
       layer_params: parameters of one layer: those that "tensor" does not split, and those that it does.
       ends_params: likewise of the ends.
+      layer_trained: of the parameters of one layer, those that are trained.
+      ends_trained: likewise of the ends.
       param_bytes: of a parameter. Gradients have 4 bytes at least.
       tensor_sizes: sizes of the axis "tensor" that divide the model, of those that were asked for.
       by_positions: whether rows can be spread over "context".
@@ -85,6 +88,8 @@ class ModelCosts:
     ends_traffic: dict[Axis, PerPass]
     layer_params: tuple[int, int]
     ends_params: tuple[int, int]
+    layer_trained: tuple[int, int]
+    ends_trained: tuple[int, int]
     param_bytes: float
     tensor_sizes: tuple[int, ...]
     by_positions: bool
@@ -103,6 +108,7 @@ def count_costs(
     *,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     tensor_sizes: Sequence[int] = (),
+    trainable: Trainable = None,
     extra: Any = None,
 ) -> ModelCosts:
     """Counts matrix products and collectives of a model, by tracing it. Nothing is compiled or computed.
@@ -113,12 +119,13 @@ def count_costs(
       buckets: rows and length of microbatches.
       batch_spec: as for `compile_buckets`.
       tensor_sizes: sizes of the axis "tensor" to ask for.
+      trainable: as for `parallel.make_train_step`.
       extra: as for `TrainStep.init`.
 
     Returns:
       The costs. Loops with a number of turns that depends on values count once.
     """
-    traced = _Traced(model, params, batch_spec, extra)
+    traced = _Traced(model, params, trainable, batch_spec, extra)
     layer_flops, ends_flops = _flops_of(traced, buckets)
     if not (layer_flops.forward + ends_flops.forward).all():
         raise UserError("no products of matrices were found in this model: its steps cannot be predicted")
@@ -137,7 +144,8 @@ def count_costs(
             PerPass(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
             for pair in zip(traced.passes(bucket, "data1"), on_axes["tensor"], strict=True)
         )
-    layer_params, ends_params = traced.num_params()
+    layer_params, ends_params = traced.num_params(traced.params)
+    layer_trained, ends_trained = traced.num_params(traced.trained_of(traced.params))
     leaves = jax.tree.leaves(traced.params)
     return ModelCosts(
         buckets=tuple(buckets),
@@ -151,6 +159,8 @@ def count_costs(
         ends_traffic=ends_traffic,
         layer_params=layer_params,
         ends_params=ends_params,
+        layer_trained=layer_trained,
+        ends_trained=ends_trained,
         param_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(leaf.size for leaf in leaves),
         tensor_sizes=tensor_sizes,
         by_positions="context" in on_axes,
@@ -183,8 +193,16 @@ def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerP
 class _Traced:
     """A model whose passes are traced for one layer and for two, which tells what one costs."""
 
-    def __init__(self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any], extra: Any):
-        self._model, self.params = stacked_shapes(model, params)
+    def __init__(
+        self,
+        model: LayeredModel | LossFn,
+        params: Any,
+        trainable: Trainable,
+        batch_spec: Callable[[Any, int], Any],
+        extra: Any,
+    ):
+        of_own: TrainedOf = functools.partial(select_trained, trainable=trainable)
+        self._model, self.params, self.trained_of = stacked_shapes(model, params, of_own)
         self._batch_spec, self._extra = batch_spec, extra
         self._layered = self._model if isinstance(self._model, LayeredModel) else None
         self.num_layers = num_layers_of(self.params) if self._layered else 0
@@ -238,13 +256,14 @@ class _Traced:
         """Bytes of what goes from layer to layer; 0 without layers."""
         return self._one(Layout(data=1), bucket).x_bytes() if self.num_layers else 0
 
-    def num_params(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def num_params(self, params: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of one layer and of the ends, each without and with those that "tensor" splits."""
         if self._layered is None:
-            return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(self.params)), 0)
+            return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(params)), 0)
         specs = jax.tree.map(lambda _: PartitionSpec(), self.params)
         if self._layered.specs is not None:
             specs = partition_specs(self._layered.specs)
+        specs = where_trained(params, specs)
 
         def counted(params: Any, specs: Any, num_layers: int = 1) -> tuple[int, int]:
             sizes = jax.tree.map(lambda leaf, spec: (leaf.size, TENSOR_AXIS in axes_in(spec)), params, specs)
@@ -252,11 +271,12 @@ class _Traced:
             whole, split = (sum(size for size, is_split in pairs if is_split == which) for which in (False, True))
             return whole // num_layers, split // num_layers
 
-        return counted(self.params.layers, specs.layers, self.num_layers), counted(self.params.ends, specs.ends)
+        return counted(params.layers, specs.layers, self.num_layers), counted(params.ends, specs.ends)
 
     def _one(self, layout: Layout, bucket: Bucket, num_layers: int | None = None) -> OneMicrobatch:
         params = shapes_on(layout, self.params, self._model)
-        return OneMicrobatch(self._model, layout, params, self._extra, bucket, self._batch_spec, num_layers)
+        given = self.trained_of, self._extra, bucket, self._batch_spec
+        return OneMicrobatch(self._model, layout, params, *given, num_layers)
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:
         jaxpr = self._one(layout, bucket, num_layers).jaxpr(with_grads=with_grads)

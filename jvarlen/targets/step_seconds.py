@@ -210,8 +210,10 @@ def _data_seconds(
     wide: LayoutTable, costs: ModelCosts, cluster: Cluster, num_microbatches: Any, forward: Any, backward: Any
 ) -> Float64[np.ndarray, "C K"]:
     """Seconds of gradients and parameters over the data axes, and of the ends' gradients over the stages."""
-    of_layer, of_ends = ((whole + split / wide.tensor) for whole, split in (costs.layer_params, costs.ends_params))
+    of_params = costs.layer_params, costs.ends_params, costs.layer_trained, costs.ends_trained
+    of_layer, of_ends, trained_layer, trained_ends = ((whole + split / wide.tensor) for whole, split in of_params)
     on_stage = costs.num_layers / wide.stage * of_layer
+    trained = costs.num_layers / wide.stage * trained_layer + trained_ends
     grad_bytes = max(costs.param_bytes, 4.0)
     size, in_stage = wide.num_shards, wide.tensor * wide.context
     in_host = cluster.members_in_host(wide.context, wide.tensor)
@@ -220,18 +222,19 @@ def _data_seconds(
     def seconds(kind: Any, num_bytes: Any) -> np.ndarray:
         return cluster.collective_seconds(kind, num_bytes, size, in_host)
 
-    params, has_stages = on_stage + of_ends, wide.stage > 1
+    has_stages = wide.stage > 1
+    gathered = np.where(wide.zero == 3, on_stage + of_ends, trained)  # those that changed
     times_reduced = np.where(has_stages | (wide.zero < 2), 1, num_microbatches)
-    reduced = times_reduced * seconds("reduce_scatter", params * grad_bytes)
+    reduced = times_reduced * seconds("reduce_scatter", trained * grad_bytes)
     of_layers = 2 * num_microbatches * seconds("all_gather", on_stage * costs.param_bytes)
     gathers = np.where(
         (wide.zero == 3) & ~has_stages,
         of_layers + seconds("all_gather", of_ends * costs.param_bytes),
-        seconds("all_gather", params * costs.param_bytes),
+        seconds("all_gather", gathered * costs.param_bytes),
     )
-    whole = np.where(wide.zero == 0, seconds("all_reduce", params * grad_bytes), reduced + gathers)
+    whole = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced + gathers)
     in_host_of_stages = cluster.members_in_host(wide.stage, in_stage)
-    ends = cluster.collective_seconds("all_reduce", of_ends * grad_bytes, wide.stage, in_host_of_stages)
+    ends = cluster.collective_seconds("all_reduce", trained_ends * grad_bytes, wide.stage, in_host_of_stages)
     after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
     last = np.where(wide.zero == 2, num_microbatches, 1) * backward
     hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)

@@ -16,6 +16,7 @@ from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.train import TrainStep, make_train_step
 from jvarlen.testing.partition import FloatDtype, floats_in
 from jvarlen.training.losses import LossFn
+from jvarlen.training.trainable import Trainable
 
 __all__ = ["assert_layout_invariant"]
 
@@ -27,6 +28,7 @@ def assert_layout_invariant(
     layouts: Iterable[Layout | str],
     *,
     optimizer: optax.GradientTransformation | None = None,
+    trainable: Trainable = None,
     num_steps: int = 10,
     seed: int = 0,
     dtype: FloatDtype = "float64",
@@ -44,6 +46,7 @@ def assert_layout_invariant(
       batch: pytree of arrays that begin with axis M, or are scalars, such as a `Batch`; floats are cast to `dtype`.
       layouts: `Layout`s or their texts. Data shards must divide M, and data · context too if rows are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient.
+      trainable: as for `make_train_step`.
       num_steps: steps on each layout.
       seed: for a model that takes keys.
       dtype: what to compute in; `"float32"` for a model that takes nothing else.
@@ -72,11 +75,13 @@ def assert_layout_invariant(
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     with floats_in(dtype, rtol) as (cast, rtol):
         params, batch = cast((params, batch))
-        on_one = make_train_step(whole_loss_fn, optimizer, layout="data1", norms=True)  # it has the axis "data", too
+        on_one = make_train_step(
+            whole_loss_fn, optimizer, layout="data1", trainable=trainable, norms=True
+        )  # has "data"
         expected = _take_steps(on_one, params, batch, num_steps, seed)
 
         def values_on(layout: Layout) -> dict[str, np.ndarray]:
-            step = make_train_step(model, optimizer, layout=layout, norms=True, **options)
+            step = make_train_step(model, optimizer, layout=layout, trainable=trainable, norms=True, **options)
             assert step.placement is not None
             placed = jax.device_put(batch, step.placement.batch_shardings(batch))
             return _take_steps(step, params, placed, num_steps, seed)

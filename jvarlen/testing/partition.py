@@ -22,6 +22,7 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.random_state import kinds_of
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
+from jvarlen.training.trainable import merge_trained, select_trained
 
 __all__ = [
     "Difference", "FloatDtype", "Partition", "assert_partition_invariant", "check_finite", "differences_of",
@@ -189,7 +190,7 @@ def _check_draws(loss_fn: LossFn, state: TrainState, batch: Any, placement: Plac
     """Raises AssertionError for random numbers of each row that come from no key of the step."""
 
     def draws(batch: Any) -> list[tuple[int, ...]]:
-        traced = jax.make_jaxpr(sum_over_shards(loss_fn, mesh=placement.mesh, with_grads=False))(state, batch)
+        traced = jax.make_jaxpr(sum_over_shards(loss_fn, mesh=placement.mesh, trained_of=None))(state, batch)
         # Numbers in `extra`, such as a seed, are the same for all microbatches; typed keys differ.
         of_step, of_batch = jax.tree.map(lambda leaf: True, (state, batch))
         of_step = of_step._replace(extra=jax.tree.map(is_key, state.extra))
@@ -206,12 +207,12 @@ def _check_draws(loss_fn: LossFn, state: TrainState, batch: Any, placement: Plac
 
 
 def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any, placement: Placement) -> None:
-    sums_of = sum_over_shards(loss_fn, mesh=placement.mesh, with_grads=False)
+    sums_of = sum_over_shards(loss_fn, mesh=placement.mesh, trained_of=None)
 
-    def weight_sum(params: Any) -> jax.Array:
-        return sums_of(state._replace(params=params), batch).weight_sum
+    def weight_sum(trained: Any) -> jax.Array:
+        return sums_of(state._replace(params=merge_trained(trained, state.params)), batch).weight_sum
 
-    grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(state.params))
+    grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(select_trained(state.params)))
     if names := [name or "params" for name, grad in grads.items() if np.asarray(grad).any()]:
         warnings.warn(
             f"the weights depend on parameters, {list_first(names)}: the gradient of a step is that of the sum of "

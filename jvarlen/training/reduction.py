@@ -27,6 +27,7 @@ from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide, nu
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatches_of, split_step, sums_of_one
 from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = ["bucket_each", "count_once", "reduce_sums", "sharded_dims", "sum_over_shards"]
 
@@ -39,7 +40,7 @@ def sum_over_shards(
     mesh: Mesh,
     axis_name: str | tuple[str, ...] = "data",  # or several axes, over all of which sums are reduced
     rows_along: str | None = None,  # of these, the axis along which the loss computes on parts of rows
-    with_grads: bool = True,
+    trained_of: TrainedOf | None = select_trained,  # None: no gradients
     param_specs: Any = None,  # what of each parameter lies along the axis: the loss gets its shard, and gathers it
     perturb: Callable[[Any, Any], Any] | None = None,  # perturb(shards, zeros): parameters with whole gradients
     grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
@@ -54,19 +55,19 @@ def sum_over_shards(
         microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         over = tuple(name for name in axes_in(axis_name) if name != rows_along)
         check_shards_divide(microbatches_of(batch), mesh, over)
-        bucket_bytes = bucket_bytes_here() if with_grads else None
+        bucket_bytes = bucket_bytes_here() if trained_of is not None else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             loss, at = loss_fn, state
             param_dims = sharded_dims(param_specs, state.params, axis_name)
-            if perturb is not None and with_grads:  # then it is a function of zeros of the whole parameters
+            if perturb is not None and trained_of is not None:  # then a function of zeros of the whole parameters
 
                 @functools.wraps(loss_fn)
                 def loss(zeros: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
                     return loss_fn(perturb(state.params, zeros), *args, **kwargs)
 
                 at = state._replace(params=_whole_zeros(state.params, param_dims, num_shards_of(mesh, axis_name)))
-            sums_of_microbatch = sums_of_one(loss, at, with_grads)
+            sums_of_microbatch = sums_of_one(loss, at, trained_of)
 
             def one(microbatch: Any) -> StepSums:
                 return count_once(sums_of_microbatch(microbatch), rows_along)
@@ -75,7 +76,7 @@ def sum_over_shards(
             for axis in axes_in(axis_name):
                 are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, axis))
                 _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis)
-            dims = sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
+            dims = sharded_dims(None if trained_of is None else grad_specs, shapes.grads, axis_name)
             buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
             def one_in_shards(microbatch: Any) -> StepSums:
@@ -94,7 +95,7 @@ def sum_over_shards(
         split, replicated = PartitionSpec(over), PartitionSpec()
         state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
         sums_specs: Any = StepSums._make([replicated] * 6)
-        if grad_specs is not None and with_grads:
+        if grad_specs is not None and trained_of is not None:
             sums_specs = sums_specs._replace(grads=grad_specs)
         axes_of_params = (axis for spec in jax.tree.leaves(param_specs) for axis in axes_in(spec))
         shards = jax.shard_map(

@@ -15,6 +15,7 @@ import optax
 from jvarlen._common.checks import UserError
 from jvarlen.training.step_sums import StepSums, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, TrainState, divide_once
+from jvarlen.training.trainable import merge_trained, where_trained
 
 __all__ = ["StepFn", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
 
@@ -70,7 +71,8 @@ def update_state(
         raise UserError(
             f"num_sequences of the batch must be a scalar, of the whole step, not an array {jnp.shape(num_sequences)}"
         )
-    grads = _mean_grads(sums, None if isinstance(optimizer, MasterWeightsOptimizer) else state.params)
+    trained = where_trained(sums.grads, state.params)
+    grads = _mean_grads(sums, None if isinstance(optimizer, MasterWeightsOptimizer) else trained)
     told = {
         "batch_size": num_sequences,
         "num_tokens": metrics.num_tokens,
@@ -82,20 +84,21 @@ def update_state(
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     told = {name: value for name, value in told.items() if value is not None and (takes_any or name in parameters)}
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
+    updates, opt_state = optimizer.update(grads, state.opt_state, trained, **told)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
     seen = _joined if is_whole else jax.tree.leaves
     grads_finite, extra = are_finite(list(map(_sum_of_squares, seen(grads)))), state.extra
     if sums.extra:  # of which an optimizer that rejects such a gradient does not know
         extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
+    trained = optax.apply_updates(trained, updates)
     state = state._replace(
-        params=optax.apply_updates(state.params, updates),
+        params=merge_trained(trained, state.params),
         opt_state=opt_state,
         extra=extra,
         step=None if state.step is None else state.step + 1,
     )
-    params_finite = are_finite(seen((state.params, state.extra)))
+    params_finite = are_finite(seen((trained, state.extra)))
     return state, metrics._replace(grads_finite=grads_finite, params_finite=params_finite)
 
 
@@ -129,23 +132,26 @@ def _value_fn(
     state: TrainState,
     batch: Any,
 ) -> Callable[..., jax.Array]:
-    """The loss of a step for other parameters; its derivative is accumulated and reduced as the step's own."""
+    """The loss of a step for other trained parameters; its derivative is accumulated and reduced as the step's own."""
+
+    def state_at(trained: Any) -> TrainState:
+        return state._replace(params=merge_trained(trained, state.params))
 
     @jax.custom_jvp
-    def loss_at(params: Any) -> jax.Array:
-        return values_of(state._replace(params=params), batch).loss
+    def loss_at(trained: Any) -> jax.Array:
+        return values_of(state_at(trained), batch).loss
 
     @loss_at.defjvp
     def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
-        (params,), (changes,) = primals, tangents
-        sums = sums_of(state._replace(params=params), batch)
+        (trained,), (changes,) = primals, tangents
+        sums = sums_of(state_at(trained), batch)
         loss = sums.loss
 
         def product(grad: jax.Array, change: jax.Array) -> jax.Array:
             wide = np.promote_types(grad.dtype, loss.dtype)
             return jnp.sum(grad.astype(wide) * change.astype(wide)).real.astype(loss.dtype)
 
-        products = jax.tree.leaves(jax.tree.map(product, _mean_grads(sums, params), changes))
+        products = jax.tree.leaves(jax.tree.map(product, _mean_grads(sums, trained), changes))
         return loss, sum(products, jnp.zeros_like(loss))
 
     def value_fn(params: Any, batch_size: Any = None, num_tokens: Any = None, grad_fn: Any = None) -> jax.Array:

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.checks import UserError
+from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys, keys_of_microbatches, kinds_of
 from jvarlen.training.train_state import TrainState, divide_once
+from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
     "StepSums",
     "accumulate",
-    "check_differentiable",
     "field_of",
     "first_of",
     "microbatches_of",
@@ -35,8 +35,6 @@ __all__ = [
     "sums_of_one",
 ]
 
-_OVERWRITTEN = ("_overwrite_with_gradient", "fp8_metas")  # collections of Flax and Transformer Engine
-
 
 class StepSums(NamedTuple):
     """Sums over microbatches, in float32 at least."""
@@ -46,7 +44,7 @@ class StepSums(NamedTuple):
     num_tokens: jax.Array | None = None  # float[]; None if the batch does not say
     sums: Mapping[str, Any] = {}  # further ones that the loss returns
     extra: tuple[jax.Array, ...] = ()  # of numeric leaves of `extra`: Σ weight · change of floats, Σ change of integers
-    grads: Any = None  # a pytree like the parameters; None where none were asked for
+    grads: Any = None  # a pytree like the parameters, None in place of those without gradient
 
     @property
     def loss(self) -> jax.Array:
@@ -54,12 +52,14 @@ class StepSums(NamedTuple):
         return divide_once(self.loss_sum, self.weight_sum)
 
 
-def sum_step(loss_fn: LossFn, *, with_grads: bool = True) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a step on one device, accumulated over its microbatches."""
+def sum_step(
+    loss_fn: LossFn, *, trained_of: TrainedOf | None = select_trained
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a step on one device, accumulated over its microbatches; without gradients for a None."""
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         microbatches_and_keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
-        return accumulate(sums_of_one(loss_fn, state, with_grads), microbatches_and_keys)
+        return accumulate(sums_of_one(loss_fn, state, trained_of), microbatches_and_keys)
 
     return sums_of
 
@@ -113,7 +113,12 @@ def field_of(batch: Any, name: str) -> Any:
 
 
 def sum_microbatch(
-    loss_fn: LossFn, state: TrainState, microbatch: Any, key: Any = None, *, with_grads: bool = True
+    loss_fn: LossFn,
+    state: TrainState,
+    microbatch: Any,
+    key: Any = None,
+    *,
+    trained_of: TrainedOf | None = select_trained,
 ) -> StepSums:
     """The sums of one call of the loss; the key is one of those of `split_step`."""
     is_first = None
@@ -123,9 +128,13 @@ def sum_microbatch(
         raise UserError("this step has no keys for the random state in extra: take it out, and let the loss take key")
     loss = bind_loss(loss_fn, state)
     grads = None
-    if with_grads:
-        check_differentiable(state.params)
-        (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch, key)
+    if trained_of is not None:
+
+        def loss_of(trained: Any, *args: Any) -> tuple[jax.Array, Any]:
+            return loss(merge_trained(trained, state.params), *args)
+
+        trained = trained_of(state.params)
+        (loss_sum, outputs), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, microbatch, key)
     else:
         loss_sum, outputs = loss(state.params, microbatch, key)
     # Sums of many small numbers: whatever they are computed in, they are added in float32 at least. All but gradients
@@ -146,27 +155,12 @@ def sum_microbatch(
     )
 
 
-def check_differentiable(params: Any) -> None:
-    """Raises ValueError if parameters have no gradients, or take them for their next values."""
-    named = leaves_by_name(params).items()
-    if overwritten := [name for name, _ in named if any(collection in name for collection in _OVERWRITTEN)]:
-        raise UserError(
-            f"parameters {list_first(overwritten)} are overwritten with their gradients, as scales of fp8 are: of the "
-            "values of microbatches and shards the largest would be right, and a step takes the mean. Leave out fp8"
-        )
-    if others := [f"{name} {describe(leaf)}" for name, leaf in named if not jnp.issubdtype(leaf.dtype, jnp.inexact)]:
-        raise UserError(
-            f"parameters must be floats, not {list_first(others)}: what is not trained goes into the loss itself, or "
-            "into extra"
-        )
-
-
-def sums_of_one(loss_fn: LossFn, state: TrainState, with_grads: bool) -> Callable[[Any], StepSums]:
+def sums_of_one(loss_fn: LossFn, state: TrainState, trained_of: TrainedOf | None) -> Callable[[Any], StepSums]:
     """`sum_microbatch` of a microbatch and its key; traced once, for the shapes of its sums and for the loop."""
 
     @functools.partial(jax.jit, inline=True)
     def one(microbatch_and_key: Any) -> StepSums:
-        return sum_microbatch(loss_fn, state, *microbatch_and_key, with_grads=with_grads)
+        return sum_microbatch(loss_fn, state, *microbatch_and_key, trained_of=trained_of)
 
     return one
 

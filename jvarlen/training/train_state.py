@@ -16,6 +16,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen.training.random_state import kinds_of
+from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = [
     "MasterWeightsOptimizer",
@@ -38,7 +39,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       params: pytree of arrays.
-      opt_state: the state of the optimizer.
+      opt_state: the state of the optimizer, of trained parameters alone.
       extra: pytree of arrays that are not parameters, such as running statistics, which the loss takes and returns;
         None if it has none.
       key: typed key[], from which the keys of all microbatches are derived; None if the loss takes no key.
@@ -65,7 +66,7 @@ class Metrics(NamedTuple):
       grads_finite: bool[], whether the gradient of the step's loss is finite, and its square. Where it is not, `extra`
         keeps its value, and the optimizer may reject the step, as `optax.apply_if_finite` does. None in evaluations,
         and in a sum of steps.
-      params_finite: bool[], whether the parameters after the step are finite, and `extra`; likewise.
+      params_finite: bool[], whether the trained parameters after the step are finite, and `extra`; likewise.
     """
 
     loss_sum: Any
@@ -168,9 +169,10 @@ def new_state(
     *,
     extra: Any = None,
     seed: int | None = None,
+    trained_of: TrainedOf = select_trained,
 ) -> TrainState:
     """The state before the first step, where its parameters are. `TrainStep.init` places it."""
-    opt_state = optimizer.init(params)
+    opt_state = optimizer.init(trained_of(params))
     if seed is None and "key" not in kinds_of(extra):
         return TrainState(params, opt_state, extra)
     key = None if seed is None else key_of_seed(seed)

@@ -23,11 +23,16 @@ NUM_BYTES = 4 * NUM_LAYERS * WIDTH * WIDTH  # of the parameters
 BUCKET = (2, WIDTH)
 
 
-def estimate_of(zero, num_shards, num_microbatches, accumulate=None, **options):
-    """Of a step with so many microbatches a shard."""
-    layout = Layout(data=num_shards, zero=zero)
-    step = make_train_step(MODEL, optax.adamw(1e-2), layout=layout, accumulate=accumulate)
-    params = LayeredParams((), jnp.zeros((NUM_LAYERS, WIDTH, WIDTH)))
+def estimate_of(zero, num_shards, num_microbatches, accumulate=None, frozen=None, **options):
+    """Of a step with so many microbatches a shard; `frozen` is another array of the layers."""
+    layout, model, of_layers = Layout(data=num_shards, zero=zero), MODEL, jnp.zeros((NUM_LAYERS, WIDTH, WIDTH))
+    trainable = None
+    if frozen is not None:
+        layer = MODEL.layer
+        model = MODEL._replace(layer=lambda own, x, *given: layer(own["own"], x @ own["frozen"], *given))
+        of_layers, trainable = {"own": of_layers, "frozen": frozen}, "layers.own"
+    step = make_train_step(model, optax.adamw(1e-2), layout=layout, accumulate=accumulate, trainable=trainable)
+    params = LayeredParams((), of_layers)
     compiled = compile_buckets(
         step,
         step.init(params),
@@ -53,6 +58,14 @@ def test_a_level_sends_its_multiple_of_data_parallelism(zero, num_microbatches, 
     of_params = 2 * 3 * NUM_BYTES // 4  # of a ring of four
     of_sums = estimate.wire_bytes - times_of_data_parallelism * of_params
     assert 0 < of_sums <= 64  # loss and weight
+
+
+@pytest.mark.parametrize(("zero", "num_gathers"), [(0, 0), (1, 0), (2, 0), (3, 2)])
+def test_what_is_not_trained_is_gathered_at_level_3_and_not_sent_else(zero, num_gathers):
+    """Forward, and again backward, for the gradient of what comes before."""
+    without = estimate_of(zero, 4, 1).wire_bytes
+    beside = estimate_of(zero, 4, 1, frozen=np.zeros((NUM_LAYERS, WIDTH, WIDTH), np.float32)).wire_bytes
+    assert beside - without == num_gathers * 3 * NUM_BYTES // 4
 
 
 @pytest.mark.parametrize(("zero", "times_of_data_parallelism"), [(2, 1.0), (3, 3.5)])

@@ -43,21 +43,24 @@ def test_the_papers_table(n):
 
 
 @pytest.mark.parametrize(
-    ("text", "bucket", "num_microbatches"),
+    ("text", "bucket", "num_microbatches", "trainable"),
     [
-        ("data3.context2.zero3", (2, 32), 2),
-        ("data2.tensor2.zero3.remat_full", (8, 32), 2),
-        ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4),
-        ("data1.stage4.remat_none", (2, 64), 4),
+        ("data3.context2.zero3", (2, 32), 2, None),
+        ("data2.tensor2.zero3.remat_full", (8, 32), 2, None),
+        ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4, None),
+        ("data1.stage4.remat_none", (2, 64), 4, None),
+        ("data2.zero2", (2, 32), 2, "layers.*.attention.*"),
+        ("data1.stage2.tensor2", (2, 32), 2, ["layers.*.attention.*", "head.*"]),
     ],
 )
-def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbatches):
+def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbatches, trainable):
     layout = Layout.parse(text)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = init_params(MODEL, seed=0), layered(MODEL)
     num_microbatches *= layout.data
-    estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
-    train_step = make_layout_step(model, optimizer, layout=layout)
+    of_step = {"model": model, "trainable": trainable, "microbatches_per_step": num_microbatches}
+    estimate = estimate_memory(layout, params, optimizer, bucket, **of_step)
+    train_step = make_layout_step(model, optimizer, layout=layout, trainable=trainable)
     state = train_step.init(params)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert estimate.params + estimate.opt_state == on_first

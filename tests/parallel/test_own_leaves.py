@@ -16,6 +16,7 @@ from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_lin
 from jvarlen.parallel.layers import unstack_own
 from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
 from jvarlen.testing import assert_layout_invariant
+from jvarlen.training.trainable import select_trained
 from tests.hand_made import batch_of
 
 WIDTH, HIDDEN, NUM_VALUES = 24, 96, 13  # with more than 1,024 elements, kernels are sharded; nothing divides 13
@@ -23,13 +24,14 @@ WIDTH, HIDDEN, NUM_VALUES = 24, 96, 13  # with more than 1,024 elements, kernels
 
 def stack(params):
     return LayeredParams(
-        {"table": params["table"], "scale": params["scale"]},
+        {name: params[name] for name in ("table", "scale", "shift")},
         jax.tree.map(lambda *own: jnp.stack(own), *params["blocks"]),
     )
 
 
 def layer(own, x, batch, axes):
-    gates, values = jnp.split(column_linear(x * own["scale"], own["in"], axes=axes), 2, axis=-1)
+    x = jnp.where(own["kind"] == 1, x * own["scale"], x)
+    gates, values = jnp.split(column_linear(x, own["in"], axes=axes), 2, axis=-1)
     return x + row_linear(jax.nn.sigmoid(gates) * values, own["out"], axes=axes)
 
 
@@ -39,12 +41,12 @@ def loss(ends, x, batch, axes):
 
 
 MODEL = LayeredModel(
-    lambda ends, batch, axes: ends["table"][batch["tokens"]],
+    lambda ends, batch, axes: ends["table"][(batch["tokens"] + ends["shift"]) % NUM_VALUES],
     layer,
     loss,
     specs=LayeredParams(
-        {"table": P(), "scale": P()},
-        {"in": TensorSpec(P(None, "tensor"), num_blocks=2), "out": P("tensor"), "scale": P()},
+        {"table": P(), "scale": P(), "shift": P()},
+        {"in": TensorSpec(P(None, "tensor"), num_blocks=2), "out": P("tensor"), "scale": P(), "kind": P()},
     ),
     stack=stack,
 )
@@ -55,13 +57,15 @@ def own_params(num_layers=4):
     return {
         "table": rng.normal(size=(NUM_VALUES, WIDTH)) / 4,
         "scale": 1 + rng.normal(size=WIDTH) / 10,
+        "shift": np.int32(3),
         "blocks": [
             {
                 "in": rng.normal(size=(WIDTH, HIDDEN)) / 5,
                 "out": rng.normal(size=(HIDDEN // 2, WIDTH)) / 7,
                 "scale": 1 + rng.normal(size=WIDTH) / 10,
+                "kind": np.int8(i % 2),
             }
-            for _ in range(num_layers)
+            for i in range(num_layers)
         ],
     }
 
@@ -119,7 +123,7 @@ def test_an_optimizer_gives_the_numbers_of_one_device_on_any_layout(name):
 @pytest.mark.parametrize("name", ["decay of a tree", "rates of layers", "adafactor", "noise", "accumulated"])
 def test_an_update_of_stacked_layers_is_that_of_each(name):
     """Without a layout; what differs between layers, and what mixes them, as well."""
-    optimizer, params = OPTIMIZERS[name], jax.tree.map(np.float32, own_params())
+    optimizer, params = OPTIMIZERS[name], jax.tree.map(np.float32, select_trained(own_params()))
     rng = np.random.default_rng(2)
     grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params)
     own = own_leaves_of(params, stack)
@@ -132,6 +136,52 @@ def test_an_update_of_stacked_layers_is_that_of_each(name):
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), unstack_own(found, own), expected
         )
+
+
+# Of a stack all layers, some and none; of the ends one; integers are no match.
+TRAINABLE = ("blocks.*.in", "blocks.3.*", "blocks.1.out", "scale")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("decay of a tree", "data2.stage2.tensor2.zero1"),
+        ("rates of layers", "data1.stage4.zero_bubble.remat_none"),
+        ("line search", "data1.stage2.interleaved.virtual2"),
+        ("lamb", "data2.tensor2.zero3"),
+        ("accumulated", "data2.stage2.zero3"),
+        ("clipped", "data4.zero2"),
+    ],
+)
+def test_some_layers_of_a_stack_are_trained_as_on_one_device(name, text):
+    optimizer = OPTIMIZERS[name]
+    assert_layout_invariant(
+        MODEL, own_params(), random_batch(), [text], optimizer=optimizer, trainable=TRAINABLE, num_steps=3
+    )
+
+
+def test_layers_that_are_not_trained_keep_their_bits_and_have_no_state():
+    """Zeros keep their sign, which adding 0 would not."""
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, own_params())
+    for block in params["blocks"]:
+        block["out"][:] = -0.0
+    step = jvarlen.make_train_step(MODEL, optax.adamw(1e-2), layout="data1.stage2.tensor2", trainable=TRAINABLE)
+    batch = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, random_batch())
+    state = step.init(params)
+    trained = select_trained(params, TRAINABLE)
+    num_trained = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * num_trained + 1
+    after = step.gather_params(jax.jit(step)(state, batch)[0])
+
+    def check(leaf, found, before):
+        if leaf is None:
+            assert found.dtype == before.dtype
+            assert found.tobytes() == before.tobytes()
+        else:
+            assert (found != before).any()
+
+    jax.tree.map(check, trained, after, params, is_leaf=lambda leaf: leaf is None)
 
 
 def test_as_many_values_decay_with_stages_as_on_one_device():

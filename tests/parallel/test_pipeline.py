@@ -107,7 +107,7 @@ def test_sums_without_gradients_are_the_same(text):
     expected = sums_without_stages(8, 8)
     with jax.enable_x64(True):
         state = new_state(noisy_params(8), optax.identity(), seed=3)
-        found = jax.jit(sums_on(NOISY, text, with_grads=False))(state, noisy_batch(8))
+        found = jax.jit(sums_on(NOISY, text, trained_of=None))(state, noisy_batch(8))
         assert_equal_trees(found, expected._replace(grads=None), 1e-12)
 
 

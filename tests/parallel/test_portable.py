@@ -19,6 +19,7 @@ from jvarlen.parallel.sharded import stacked_for
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
+from jvarlen.training.trainable import select_trained
 
 CONFIG = DecoderConfig(num_layers=2, width=24, num_heads=4, vocab_size=257)  # nothing divides 257, nor 258 rows by 4
 MODEL = layered(CONFIG)
@@ -107,6 +108,32 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
     assert bool(made) == (layout.stage > 1 or layout.tensor > 1)
     spread = [leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in made if leaf.size >= MIN_SHARDED]
     assert all(spread), "no device holds a whole array"
+
+
+def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
+    """Of a stack all layers are trained, or some, or none."""
+    optimizer, trainable = optax.adamw(1e-3), ["layers.1.*", "layers.*.mlp.up.kernel", "embed.*"]
+    trained_of = functools.partial(select_trained, trainable=trainable)
+    whole = random_like(new_state(init_params(CONFIG, seed=0), optimizer, trained_of=trained_of))
+
+    def form_on(text):
+        step = jvarlen.make_train_step(MODEL, optimizer, layout=text, trainable=trainable)
+        state = step.init(whole.params)
+        return state, portable_form(state, whole.params, optimizer, layout=text, model=MODEL, trainable=trainable)
+
+    with open_checkpoints(tmp_path / "0") as checkpoints:
+        checkpoints.save(whole, PLACE)
+    for number, text in enumerate((ALL_AXES, "data4.zero3", "data1.stage2")):
+        state, form = form_on(text)
+        assert jax.tree.structure(form.shapes) == jax.tree.structure(whole)
+        with open_checkpoints(tmp_path / str(number), form=form) as checkpoints:
+            restored, _ = checkpoints.restore_latest(zeros_like(state))
+        assert_equal(restored.params, state.params)
+        with open_checkpoints(tmp_path / str(number + 1), form=form) as checkpoints:
+            checkpoints.save(restored, PLACE)
+    with open_checkpoints(tmp_path / str(number + 1)) as checkpoints:
+        again, _ = checkpoints.restore_latest(zeros_like(whole))
+    assert_equal(again, whole)
 
 
 def cropped(tree, like):

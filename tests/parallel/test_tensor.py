@@ -24,6 +24,7 @@ from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
     leave_tensor_parallel,
     row_linear,
+    sum_backward,
     sum_over_positions,
     take_features,
     take_positions,
@@ -51,6 +52,24 @@ UNSPLIT = Axes()
 
 def axes_of(sequence_parallel, key=None):
     return Axes(tensor="tensor", sequence_parallel=sequence_parallel, key=key)
+
+
+def test_gradients_of_what_is_not_trained_are_not_summed():
+    def loss(trained, others):
+        one, *_ = sum_backward([trained, *others], "tensor")
+        return jnp.sum(one**2)
+
+    traced = jax.make_jaxpr(on_devices(2, jax.grad(loss), P(), P()))(jnp.ones(2), [jnp.ones(3), jnp.arange(3)])
+    assert [shapes for name, shapes in operands_in(traced.jaxpr) if name.startswith("psum")] == [[(2,)]]
+
+
+def operands_in(jaxpr):
+    """The primitives of a program and of those inside, and the shapes of what they take."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, [atom.aval.shape for atom in equation.invars]
+        for value in equation.params.values():
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from operands_in(inner)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):

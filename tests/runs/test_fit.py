@@ -17,7 +17,7 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.compiling import CompileReport
-from jvarlen.models import DecoderConfig
+from jvarlen.models import DecoderConfig, init_params
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs import fit as run_loop
@@ -224,6 +224,21 @@ def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_o
         fit(other, split)
     with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):
         fit(changed(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
+
+
+def test_a_run_of_some_parameters_keeps_the_others_and_resumes_as_such(config, split):
+    some = changed(config, max_steps=2, trainable="layers.*.attention.*")
+    run = fit(some, split)
+    config_of_run = load_config(run.run_dir / "config.json")
+    assert config_of_run.trainable == ("layers.*.attention.*",)
+    before = init_params(config_of_run.decoder, config.seed)
+    is_same = jax.tree.map(lambda one, other: bool((np.asarray(one) == other).all()), run.state.params, before)
+    for path, same in jax.tree.leaves_with_path(is_same):
+        assert same != ("attention'" in jax.tree_util.keystr(path)), path
+    with pytest.raises(ValueError, match=r"its own settings; these differ: trainable: .*attention.*, none"):
+        fit(changed(config, max_steps=3, resume=run.run_dir, trainable=()), split)
+    with pytest.raises(ValueError, match=r"'atention' of trainable matches no parameter"):
+        fit(changed(config, trainable="atention"), split)
 
 
 def test_resuming_what_is_no_run_is_refused(config, split, run_of_one_step, tmp_path):

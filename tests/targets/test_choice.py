@@ -79,6 +79,8 @@ def random_case(seed):
         ends_traffic={axis: traffic() for axis in axes},
         layer_params=(int(rng.integers(1e6)), int(rng.integers(1e6))),
         ends_params=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        layer_trained=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        ends_trained=(int(rng.integers(1e6)), int(rng.integers(1e6))),
         param_bytes=4.0,
         tensor_sizes=(1, 2, 4),
         by_positions=bool(rng.integers(2)),

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 from jvarlen import Bucket
 from jvarlen.batches.batches import token_batch_spec
@@ -26,10 +27,12 @@ TEXTS = [
 ]
 
 
-def test_it_is_the_estimate():
+@pytest.mark.parametrize("trainable", [None, "layers.*.attention.*"])
+def test_it_is_the_estimate(trainable):
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, TEXTS)]
-    found = MemoryModel(model, params, optimizer, BUCKETS).memory_bytes(layout_table(layouts), M)
+    memory = MemoryModel(model, params, optimizer, BUCKETS, trainable=trainable)
+    found = memory.memory_bytes(layout_table(layouts), M)
     assert found.shape == (len(layouts), len(BUCKETS))
     assert np.isfinite(found).all()
     compared = 0
@@ -37,7 +40,8 @@ def test_it_is_the_estimate():
         if M % layout.num_shards:
             continue
         k = i % len(BUCKETS)
-        estimate = estimate_memory(layout, params, optimizer, BUCKETS[k], model=model, microbatches_per_step=M)
+        of_step = {"model": model, "trainable": trainable, "microbatches_per_step": M}
+        estimate = estimate_memory(layout, params, optimizer, BUCKETS[k], **of_step)
         assert 0.998 < found[i, k] / estimate.total < 1.002, (layout, BUCKETS[k])
         compared += 1
     assert compared >= len(layouts) - 1

@@ -39,6 +39,8 @@ def model_costs(num_layers=8, forward=1.0, backward=2.0, ends=0.0, **changes):
         "ends_traffic": {},
         "layer_params": (1000, 3000),
         "ends_params": (0, 8000),
+        "layer_trained": (1000, 3000),
+        "ends_trained": (0, 8000),
         "param_bytes": 4.0,
         "tensor_sizes": (1, 2, 4, 8),
         "by_positions": True,

@@ -26,6 +26,7 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import step_of_sums
 from jvarlen.training.step_sums import StepSums, step_key, sum_microbatch
 from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = ["make_mixed_train_step"]
 
@@ -64,14 +65,14 @@ def make_mixed_train_step(
         raise UserError(f"a mixed step is data-parallel alone, and layout is {layout}")
     mesh, num_ranks = placement.program_mesh, placement.layout.data
     sums_of, values_of = (
-        _sum_mixed(loss_fn, checked, mesh, num_ranks, with_grads=with_grads) for with_grads in (True, False)
+        _sum_mixed(loss_fn, checked, mesh, num_ranks, trained_of=trained_of) for trained_of in (select_trained, None)
     )
     function = step_of_sums(sums_of, values_of, optimizer, norms=norms)
     return TrainStep(function=function, model=loss_fn, optimizer=optimizer, placement=placement)
 
 
 def _sum_mixed(
-    loss_fn: LossFn, buckets: tuple[AnyBucket, ...], mesh: Mesh, num_ranks: int, *, with_grads: bool
+    loss_fn: LossFn, buckets: tuple[AnyBucket, ...], mesh: Mesh, num_ranks: int, *, trained_of: TrainedOf | None
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole mixed step, over all ranks."""
 
@@ -79,10 +80,10 @@ def _sum_mixed(
         _check_batch(batch, buckets, num_ranks)
         state = state._replace(opt_state=None)
         split, whole = PartitionSpec(DATA_AXIS), PartitionSpec()
-        zeros = _zero_sums(loss_fn, state, batch, with_grads=with_grads)
+        zeros = _zero_sums(loss_fn, state, batch, trained_of=trained_of)
 
         def on_rank(state: TrainState, batch: MixedBatch) -> StepSums:
-            sums = _accumulate(loss_fn, state, batch, zeros, with_grads=with_grads)
+            sums = _accumulate(loss_fn, state, batch, zeros, trained_of=trained_of)
             return jax.lax.psum(sums, DATA_AXIS)
 
         # Unchecked, as in `sum_over_shards`: loops of the loss may start from constants.
@@ -99,7 +100,7 @@ def _sum_mixed(
 
 
 def _accumulate(
-    loss_fn: LossFn, state: TrainState, batch: MixedBatch, zeros: StepSums, *, with_grads: bool
+    loss_fn: LossFn, state: TrainState, batch: MixedBatch, zeros: StepSums, *, trained_of: TrainedOf | None
 ) -> StepSums:
     """The sums over the microbatches of one rank, whose arrays have a leading axis of 1."""
     leaves, structure = jax.tree.flatten(batch.arrays)
@@ -114,7 +115,7 @@ def _accumulate(
             ]
             own_key = None if key is None else jax.random.fold_in(key, place)
             microbatch = jax.tree.unflatten(structure, arrays)
-            added = sum_microbatch(loss_fn, state, microbatch, own_key, with_grads=with_grads)
+            added = sum_microbatch(loss_fn, state, microbatch, own_key, trained_of=trained_of)
             return jax.tree.map(jnp.add, sums, added)
 
         return add
@@ -131,7 +132,7 @@ def _accumulate(
     return jax.lax.while_loop(lambda carry: carry[0] < batch.num_microbatches[0], turn, start)[2]
 
 
-def _zero_sums(loss_fn: LossFn, state: TrainState, batch: MixedBatch, *, with_grads: bool) -> StepSums:
+def _zero_sums(loss_fn: LossFn, state: TrainState, batch: MixedBatch, *, trained_of: TrainedOf | None) -> StepSums:
     """Zeros of what a microbatch adds; raises ValueError if the loss names a mesh axis."""
     leaves, structure = jax.tree.flatten(batch.arrays)
     shapes = zip(leaves, batch.layout[0].shapes, strict=True)
@@ -139,7 +140,7 @@ def _zero_sums(loss_fn: LossFn, state: TrainState, batch: MixedBatch, *, with_gr
     key = step_key(state) if takes_argument(loss_fn, "key") else None
     try:  # outside of shard_map, where no axis has a name
         sums = jax.eval_shape(
-            lambda microbatch: sum_microbatch(loss_fn, state, microbatch, key, with_grads=with_grads), microbatch
+            lambda microbatch: sum_microbatch(loss_fn, state, microbatch, key, trained_of=trained_of), microbatch
         )
     except NameError as error:
         if "axis name" not in str(error):  # best effort: JAX says so in words only

@@ -52,8 +52,9 @@ from jvarlen.parallel.pipeline import (
 )
 from jvarlen.parallel.position_sums import check_sums_over_positions
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
-from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
+from jvarlen.training.step_sums import StepSums, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = ["check_by_positions", "sum_sliced"]
 
@@ -63,7 +64,7 @@ def sum_sliced(
     *,
     mesh: Mesh,
     slices: Slices,
-    with_grads: bool = True,
+    trained_of: TrainedOf | None = select_trained,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
     axis_name: str | tuple[str, ...] = DATA_AXIS,
@@ -75,15 +76,14 @@ def sum_sliced(
     recomputed, for one slice at a time. Without gradients, rows are whole.
     """
     check_by_positions(model)
-    if not with_grads:
-        return sum_scheduled(model, mesh=mesh, with_grads=False, param_specs=param_specs, axis_name=axis_name)
+    if trained_of is None:
+        return sum_scheduled(model, mesh=mesh, trained_of=None, param_specs=param_specs, axis_name=axis_name)
     mesh = auto_axes(mesh)
     num_shards, num_stages = num_shards_of(mesh, axis_name), num_shards_of(mesh, STAGE_AXIS)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
         check_layers_divide(num_layers, num_stages)
-        check_differentiable(state.params)
         num_microbatches = microbatches_of(batch)
         check_shards_divide(num_microbatches, mesh, axis_name)
 
@@ -95,6 +95,7 @@ def sum_sliced(
                 microbatches_and_keys=microbatches_and_keys,
                 plan=_plan_of(num_stages, num_microbatches // num_shards, lengths),
                 num_layers=num_layers,
+                trained=trained_of(params),
             )
             return _run_ticks(device)
 
@@ -105,6 +106,7 @@ def sum_sliced(
             arrange=lambda params: params if model.stack is None else model.stack(params),
             mesh=mesh,
             axis_name=axis_name,
+            trained_of=trained_of,
             param_specs=param_specs,
             grad_specs=grad_specs,
         )
@@ -223,6 +225,7 @@ class _Device:
       microbatches_and_keys: of its data shard.
       plan: what to do.
       num_layers: L.
+      trained: like the parameters, None in place of those that have no gradient.
     """
 
     model: LayeredModel
@@ -230,6 +233,7 @@ class _Device:
     microbatches_and_keys: Any
     plan: _Plan
     num_layers: int
+    trained: LayeredParams
 
     def microbatch_at(self, index: Any) -> tuple[Any, Any]:
         """A microbatch and its key."""
@@ -286,7 +290,7 @@ class _Device:
     def of_layers(self, earlier: Any) -> tuple[tuple[Any, list[Any]], Any, jax.Array]:
         """What `run_layer` takes, for all layers of this stage."""
         num_own = self.num_layers // self.plan.num_stages
-        indices = jax.lax.axis_index(STAGE_AXIS) * num_own + jnp.arange(num_own)
+        indices = jax.lax.axis_index(STAGE_AXIS) * num_own + jnp.arange(num_own, dtype=np.int32)
         return (self.params.layers, floats_of(earlier)), earlier, indices
 
     def check_positions(self, k: int, what: str, arrays: Any) -> None:
@@ -319,7 +323,11 @@ class _Device:
             ends, floats = ends_and_floats
             return self.model.loss(ends, with_floats(x, floats), microbatch, self.on_slice(k, axes))
 
-        sums = sum_microbatch(loss_fn, TrainState((self.params.ends, floats_of(x)), None), microbatch)
+        def trained_of(ends_and_floats: Any) -> Any:
+            return self.trained.ends, ends_and_floats[1]
+
+        state = TrainState((self.params.ends, floats_of(x)), None)
+        sums = sum_microbatch(loss_fn, state, microbatch, trained_of=trained_of)
         # It counts the tokens of whole rows.
         return sums if k == 0 else sums._replace(num_tokens=jax.tree.map(jnp.zeros_like, sums.num_tokens))
 
@@ -330,7 +338,7 @@ class _Device:
         x = zeros_of_shapes(jax.eval_shape(lambda: self.embed(self.params.ends, 0, *first)))
         y, taken = jax.eval_shape(lambda: self.run_layers(0, x, None, *first))
         sums = zeros_of_shapes(jax.eval_shape(lambda y: self.sum_loss(y, 0, *first), y))
-        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.params.layers)))
+        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.trained.layers)))
         x = _of_length(x, plan.longest, axis=1)
         taken = _of_length(zeros_of_shapes(taken), plan.longest_earlier, axis=2)
         due = [wide_zeros(leaf) for leaf in _of_length(floats_of(taken), plan.edges[-2], axis=2)]
@@ -369,17 +377,24 @@ class _Device:
         x = self.input_of(k, received, microbatch_and_key)
         of_layers = self.of_layers(self.earlier_of(k, received))
         own, earlier, index = jax.tree.map(lambda leaf: leaf[0], of_layers)
-        run_layer = functools.partial(self.run_layer, k)
-        passes = split_passes(run_layer, own, x, earlier, index, *microbatch_and_key)
+
+        def trained_of(own: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            return where_trained(self.trained.layers, own[0]), own[1]
+
+        def run_layer(trained: Any, x: Any, own: Any, *others: Any) -> Any:
+            return self.run_layer(k, merge_trained(trained, own), x, *others)
+
+        passes = split_passes(run_layer, trained_of(own), x, own, earlier, index, *microbatch_and_key)
 
         def run_forward(x: Any, of_layer: Any) -> tuple[Any, Any]:
-            own, earlier, index = of_layer
-            (y, _), residuals = passes.forward(own, x, earlier, index, *microbatch_and_key)
+            own = of_layer[0]
+            (y, _), residuals = passes.forward(trained_of(own), x, *of_layer, *microbatch_and_key)
             return y, residuals
 
         def run_backward(of_y: Any, of_layer: Any) -> tuple[Any, Any]:
-            (own, earlier, index), residuals, of_taken = of_layer
-            return passes.backward(own, residuals, [*of_y, *of_taken], earlier, index, *microbatch_and_key)
+            (own, *others), residuals, of_taken = of_layer
+            of_y = [*of_y, *of_taken]
+            return passes.backward(trained_of(own), residuals, of_y, own, *others, *microbatch_and_key)
 
         y, residuals = jax.lax.scan(run_forward, x, of_layers)
         others, (of_ends, totals) = sums._replace(grads=None), sums.grads
@@ -405,7 +420,10 @@ class _Device:
         of_x, (of_own, of_earlier) = jax.lax.scan(run_backward, of_y, (of_layers, residuals, of_taken), reverse=True)
 
         def through_embed() -> Any:
-            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, k, *microbatch_and_key)), self.params.ends)
+            def embed(trained: Any) -> Any:
+                return floats_of(self.embed(merge_trained(trained, self.params.ends), k, *microbatch_and_key))
+
+            _, pull = jax.vjp(embed, self.trained.ends)
             return add_trees(of_ends, pull(of_x)[0])
 
         of_ends = jax.lax.cond(stage == 0, through_embed, lambda: of_ends)

@@ -116,7 +116,7 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model(text, slices):
 def test_without_gradients_rows_are_whole():
     with jax.enable_x64(True):
         state = new_state(noisy_params(), optax.identity(), seed=3)
-        found = jax.jit(sums_on("data1.stage2", 3, with_grads=False))(state, noisy_batch(2))
+        found = jax.jit(sums_on("data1.stage2", 3, trained_of=None))(state, noisy_batch(2))
         assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
 
 
