@@ -92,7 +92,8 @@ def compile_passes(form: Form, text: str) -> Measured:
 
     axes = Axes(tensor="tensor", sequence_parallel=layout.sequence_parallel) if layout.tensor > 1 else Axes()
     loss_fn = layered_loss_fn(tensor_parallel_model(model, axes) if layout.tensor > 1 else model)
-    lie, whole = partition_specs(model.specs), PartitionSpec()
+    whole = PartitionSpec()
+    lie = partition_specs(model.specs) if layout.tensor > 1 else whole
     sums = (whole, whole)
     microbatch = jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) else leaf, jax.device_get(batch))
     programs = {}

@@ -80,7 +80,7 @@ def measure_steps(sizes: Sizes, answer: Answer) -> None:
             compiled(optimizer, batch)
             wait()
             found.append(time.perf_counter() - start)
-        (row,) = compiled.report
+        (row,) = compiled.rows
         step_s = float(np.median(found[WARM_UPS:]))
         answer["shapes"].append({"shape": shape, "compile_s": row.compile_s, "step_s": step_s, "mode": compiled.mode})
         say(f"{shape[0]}×{shape[1]}: {step_s * 1e3:.4g} ms a step")
