@@ -78,10 +78,13 @@ def assert_same_training(plain, model, compiled, plan, device="cpu", **tolerance
         torch.testing.assert_close(weight, other, **tolerance)
 
 
-@pytest.mark.parametrize("plan", [make_plan(), packed_plan()], ids=["padded", "packed"])
-def test_training_is_the_plain_one_and_compiles_nothing(plan):
+FEATURES = {"num_kv_heads": 1, "windows": (4,), "begins_samples": False, "qk_norm": True, "tied": True}
+
+
+@pytest.mark.parametrize(("plan", "features"), [(make_plan(), {}), (packed_plan(), FEATURES)], ids=["padded", "packed"])
+def test_training_is_the_plain_one_and_compiles_nothing(plan, features):
     torch.manual_seed(0)
-    plain = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
+    plain = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1, **features))
     model = copy.deepcopy(plain)
     compiled = compile_eagerly(model, plan)
     before = num_graphs()
