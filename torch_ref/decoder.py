@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.checks import check_integer, check_number
+from torch_ref.checks import MAX_LISTED, check_integer, check_number
 
 __all__ = ["Decoder", "DecoderConfig", "Layer", "RotaryScaling", "Rows", "generate", "load_params", "rows_of"]
 
@@ -128,6 +128,11 @@ class DecoderConfig:
     def begin_token(self) -> int | None:
         """The token before each sample, or None."""
         return self.vocab_size - 1 if self.begins_samples else None
+
+    @property
+    def num_values(self) -> int:
+        """How many values tokens of samples have."""
+        return self.vocab_size - self.begins_samples
 
 
 class Decoder(nn.Module):
@@ -348,27 +353,32 @@ def generate(
 
     Args:
         model: gives the logits.
-        prompts: 1-D integers each, in [0, V); one may be empty if the model has a `begin_token`.
+        prompts: 1-D integers each, below `config.num_values`; one may be empty if the model has a `begin_token`.
         max_new_tokens: the most tokens that a prompt is continued by.
         end_token: a continuation ends with it; None for no such token.
 
     Returns:
-        int64[n] for each prompt, its new tokens.
+        int64[n] for each prompt, its new tokens, of which none is the `begin_token`.
 
     Raises:
-        ValueError: if `max_new_tokens` is no integer of at least 1, or a prompt is empty and nothing begins it.
+        ValueError: if `max_new_tokens` is no integer of at least 1, a prompt is empty and nothing begins it, or one
+            holds something else than tokens of samples.
     """
     check_integer("max_new_tokens", max_new_tokens)
     continuations: list[NDArray[np.int64]] = []
-    begin = [] if model.begin_token is None else [model.begin_token]
+    begin, num_values = [] if model.begin_token is None else [model.begin_token], model.config.num_values
     for number, prompt in enumerate(prompts):
         tokens: list[int] = [*begin, *np.asarray(prompt).tolist()]
         if not tokens:
             raise ValueError(f"prompt {number} is empty, and no token begins the samples of this model")
+        if wrong := [token for token in tokens[len(begin) :] if not 0 <= token < num_values]:
+            raise ValueError(
+                f"prompt {number} holds tokens that are not from 0 to {num_values - 1}: {wrong[:MAX_LISTED]}"
+            )
         new: list[int] = []
         while len(new) < max_new_tokens and (not new or new[-1] != end_token):
             row_1xT = torch.tensor([[*tokens, *new]], device=model.lm_head.weight.device)
-            new.append(int(model(row_1xT)[0, -1].argmax()))
+            new.append(int(model(row_1xT)[0, -1, :num_values].argmax()))
         continuations.append(np.array(new, np.int64))
     return continuations
 

@@ -515,16 +515,22 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
 
 
 def test_continuations_begin_as_samples_do():
-    """By the likeliest of all logits each, with the begin token before the prompt or without any."""
-    for begins, prompts in ((True, [[], [5, 6, 7]]), (False, [[5], [5, 6, 7]])):
-        model = small_model(begins_samples=begins, vocab_size=20)
-        for prompt, new in zip(prompts, torch_ref.generate(model, prompts, 4), strict=True):
-            inputs = [19, *prompt] if begins else list(prompt)
+    """By the likeliest token each, with the begin token before the prompt, which never follows, or without any."""
+    for begins, prompts in ((True, [[], [2, 0, 1]]), (False, [[3], [2, 0, 1]])):
+        model, num_beginning = small_model(begins_samples=begins, vocab_size=4), 0
+        model.lm_head.weight.data[3] = 3 * model.lm_head.weight.data[0]  # its logit is often the largest
+        for prompt, new in zip(prompts, torch_ref.generate(model, prompts, 12), strict=True):
+            inputs = [3, *prompt] if begins else list(prompt)
             for token in new.tolist():
-                assert token == slow_logits(model, inputs)[-1].argmax()
+                logits = slow_logits(model, inputs)[-1]
+                assert token == logits[: 4 - begins].argmax()
+                num_beginning += logits.argmax() == 3
                 inputs.append(token)
+        assert num_beginning > 0
     with pytest.raises(ValueError, match="prompt 1 is empty, and no token begins the samples of this model"):
         torch_ref.generate(model, [[1], []], 2)
+    with pytest.raises(ValueError, match=r"prompt 0 holds tokens that are not from 0 to 3: \[-1, 4\]"):
+        torch_ref.generate(model, [[1, -1, 4]], 2)
 
 
 # Train step
