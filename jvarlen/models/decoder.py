@@ -200,9 +200,10 @@ class DecoderLayer(nnx.Module):
         # Norms and products give at least float32; only what is kept for the backward pass is rounded to x's type.
         own, config = self.attention, self.config
         entered = enter_tensor_parallel(self.attention_norm(x_BxTxD), axes=axes)
+        rows = entered.reshape(-1, config.width)  # once, so that they are kept once for the backward pass
         q, k, v = (
-            product.reshape(*product.shape[:2], -1, config.size_of_head)
-            for product in (own.q(entered), own.k(entered), own.v(entered))
+            product.reshape(*entered.shape[:2], -1, config.size_of_head)
+            for product in (own.q(rows), own.k(rows), own.v(rows))
         )
         if own.q_norm is not None and own.k_norm is not None:
             q, k = own.q_norm(q, axes), own.k_norm(k, axes)
@@ -219,9 +220,12 @@ class DecoderLayer(nnx.Module):
         projected_BxTxD = self.attention.out(attended_BxTxF, axes)
         x_BxTxD = (x_BxTxD + checkpoint_name(projected_BxTxD.astype(dtype), "projection")).astype(dtype)
         entered = enter_tensor_parallel(self.mlp_norm(x_BxTxD), axes=axes)
-        gate_BxTxF = checkpoint_name(mlp.gate(entered).astype(dtype), "gate")
-        up_BxTxF = checkpoint_name(mlp.up(entered).astype(dtype), "up")
-        return (x_BxTxD + mlp.down(jax.nn.silu(gate_BxTxF) * up_BxTxF, axes)).astype(dtype)
+        rows = entered.reshape(-1, self.config.width)
+        gate, up = (
+            checkpoint_name(product(rows).astype(dtype), name) for product, name in ((mlp.gate, "gate"), (mlp.up, "up"))
+        )
+        hidden_BxTxF = (jax.nn.silu(gate) * up).reshape(*entered.shape[:2], -1)
+        return (x_BxTxD + mlp.down(hidden_BxTxF, axes)).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))  # all layers are alike: one of them is traced
