@@ -29,8 +29,12 @@ COMMANDS = {
     "sort": (f"{_ORDERED}.command", "SortCommand", "Sort a file of lengths or other keys on several devices."),
     "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
     "report": ("runs.commands", "ReportCommand", "Report on runs, finished or not."),
-    "sample": ("runs.commands", "SampleCommand", "Continue prompts with the trained model of a run."),
-    "export": ("runs.commands", "ExportCommand", "Write the trained model of a run as one safetensors file."),
+    "sample": (
+        "runs.commands",
+        "SampleCommand",
+        "Continue prompts with the model of a run or of a Hugging Face directory.",
+    ),
+    "export": ("runs.commands", "ExportCommand", "Write the trained model of a run as a Hugging Face directory."),
     "measure": ("runs.commands", "MeasureCommand", "Measure time and memory of training steps."),
 }
 """The module and the class of each command, and what it does."""
@@ -190,7 +194,7 @@ def _flags(settings: Any, prefix: str = "--") -> Iterator[tuple[str, str]]:
         name = field.metadata.get("name", field.name).replace("_", "-")
         if dataclasses.is_dataclass(field.default_factory):
             yield from _flags(field.default_factory, prefix + field.metadata.get("prefix", f"{name}."))
-        elif "Positional" not in str(field.type):
+        elif not re.search("Positional|Suppress", str(settings.__annotations__.get(field.name, field.type))):
             yield field.name, prefix + name
 
 

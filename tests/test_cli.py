@@ -19,6 +19,7 @@ from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, _as_typed, main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import DecoderConfig
+from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.buckets import cost_of_candidates
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
@@ -38,6 +39,8 @@ from . import processes
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 
+SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "packed_attention", "compute_dtype")
+TINY = hugging_face_fields(DecoderConfig(num_layers=1, width=8, num_heads=1), "bfloat16")
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 
 
@@ -229,12 +232,16 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("plan LENGTHS --max-tokens many", "--max-tokens"),
         ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
         ("plan LENGTHS --max-tokens 0", "at least 1 and below 2**63: --max-tokens (0)"),
-        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "--cluster and --model go together"),
+        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "--cluster needs --model"),
         (
             "plan LENGTHS --max-tokens 4096 --cluster dgx --model TEXT",
             "there is no cluster dgx, and no preset; there are dgx-a100",
         ),
-        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT", "holds no model"),
+        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model TEXT", "text.npy is no config.json of a model"),
+        (
+            "plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model cost.json",
+            "cost.json: model_type (None) must be one of llama, qwen2, qwen3, mistral",
+        ),
         ("plan LENGTHS --max-shapes auto", "--max-shapes 'auto' is chosen by a training run"),
         ("plan LENGTHS TEXT", "a .npy file holds lengths: it is planned alone"),
         ("plan LENGTHS --field body", "planned alone, --field must not be given"),
@@ -254,7 +261,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort LENGTHS --out RUN/config.json", "--out (run/config.json) is one of the files of the run"),
         ("measure --out RUN/cost_model.json", "--out (run/cost_model.json) is one of the files of the run"),
         ("measure --memory-out memory.json --out memory.json", "which is also --memory-out"),
-        ("export RUN RUN/config.json", "jvarlen: the model (run/config.json) is one of the files of the run"),
+        ("export RUN RUN/config.json", "jvarlen: run/config.json is there already"),
         ("sample RUN --prompts TEXT --out TEXT", "--out (text.npy) would overwrite text.npy, which is read"),
         ("sample RUN --prompts TEXT --out RUN/metrics.jsonl", "is one of the files of the run"),
         ("report RUN --html RUN/metrics.jsonl", "--html (run/metrics.jsonl) is one of the files of the run"),
@@ -346,8 +353,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
 def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jvarlen.runs.plan_config.make_plan", lambda *args, **kwargs: pytest.fail("a plan was made"))
-    model = {"layers": 1, "width": 8, "heads": 1, "vocabulary": 8}
-    (tmp_path / "model.json").write_text(json.dumps(model))
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
     assert main(["plan", lengths_file, "--max-tokens", "4096", "--out", "plan.npz", *args.split()]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -357,7 +363,7 @@ def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file,
 
 @pytest.mark.parametrize(("flags", "kind"), [(["--packing", "best_fit"], PackedBatch), ([], Batch)])
 def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_file, tmp_path, monkeypatch):
-    (tmp_path / "model.json").write_text(json.dumps({"layers": 1, "width": 8, "heads": 1, "vocabulary": 8}))
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
     kinds = []
 
     def choose_layout(plan, *args, batch_spec, **kwargs):
@@ -496,6 +502,9 @@ def test_help_documents_every_setting(capsys):
     ):
         for field in dataclasses.fields(settings):
             if not dataclasses.is_dataclass(field.default_factory):
+                if settings is DecoderConfig and field.name not in SHOWN:
+                    assert f"--decoder.{field.name.replace('_', '-')}" not in text  # a config.json says it
+                    continue
                 flag = {"resume_from": "from", "files": "data"}.get(field.name, field.name)
                 assert f"--{prefix}{flag.replace('_', '-')}" in text
 

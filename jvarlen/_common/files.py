@@ -24,6 +24,7 @@ from jvarlen._common.checks import UserError, is_integer, list_first
 __all__ = [
     "RUN_FILES",
     "RUN_FORMAT",
+    "check_new_directory",
     "check_outputs",
     "check_place",
     "check_run_format",
@@ -47,6 +48,7 @@ RUN_FORMAT = 2  # of the files in the directory of a run; `config.json` holds it
 # What a run writes to its directory, but pages.
 RUN_FILES = (
     *("config.json", "data.json", "plan.npz", "shapes.json", "cost_model.json", "memory_model.json", "lock"),
+    "model",
     *(
         "metrics.jsonl",
         "bad_samples.jsonl",
@@ -90,6 +92,14 @@ def check_place(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; a file of that name cannot be written")
     regular_file(path)  # which would be replaced
+
+
+def check_new_directory(path: Path) -> None:
+    """Raises OSError if no directory can be made under the name `path`, since something is there, or no parent."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{path} is there already")
 
 
 def regular_file(path: Path) -> Path:

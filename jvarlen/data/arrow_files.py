@@ -18,7 +18,7 @@ from jvarlen.data.line_files import read_json, size_of_mark
 from jvarlen.data.token_files import as_narrow, check_tokens
 from jvarlen.data.tokens import Concatenated, FileDataset, TokenDataset
 
-__all__ = ["ColumnDataset", "ColumnRecords", "holds_messages", "saved_shards"]
+__all__ = ["ColumnDataset", "ColumnRecords", "message_columns", "saved_shards"]
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MOST_LINES = 5  # that an error lists
@@ -94,21 +94,20 @@ class ColumnRecords(FileDataset):
         return {field: column[index].as_py() for field, column in self._opened.items()}
 
 
-def holds_messages(path: Path, field: str) -> bool:
-    """Whether a column of a file holds lists of records, such as the messages of chats; False for a damaged file."""
+def message_columns(path: Path) -> dict[str, bool]:
+    """The columns of a file, and whether they hold lists of records, such as the messages of chats; none if damaged."""
     try:
         import pyarrow as pa  # here: an extra
         from pyarrow import parquet
 
         if path.suffix in _DELIMITERS:
-            return False
-        if path.suffix == ".parquet":
-            kind = parquet.read_schema(path).field(field).type
-        else:
-            kind = _read_arrow(path).schema.field(field).type
-        return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
-    except Exception:  # which reading the column will tell
-        return False
+            return {}
+        schema = parquet.read_schema(path) if path.suffix == ".parquet" else _read_arrow(path).schema
+        kinds = {column.name: column.type for column in schema}
+        is_list = {name: pa.types.is_list(kind) or pa.types.is_large_list(kind) for name, kind in kinds.items()}
+        return {name: is_list[name] and pa.types.is_struct(kind.value_type) for name, kind in kinds.items()}
+    except Exception:  # which reading a column will tell
+        return {}
 
 
 def saved_shards(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
-from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, holds_messages, saved_shards
+from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, message_columns, saved_shards
 from jvarlen.data.find_files import DataFile, find_files, is_remote
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
 from jvarlen.data.line_files import LineDataset, parse_record
@@ -26,10 +26,10 @@ from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.data.tokens import Concatenated, Subset
 from jvarlen.planning.samples import Dataset, OnBadSample, WeightedTokens
 
-__all__ = ["StoredDataset", "open_data"]
+__all__ = ["NUM_BYTES", "StoredDataset", "open_data"]
 
 _MAX_LISTED = 5
-_NUM_BYTES = 256
+NUM_BYTES = 256
 _COLUMN_ENDINGS = (".parquet", ".arrow", ".feather", ".csv", ".tsv")
 
 
@@ -76,7 +76,7 @@ class StoredDataset(Dataset):
     def sample_hashes(self) -> Int64[np.ndarray, " N"]:
         """The `sample_hash` of every sample, kept beside the data."""
         # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
-        width = "bytes" if self.num_values is not None and self.num_values <= _NUM_BYTES else "integers"
+        width = "bytes" if self.num_values is not None and self.num_values <= NUM_BYTES else "integers"
         key = combine_keys(self._lengths_key(), width)
         samples = self._samples if self._kept is None else Subset(self._samples, self._kept)
         return cached_hashes(samples, self._place_of_caches(), key, progress=self._progress)
@@ -178,7 +178,8 @@ def open_data(
 
     Args:
       path: a file, a directory, a glob or a URL.
-      field: the name of the JSON field or the column that holds the text; or the names of several.
+      field: the name of the JSON field or the column that holds the text; or the names of several. In place of `text`,
+        the chats in `messages`, if there is no `text`.
       template: text with names of fields in braces; None joins the fields by newlines.
       loss_on: fields, or roles of messages, that are learned, with what follows the last field; all others have loss
         weight 0, and samples are `WeightedTokens`. Empty: all are learned.
@@ -220,7 +221,11 @@ def open_data(
         files = [DataFile(str(shard), shard, ".arrow", shard) for shard in saved_shards(Path(path))]
     else:
         files = find_files(path, progress=progress)
-    is_chat = _holds_messages(files[0], record_format)
+    holds_messages, fields = _holds_messages(files[0]), record_format.fields
+    if fields == ("text",) and "text" not in holds_messages and holds_messages.get("messages"):
+        fields = ("messages",)
+        record_format = RecordFormat(fields, template, loss_on)
+    is_chat = len(fields) == 1 and holds_messages.get(fields[0], False)
     is_plain = record_format.is_plain and not is_chat
     if from_file is not None and is_chat and record_format.takes_chat_template:
         chat = ChatTemplate.beside(from_file.path, from_file.special_tokens)
@@ -249,7 +254,7 @@ def open_data(
         wanted += f" in {', '.join(map(repr, record_format.fields))}"
     elif files[0].ending == ".bin" and len(sources) == len(files):
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
-    most = _NUM_BYTES if is_text else limit
+    most = NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
     dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
     return dataset
@@ -328,16 +333,15 @@ def _render(record_format: RecordFormat, tokenizer: Tokenizer, record: Any) -> A
     return tokenizer.sample(record_format.render(record))
 
 
-def _holds_messages(file: DataFile, record_format: RecordFormat) -> bool:
-    """Whether the only field of a file holds chats, by its type or by the first line."""
-    (field, *others) = record_format.fields
-    if others or file.ending not in (*_COLUMN_ENDINGS, ".jsonl"):
-        return False
+def _holds_messages(file: DataFile) -> dict[str, bool]:
+    """The fields of a file, and whether they hold chats, by their types or by the first line; none if it is damaged."""
     if file.ending in _COLUMN_ENDINGS:
-        return holds_messages(file.path, field)
+        return message_columns(file.path)
+    if file.ending != ".jsonl":
+        return {}
     try:
         with file.path.open("rb") as lines:
             first = lines.readline().removeprefix(codecs.BOM_UTF8)
-            return isinstance(parse_record(first).get(field), list)
+            return {name: isinstance(value, list) for name, value in parse_record(first).items()}
     except ValueError:  # which reading the lines will tell
-        return False
+        return {}

@@ -93,6 +93,11 @@ class RecordFormat:
         """Whether the text is that of a single field, unless it holds a chat."""
         return len(self.fields) == 1 and self._parts == [("", self.fields[0])] and not self._loss_on
 
+    @property
+    def takes_chats(self) -> bool:
+        """Whether a record may be a chat."""
+        return len(self.fields) == 1 and (self.takes_chat_template or self._parts == [("", self.fields[0])])
+
     def with_chat_template(self, chat: ChatTemplate | None) -> RecordFormat:
         """The same, with chats written by a template; None changes nothing."""
         if chat is None:
@@ -116,6 +121,19 @@ class RecordFormat:
         if not marked.text:
             raise UserError("empty")
         return marked
+
+    def render_prompt(self, text: str) -> MarkedText:
+        """What a user says, written as a chat up to where the assistant answers."""
+        messages = [{"role": "user", "content": text}]
+        if self._chat is not None:
+            return self._chat.render_prompt(messages)
+        begun = ""
+        for literal, name in self._message:
+            begun += literal
+            if name == "content":
+                break
+            begun += "assistant" if name else ""
+        return MarkedText(self._render_chat(messages).text + begun)
 
     def _render_chat(self, messages: list[Any]) -> MarkedText:
         if not messages:
@@ -253,12 +271,17 @@ class ChatTemplate:
                 learned.append((start, self._end_of(text, len(written))))
         return MarkedText(text, tuple(learned), True)
 
-    def _fill(self, messages: list[dict[str, Any]]) -> str:
+    def render_prompt(self, messages: list[dict[str, Any]]) -> MarkedText:
+        """The text of a chat up to where the assistant answers."""
+        return MarkedText(self._fill(messages, add_generation_prompt=True), None, True)
+
+    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         written: list[str] = []
         num_characters = 0
         _environment().start()
         try:
-            for text in self._template.generate(messages=messages, add_generation_prompt=False, **self._arguments[2]):
+            variables = {**self._arguments[2], "add_generation_prompt": add_generation_prompt}
+            for text in self._template.generate(messages=messages, **variables):
                 written.append(text)
                 num_characters += len(text)
                 if num_characters > _MOST_CHARACTERS:

@@ -74,7 +74,7 @@ def check_tokens(
     if limits.min >= 0 and (num_values is None or limits.max < num_values):
         return
     most = limits.max if num_values is None else num_values - 1
-    limit = "" if num_values is None else f" and below the vocabulary size {num_values:,} (--decoder.vocab-size)"
+    limit = "" if num_values is None else f" and below {num_values:,}, by --decoder.vocab-size or --model"
     for start, chunk in _chunks(tokens, f"tokens of {path}", progress):
         if chunk.min() < 0 or chunk.max() > most:
             places = np.flatnonzero((chunk < 0) | (chunk > most))

@@ -42,9 +42,9 @@ class ByteTokenizer:
             weights[first : first + len(text.text[start:end].encode())] = 1
         return _weighted(tokens, weights)
 
-    def prompt(self, text: str) -> Int32[np.ndarray, " L"]:
+    def prompt(self, text: MarkedText) -> Int32[np.ndarray, " L"]:
         """The bytes of a text."""
-        return _text_bytes(text).astype(np.int32)
+        return _text_bytes(text.text).astype(np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
         """The text of bytes; what is no UTF-8 becomes U+FFFD."""
@@ -84,11 +84,11 @@ class FileTokenizer:
             weights.append(bool(weights) and weights[-1] if start == end else text.is_learned(start, end))
         return _weighted(tokens, weights)
 
-    def prompt(self, text: str) -> Int32[np.ndarray, " L"]:
+    def prompt(self, text: MarkedText) -> Int32[np.ndarray, " L"]:
         """The tokens that a sample with this beginning has at its beginning."""
         with _only_value_errors(f"{self.path} fails on the text"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array([*self._added[0], *ids], np.int32)
+            ids = self._tokenizer.encode(text.text, add_special_tokens=False).ids
+        return np.array([*([] if text.has_special_tokens else self._added[0]), *ids], np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
         """The text of tokens, without special tokens."""

@@ -7,6 +7,7 @@ values of a token.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ __all__ = [
     "graphs_of",
     "init_params",
     "make_loss_fn",
+    "param_shapes",
     "rows_of",
     "run_layer",
     "sum_losses",
@@ -344,6 +346,13 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
       A pytree of float32 arrays, whose names are such as `layers.0.attention.q.kernel`; kernels are [inputs, outputs].
     """
     return nnx.split(Decoder(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
+
+
+def param_shapes(config: DecoderConfig) -> nnx.State:
+    """What `init_params` gives, as `jax.ShapeDtypeStruct`; only one layer is traced."""
+    one_layer = dataclasses.replace(config, num_layers=1, windows=())
+    shapes = jax.eval_shape(lambda: init_params(one_layer, 0)).raw_mapping
+    return nnx.State({**shapes, "layers": dict.fromkeys(range(config.num_layers), shapes["layers"][0])})
 
 
 def make_loss_fn(config: DecoderConfig) -> LossFn:

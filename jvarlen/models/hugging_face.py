@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ import numpy as np
 from flax import nnx
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import move_into_place, read_object, regular_file
+from jvarlen._common.files import check_new_directory, move_into_place, read_object, regular_file
 from jvarlen._common.pytree import describe, plain_names
 from jvarlen.models.config import DecoderConfig
-from jvarlen.models.decoder import init_params
+from jvarlen.models.decoder import param_shapes
 from jvarlen.models.hugging_face_config import KEPT_FIELDS, hugging_face_fields, read_config
 
-__all__ = ["from_hugging_face", "hugging_face_tensors", "params_from_tensors", "to_hugging_face"]
+__all__ = ["files_beside", "from_hugging_face", "hugging_face_tensors", "params_from_tensors", "to_hugging_face"]
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Beside the weights: the tokenizer, and how it and the model are used.
@@ -63,6 +63,7 @@ def from_hugging_face(directory: Path) -> tuple[DecoderConfig, nnx.State]:
 
     Example:
       >>> import tempfile
+      >>> from jvarlen.models import init_params
       >>> config = DecoderConfig(width=16)
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     to_hugging_face(Path(folder) / "model", init_params(config, 0), config)
@@ -142,7 +143,7 @@ def to_hugging_face(
     config: DecoderConfig,
     *,
     tokenizer: Path | None = None,
-    end_token: int | None = None,
+    end_token: int | Sequence[int] | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes a decoder as a directory that `transformers` opens. It appears when it is complete, or not at all.
@@ -153,9 +154,9 @@ def to_hugging_face(
         it, the first writes.
       config: the decoder that they belong to.
       tokenizer: a directory whose tokenizer, chat template and settings of generation are copied; its config.json, if
-        it has one, tells what does not belong to the decoder, such as `eos_token_id`. Or a tokenizer.json: what lies
-        beside it is copied as well. Or another file of that form.
-      end_token: `eos_token_id` of config.json, which ends texts.
+        it has one, tells what does not belong to the decoder, such as `eos_token_id`. Or a tokenizer file: what lies
+        beside it is copied as well.
+      end_token: `eos_token_id` of config.json, which ends texts, or several.
       max_shard_bytes: weights above it are written in several files, with an index.
 
     Raises:
@@ -165,23 +166,20 @@ def to_hugging_face(
     """
     if jax.process_index() > 0:
         return
-    if not directory.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {directory.parent} to write {directory.name} to")
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise FileExistsError(f"{directory} is there already")
+    check_new_directory(directory)
     save_file = _safetensors().numpy.save_file
     tensors = hugging_face_tensors(params, config)
     if wrong := [f"{name} {describe(array)}" for name, array in tensors.items() if array.dtype not in _DTYPES.values()]:
         raise UserError(f"parameters must be float32, bfloat16 or float16: {list_first(wrong)}")
     dtype = jnp.result_type(*(array.dtype for array in tensors.values()))
     fields = hugging_face_fields(config, dtype.name)
-    copied = _beside(tokenizer)
+    copied = files_beside(tokenizer)
     if "config.json" in copied:
         given = read_object(copied.pop("config.json"))
         kept = {name: given[name] for name in KEPT_FIELDS if name in given}
         fields |= kept | ({"bos_token_id": config.begin_token} if config.begins_samples else {})
     if end_token is not None:
-        fields["eos_token_id"] = end_token
+        fields["eos_token_id"] = end_token if isinstance(end_token, int) else [*end_token]
     shards = _shards(tensors, max_shard_bytes)
     part = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.part")
     part.mkdir()
@@ -222,16 +220,15 @@ def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> dict[str, list
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def _beside(tokenizer: Path | None) -> dict[str, Path]:
+def files_beside(tokenizer: Path | None) -> dict[str, Path]:
     """The files that come with a tokenizer, by the names that they are copied to, and config.json."""
     if tokenizer is None:
         return {}
     if not tokenizer.exists():
         raise FileNotFoundError(f"there is no tokenizer {tokenizer}")
-    if tokenizer.is_file() and tokenizer.name != "tokenizer.json":
-        return {"tokenizer.json": tokenizer}
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    return {name: folder / name for name in (*_COPIED, "config.json") if (folder / name).is_file()}
+    files = {name: folder / name for name in (*_COPIED, "config.json") if (folder / name).is_file()}
+    return files if tokenizer.is_dir() else files | {"tokenizer.json": tokenizer}
 
 
 def _mapped_tensors(directory: Path) -> dict[str, np.ndarray]:
@@ -306,7 +303,7 @@ def _safetensors() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _shapes(config: DecoderConfig) -> Any:
-    return jax.eval_shape(lambda: init_params(config, 0))
+    return param_shapes(config)
 
 
 def _tensor_name(own_name: str) -> str:

@@ -1,6 +1,6 @@
 """A whole training: from settings to a run directory.
 
-- `config`, `plan_config`: frozen, checked settings. `task`: what is trained, and on what.
+- `config`, `plan_config`: frozen, checked settings. `model`: what `model=` means. `task`: what is trained, and on what.
 - `shape_choice`: the shapes of a run whose settings leave their number open. `training_plan`: the plans of all epochs.
 - `vocabulary`: which tables a loss reads by tokens.
 - `prepare`: data, shapes and plan, before anything is placed or compiled.

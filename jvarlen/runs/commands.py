@@ -9,25 +9,36 @@ import codecs
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
 from jaxtyping import Int32, Int64
 
-from jvarlen import __version__, models
+from jvarlen import models
 from jvarlen._common.checks import (
     UserError,
     check_at_least_one,
     check_at_least_zero,
     check_counts,
+    is_integer,
     list_first,
 )
-from jvarlen._common.files import check_outputs, load_array, regular_file, write_atomically
+from jvarlen._common.files import (
+    check_new_directory,
+    check_outputs,
+    load_array,
+    read_object,
+    regular_file,
+    write_atomically,
+)
 from jvarlen._common.terminal import say
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.data.line_files import read_json
+from jvarlen.data.open import NUM_BYTES
+from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import DecoderConfig, check_temperature
@@ -37,14 +48,21 @@ from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.packings import PackingMethod
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FLAT, DataConfig, FitConfig, changed_contents, files_read, is_run_dir, load_config
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, files_read, load_config
+from jvarlen.runs.model import (
+    MODEL_DIR,
+    TOKENIZER,
+    decoder_of,
+    model_shapes,
+    named_params,
+    optimizer_for,
+    params_dtype,
+    with_model,
+)
 from jvarlen.runs.plan_config import PlanConfig, epoch_plan, note_on_candidates, note_on_overlong, shapes_for
 
 if TYPE_CHECKING:
-    from flax import nnx
-
     from jvarlen.targets.cluster import Cluster
-    from jvarlen.targets.model_file import ModelFile
 
 __all__ = [
     "ExportCommand",
@@ -56,8 +74,6 @@ __all__ = [
     "measure_costs",
 ]
 
-_EMBEDDING = "embed.embedding"
-_NUM_BYTES = 256
 _SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
 
 _WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")]
@@ -98,7 +114,7 @@ class PlanCommand:
     """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
     four hosts. Needs model."""
     model: Path | None = None
-    """JSON file of the model: layers, width, heads, vocabulary, params_dtype, compute_dtype, optimizer."""
+    """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
 
     def __post_init__(self):
         check_counts(self, 1, "vocab_size")
@@ -108,18 +124,28 @@ class PlanCommand:
         """Prints the plan, what there is without it, and layouts, and writes the requested files."""
         from jvarlen.reports.compare import compare_strategies, comparison_table
 
-        if (self.cluster is None) != (self.model is None):
-            raise UserError("cluster= and model= go together: layouts are chosen for a model on a cluster")
+        if self.cluster is not None and self.model is None:
+            raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         settings = self.plan.of_files()
-        read = *files_read(self.data), self.model, self.cluster, settings.cost_model, settings.memory_model
+        read = *files_read(self.data, self.model), self.cluster, settings.cost_model, settings.memory_model
         check_outputs({"out": self.out, "html": self.html}, *read)
-        described = None
-        if self.cluster is not None and self.model is not None:
-            from jvarlen.targets.cluster import Cluster  # here: they import JAX
-            from jvarlen.targets.model_file import ModelFile
+        cluster = None
+        if self.cluster is not None:
+            from jvarlen.targets.cluster import Cluster  # here: it imports JAX
 
-            described = Cluster.named(self.cluster), ModelFile.load(self.model)
-        lengths, corpus = self._read_lengths()
+            cluster = Cluster.named(self.cluster)
+        decoder = DecoderConfig(vocab_size=self.vocab_size)
+        config = with_model(
+            FitConfig(
+                data=self.data,
+                plan=self.plan,
+                seed=self.seed,
+                progress=self.progress,
+                model=self.model,
+                decoder=decoder,
+            )
+        )
+        lengths, corpus = self._read_lengths(config)
         shapes = shapes_for(settings, lengths, seed=self.seed)
         plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
         if self.out is not None:
@@ -131,15 +157,15 @@ class PlanCommand:
         say(f"\n{comparison_table(comparison)}")
         if self.out is not None:
             say(self.out)
-        if described is not None:
-            self._choose_layout(plan, *described)
+        if cluster is not None:
+            self._choose_layout(plan, cluster, config)
         elif self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
             write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
             say(self.html)
 
-    def _read_lengths(self) -> tuple[Int64[np.ndarray, " N"], list[str]]:
+    def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
         """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
         files = self.data.files
         if any(str(path).endswith(".npy") for path in files):
@@ -152,22 +178,23 @@ class PlanCommand:
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX
 
-        model = DecoderConfig(vocab_size=self.vocab_size)
-        config = FitConfig(data=self.data, plan=self.plan, seed=self.seed, progress=self.progress, decoder=model)
         data = open_training_data(config)
         lengths = known_lengths(data.train, progress=self.progress)
         return lengths, [*data.describe(lengths), ""]
 
-    def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
-        from jvarlen.batches.shapes import plan_specs  # here: it imports JAX
+    def _choose_layout(self, plan: Plan, cluster: Cluster, config: FitConfig) -> None:
+        import optax  # here: they import JAX
+
+        from jvarlen.batches.shapes import plan_specs
         from jvarlen.targets.choice import choose_layout
 
+        params = model_shapes(config.model, config.decoder)
         choice = choose_layout(
             plan,
-            model.model,
-            model.make_optimizer(),
+            models.layered(config.decoder),
+            optimizer_for(params, optax.adamw(1e-3)),
             cluster,
-            params=model.params,
+            params=params,
             cost=self.plan.cost,
             batch_spec=plan_specs(plan),
         )
@@ -206,14 +233,16 @@ class ReportCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleCommand:
-    """Continue prompts with the trained model of a run."""
+    """Continue prompts with the model of a run or of a Hugging Face directory."""
 
-    run_dir: tyro.conf.Positional[Path]
-    """Run directory."""
+    directory: tyro.conf.Positional[Path]
+    """Run directory, or Hugging Face directory."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text to continue; may be given several times. An empty one is a sample from its beginning."""
     prompts: Path | None = None
     """File with more texts to continue, a line each."""
+    chat: bool = False
+    """Each prompt is what a user says: it is written by the chat template, and the sample is the answer."""
     max_new_tokens: int = 128
     """The most tokens that a prompt is continued by; it ends earlier where the model writes the end token."""
     temperature: float = 0.0
@@ -223,9 +252,9 @@ class SampleCommand:
     seed: int = 0
     """Seed of the random choice of tokens."""
     checkpoint: _WhichCheckpoint = dataclasses.field(default="latest", metadata={"name": "from"})
-    """The checkpoint to take: the latest, or the one with the best evaluation."""
+    """The checkpoint of a run to take: the latest, or the one with the best evaluation."""
     tokenizer: Path | None = None
-    """Tokenizer file, if it is not at the place that the run's settings name, or if they name none."""
+    """Tokenizer file, for a model that has none."""
     out: Path | None = None
     """Where to write the samples as well: a JSON object a line, with prompt, text and the new tokens."""
     max_tokens: int = 16_384
@@ -243,39 +272,51 @@ class SampleCommand:
         check_temperature(self.temperature)
 
     def run(self) -> None:
-        """Samples, writes the file, and prints prompts with their continuations."""
+        """Samples, writes the file, and prints prompts with their continuations, or the answers to them."""
         layout = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
         check_outputs({"out": self.out}, self.prompts, self.tokenizer)
         prompts = self._named_prompts()
-        trained = _read_trained(self.run_dir, self.checkpoint)
-        check_outputs({"out": self.out}, *files_read(trained.settings.data))
-        codec = trained.codec(self.tokenizer)
-        tokens = _encode(codec, prompts, trained.model.num_values, self.max_tokens - self.max_new_tokens)
+        trained = _read_trained(self.directory, self.checkpoint, self.tokenizer)
+        check_outputs({"out": self.out}, *trained.files)
+        codec = trained.codec
+        if codec is None:
+            raise UserError(
+                f"the {trained.decoder.num_values:,} tokens of {self.directory} are no bytes, and it has no tokenizer: "
+                "give one with --tokenizer"
+            )
+        write: Callable[[str], MarkedText] = MarkedText
+        if self.chat:
+            if trained.chats is None:
+                raise UserError(f"{self.directory} has no template of chats: its prompts are texts, without --chat")
+            write = trained.chats.render_prompt
+        texts = {name: write(text) for name, text in prompts.items()}
+        tokens = _encode(codec, texts, trained.decoder, self.max_tokens - self.max_new_tokens)
         continued = models.generate(
             trained.params,
-            trained.model,
+            trained.decoder,
             tokens,
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             seed=self.seed,
-            end_token=trained.end_token(codec),
+            end_token=trained.end_tokens,
             max_tokens=self.max_tokens,
             max_shapes=self.max_shapes,
             layout=layout,
             progress=self.progress,
         )
-        texts, lines = [], []
+        samples, lines = [], []
         for prompt, given, new in zip(prompts.values(), tokens, continued, strict=True):
-            text = codec.decode(np.concatenate([given, new]))
-            end = text.find(self.stop, len(codec.decode(given))) if self.stop else -1
-            texts.append(text if end < 0 else text[:end])
-            line = {"prompt": prompt, "text": texts[-1], "tokens": new.tolist()}
+            shown = given[:0] if self.chat else given
+            text = codec.decode(np.concatenate([shown, new]))
+            end = text.find(self.stop, len(codec.decode(shown))) if self.stop else -1
+            samples.append(text if end < 0 else text[:end])
+            line = {"prompt": prompt, "text": samples[-1], "tokens": new.tolist()}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         if self.out is not None:
             with write_atomically(self.out) as file:
                 file.write("".join(lines).encode())
-        for name, text in zip(prompts, texts, strict=True):
-            say(text if len(texts) == 1 else f"── {name}\n{text}")
+        for name, text in zip(prompts, samples, strict=True):
+            say(text if len(samples) == 1 else f"── {name}\n{text}")
         if self.out is not None:
             say(self.out)
 
@@ -295,86 +336,92 @@ class SampleCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportCommand:
-    """Write the trained model of a run as one safetensors file, with its settings and tokenizer."""
+    """Write the trained model of a run as a Hugging Face directory, with its tokenizer."""
 
     run_dir: tyro.conf.Positional[Path]
     """Run directory."""
     out: tyro.conf.Positional[Path]
-    """Where to write the model (.safetensors)."""
+    """The directory to write, which `transformers` opens; it must be empty or new."""
     checkpoint: _WhichCheckpoint = dataclasses.field(default="latest", metadata={"name": "from"})
     """The checkpoint to take: the latest, or the one with the best evaluation."""
     tokenizer: Path | None = None
-    """Tokenizer file, if it is not at the place that the run's settings name, or if they name none."""
+    """Tokenizer file, for a run that has none."""
 
     def run(self) -> None:
-        """Writes the file, and prints what it holds."""
-        check_outputs({"the model": self.out})
-        trained = _read_trained(self.run_dir, self.checkpoint)
-        metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
-        tokenizer = self.tokenizer or trained.settings.data.tokenizer
-        check_outputs({"the model": self.out}, tokenizer, *files_read(trained.settings.data))
-        if tokenizer is not None:
-            codec = trained.codec(self.tokenizer)
-            metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8-sig")
-            if (end_token := trained.end_token(codec)) is not None:
-                metadata["end_token"] = str(end_token)
-        models.save_params(self.out, trained.params, trained.model, metadata=metadata)
-        size = sum(np.size(leaf) for leaf in trained.arrays.values())
+        """Writes the directory, and prints what it holds."""
+        import jax  # here: settings are read without it
+
+        check_new_directory(self.out)
+        trained = _read_trained(self.run_dir, self.checkpoint, self.tokenizer)
+        models.to_hugging_face(
+            self.out,
+            trained.params,
+            trained.decoder,
+            tokenizer=self.tokenizer or trained.folder,
+            end_token=trained.end_tokens[0] if len(trained.end_tokens) == 1 else trained.end_tokens or None,
+        )
+        size = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
         say(f"{self.out}: {size:,} parameters after {trained.num_steps:,} steps")
 
 
 class _Trained(NamedTuple):
-    """A checkpoint of a run of the built-in model."""
+    """A model, of a checkpoint of a run or of a Hugging Face directory, with what is between texts and its tokens."""
 
-    run_dir: Path
-    settings: FitConfig
-    model: DecoderConfig  # with the size of the vocabulary that it was trained with
-    params: nnx.State
-    arrays: dict[str, np.ndarray]  # the parameters by dotted names
+    decoder: DecoderConfig
+    params: Any
     num_steps: int
+    codec: Tokenizer | None  # None: its tokens are no bytes, and there is no tokenizer
+    end_tokens: tuple[int, ...]  # each of which ends a sample
+    chats: RecordFormat | None  # how a chat is written, if it has any
+    folder: Path | None  # of files that come with the model, if there are any
+    files: Sequence[str | Path]  # that it was read from, or trained on
 
-    def codec(self, given: Path | None) -> Tokenizer:
-        """Between text and the run's tokens, by the run's own tokenizer, wherever it lies; ValueError for another."""
-        own = self.settings.data.tokenizer
-        tokenizer = given or own
+
+def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: Path | None) -> _Trained:
+    if not (directory / "config.json").exists():
+        raise FileNotFoundError(
+            f"{directory} is not the directory of a run, nor of a model of Hugging Face: there is no config.json"
+        )
+    fields, folder, num_steps, end_token = read_object(directory / "config.json"), directory, 0, None
+    record_format: RecordFormat | None = None
+    files: Sequence[str | Path] = [*directory.iterdir()]
+    if "model_type" in fields:
+        decoder, params = models.from_hugging_face(directory)
+    else:
+        from jvarlen.training.checkpoint import read_params  # here: settings are read without JAX
+
+        settings, folder = load_config(directory / "config.json"), directory / MODEL_DIR
+        arrays, place = read_params(directory / "checkpoints", which)
+        decoder, num_steps, end_token = settings.decoder, place.num_steps_done, settings.data.end_token
+        try:
+            params = named_params(decoder, arrays)
+        except UserError as error:
+            raise UserError(f"{directory} is a run of a model of your own, not of the built-in one: {error}") from None
+        record_format = RecordFormat(settings.data.field, settings.data.template, settings.data.loss_on)
+        files = files_read(settings.data, settings.model)
+    if (folder / TOKENIZER).exists():
         if tokenizer is not None:
-            codec = FileTokenizer(tokenizer)
-            if own is not None and changed_contents(self.run_dir, {str(own): codec.key}):
-                raise UserError(
-                    f"{tokenizer} is not the tokenizer that {self.run_dir} was trained with, or has changed since: put "
-                    f"the file back that {own} was then, or name it with --tokenizer"
-                )
-            return codec
-        if self.model.num_values != _NUM_BYTES:
-            raise UserError(
-                f"the run's {self.model.num_values:,} tokens are no bytes, and its settings name no tokenizer: give one"
-            )
-        return ByteTokenizer()
-
-    def end_token(self, codec: Tokenizer) -> int | None:
-        """The token that ends a sample, if the model can write it."""
-        end = self.settings.data.end_token if self.settings.data.end_token is not None else codec.end_token
-        return end if end is not None and end < self.model.num_values else None
-
-
-def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
-    if not is_run_dir(run_dir):
-        raise FileNotFoundError(f"{run_dir} is not the directory of a run: there is no {run_dir / 'config.json'}")
-    settings = load_config(run_dir / "config.json")
-    from jvarlen.training.checkpoint import read_params  # here: settings are read without JAX
-
-    arrays, place = read_params(run_dir / "checkpoints", which)
-    # The run's vocabulary may be larger than its settings say: that of the data counts.
-    num_embeddings = len(np.atleast_1d(arrays.get(_EMBEDDING, np.zeros(2))))
-    try:
-        model = dataclasses.replace(settings.decoder, vocab_size=num_embeddings)
-        params = models.params_from_flat(model, arrays)
-    except UserError as error:
-        raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None
-    return _Trained(run_dir, settings, model, params, arrays, place.num_steps_done)
+            raise UserError(f"tokenizer ({tokenizer}) is for models without one, and {directory} has its own")
+        tokenizer = folder / TOKENIZER
+    codec: Tokenizer | None = ByteTokenizer() if decoder.num_values == NUM_BYTES else None
+    if tokenizer is not None:
+        codec = from_file = FileTokenizer(tokenizer)
+        chat = ChatTemplate.beside(tokenizer, from_file.special_tokens)
+        if chat is not None and (record_format is None or record_format.takes_chat_template):
+            record_format = (record_format or RecordFormat()).with_chat_template(chat)
+    named: list[Any] = [end_token, None if codec is None else codec.end_token]
+    for name in ("config.json", "generation_config.json"):
+        also = read_json(folder / name).get("eos_token_id")
+        named += also if isinstance(also, list) else [also]
+    ends = tuple(dict.fromkeys(end for end in named if is_integer(end) and 0 <= end < decoder.num_values))
+    chats = record_format if record_format is not None and record_format.takes_chats else None
+    own_folder = folder if folder.exists() else None
+    return _Trained(decoder, params, num_steps, codec, ends, chats, own_folder, files)
 
 
-def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest: int) -> list[Int32[np.ndarray, " L"]]:
+def _encode(
+    codec: Tokenizer, prompts: dict[str, MarkedText], decoder: DecoderConfig, longest: int
+) -> list[Int32[np.ndarray, " L"]]:
     """The tokens of the prompts; raises ValueError that lists prompts without, too long, or of unknown tokens."""
     encoded, wrong = [], []
     for name, text in prompts.items():
@@ -383,8 +430,12 @@ def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest:
         except UserError as error:
             wrong.append(f"{name}: {error}")
             continue
-        if (outside := tokens[tokens >= vocab_size]).size:
-            wrong.append(f"{name}: tokens {list_first(outside.tolist())}, but the model's are below {vocab_size}")
+        if (outside := tokens[tokens >= decoder.num_values]).size:
+            wrong.append(
+                f"{name}: tokens {list_first(outside.tolist())}, but the model's are below {decoder.num_values}"
+            )
+        if not tokens.size and decoder.begin_token is None:
+            wrong.append(f"{name}: no tokens, and the model has none that begins a text")
         if len(tokens) > longest:
             wrong.append(f"{name}: {len(tokens):,} tokens, but max_tokens leaves room for {max(longest, 0):,}")
         encoded.append(tokens)
@@ -404,6 +455,7 @@ class MeasuredCosts(NamedTuple):
 def measure_costs(
     model: DecoderConfig,
     *,
+    dtype: str = "float32",
     max_tokens: int,
     lengths: Sequence[int],
     microbatches_per_step: int = 1,
@@ -411,15 +463,15 @@ def measure_costs(
     repeats: int = 3,
     progress: bool = True,
 ) -> MeasuredCosts:
-    """Compiles and runs AdamW steps of the built-in model in rows of these lengths, and fits cost models."""
-    import optax  # here: settings are read without JAX
+    """Compiles and runs AdamW steps of a decoder in rows of these lengths, and fits cost models."""
+    import jax  # here: settings are read without it
+    import optax
 
     from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
     from jvarlen.batches.shapes import BatchShapes
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.measure import measure_buckets
     from jvarlen.compiling.program_store import without_compilation_cache
-    from jvarlen.models import init_params, make_loss_fn
     from jvarlen.parallel.train import make_train_step
     from jvarlen.planning.buckets import Bucket
 
@@ -430,8 +482,9 @@ def measure_costs(
     too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
     if too_long:
         raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
-    step = make_train_step(make_loss_fn(model), optax.adamw(1e-3))
-    state = step.init(init_params(model, seed=0))
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(model, seed=0))
+    step = make_train_step(models.make_loss_fn(model), optimizer_for(params, optax.adamw(1e-3)))
+    state = step.init(params)
     measured = []
     for share in _SHARES_OF_BUDGET:
         with without_compilation_cache():  # what is asked is what compiling takes
@@ -451,8 +504,10 @@ def measure_costs(
     seconds, num_bytes = (
         np.concatenate([getattr(each, name) for each in measured]) for name in ("seconds", "num_bytes")
     )
-    name = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(model).items() if value is not None)
-    name += f", {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
+    demo, sizes = DecoderConfig(), ("num_layers", "width", "num_heads", "vocab_size")
+    given = {key: value for key, value in vars(model).items() if key in sizes or value != getattr(demo, key)}
+    name = ", ".join(f"{key} {value}" for key, value in given.items())
+    name += f", {dtype}, {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
     return MeasuredCosts(
         fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
         fit_cost_model(shapes, num_bytes, unit="bytes", device=measured[0].device, model=name),
@@ -462,7 +517,7 @@ def measure_costs(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasureCommand(DeviceConfig):
-    """Measure time and memory of training steps of the built-in model, for `plan --cost-model` and `--memory-model`.
+    """Measure time and memory of training steps of the decoder, for `plan --cost-model` and `--memory-model`.
 
     With --links, measure devices and the links between them.
     """
@@ -483,8 +538,10 @@ class MeasureCommand(DeviceConfig):
     """Where to write the cost model in bytes."""
     progress: bool = True
     """Show progress bars."""
+    model: Path | None = None
+    """Hugging Face directory or config.json, whose sizes are measured with random weights. None: decoder."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
-    """The shape of the built-in model."""
+    """The shape of the built-in model, without model."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -498,9 +555,10 @@ class MeasureCommand(DeviceConfig):
         if self.devices is not None or self.has_processes:
             raise UserError("steps are measured on one device: devices and processes are for --links")
         out = self.out or Path("cost.json")
-        check_outputs({"out": out, "memory_out": self.memory_out})
+        check_outputs({"out": out, "memory_out": self.memory_out}, *files_read(DataConfig(), self.model))
         costs = measure_costs(
-            self.decoder,
+            decoder_of(self.model, self.decoder),
+            dtype=params_dtype(self.model),
             max_tokens=self.max_tokens,
             lengths=self.lengths,
             microbatches_per_step=self.microbatches_per_step,
@@ -517,7 +575,7 @@ class MeasureCommand(DeviceConfig):
         from jvarlen.targets.links import measure_cluster
 
         check_outputs({"out": out})
-        placement, dtype = launch(self), self.decoder.compute_dtype or "float32"
+        placement, dtype = launch(self), self.decoder.compute_dtype or params_dtype(self.model)
         cluster = measure_cluster(placement, dtype=dtype, progress=self.progress)
         if not is_main_process():
             return

@@ -85,12 +85,19 @@ _RESUMED, _PROCESS, _CALL = ({"scope": scope} for scope in ("resumed", "process"
 FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
 
 
+# The command line shows what varies the demo; the rest comes from a config.json.
+_SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "packed_attention", "compute_dtype")
+for _field in dataclasses.fields(DecoderConfig):
+    if _field.name not in _SHOWN:
+        DecoderConfig.__annotations__[_field.name] = Annotated[_field.type, tyro.conf.Fixed, tyro.conf.Suppress]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
 
-    learning_rate: float = 3e-3
-    """Peak of the base learning rate."""
+    learning_rate: float | None = None
+    """Peak of the base learning rate. None: 3e-3, or 5e-6 for weights that a model already has."""
     warmup_fraction: float = 0.1
     """Share of training spent on warm-up; it starts from the final rate."""
     final_fraction: float = 0.05
@@ -113,7 +120,8 @@ class OptimizerConfig:
     """Gradients with a larger global norm are clipped to it."""
 
     def __post_init__(self):
-        check_above(self, 0, "learning_rate", "base_batch_size", "max_gradient_norm")
+        given = () if self.learning_rate is None else ("learning_rate",)
+        check_above(self, 0, *given, "base_batch_size", "max_gradient_norm")
         check_at_least(self, 0, "weight_decay")
         check_fraction(self, "warmup_fraction", "final_fraction", "b1", "b2")
 
@@ -129,15 +137,15 @@ class DataConfig:
     a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
     Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
     field: tuple[str, ...] = ("text",)
-    """JSON field or column that holds the text, the tokens, or a list of messages with role and content.
-    Several are joined by newlines."""
+    """JSON field or column that holds the text, the tokens, or a list of messages with role and content, which may be
+    in messages where there is no text. Several are joined by newlines."""
     template: str | None = None
     """Text with the names of fields in braces, such as "Q: {question}\\nA: {answer}\\n"; \\n is a newline.
     For messages, the template of one, with {role} and {content}."""
     loss_on: tuple[str, ...] = ()
     """Fields, or roles of messages, to learn; the rest has loss weight 0. Without, everything is learned."""
     tokenizer: Path | None = None
-    """Tokenizer file (tokenizer.json); None trains on bytes."""
+    """Tokenizer file (tokenizer.json); None: that of the model's directory, or bytes."""
     end_token: int | None = None
     """Token that ends every document of a .bin without index; None for blocks of max_length."""
     weights: tuple[float, ...] = ()
@@ -317,8 +325,11 @@ class FitConfig:
     """Where a run writes, and which run it resumes."""
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
+    model: Path | None = None
+    """Hugging Face directory of the model to train further, with its tokenizer and chat template.
+    Or a config.json: its sizes, with random weights. None: the sizes of decoder."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
-    """The shape of the built-in model."""
+    """The shape of the built-in model, without model."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions, metadata=_RESUMED)
@@ -329,6 +340,8 @@ class FitConfig:
             object.__setattr__(self, "trainable", (self.trainable,))
         check_counts(self, 1, "max_steps", "num_epochs", "eval_every")
         check_counts(self, 0, "profile")
+        if self.model is not None:
+            object.__setattr__(self, "model", Path(self.model).absolute())
         check_seed(self.seed, epoch=0)
         most = threading.TIMEOUT_MAX
         check_setting(self, ("stall_timeout_s",), lambda seconds: 0 < seconds <= most, f"above 0 and at most {most:g}")
@@ -365,6 +378,8 @@ def load_config(path: Path) -> FitConfig:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     try:
+        if "model_type" in settings:
+            raise UserError("it is the config.json of a model, which is trained as model=")
         check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
@@ -377,9 +392,11 @@ def load_config(path: Path) -> FitConfig:
     return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **models))
 
 
-def files_read(data: DataConfig) -> list[Path | str]:
-    """The local files of data and tokenizer, those in directories and of globs one by one."""
-    found: list[Path | str] = [] if data.tokenizer is None else [data.tokenizer]
+def files_read(data: DataConfig, model: Path | None = None) -> list[Path | str]:
+    """The local files of data, tokenizer and model, those in directories and of globs one by one."""
+    found: list[Path | str] = [path for path in (data.tokenizer, model) if path is not None]
+    if model is not None and model.is_dir():
+        found += model.iterdir()
     for path in map(Path, itertools.filterfalse(is_remote, (*data.files, *data.eval_data))):
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # a saved dataset
             found += path.rglob("*")

@@ -31,6 +31,7 @@ from jvarlen.reports.run_page import plot_curves
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.bad_samples import write_bad_records
 from jvarlen.runs.config import Change, FitConfig, changes_between, files_read, is_run_dir, load_config, save_config
+from jvarlen.runs.model import copy_files
 from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, PlanConfig
 
 __all__ = [
@@ -97,8 +98,8 @@ def new_run_dir(
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
     own = [path for path in (run_dir / name for name in RUN_FILES) if path.exists()]
-    models = (getattr(config.plan, name) for name in MODEL_FILES)
-    read = [file for file in (*files_read(config.data), *models, config.hardware.cluster) if file is not None]
+    others = config.hardware.cluster, *(getattr(config.plan, name) for name in MODEL_FILES)
+    read = [*files_read(config.data, config.model), *(file for file in others if file is not None)]
     if overwritten := [str(file) for file in read if any(is_same_file(path, file) for path in own)]:
         raise UserError(f"run_dir ({run_dir}) would overwrite {list_first(overwritten)}, which the run reads")
     plan.save(run_dir / "plan.npz")
@@ -106,6 +107,7 @@ def new_run_dir(
     with write_atomically(run_dir / "data.json") as file:
         file.write((json.dumps(content_keys, indent=2) + "\n").encode())
     write_bad_records(run_dir, bad_records)
+    copy_files(config, run_dir)
     # Last: what has settings is a run, and can be resumed.
     save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
     return run_dir

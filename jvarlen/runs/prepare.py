@@ -34,6 +34,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
+from jvarlen.runs.model import describe_model, initial_params, optimizer_for, with_model
 from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
@@ -97,6 +98,10 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     _check_shards(config, placement)
     if task.collate is not None:
         _check_compared(config, task)
+    if task.loss_fn is not None and config.model is not None:
+        raise UserError(f"model ({config.model}) is for the built-in decoder, and there is a loss_fn: give one of them")
+    with together("read the model"):
+        config = with_model(config)
     layout = config.hardware.layout
     num_devices = 1 if placement is None else placement.layout.num_devices
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
@@ -108,6 +113,9 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
         data = open_training_data(config, given)
+        if task.loss_fn is None:
+            size = data.num_values + config.decoder.begins_samples
+            config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, vocab_size=size))
         if (resumed := config.directory.resumed) is not None and is_run_dir(resumed):
             _refuse_changed(resumed, data, config.data.tokenizer)
         measure = task.measure
@@ -117,8 +125,11 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         say("Corpus", *data.describe(lengths))
         eval_lengths = {name: measure(dataset, False) for name, dataset in data.evaluation.items()}
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
-    with_model = functools.partial(task.with_model, config.decoder, data.vocab_size, config.seed)
-    task = with_model(layout)
+    with together("read the model"):
+        params = initial_params(config) if task.loss_fn is None else None
+    agree("the model", data.content_keys.get(str(config.model), "none"))
+    with_layout = functools.partial(task.with_decoder, config.decoder, params)
+    task = with_layout(layout)
     select_trained(task.shapes, task.trainable)  # which raises ValueError for names that no parameter has
 
     # While steps run, which is faster; or before, where several processes train.
@@ -126,11 +137,15 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     compile_options = dataclasses.replace(config.compile, when=when, time_steps=config.compile.time_steps is not False)
     if given is None and not config.data.files and config.max_steps is None and config.num_epochs is None:
         config = dataclasses.replace(config, max_steps=_DEMO_STEPS)
+    if config.model is not None:
+        say("Model", describe_model(config, task.shapes))
     decided = dataclasses.replace(config, compile=compile_options)
     chooser = ShapeChooser(decided, task, data, num_devices)
     shapes = chooser.choose(lengths, eval_lengths)
     with together("plan the training"):
         training_plan = TrainingPlan(decided, lengths, eval_lengths, task.optimizer, shapes)
+        if task.optimizer is None:
+            training_plan.optimizer = optimizer_for(task.shapes, training_plan.optimizer)
         plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
         report = plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
@@ -141,12 +156,12 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     )
     if config.hardware.parallel == AUTO:
         if placement is not None and num_devices > 1:
-            layout = _choose_layout(prepared._replace(task=with_model(Layout(data=2, zero=3))), placement, cluster)
+            layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
             placement = layout.on(placement.mesh.devices.flatten().tolist())
         parallel = None if layout is None else str(layout)
         hardware = dataclasses.replace(config.hardware, parallel=parallel, cluster=None)
         config = dataclasses.replace(config, hardware=hardware)
-        prepared = prepared._replace(config=config, task=with_model(layout), placement=placement)
+        prepared = prepared._replace(config=config, task=with_layout(layout), placement=placement)
     with together("plan the training"):
         if layout is not None:
             _check_layout(layout, prepared.task, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
@@ -154,7 +169,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         raise_if_interrupted()
         bucket = training_plan.buckets[0]
         batch = prepared.batch_spec()(bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
-        return prepared._replace(num_values=prepared.task.num_values(batch, data.vocab_size))
+        return prepared._replace(num_values=prepared.task.num_values(batch, data.num_values))
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:
@@ -173,8 +188,8 @@ def _check_compared(config: FitConfig, task: Task) -> None:
 
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
     """Raises ValueError for files that a run began with other content of; before shapes are, which would not fit."""
-    own = load_config(run_dir / "config.json").data  # settings that name other files are refused as such, later
-    names = set(map(str, (*own.files, *own.eval_data, own.tokenizer)))
+    saved = load_config(run_dir / "config.json")  # settings that name other files are refused as such, later
+    names = set(map(str, (*saved.data.files, *saved.data.eval_data, saved.data.tokenizer, saved.model)))
     changed = changed_contents(run_dir, {name: key for name, key in data.content_keys.items() if name in names})
     if str(tokenizer) in changed:  # which is a part of all other keys
         changed = [str(tokenizer)]
@@ -188,10 +203,11 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
     """The fastest layout that takes the optimizer and the steps of evaluations; the same on all processes."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
     if cluster is None:
-        dtype = config.decoder.compute_dtype or "float32"
+        narrow = "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(task.shapes)}
+        dtype: Any = config.decoder.compute_dtype or ("bfloat16" if narrow else "float32")
         cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
     plan = training_plan.plan_of_epoch(0)
-    assert task.loss_fn is not None  # there is one after `with_model`
+    assert task.loss_fn is not None  # there is one after `with_decoder`
 
     def is_taken(layout: Layout) -> bool:
         try:

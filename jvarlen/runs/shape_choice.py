@@ -33,6 +33,7 @@ from jvarlen.distributed.processes import gather_texts, is_main_process, togethe
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.cost_model import MOST_ERROR
 from jvarlen.runs.config import FitConfig, is_run_dir
+from jvarlen.runs.model import optimizer_for
 from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, PlanConfig, epoch_plan, shapes_for
 from jvarlen.runs.task import Task, TrainingData, whole_loss
 
@@ -99,7 +100,7 @@ class ShapeChooser:
         if task.batch_spec is not None or task.collate is not None:
             made = epoch_plan(probe, shapes, lengths, seed=0, epoch=0)
             batch_spec = task.batch_spec_for({"": made}, {"": self._data.train})
-        step = task.train_step(task.optimizer or optax.adamw(1e-3))
+        step = task.train_step(task.optimizer or optimizer_for(task.shapes, optax.adamw(1e-3)))
         state = dataclasses.replace(task, params=task.shapes).init_state(step, self._config.seed)
         of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
         step_compiler = make_step_compiler(step, state, of_batches, self._config.compile)

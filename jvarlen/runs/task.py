@@ -19,7 +19,7 @@ from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
 from jvarlen.data.mixtures import Mixture
-from jvarlen.data.open import StoredDataset, open_data
+from jvarlen.data.open import NUM_BYTES, StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.layout import Layout
@@ -27,7 +27,7 @@ from jvarlen.distributed.mesh import Placement
 from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.plan_source import spec_of_steps
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
@@ -39,6 +39,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.planning.samples import OnBadSample
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import FitConfig, evaluation_name
+from jvarlen.runs.model import MODEL_DIR, TOKENIZER, has_checkpoint, has_weights, model_key, model_shapes
 from jvarlen.runs.vocabulary import table_rows
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
@@ -53,7 +54,7 @@ __all__ = ["PairLengthsFn", "Task", "TrainingData", "open_training_data", "whole
 class Task:
     """The model that is trained, and the batches that it is trained on: the arguments of `fit`."""
 
-    loss_fn: LossFn | LayeredModel | None = None  # None: the built-in language model, until `with_model`
+    loss_fn: LossFn | LayeredModel | None = None  # None: the built-in language model, until `with_decoder`
     params: Any = None
     eval_loss_fn: LossFn | LayeredModel | None = None
     extra: Any = None
@@ -74,20 +75,19 @@ class Task:
         if self.fields is not None and self.collate is not None:
             raise UserError("fields= are for samples that the library collates: give them without collate=")
 
-    def with_model(self, model: DecoderConfig, vocab_size: int, seed: int, layout: Layout | None = None) -> Task:
-        """The same with the built-in model of these settings, if there is no loss yet."""
+    def with_decoder(self, decoder: DecoderConfig, params: Any, layout: Layout | None = None) -> Task:
+        """The same with the built-in model, if there is none of the user's."""
         if self.loss_fn is not None:
             return self
-        model = dataclasses.replace(model, vocab_size=vocab_size + model.begins_samples)
-        loss_fn = _built_in_loss(model, layout)
-        return dataclasses.replace(self, loss_fn=loss_fn, params=init_params(model, seed), is_language_model=True)
+        loss_fn = _built_in_loss(decoder, layout)
+        return dataclasses.replace(self, loss_fn=loss_fn, params=params, is_language_model=True)
 
     def check_layout(self, layout: Layout, model: DecoderConfig) -> None:
         """Raises ValueError if a layout is not for this model, or for the built-in one; computes nothing."""
         loss_fn, params = self.loss_fn, self.shapes
         if loss_fn is None:
             loss_fn = _built_in_loss(model, layout)
-            params = jax.eval_shape(lambda: init_params(model, 0))
+            params = model_shapes(None, model)
             if model.num_heads % layout.tensor:
                 raise UserError(
                     f"tensor{layout.tensor} of the layout {layout} does not divide the model's num_heads "
@@ -141,13 +141,13 @@ class Task:
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
-        assert self.loss_fn is not None  # there is one after `with_model`
+        assert self.loss_fn is not None  # there is one after `with_decoder`
         return make_train_step(self.loss_fn, optimizer, layout=placement, trainable=self.trainable)
 
-    def num_values(self, batch: Any, vocab_size: int) -> dict[str, int]:
+    def num_values(self, batch: Any, num_tokens: int) -> dict[str, int]:
         """How many values arrays of a batch may have that the loss reads a table by, as far as can be seen."""
         if self.is_language_model:
-            return {"tokens": vocab_size}
+            return {"tokens": num_tokens}
         return table_rows(whole_loss(self.loss_fn), self.params, self.extra, batch)
 
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
@@ -195,7 +195,7 @@ def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | Laye
 
 def whole_loss(loss_fn: LossFn | LayeredModel | None) -> LossFn:
     """The loss of the whole model, on one device."""
-    assert loss_fn is not None  # there is one after `with_model`
+    assert loss_fn is not None  # there is one after `with_decoder`
     return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
 
 
@@ -212,8 +212,8 @@ class TrainingData(NamedTuple):
 
     train: DataSource
     evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
-    vocab_size: int  # how many values a token can have
-    content_keys: dict[str, str]  # of each file and of the tokenizer, by its name
+    num_values: int  # how many values a token can have
+    content_keys: dict[str, str]  # of each file, of the tokenizer and of the model, by its name
     skipped: list[dict[str, Any]]  # records of files that are no samples, as a run lists them
 
     def describe(self, lengths: Int64[np.ndarray, " N *2"]) -> list[str]:
@@ -229,9 +229,11 @@ class TrainingData(NamedTuple):
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
     """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
-    own = config.data
+    own, num_values = config.data, config.decoder.num_values
     if given is not None and own.files:
         raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")
+    if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
+        raise UserError(f"model ({config.model}) needs data=: the built-in corpus is of bytes")
     opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
     if own.files:
         splits = [_split(path, opened[path], own.held_out_fraction) for path in own.files]
@@ -246,12 +248,14 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     else:
         split = given or split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
     keys = {str(path): dataset.content_key for path, dataset in opened.items()}
-    if own.tokenizer is not None:
-        keys[str(own.tokenizer)] = content_key(regular_file(own.tokenizer))
+    if (tokenizer := _tokenizer_file(config)) is not None:
+        keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))
+    if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
+        keys[str(config.model)] = model_key(config.model)
     return TrainingData(
         train=split.train,
         evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
-        vocab_size=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
+        num_values=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
         skipped=[
             {"step": None, "file": str(path), "record": name, "reason": reason}
@@ -263,13 +267,14 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
 
 def _open(path: Path | str, config: FitConfig) -> StoredDataset:
     """Opens a file or directory by the settings."""
+    tokenizer, model, num_values = _tokenizer_file(config), config.model, config.decoder.num_values
     dataset = open_data(
         path,
         field=config.data.field,
         template=config.data.template,
         loss_on=config.data.loss_on,
-        tokenizer=config.data.tokenizer,
-        num_values=None if config.data.tokenizer else config.decoder.num_values,
+        tokenizer=tokenizer,
+        num_values=None if tokenizer is not None and model is None else num_values,
         end_token=config.data.end_token,
         block_length=config.plan.longest,
         num_workers=config.data.num_workers,
@@ -281,7 +286,22 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
         raise UserError(
             f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
         )
+    if model is not None and dataset.num_values > num_values:
+        raise UserError(
+            f"{path} has tokens up to {dataset.num_values - 1:,}, and those of {model} are below {num_values:,}"
+        )
+    if has_weights(model) and tokenizer is None and dataset.num_values == NUM_BYTES != num_values:
+        raise UserError(
+            f"{path} holds text, and there is no {TOKENIZER} in {model}: give tokenizer=, the one of this model"
+        )
     return dataset
+
+
+def _tokenizer_file(config: FitConfig) -> Path | None:
+    """The tokenizer of the settings, or the copy that the resumed run has of it, if that is gone."""
+    own, resumed = config.data.tokenizer, config.directory.resumed
+    copy = None if resumed is None else resumed / MODEL_DIR / TOKENIZER
+    return copy if own is not None and copy is not None and not own.exists() and copy.exists() else own
 
 
 def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:

@@ -21,6 +21,7 @@ from jvarlen._common.progress import progress_bar
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
+from jvarlen.runs.model import peak_rate
 from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, table_schedule
@@ -94,11 +95,11 @@ class TrainingPlan:
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
-            self._schedule_rates(config.optimizer)
+            self._schedule_rates(config.optimizer, peak_rate(config))
         else:
             self.optimizer = optimizer
 
-    def _schedule_rates(self, settings: OptimizerConfig) -> None:
+    def _schedule_rates(self, settings: OptimizerConfig, peak: float) -> None:
         """Sets the optimizer of the settings, and its rates."""
         plan_of_epoch = self.plan_of_epoch
         unit = settings.schedule_unit
@@ -112,10 +113,10 @@ class TrainingPlan:
                 )
             counted = step_sizes(map(plan_of_epoch, range(self.num_epochs)))[unit][: self.num_steps]
             total = int(counted.sum())
-        lowest_rate = settings.learning_rate * settings.final_fraction
+        lowest_rate = peak * settings.final_fraction
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=lowest_rate,
-            peak_value=settings.learning_rate,
+            peak_value=peak,
             warmup_steps=int(settings.warmup_fraction * total),
             decay_steps=total,
             end_value=lowest_rate,

@@ -4,7 +4,7 @@
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: matrix products and collectives of a model. `step_seconds`: the time of a step on each layout.
-- `memory_model`: the bytes of a step on many layouts at once. `model_file`: a model as JSON.
+- `memory_model`: the bytes of a step on many layouts at once.
 - `choice`: every layout, the cost of a plan on each, and the fastest that fits.
 """
 
@@ -17,11 +17,9 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
     from jvarlen.targets.links import measure_cluster
-    from jvarlen.targets.model_file import ModelFile
 
 __all__ = [
     "Cluster",
-    "ModelFile",
     "measure_cluster",
 ]
 

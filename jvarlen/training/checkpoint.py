@@ -33,7 +33,7 @@ from jvarlen._common.files import move_into_place, read_object, regular_file, wr
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
 
-__all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params"]
+__all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params", "read_shapes"]
 
 _MANIFEST = "manifest.json"
 _NUM_THREADS = 4  # that hash: they leave the interpreter to others
@@ -227,7 +227,7 @@ class Checkpoints:
         """The newest state and place; the whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
-          state: a state of the same structure, shapes and dtypes, sharded as the result shall be.
+          state: a state of the same structure, shapes and dtypes, sharded as the result shall be; or its shapes.
 
         Returns:
           The state and its place.
@@ -302,7 +302,7 @@ class Checkpoints:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise UserError(f"it is of another model or optimizer: {leaves}")
             like = state if self._form is None else self._form.like(state)
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _written(like))
+            abstract = jax.tree.map(_shape_of, _written(like))
             restore_args = jax.tree.map(
                 # Orbax adds the zeros that are missing, and cuts those that are too many.
                 lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
@@ -381,6 +381,23 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
     return {_dotted(path): array for path, array in jax.tree.leaves_with_path(restored)}, place
 
 
+def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of the parameters of the newest checkpoint, without reading it.
+
+    Args:
+      directory: the checkpoints of a run.
+
+    Returns:
+      `jax.ShapeDtypeStruct` by dotted names, as `read_params` has them; empty for a damaged checkpoint, or without one.
+    """
+    step = max(_read_metrics(directory), default=0)
+    with contextlib.suppress(*_UNREADABLE), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        params = checkpointer.metadata((directory / str(step) / "state").resolve()).item_metadata.tree["params"]
+        leaves = jax.tree.leaves_with_path(params)
+        return {_dotted(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
+    return {}
+
+
 def _dotted(path: tuple[Any, ...]) -> str:
     """The name of a leaf; a Flax variable is saved with its array under "value"."""
     names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
@@ -414,6 +431,12 @@ def _written(state: Any) -> Any:
         return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
     return jax.tree.map(written, state)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What is restored for a leaf: on the default device, if it is a shape without a sharding."""
+    shape = ocp.utils.to_shape_dtype_struct(leaf)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shape.sharding or jnp.zeros(()).sharding)
 
 
 def _with_key(leaf: Any, like: Any) -> Any:

@@ -302,7 +302,7 @@ def test_arrays_are_read_as_their_samples(tmp_path, dtype, save):
         ({"tokens": [1, 2], "offsets": [0, 0, 1, 1, 2]}, "id 0: empty; id 2: empty\n"),
         (
             {"tokens": [1, 256, 300, 4, -7], "offsets": [0, 1, 3, 4, 5]},
-            "at least 0 and below the vocabulary size 256 .* others.*: id 1: 256, id 3: -7$",
+            "at least 0 and below 256, by --decoder.vocab-size or --model; .* others: id 1: 256, id 3: -7$",
         ),
     ],
 )

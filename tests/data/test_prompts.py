@@ -39,9 +39,9 @@ def test_a_prompt_begins_as_a_sample_and_does_not_end(tmp_path, template, prefix
     codec = FileTokenizer(path)
     for text in TEXTS:
         sample = codec.sample(MarkedText(text))
-        assert [*codec.prompt(text).tolist(), *suffix] == sample.tolist()
+        assert [*codec.prompt(MarkedText(text)).tolist(), *suffix] == sample.tolist()
         assert codec.decode(sample) == text
-    assert codec.prompt("").tolist() == prefix
+    assert codec.prompt(MarkedText("")).tolist() == prefix
     assert codec.end_token == (suffix[0] if suffix else None)
 
 
@@ -68,8 +68,8 @@ def test_what_is_damaged_or_missing_is_named(tmp_path):
 def test_bytes_are_those_of_utf_8():
     codec = ByteTokenizer()
     for text in [*TEXTS, ""]:
-        assert codec.prompt(text).tolist() == list(text.encode())
-        assert codec.decode(codec.prompt(text)) == text
+        assert codec.prompt(MarkedText(text)).tolist() == list(text.encode())
+        assert codec.decode(codec.prompt(MarkedText(text))) == text
     assert codec.decode(np.array([255, 97])) == "\ufffda"
     with pytest.raises(ValueError, match="half a surrogate pair"):
-        codec.prompt("\ud800")
+        codec.prompt(MarkedText("\ud800"))

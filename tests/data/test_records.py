@@ -112,6 +112,10 @@ def test_a_chat_is_written_by_message_and_roles_are_learned(tmp_path, ending):
     dataset = open_data(path, field="messages", loss_on=["assistant"], progress=False)
     assert learned_text(dataset[0]) == ("user: a\nassistant: a\nuser: user\n", "." * 19 + "a\n" + "." * 11)
     assert learned_text(dataset[1]) == ("assistant: öha\n", "." * 11 + "öha\n")
+    found = open_data(path, loss_on=["assistant"], progress=False)  # there is no text
+    assert [learned_text(sample) for sample in found] == [learned_text(sample) for sample in dataset]
+    other = write_file(tmp_path / f"both{ending}", [{"text": "a", "messages": chat} for chat in CHATS])
+    assert {sample.tobytes() for sample in open_data(other, progress=False)} == {b"a"}
     whole = open_data(path, field="messages", template="<{role}>{content}", progress=False)
     assert whole[1].tobytes().decode() == "<assistant>öha"
     with pytest.raises(UserError, match=r"(id 1|line 2): no token to learn from"):

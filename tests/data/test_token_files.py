@@ -110,7 +110,8 @@ def test_a_file_of_no_whole_tokens_is_refused_by_name(tmp_path, content, said):
 def test_tokens_above_the_vocabulary_are_refused_by_sample(tmp_path):
     path = write_bin(tmp_path / "t.bin", [1, 2, 3, 300, 4, 256, 300, 7])
     with pytest.raises(
-        UserError, match=r"t\.bin: .* below the vocabulary size 256 \(--decoder.vocab-size\); .*: id 1: 300, id 2: 300$"
+        UserError,
+        match=r"t\.bin: .* below 256, by --decoder.vocab-size or --model; .*: id 1: 300, id 2: 300$",
     ):
         open_data(path, num_values=256, block_length=3, progress=False)
 

@@ -4,17 +4,21 @@ import dataclasses
 import json
 
 import numpy as np
+import optax
 import pytest
 
 import jvarlen
 from jvarlen import Bucket, choose_layout
 from jvarlen.cli import main
+from jvarlen.models import DecoderConfig, layered
+from jvarlen.models.decoder import param_shapes
+from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.reports.choice_page import write_choice_page
-from jvarlen.targets import Cluster, ModelFile
+from jvarlen.targets import Cluster
 from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 
-MODEL = {"layers": 4, "width": 64, "heads": 2, "vocabulary": 256}
+MODEL = DecoderConfig(num_layers=4, width=64, num_heads=2, vocab_size=256)
 LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
 
 
@@ -22,11 +26,10 @@ LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
 def drawn(tmp_path_factory):
     path = tmp_path_factory.mktemp("choice") / "choice.html"
     plan = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], order="length", microbatches_per_step=8)
-    model, cluster = ModelFile(**MODEL), dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=4)
+    cluster = dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=4)
     fixed = {"stage": 1, "context": 1}
-    choice = choose_layout(
-        plan, model.model, model.make_optimizer(), cluster, params=model.params, memory_bytes=8 * 10**6, fixed=fixed
-    )
+    options = {"params": param_shapes(MODEL), "memory_bytes": 8 * 10**6, "fixed": fixed}
+    choice = choose_layout(plan, layered(MODEL), optax.adamw(1e-3), cluster, **options)
     write_choice_page(path, plan, choice, cluster)
     return path, choice
 
@@ -60,7 +63,8 @@ def test_a_reader_sees_the_page_in_a_browser(drawn):
 
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys):
     np.save(tmp_path / "lengths.npy", LENGTHS)
-    (tmp_path / "model.json").write_text(json.dumps(MODEL | {"layers": 3, "heads": 1}))  # that few layouts take
+    few = dataclasses.replace(MODEL, num_layers=3, num_heads=1)  # that few layouts take
+    (tmp_path / "model.json").write_text(json.dumps(hugging_face_fields(few, "bfloat16")))
     page = tmp_path / "page.html"
     args = ["plan", str(tmp_path / "lengths.npy"), "--max-tokens", "256", "--max-shapes", "2"]
     args += ["--microbatches-per-step", "8"]

@@ -120,14 +120,14 @@ def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):
     path.write_text("\n".join(json.dumps({"body": line}) for line in lines))
     config = config_of(path, field="body", tokenizer=tmp_path / "tokenizer.json")
     data = open_training_data(config)
-    assert data.vocab_size == 401
+    assert data.num_values == 401
     wanted = [[words.get(word, 400) for word in line.split()] for line in lines]
     found = [data.train[i].tolist() for i in range(len(data.train))]
     assert sorted(
         found + [data.evaluation["held_out"][i].tolist() for i in range(len(data.evaluation["held_out"]))]
     ) == (sorted(wanted))
     larger = open_training_data(config_of(path, field="body", decoder=DecoderConfig(vocab_size=1000)))
-    assert larger.vocab_size == 1000
+    assert larger.num_values == 999
 
 
 def test_data_are_given_once(tmp_path, files):

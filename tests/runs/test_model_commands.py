@@ -13,9 +13,8 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen._common.terminal import escape_controls
 from jvarlen.cli import main
-from jvarlen.models import DecoderConfig, flat_params, generate, init_params
+from jvarlen.models import DecoderConfig, from_hugging_face, generate, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
-from jvarlen.runs.task import open_training_data
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
 from tests.settings import changed
@@ -80,7 +79,7 @@ def test_sample_continues_prompts_with_the_model_of_the_checkpoint(run, tmp_path
 
 
 def test_a_single_sample_is_printed_alone_and_its_seed_decides_it(run, capsys):
-    args = ["sample", str(run), "--prompt", "ab", *SAMPLED, "--temperature", "1"]
+    args = ["sample", str(run), "--prompt", "ab", *SAMPLED, "--temperature", "10"]
     printed = []
     for seed in ("3", "3", "4"):
         assert main([*args, "--seed", seed]) == 0
@@ -109,9 +108,14 @@ def tokenizer_file(path):
     return path
 
 
+def read_params(directory):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(from_hugging_face(directory)[1])]
+
+
 @pytest.mark.slow
-def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_is_exported_whole(tmp_path, capsys):
+def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_so_does_what_is_exported(tmp_path, capsys):
     tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "train.txt").write_text("a plan of steps\n" * 40 + "".join(f"w{i} a plan\n" for i in range(7, 27)))
     config = FitConfig(
         data=DataConfig(files=(tmp_path / "train.txt",), tokenizer=tokenizer, held_out_fraction=0.3),
@@ -123,64 +127,54 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_is_exported_w
         decoder=MODEL,
     )
     trained = fit(config)
-    capsys.readouterr()
-    assert main(["sample", str(tmp_path / "run"), "--prompt", "a plan", *SAMPLED, "--out", str(tmp_path / "out")]) == 0
-    line = json.loads((tmp_path / "out").read_text())
-    assert line == {"prompt": "a plan", "text": "a plan of steps", "tokens": [4, 5, 1]}
+    content = tokenizer.read_text()
+    tokenizer.unlink()  # the run has a copy
+    exported = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "run"), str(exported)]) == 0
+    for source in (tmp_path / "run", exported):
+        out = tmp_path / f"{source.name}.jsonl"
+        assert main(["sample", str(source), "--prompt", "a plan", *SAMPLED, "--out", str(out)]) == 0
+        assert json.loads(out.read_text()) == {"prompt": "a plan", "text": "a plan of steps", "tokens": [4, 5, 1]}
+    for array, own in zip(read_params(exported), jax.tree.leaves(trained.state.params), strict=True):
+        np.testing.assert_array_equal(array, own, strict=True)
+    fields = json.loads((exported / "config.json").read_text())
+    assert (fields["vocab_size"], fields["eos_token_id"], fields["bos_token_id"]) == (401, 1, 400)
+    assert (exported / "tokenizer.json").read_text() == content
+    assert (exported / "tokenizer_config.json").exists()
 
-    safetensors = pytest.importorskip("safetensors")
-    path = tmp_path / "model.safetensors"
-    assert main(["export", str(tmp_path / "run"), str(path)]) == 0
-    with safetensors.safe_open(path, "numpy") as file:
-        metadata = file.metadata()
-        for name, array in flat_params(trained.state.params).items():
-            np.testing.assert_array_equal(file.get_tensor(name), array, strict=True)
-    assert json.loads(metadata["config"])["vocab_size"] == 400
-    assert metadata["tokenizer"] == tokenizer.read_text()
-    assert (metadata["end_token"], metadata["num_steps"]) == ("1", "200")
 
-
-@pytest.mark.parametrize("is_moved", [False, True])
-def test_a_tokenizer_that_changed_since_the_training_is_refused_by_name(tmp_path, capsys, is_moved):
-    pytest.importorskip("safetensors")
-    tokenizer, data = tokenizer_file(tmp_path / "tokenizer.json"), tmp_path / "train.txt"
-    data.write_text("".join(f"w{i} a plan\n" for i in range(7, 60)))
-    settings = {"data": DataConfig(files=(data,), tokenizer=tokenizer, held_out_fraction=0.3), "progress": False}
-    model = dataclasses.replace(MODEL, vocab_size=400)
-    run = make_run(tmp_path / "run", lambda step: init_params(model, seed=step), decoder=model, **settings)
-    keys = open_training_data(FitConfig(**settings)).content_keys
-    (run / "data.json").write_text(json.dumps(keys))
-    given = []
-    if is_moved:
-        given = ["--tokenizer", tokenizer.rename(tmp_path / "moved.json")]
-        tokenizer = given[1]
-    commands = [
-        ["sample", run, "--prompt", "a plan", *SAMPLED, *given],
-        ["export", run, tmp_path / "model.safetensors", *given],
-    ]
-    for args in commands:
-        assert main(list(map(str, args))) == 0
-    capsys.readouterr()
-    tokenizer.write_text(tokenizer.read_text().replace('"plan"', '"nalp"'))  # as many ids
-    for args in commands:
-        line = said(capsys, *args)
-        assert f"{tokenizer} is not the tokenizer that {run} was trained with" in line
-        assert f"{tmp_path / 'tokenizer.json'} was then, or name it with --tokenizer" in line
-    if not is_moved:
-        line = said(capsys, "train", "--resume", run, "--no-progress")
-        assert line == f"jvarlen: {run} began with another content of {tokenizer}: put it back, or begin a new run"
+def test_a_run_has_one_tokenizer(tmp_path, capsys):
+    model = dataclasses.replace(MODEL, vocab_size=401)
+    run = make_run(tmp_path / "run", lambda step: init_params(model, seed=step), decoder=model)
+    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
+    no_tokenizer = f"jvarlen: the 400 tokens of {run} are no bytes, and it has no tokenizer: give one with --tokenizer"
+    assert said(capsys, "sample", run, "--prompt", "a") == no_tokenizer
+    assert main(["sample", str(run), "--prompt", "a", "--tokenizer", str(tokenizer), *SAMPLED]) == 0
+    assert capsys.readouterr().out.startswith("a ")
+    assert main(["export", str(run), str(tmp_path / "exported"), "--tokenizer", str(tokenizer)]) == 0
+    assert (tmp_path / "exported" / "tokenizer.json").read_text() == tokenizer.read_text()
+    (run / "model").mkdir()
+    tokenizer_file(run / "model" / "tokenizer.json")
+    for command in (["sample", run, "--prompt", "a"], ["export", run, tmp_path / "other"]):
+        line = said(capsys, *command, "--tokenizer", tokenizer)
+        assert line == f"jvarlen: --tokenizer ({tokenizer}) is for models without one, and {run} has its own"
 
 
 @pytest.mark.parametrize(("flags", "step"), [([], LATEST), (["--from", "best"], BEST)])
-def test_export_writes_the_model_of_the_checkpoint(run, tmp_path, capsys, flags, step):
-    safetensors = pytest.importorskip("safetensors")
-    path = tmp_path / "model.safetensors"
-    assert main(["export", str(run), str(path), *flags]) == 0
-    size = sum(array.size for array in flat_params(initial_params()).values())
-    assert capsys.readouterr().out == f"{path}: {size:,} parameters after {step} steps\n"
-    with safetensors.safe_open(path, "numpy") as file:
-        np.testing.assert_array_equal(file.get_tensor("head.kernel"), flat_params(scaled(step))["head.kernel"])
-        assert "tokenizer" not in file.metadata()
+def test_export_writes_the_model_of_the_checkpoint_which_samples_as_the_run(run, tmp_path, capsys, flags, step):
+    exported = tmp_path / "exported"
+    assert main(["export", str(run), str(exported), *flags]) == 0
+    size = sum(leaf.size for leaf in jax.tree.leaves(initial_params()))
+    assert capsys.readouterr().out == f"{exported}: {size:,} parameters after {step} steps\n"
+    assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
+    for array, own in zip(read_params(exported), jax.tree.leaves(scaled(step)), strict=True):
+        np.testing.assert_array_equal(array, own, strict=True)
+    told = []
+    for source in ([str(run), *flags], [str(exported)]):  # also from an empty prompt: the token that begins samples
+        assert main(["sample", *source, "--prompt", "ab", "--prompt", "", *SAMPLED]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert said(capsys, "export", run, exported) == f"jvarlen: {exported} is there already"
 
 
 @pytest.mark.parametrize("named", ["data/a.jsonl", "data", "data/*.jsonl", "saved", "eval"])
@@ -192,7 +186,6 @@ def test_no_output_replaces_what_the_run_was_trained_on(tmp_path, capsys, named)
     run = make_run(tmp_path / "run", data=DataConfig(**files, tokenizer=tmp_path / "tokenizer.json"))
     (run / "metrics.jsonl").write_text("")
     commands = (
-        ["export", run],
         ["sample", run, "--prompt", "a", "--no-progress", "--out"],
         ["report", run, "--html"],
     )
@@ -202,6 +195,7 @@ def test_no_output_replaces_what_the_run_was_trained_on(tmp_path, capsys, named)
     ):
         for command in commands:
             assert f"({taken}) would overwrite {taken}, which is read" in said(capsys, *command, taken)
+        assert said(capsys, "export", run, taken) == f"jvarlen: {taken} is there already"
         assert taken.read_text() == "kept"
 
 
@@ -210,7 +204,7 @@ def test_runs_that_hold_no_trained_model_of_ours_are_refused_by_name(tmp_path, c
     empty = tmp_path / "empty"
     empty.mkdir()
     save_config(FitConfig(), empty / "config.json")
-    target = tmp_path / "model.safetensors"
+    target = tmp_path / "model"
     for command in (["export", None, target], ["sample", None, "--prompt", "a", "--out", target, "--no-progress"]):
         for run_dir, message in (
             (own, f"{own} is a run of a model of your own, not of the built-in one: "),
@@ -220,17 +214,17 @@ def test_runs_that_hold_no_trained_model_of_ours_are_refused_by_name(tmp_path, c
             line = said(capsys, *(run_dir if arg is None else arg for arg in command))
             assert message in line
             if run_dir == own:
-                assert "unexpected: b, w" in line
+                assert "b float32[], of the decoder absent" in line
     assert not target.exists()
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     (run / "checkpoints" / "2" / "about.json").write_text("{}")
-    line = said(capsys, "export", run, tmp_path / "model.safetensors")
+    line = said(capsys, "export", run, tmp_path / "model")
     assert "checkpoint 2 in" in line
     assert "about.json" in line
-    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "model").exists()
 
 
 def test_prompts_and_targets_that_are_none_are_listed_and_nothing_is_written(run, tmp_path, capsys):
@@ -239,7 +233,7 @@ def test_prompts_and_targets_that_are_none_are_listed_and_nothing_is_written(run
     binary.write_bytes(b"a\nb\xff\n")
     (tmp_path / "empty.txt").write_text("")
     tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
-    nowhere = tmp_path / "nowhere" / "model.safetensors"
+    nowhere = tmp_path / "nowhere" / "model"
     out = ["--out", tmp_path / "out.jsonl", *SAMPLED]
     for args, message in (
         (["sample", run], "there is nothing to continue"),
@@ -262,18 +256,6 @@ def test_prompts_and_targets_that_are_none_are_listed_and_nothing_is_written(run
         assert message in said(capsys, *args[:2], *out, *args[2:])
     assert "there is no directory" in said(capsys, "export", run, nowhere)
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_tokens_that_are_no_bytes_need_a_tokenizer(tmp_path, capsys):
-    model = DecoderConfig(num_layers=1, width=16, num_heads=1, vocab_size=400)
-    params = init_params(model, seed=0)
-    run = make_run(tmp_path / "run", lambda step: params)
-    assert "the run's 400 tokens are no bytes, and its settings name no tokenizer" in said(
-        capsys, "sample", run, "--prompt", "a"
-    )
-    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
-    assert main(["sample", str(run), "--prompt", "a", "--tokenizer", str(tokenizer), *SAMPLED]) == 0
-    assert capsys.readouterr().out.startswith("a ")
 
 
 def test_the_end_token_of_the_data_ends_a_sample(tmp_path, capsys):

@@ -46,7 +46,7 @@ def digest_of(printed):
         "[ab].jsonl --packing best_fit --overlong split --max-shapes 3",
         "a.jsonl --packing wrapped",
         "bad.jsonl --on-bad-sample skip",
-        "t.bin --decoder.vocab-size 3000 --max-length 256",
+        "t.bin --decoder.vocab-size 3001 --max-length 256",
     ],
 )
 def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
