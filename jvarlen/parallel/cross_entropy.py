@@ -35,7 +35,7 @@ def chunked_cross_entropy(
     """The weighted sum of the cross-entropies of `x @ kernel`, without the logits of all tokens.
 
     It computes 2²⁷ logits at most at a time; where it is differentiated, their gradients and those of x and of the
-    kernel with them, so that the backward pass multiplies nothing. Of 8,192 tokens and 128,256 values of a token, it
+    kernel that are asked for with them, so that the backward pass multiplies nothing. Of 8,192 tokens and 128,256 values of a token, it
     takes 1.1 GB where the logits and their gradient take 8.4. Where it is not, only losses. It has no forward-mode
     derivative.
 
@@ -94,34 +94,39 @@ def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, stat
     return jnp.sum(_over_chunks(run, None, x, targets, weights, static.num_chunks)[1])
 
 
-def _forward(x: Array, kernel: Array, targets: Array, weights: Array, static: _Static) -> tuple[Array, Any]:
+def _forward(*given: Any) -> tuple[Array, Any]:
+    """Gradients of x and of the kernel where they are asked for."""
+    *arrays, static = given
+    x, kernel, targets, weights = (array.value for array in arrays)
+    has_x_grad, has_kernel_grad = (array.perturbed for array in arrays[:2])
     multiplied = kernel.astype(static.dtype)
 
-    def run(kernel_grad: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    def run(kernel_grad: Array | None, chunk: tuple[Array, ...]) -> tuple[Array | None, tuple[Array | None, ...]]:
         x_CxD, targets, weights = chunk
         rounded = x_CxD.astype(static.dtype)
         logits_CxU = _product(rounded, multiplied, 1, 0)
         losses, gradient = losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name)
         grad_CxU = gradient(weights).astype(static.dtype)
-        x_grad = _product(grad_CxU, multiplied, 1, 1).astype(x.dtype)
-        kernel_grad += _product(rounded, grad_CxU, 0, 0)
+        x_grad = _product(grad_CxU, multiplied, 1, 1).astype(x.dtype) if has_x_grad else None
+        if kernel_grad is not None:
+            kernel_grad += _product(rounded, grad_CxU, 0, 0)
         return kernel_grad, (_weighted_sum(losses, weights), x_grad, losses.astype(weights.dtype))
 
-    zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32))
+    zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32)) if has_kernel_grad else None
     kernel_grad, (sums, *of_tokens) = _over_chunks(run, zeros, x, targets, weights, static.num_chunks)
     x_grad, losses = (
-        made.reshape(-1, *made.shape[2:])[: weights.size].reshape(like.shape)
+        None if made is None else made.reshape(-1, *made.shape[2:])[: weights.size].reshape(like.shape)
         for made, like in zip(of_tokens, (x, weights), strict=True)
     )
-    return jnp.sum(sums), (x_grad, kernel_grad.astype(kernel.dtype), losses)
+    return jnp.sum(sums), (x_grad, None if kernel_grad is None else kernel_grad.astype(kernel.dtype), losses)
 
 
-def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
-    of_x, of_kernel, of_weights = ((array * grad).astype(array.dtype) for array in kept)
+def _backward(static: _Static, kept: tuple[Array | None, ...], grad: Array) -> tuple[Array | None, ...]:
+    of_x, of_kernel, of_weights = jax.tree.map(lambda array: (array * grad).astype(array.dtype), kept)
     return of_x, of_kernel, None, of_weights
 
 
-_sum_of_losses.defvjp(_forward, _backward)
+_sum_of_losses.defvjp(_forward, _backward, symbolic_zeros=True)
 _sum_of_losses_jit = jax.jit(_sum_of_losses, static_argnums=4)  # `position_sums` knows it by its name
 
 

@@ -63,6 +63,15 @@ def test_loss_and_gradients_are_those_of_all_logits():
         assert_equal(found_and_grads, grads)
 
 
+@pytest.mark.parametrize(("argnums", "num_products"), [((0,), 2), ((1,), 2), ((0, 1), 3)])
+def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products):
+    with jax.enable_x64(True):
+        arrays = arrays_of()
+        grad = jax.value_and_grad(chunked, argnums=argnums)
+        assert str(jax.make_jaxpr(grad)(*arrays)).count("dot_general[") == num_products
+        assert_equal(grad(*arrays), jax.value_and_grad(of_all_logits, argnums=argnums)(*arrays))
+
+
 @pytest.mark.usefixtures("any_chunks")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_vocabulary_over_devices_that_do_not_divide_it_gives_the_unsplit_numbers(sequence_parallel):
