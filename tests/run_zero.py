@@ -14,7 +14,7 @@ import jvarlen
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout, make_train_step
 
-MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)
+MODEL = DecoderConfig(num_layers=2, width=32, num_heads=2)
 
 
 def train(text):

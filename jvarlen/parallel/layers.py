@@ -22,7 +22,7 @@ from jvarlen.training.trainable import TrainedOf, merge_trained
 
 __all__ = [
     "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "axes_of_ends", "bind_axes",
-    "check_layer", "check_layers_divide", "first_paths", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
+    "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
     "rematerialized", "staged_specs", "trained_on_layout", "trained_when_stacked",
     "unstack_own",
 ]  # fmt: skip
@@ -230,14 +230,6 @@ class OwnLeavesState(NamedTuple):
 
     own: Any
     inner_state: Any
-
-
-def first_paths(own: Any) -> list[Any]:
-    """The path, in trees like the own one, at which each array of the layout lies."""
-    first: dict[int, Any] = {}
-    for path, at in jax.tree.leaves_with_path(own, is_leaf=is_own_leaf):
-        first.setdefault(at.place, path)
-    return [path for _, path in sorted(first.items())]
 
 
 def unstack_own(stacked: Any, own: Any) -> Any:

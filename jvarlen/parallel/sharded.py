@@ -24,7 +24,6 @@ from jvarlen.parallel.layers import (
     LayeredModel,
     LayeredParams,
     OwnLeavesState,
-    first_paths,
     is_own_leaf,
     layered_loss_fn,
     rematerialized,
@@ -354,28 +353,34 @@ def _map_arrays(
         from jvarlen.parallel.zero import shard_specs
 
         lie = shard_specs(state.params, layout, other_specs=other_specs)
-    specs = [] if lie is None else jax.tree.leaves(lie)
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state.params)] if specs else []
-    params = dict(zip(_paths(state) if specs else [], zip(shapes, specs, strict=True), strict=True))
+    params = {} if lie is None else _lie_by_path(state, jax.tree.leaves(lie))
 
     # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
     def of_array(path: tuple[Any, ...], leaf: Any) -> Any:
         found = np.shape(leaf)
         for begin in range(len(path) + 1):  # the longest end first
-            shape, spec = params.get(path[begin:], ((), _WHOLE))
-            leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
-            if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, layout.axis_sizes)):
-                return change(leaf, PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
+            for shape, spec in params.get(path[begin:], ()):
+                leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
+                if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, layout.axis_sizes)):
+                    return change(leaf, PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
         return change(leaf, _WHOLE, found)
 
     return jax.tree.map_with_path(of_array, state.opt_state)
 
 
-def _paths(state: TrainState) -> list[Any]:
-    """The paths of parameters as arrays of the optimizer have them."""
-    if isinstance(state.opt_state, OwnLeavesState):
-        return first_paths(state.opt_state.own)
-    return [path for path, _ in jax.tree.leaves_with_path(state.params)]
+def _lie_by_path(
+    state: TrainState, specs: list[PartitionSpec]
+) -> dict[Any, list[tuple[tuple[int, ...], PartitionSpec]]]:
+    """Shapes and specs of parameters by the paths that arrays of the optimizer have; of a layer of a stack, both."""
+    lie = list(zip(map(np.shape, jax.tree.leaves(state.params)), specs, strict=True))
+    if not isinstance(state.opt_state, OwnLeavesState):
+        paths = [path for path, _ in jax.tree.leaves_with_path(state.params)]
+        return {path: [each] for path, each in zip(paths, lie, strict=True)}
+    found = {}
+    for path, at in jax.tree.leaves_with_path(state.opt_state.own, is_leaf=is_own_leaf):
+        shape, spec = lie[at.place]
+        found[path] = [(shape, spec)] + ([] if at.layer is None else [(shape[1:], PartitionSpec(*spec[1:]))])
+    return found
 
 
 def unpadded(state: TrainState, layout: Layout, other_specs: Any) -> TrainState:

@@ -166,12 +166,15 @@ def test_layers_that_are_not_trained_keep_their_bits_and_have_no_state():
     params = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, own_params())
     for block in params["blocks"]:
         block["out"][:] = -0.0
-    step = jvarlen.make_train_step(MODEL, optax.adamw(1e-2), layout="data1.stage2.tensor2", trainable=TRAINABLE)
+    step = jvarlen.make_train_step(MODEL, optax.adamw(1e-2), layout="data2.stage2.tensor2.zero1", trainable=TRAINABLE)
     batch = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, random_batch())
     state = step.init(params)
     trained = select_trained(params, TRAINABLE)
     num_trained = sum(leaf.size for leaf in jax.tree.leaves(trained))
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * num_trained + 1
+    spread = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size >= 1024]
+    assert {leaf.ndim for leaf in spread} == {2, 3}  # of layers by themselves, and of stacks
+    assert not any(leaf.is_fully_replicated for leaf in spread)
     after = step.gather_params(jax.jit(step)(state, batch)[0])
 
     def check(leaf, found, before):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jvarlen
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
-from jvarlen.parallel.layers import OwnLeavesState, first_paths
+from jvarlen.parallel.layers import OwnLeavesState, is_own_leaf
 from jvarlen.parallel.portable import check_portable, portable_form, portable_params
 from jvarlen.parallel.sharded import stacked_for
 from jvarlen.parallel.zero import MIN_SHARDED
@@ -87,7 +87,10 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
         opt_state = restored.opt_state
         if isinstance(opt_state, OwnLeavesState):
             mu = dict(jax.tree.leaves_with_path(opt_state.inner_state[0].mu))
-            mu = jax.tree.unflatten(jax.tree.structure(state.params), [mu[path] for path in first_paths(opt_state.own)])
+            own = jax.tree.leaves_with_path(opt_state.own, is_leaf=is_own_leaf)
+            first = {at.place: path for path, at in reversed(own)}
+            mu = [mu[first[place]] for place in sorted(first)]
+            mu = jax.tree.unflatten(jax.tree.structure(state.params), mu)
         else:
             mu = opt_state[0].mu
         moments = jvarlen.make_train_step(MODEL, optimizer, layout=layout).init(whole.opt_state[0].mu).params
