@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.models.config import RotaryScaling
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
 from tests.hand_made import batch_of, packed_batch_of
@@ -101,6 +102,20 @@ def decoder_params(rng, config):
     )
 
 
+def random_decoder(draw, num_parts, num_layers, num_values, length):
+    """Of any family, with heads and features for so many parts."""
+    scaling = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
+    windows = tuple(draw.choice([0, 1, 3, 7, length // 2 + 1, LONG]) for _ in range(num_layers))
+    kv_heads, begins_samples = num_parts * draw.choice([1, 1, 2]), draw.random() < 0.5
+    return DecoderConfig(
+        num_layers=num_layers, width=draw.choice([18, 20]), mlp_width=num_parts * draw.choice([5, 8]),
+        num_heads=kv_heads * draw.choice([1, 2]), num_kv_heads=kv_heads, head_size=draw.choice([4, 6]),
+        vocab_size=num_values + begins_samples, begins_samples=begins_samples, tied=draw.random() < 0.5,
+        qkv_bias=draw.random() < 0.4, out_bias=draw.random() < 0.2, qk_norm=draw.random() < 0.4,
+        windows=draw.choice([(), windows, windows]), rotary_scaling=draw.choice([None, scaling]),
+    )  # fmt: skip
+
+
 def composition(number):
     """A layout, and a model, parameters, a batch and what is trained for it."""
     draw, of_names = random.Random(number), random.Random(f"names {number}")
@@ -112,18 +127,7 @@ def composition(number):
         rng = np.random.default_rng(number)
         params = tied_params(rng, num_layers, vocab_size, draw.choice([31, 42]))
         return layout, TIED, params, batch, of_names.choice([None, "layers.k", "ends.*"])
-    heads = layout.tensor * draw.choice([1, 2])
-    config = DecoderConfig(
-        num_layers=num_layers,
-        width=heads * 6,
-        num_heads=heads,
-        num_kv_heads=layout.tensor,
-        vocab_size=vocab_size,
-        tied=draw.random() < 0.3,
-        qkv_bias=draw.random() < 0.3,
-        qk_norm=draw.random() < 0.3,
-        windows=tuple(draw.choice([0, 3, length]) for _ in range(num_layers)) if draw.random() < 0.3 else (),
-    )
+    config = random_decoder(draw, layout.tensor, num_layers, vocab_size, length)
     params = decoder_params(np.random.default_rng(number), config)
     trainable = of_names.choice([None, "layers.*.attention.*", ["layers.0.*", "*.up.kernel", "embed.*"]])
     return layout, layered(config), params, batch, trainable
