@@ -69,7 +69,7 @@ lowest: $(VENV)/installed-dev
 newest:
 	rm -rf $(NEWEST)
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[data,export,fast,tensorboard,wandb]' \
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[data,fast,hugging-face,tensorboard,wandb]' \
 	  beartype dm-haiku equinox grain hypothesis pytest pytest-xdist pyyaml
 	$(NEWEST)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(NEWEST_TESTS)
 

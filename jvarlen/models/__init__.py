@@ -2,7 +2,7 @@
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo. `mixed_precision`: its products in bfloat16.
 - `layers`: the same by layers. `generation`: samples from it. `hugging_face_config`, `hugging_face`: its settings and
-  parameters in the files of Hugging Face. `export`: its parameters by name and as a file.
+  parameters in the files of Hugging Face.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.models.config import DecoderConfig
     from jvarlen.models.decoder import Decoder, init_params, make_loss_fn
-    from jvarlen.models.export import flat_params, params_from_flat, save_params
     from jvarlen.models.generation import generate
     from jvarlen.models.hugging_face import (
         from_hugging_face,
@@ -28,17 +27,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Decoder",
     "DecoderConfig",
-    "flat_params",
     "from_hugging_face",
     "generate",
     "hugging_face_tensors",
     "init_params",
     "layered",
     "make_loss_fn",
-    "params_from_flat",
     "params_from_tensors",
     "read_config",
-    "save_params",
     "stack_layers",
     "to_hugging_face",
     "unstack_layers",

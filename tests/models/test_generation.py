@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jvarlen import make_buckets, no_recompiles
-from jvarlen.models import DecoderConfig, flat_params, from_hugging_face, generate, init_params, params_from_flat
+from jvarlen.models import DecoderConfig, from_hugging_face, generate, init_params
 from jvarlen.models.decoder import Rows, graphs_of
 from tests.meshes import data_mesh
 
@@ -231,19 +231,3 @@ def test_without_a_token_that_begins_samples_empty_prompts_are_listed():
     config = dataclasses.replace(CONFIG, begins_samples=False)
     with pytest.raises(ValueError, match="from 0 to 50: prompt 1: empty, and the model has no token that begins"):
         continued([[50], []], config)
-
-
-def test_parameters_come_back_from_their_flat_names():
-    again = params_from_flat(CONFIG, flat_params(PARAMS))
-    assert jax.tree.structure(again) == jax.tree.structure(PARAMS)
-    assert jax.tree.all(jax.tree.map(lambda one, other: bool((one == other).all()), again, PARAMS))
-
-
-def test_arrays_that_are_not_the_parameters_are_listed():
-    flat = flat_params(PARAMS)
-    flat["head.bias"] = flat.pop("norm.scale")
-    flat["head.kernel"] = flat["head.kernel"].T
-    with pytest.raises(
-        ValueError, match=r"missing: norm\.scale; unexpected: head\.bias; of another shape: head\.kernel"
-    ):
-        params_from_flat(CONFIG, flat)
