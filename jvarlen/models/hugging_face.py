@@ -45,7 +45,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-def from_hugging_face(directory: Path) -> tuple[DecoderConfig, nnx.State]:
+def from_hugging_face(directory: str | os.PathLike[str]) -> tuple[DecoderConfig, nnx.State]:
     """A decoder and its parameters from a directory of Hugging Face.
 
     Args:
@@ -66,11 +66,12 @@ def from_hugging_face(directory: Path) -> tuple[DecoderConfig, nnx.State]:
       >>> from jvarlen.models import init_params
       >>> config = DecoderConfig(width=16)
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     to_hugging_face(Path(folder) / "model", init_params(config, 0), config)
-      ...     config, params = from_hugging_face(Path(folder) / "model")
+      ...     to_hugging_face(f"{folder}/model", init_params(config, 0), config)
+      ...     config, params = from_hugging_face(f"{folder}/model")
       >>> config.width, params["layers"][0]["mlp"]["up"]["kernel"].shape
       (16, (16, 48))
     """
+    directory = Path(directory)
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no directory {directory}")
     config = read_config(directory)
@@ -138,11 +139,11 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
 
 
 def to_hugging_face(
-    directory: Path,
+    directory: str | os.PathLike[str],
     params: nnx.State,
     config: DecoderConfig,
     *,
-    tokenizer: Path | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     end_token: int | Sequence[int] | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -166,6 +167,7 @@ def to_hugging_face(
     """
     if jax.process_index() > 0:
         return
+    directory = Path(directory)
     check_new_directory(directory)
     save_file = _safetensors().numpy.save_file
     tensors = hugging_face_tensors(params, config)
@@ -173,7 +175,7 @@ def to_hugging_face(
         raise UserError(f"parameters must be float32, bfloat16 or float16: {list_first(wrong)}")
     dtype = jnp.result_type(*(array.dtype for array in tensors.values()))
     fields = hugging_face_fields(config, dtype.name)
-    copied = files_beside(tokenizer)
+    copied = files_beside(None if tokenizer is None else Path(tokenizer))
     if "config.json" in copied:
         given = read_object(copied.pop("config.json"))
         kept = {name: given[name] for name in KEPT_FIELDS if name in given}

@@ -6,6 +6,7 @@ References: the classes of the same names in https://github.com/huggingface/tran
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_posit
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_config(path: Path) -> DecoderConfig:
+def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     """The decoder of a config.json of Hugging Face.
 
     Args:
@@ -105,7 +106,7 @@ def read_config(path: Path) -> DecoderConfig:
       ValueError: it has another model type, or fields that would change the numbers and are not implemented. All are
         listed with their values.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         fields = read_object(file, "is no config.json of a model")
     except FileNotFoundError:
