@@ -170,7 +170,7 @@ def choose_layout(
       optimizer: any Optax optimizer.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
-      trainable: as for `parallel.make_train_step`.
+      trainable: as for `parallel.make_train_step`. Arrays of layers of which some are trained count as if all were.
       memory_bytes: memory of a device for a step; None: the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.

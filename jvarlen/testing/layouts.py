@@ -116,8 +116,8 @@ def _differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
     """What differs, and by how much of its largest value."""
     differences = []
     for name, value in expected.items():
-        largest = np.max(np.abs(value), initial=0.0) or 1.0
-        error = np.max(np.abs(found[name] - value), initial=0.0) / largest
+        value, other = 1.0 * value, 1.0 * found[name]  # constants may be integers and booleans
+        error = np.max(np.abs(other - value), initial=0.0) / (np.max(np.abs(value), initial=0.0) or 1.0)
         if not error <= rtol:
             differences.append(f"{name} by {error:.1e}")
     return differences

@@ -30,7 +30,7 @@ def stack(params):
 
 
 def layer(own, x, batch, axes):
-    x = jnp.where(own["kind"] == 1, x * own["scale"], x)
+    x = jnp.where(own["kind"], x * own["scale"], x)
     gates, values = jnp.split(column_linear(x, own["in"], axes=axes), 2, axis=-1)
     return x + row_linear(jax.nn.sigmoid(gates) * values, own["out"], axes=axes)
 
@@ -63,7 +63,7 @@ def own_params(num_layers=4):
                 "in": rng.normal(size=(WIDTH, HIDDEN)) / 5,
                 "out": rng.normal(size=(HIDDEN // 2, WIDTH)) / 7,
                 "scale": 1 + rng.normal(size=WIDTH) / 10,
-                "kind": np.int8(i % 2),
+                "kind": np.bool_(i % 2),
             }
             for i in range(num_layers)
         ],

@@ -12,12 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jvarlen import cli, fit
-from jvarlen.models import DecoderConfig
+from jvarlen.models import DecoderConfig, init_params
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
 from jvarlen.targets import Cluster
 from jvarlen.training.checkpoint import read_params
+from jvarlen.training.trainable import select_trained
 from tests import run_fit
 from tests.settings import changed
 
@@ -105,6 +106,25 @@ def test_a_run_with_stages_and_tensor_parallelism_is_saved_as_that_of_one_device
         assert cli.main(["sample", str(one.run_dir), *options]) == 0
         written.append(capsys.readouterr().out)
     assert written[0] == written[1]
+
+
+@pytest.mark.slow
+def test_a_run_of_some_parameters_is_that_of_one_device_and_resumes_on_another_layout(config):
+    some = changed(config, max_steps=6, trainable=("layers.*.attention.*", "layers.1.*"))
+    alone, data = fit(some, run_fit.make_data()), run_fit.make_data()
+    stopped = fit(changed(some, parallel=ALL_AXES), data, trackers={"stop": StoppingAfter(2)})
+    assert stopped.summary.interrupted
+    resumed = fit(changed(some, parallel="data4.zero3", resume=stopped.run_dir), data)
+    np.testing.assert_allclose(losses_of(resumed), losses_of(alone), rtol=1e-5)
+    assert jax.tree.structure(resumed.state) == jax.tree.structure(alone.state)
+    before = init_params(load_config(alone.run_dir / "config.json").decoder, some.seed)
+    trained = select_trained(before, some.trainable)
+    for path, leaf in jax.tree.leaves_with_path(before):
+        found, expected = (dict(jax.tree.leaves_with_path(run.state.params))[path] for run in (resumed, alone))
+        if path in dict(jax.tree.leaves_with_path(trained)):
+            np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(leaf))
 
 
 @pytest.mark.slow

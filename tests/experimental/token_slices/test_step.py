@@ -44,7 +44,7 @@ def sum_so_far(x, axes):
 
 def noisy_layer(own, x, microbatch, axes):
     """Attention within segments, two heads of queries to one of keys, and a sum of whatever came before."""
-    own_x = x["x"] + axes.layer
+    own_x = x["x"] + axes.layer * own["kind"]
     query, key_value = jnp.split(own_x @ own["qkv"], 2, axis=-1)
     key, value = jnp.split(key_value[:, :, None], 2, axis=-1)
     query = query.reshape(*query.shape[:2], 2, -1)
@@ -68,6 +68,7 @@ NOISY = LayeredModel(noisy_embed, noisy_layer, noisy_loss, by_positions=True)
 def noisy_params():
     rng = np.random.default_rng(0)
     layers = {"qkv": rng.normal(size=(4, WIDTH, 2 * WIDTH)), "out": rng.normal(size=(4, WIDTH, WIDTH))}
+    layers["kind"] = np.arange(4) % 3  # a constant of each
     return LayeredParams({"in": rng.normal(size=(3, WIDTH))}, layers)
 
 
