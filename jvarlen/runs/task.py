@@ -233,7 +233,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     if given is not None and own.files:
         raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")
     if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
-        raise UserError(f"model ({config.model}) needs data=: the built-in corpus is of bytes")
+        raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
     opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
     if own.files:
         splits = [_split(path, opened[path], own.held_out_fraction) for path in own.files]

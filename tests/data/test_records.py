@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jvarlen import FitConfig, UserError, WeightedTokens
 from jvarlen.cli import main
 from jvarlen.data.open import open_data
-from jvarlen.data.records import ChatTemplate, RecordFormat
+from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.split import sample_hash
 from jvarlen.runs.config import DataConfig
 
@@ -120,6 +120,19 @@ def test_a_chat_is_written_by_message_and_roles_are_learned(tmp_path, ending):
     assert whole[1].tobytes().decode() == "<assistant>öha"
     with pytest.raises(UserError, match=r"(id 1|line 2): no token to learn from"):
         open_data(path, field="messages", template="<{role}>{content}", loss_on=["user"], progress=False)
+
+
+def test_a_prompt_is_a_chat_up_to_where_the_assistant_answers():
+    assert RecordFormat(("messages",)).render_prompt("hi").text == "user: hi\nassistant: "
+    own = RecordFormat(("messages",), "<{role}>{content}</>", ["assistant"])
+    assert own.render_prompt("hi").text == "<user>hi</><assistant>"
+    written = "{% for each in messages %}{{ each.role }}|{{ each.content }}{% endfor %}"
+    template = ChatTemplate(f"{written}{{% if add_generation_prompt %}}>{{% endif %}}")
+    chat = RecordFormat(("messages",)).with_chat_template(template)
+    assert chat.render_prompt("hi") == MarkedText("user|hi>", None, True)
+    assert chat.render({"messages": [{"role": "user", "content": "hi"}]}).text == "user|hi"
+    takes = [RecordFormat(), own, chat, RecordFormat(("a", "b")), RecordFormat(template="Q {q}")]
+    assert [each.takes_chats for each in takes] == [True, True, True, False, False]
 
 
 def test_a_chat_template_marks_the_content_and_the_token_that_ends_it():

@@ -96,9 +96,11 @@ def test_a_sample_ends_before_the_stop(run, capsys):
     assert capsys.readouterr().out == whole[: whole.index(whole[4], 2)] + "\n"
 
 
-def tokenizer_file(path):
+def tokenizer_file(path, num_words=400):
     tokenizers = pytest.importorskip("tokenizers")
-    vocab = {"<s>": 0, "</s>": 1, "a": 2, "plan": 3, "of": 4, "steps": 5, "?": 6} | {f"w{i}": i for i in range(7, 400)}
+    vocab = {"<s>": 0, "</s>": 1, "a": 2, "plan": 3, "of": 4, "steps": 5, "?": 6} | {
+        f"w{i}": i for i in range(7, num_words)
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<s>", "</s>"])

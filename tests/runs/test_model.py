@@ -1,0 +1,167 @@
+"""`model=` of `fit` and the commands: the weights of a Hugging Face directory, or the sizes of a config.json."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import CompileOptions, FitConfig, UserError, fit
+from jvarlen.cli import main
+from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig, load_config
+from jvarlen.runs.model import initial_params, model_key, with_model
+from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.training.master_weights import Float32MasterState
+from tests.runs.test_model_commands import tokenizer_file
+from tests.settings import changed
+
+DECODER = DecoderConfig(num_layers=2, width=16, num_heads=2, num_kv_heads=1, vocab_size=300, begins_samples=False)
+RATE = OptimizerConfig(learning_rate=1e-12, weight_decay=0)  # with which bfloat16 stays as it is
+
+
+def save_model(directory, dtype=jnp.bfloat16, **files):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(DECODER, seed=7))
+    to_hugging_face(directory, params, DECODER)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def save_tokens(path, most=299):
+    tokens = np.random.default_rng(0).integers(0, most + 1, 800).astype(np.int32)
+    tokens[40] = most
+    np.savez(path, tokens=tokens, offsets=np.arange(0, 801, 16))
+    return path
+
+
+def config_of(tmp_path, **settings):
+    config = FitConfig(
+        model=tmp_path / "llama",
+        data=DataConfig(files=(save_tokens(tmp_path / "tokens.npz"),), held_out_fraction=0.1),
+        directory=DirectoryConfig(run_dir=tmp_path / "run"),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, microbatches_per_step=1),
+        compile=CompileOptions(cache_dir=None),
+        optimizer=RATE,
+        max_steps=1,
+        progress=False,
+    )
+    return changed(config, **settings)
+
+
+@pytest.mark.parametrize("parallel", [None, pytest.param("data2.zero3", marks=pytest.mark.slow)])
+def test_a_directory_is_trained_further_in_its_types_and_the_run_resumes_without_it(tmp_path, capsys, parallel):
+    model = save_model(tmp_path / "llama")
+    given = [np.array(leaf) for leaf in jax.tree.leaves(from_hugging_face(model)[1])]
+    config = config_of(tmp_path, parallel=parallel)
+    first = fit(config)
+    for array, leaf in zip(given, jax.tree.leaves(first.state.params), strict=True):
+        np.testing.assert_array_equal(array, leaf, strict=True)
+    assert isinstance(first.state.opt_state, Float32MasterState)
+    saved = load_config(tmp_path / "run" / "config.json")
+    assert saved.plan.microbatches_per_step == (1 if parallel is None else 2)
+    assert dataclasses.replace(saved.decoder, mlp_width=None, head_size=None) == DECODER
+    assert "parameters in bfloat16, its weights\nlearning rate 1e-12 at 8 sequences a step" in capsys.readouterr().out
+    shutil.rmtree(model)
+    resumed = fit(dataclasses.replace(config, max_steps=2))
+    assert resumed.summary.num_steps == 2
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "tuned")]) == 0
+    for array, leaf in zip(given, jax.tree.leaves(from_hugging_face(tmp_path / "tuned")[1]), strict=True):
+        np.testing.assert_array_equal(array, leaf, strict=True)
+    with pytest.raises(UserError, match=r"these differ: decoder\.width: 16, 32"):
+        fit(dataclasses.replace(config, decoder=DecoderConfig(width=32, vocab_size=301)))
+    with pytest.raises(UserError, match=r"these differ: model: .*llama, .*other"):
+        fit(dataclasses.replace(config, model=tmp_path / "other"))
+
+
+def test_weights_that_changed_are_refused_until_there_is_a_checkpoint(tmp_path):
+    model = save_model(tmp_path / "llama")
+    config = config_of(tmp_path)
+    fit(config)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    key = model_key(model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"ab")
+    assert model_key(model) != key
+    with pytest.raises(UserError, match=rf"run began with another content of {model}: put it back"):
+        fit(config)
+
+
+def test_a_config_json_gives_sizes_and_random_weights_in_its_type(tmp_path):
+    model = save_model(tmp_path / "llama")
+    config = with_model(FitConfig(model=model / "config.json"))
+    assert (config.decoder.num_kv_heads, config.optimizer.learning_rate) == (1, 3e-3)
+    params, drawn = initial_params(config), init_params(DECODER, seed=0)
+    for leaf, own in zip(jax.tree.leaves(params), jax.tree.leaves(drawn), strict=True):
+        np.testing.assert_array_equal(leaf, own.astype(jnp.bfloat16), strict=True)
+    config = with_model(FitConfig(model=model, decoder=DecoderConfig(compute_dtype="bfloat16")))
+    decoder, rate = config.decoder, config.optimizer.learning_rate
+    assert (decoder.compute_dtype, decoder.width, rate) == ("bfloat16", 16, 5e-6)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"holds no weights .* its config\.json alone gives the model with random ones"):
+        initial_params(config)
+
+
+def test_what_does_not_go_with_a_model_is_refused_by_name(tmp_path, capsys):
+    model = save_model(tmp_path / "llama", dtype=jnp.float32)
+    (tmp_path / "text.txt").write_text("a\nb\nc\nd\n")
+    tokenizer = tokenizer_file(tmp_path / "tokenizer.json")  # of 400 ids
+    save_tokens(tmp_path / "large.npz", most=300)
+    tokens = save_tokens(tmp_path / "tokens.npz")
+    float16 = tmp_path / "float16.json"
+    float16.write_text((model / "config.json").read_text().replace('"float32"', '"float16"'))
+    for given, said in (
+        (["--decoder.width", "64"], f"--model ({model}) and --decoder.width (64) both say the shape of the decoder"),
+        ([], f"--model ({model}) has other tokens than the bytes of the built-in corpus: give --data"),
+        (["--data", tmp_path / "text.txt"], f"holds text, and there is no tokenizer.json in {model}: give --tokenizer"),
+        (["--data", tmp_path / "text.txt", "--tokenizer", tokenizer], "tokenizer.json has 400 ids; at most 300 are"),
+        (["--data", tmp_path / "large.npz"], "large.npz: tokens must be at least 0 and below 300, by"),
+        (["--data", tokens, "--model", float16], f"{float16}: parameters in 'float16' are not trained"),
+        (["--data", tokens, "--run-dir", model], "it is the config.json of a model, which is trained as --model"),
+    ):
+        args = ["train", "--model", model, "--runs-dir", tmp_path / "runs", "--held-out-fraction", 0.1, "--no-progress"]
+        assert main(list(map(str, [*args, *given]))) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(UserError, match=r"model \(.*\) is for the built-in decoder, and there is a loss_fn"):
+        fit(FitConfig(model=model), loss_fn=lambda params, batch: (0.0, 1.0), params=1.0)
+
+
+def test_a_plan_of_a_model_is_that_of_its_training(tmp_path, capsys):
+    model = save_model(tmp_path / "llama")
+    special = {"chat_template": "{% for each in messages %}<s> {{ each.content }} {% endfor %}"}
+    tokenizer_file(model / "tokenizer.json", num_words=300)
+    (model / "tokenizer_config.json").write_text(json.dumps(special))
+    chats = [{"messages": [{"role": "assistant", "content": "a " * i}]} for i in range(1, 60)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    data = [str(tmp_path / "chat.jsonl"), "--model", str(model), "--loss-on", "assistant", "--max-tokens", "256"]
+    assert main(["plan", *data]) == 0
+    (planned,) = re.findall("^digest (.*)$", capsys.readouterr().out, re.MULTILINE)
+    run = ["--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--max-shapes", "1"]
+    assert main(["plan", *data, "--max-shapes", "1", "--out", str(tmp_path / "plan.npz")]) == 0
+    assert main(["train", "--data", *data, *run, "--compile.cache-dir", "None", "--no-progress"]) == 0
+    plan = Plan.load(tmp_path / "plan.npz")
+    assert Plan.load(tmp_path / "run" / "plan.npz").digest == plan.digest != planned
+    assert int(plan.num_tokens.max()) > 0
+    assert {path.name for path in (tmp_path / "run" / "model").iterdir()} == {
+        *("config.json", "tokenizer.json", "tokenizer_config.json")
+    }
+
+
+def test_steps_of_a_model_are_measured_in_its_type(tmp_path, monkeypatch):
+    model, measured = save_model(tmp_path / "llama"), []
+
+    def note(decoder, **options):
+        measured.append((decoder.num_kv_heads, options["dtype"]))
+        raise UserError("noted")
+
+    monkeypatch.setattr("jvarlen.runs.commands.measure_costs", note)
+    for path in (model, model / "config.json"):
+        assert main(["measure", "--model", str(path), "--out", str(tmp_path / "cost.json")]) == 2
+    assert measured == [(1, "bfloat16")] * 2
