@@ -449,7 +449,7 @@ def _with_defaults(config: Any, defaults: Any) -> Any:
         value, default = getattr(config, field.name), getattr(defaults, field.name)
         if field.metadata.get("scope") == "call":
             changes[field.name] = default
-        elif dataclasses.is_dataclass(value):
+        elif dataclasses.is_dataclass(field.default_factory):
             changes[field.name] = _with_defaults(value, default)
     return dataclasses.replace(config, **changes)
 
@@ -484,7 +484,7 @@ def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[t
     for field in dataclasses.fields(config):
         name, value = prefix + field.metadata.get("name", field.name), getattr(config, field.name)
         own_scope = field.metadata.get("scope", scope)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(field.default_factory):
             yield from _settings(value, field.metadata.get("prefix", f"{name}."), own_scope)
         else:
             yield name, own_scope, value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jvarlen import CompileOptions
-from jvarlen.models import DecoderConfig
+from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.config import (
     CheckpointConfig,
@@ -131,6 +131,16 @@ def test_models_are_found_where_the_directory_was_moved_to(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     moved = load_config(tmp_path / "there" / "config.json")
     assert moved.plan.cost_model == tmp_path / "there" / "cost_model.json"
+
+
+def test_settings_of_a_decoder_that_has_what_the_demo_has_not_are_kept(tmp_path):
+    scaling = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=64)
+    config = FitConfig(decoder=DecoderConfig(windows=(3, 0), rotary_scaling=scaling))
+    save_config(config, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json") == config
+    assert [change.name for change in changes_between(FitConfig(), config)] == [
+        "decoder.windows", "decoder.rotary_scaling",
+    ]  # fmt: skip
 
 
 def test_missing_settings_are_an_error(tmp_path):
