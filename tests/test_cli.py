@@ -283,7 +283,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "--coordinator ('localhost') must be a host and a port",
         ),
         ("sort LENGTHS --num-processes 2 --process-id 2", "--process-id (2) must be below --num-processes (2)"),
-        ("train --devices 2", "1 microbatches a step do not spread over 2 shards"),
+        ("train --devices 2 --microbatches-per-step 3", "3 microbatches a step do not spread over 2 shards"),
         ("train --devices 9", "--devices must be between 1 and 8, not 9"),
         ("train --optimizer.schedule-unit epochs", "schedule-unit"),
         ("sort LENGTHS --out .", ". is a directory"),

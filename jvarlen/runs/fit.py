@@ -51,7 +51,7 @@ from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, check_bad_samples, open_bad_samples
-from jvarlen.runs.config import FitConfig, saved_settings
+from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, load_config, saved_settings
 from jvarlen.runs.directory import (
     Summary,
     continue_run,
@@ -219,7 +219,21 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
         config = dataclasses.replace(config, hardware=hardware, plan=plan)
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
-    return dataclasses.replace(config, plan=config.plan.of_files() if data is None else config.plan), placement
+    plan = config.plan.of_shards(_shards_of(config, placement))
+    return dataclasses.replace(config, plan=plan.of_files() if data is None else plan), placement
+
+
+def _shards_of(config: FitConfig, placement: Placement | None) -> int:
+    """Microbatches of a step where the settings do not say: those of the run that goes on, or as the layout needs."""
+    resumed = config.directory.resumed
+    if config.plan.microbatches_per_step is None and resumed is not None and is_run_dir(resumed):
+        return load_config(resumed / "config.json").plan.num_microbatches
+    if placement is None:
+        return 1
+    if config.hardware.parallel == AUTO:
+        return placement.layout.num_devices
+    layout = placement.layout
+    return layout.data * layout.stage * (layout.context if layout.context_from else 1)
 
 
 class _Run(NamedTuple):
@@ -303,7 +317,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     options, compiling_before = prepared.compile_options, COMPILING.seconds
     shapes_of = functools.partial(
         BatchShapes,
-        microbatches_per_step=config.plan.microbatches_per_step,
+        microbatches_per_step=config.plan.num_microbatches,
         layout=placement,
     )
     compiling = functools.partial(

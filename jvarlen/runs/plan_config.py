@@ -54,6 +54,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
     max_shapes: int | Literal["auto"] = BudgetSettings.max_shapes  # type: ignore[assignment]
     """The most buckets, that is, compiled shapes; auto, for training, for as many as the run is worth,
     by the seconds that steps and compiling take on this machine."""
+    microbatches_per_step: int | None = None  # type: ignore[assignment]
+    """Microbatches of one optimizer update (M), over all devices and accumulation. None: one for each data shard and
+    stage of parallel, or each device without it."""
     max_length: int | None = None
     """Longest bucket in tokens. None: that of buckets or row_lengths, if they are given; else a quarter of max_tokens,
     but at least 1,024, or max_tokens if that is less."""
@@ -125,6 +128,17 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
 
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.microbatches_per_step or 1
+
+    def of_shards(self, num_shards: int) -> PlanConfig:
+        """The same for this many data shards, which get a microbatch each where nothing is said of them."""
+        if self.microbatches_per_step is not None:
+            return self
+        return dataclasses.replace(self, microbatches_per_step=num_shards)
+
     def of_files(self) -> PlanConfig:
         """The same for samples of files, which are cut where nothing is said of long ones."""
         if self.overlong is not None or self.packing == "wrapped":
@@ -150,6 +164,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del fields["max_shapes"]
+        if self.microbatches_per_step is None:
+            del fields["microbatches_per_step"]
         if self.row_lengths:
             fields["strategy"] = self.row_lengths
         return dataclasses.replace(Budget(**fields | changes), max_length=self.longest)
@@ -280,7 +296,7 @@ def epoch_plan(
     return make_plan(
         _rows_of(plan, shapes.buckets, lengths, of_samples, seed, epoch, method=plan.packing),
         shapes.buckets,
-        microbatches_per_step=plan.microbatches_per_step,
+        microbatches_per_step=plan.num_microbatches,
         order=of_rows,
         pacing=plan.make_pacing(),
         seed=seed,
@@ -293,7 +309,7 @@ def evaluation_plans(
     plan: PlanConfig, shapes: ChosenShapes, lengths: Mapping[str, Int64[np.ndarray, " H"]]
 ) -> dict[str, Plan]:
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
-    buckets: Any = Buckets(check_buckets(shapes.buckets), plan.microbatches_per_step)
+    buckets: Any = Buckets(check_buckets(shapes.buckets), plan.num_microbatches)
     if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
         buckets = Buckets(
             check_buckets(shapes_for(plan, np.concatenate(list(lengths.values()))).buckets), plan.microbatches_per_step
@@ -309,7 +325,7 @@ def evaluation_plans(
                 _rows_of(plan, buckets, lengths_of_set, "dataset", 0, 0, method=plan.packing and "best_fit"),
                 buckets,
                 order="length",
-                microbatches_per_step=plan.microbatches_per_step,
+                microbatches_per_step=plan.num_microbatches,
                 overlong=plan.bucket_overlong,
             )
         except UserError as error:

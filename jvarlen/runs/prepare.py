@@ -287,7 +287,7 @@ def show_estimates(prepared: Prepared) -> None:
         trainable=task.trainable,
         extra=task.extra,
         batch_spec=batch_spec,
-        microbatches_per_step=config.plan.microbatches_per_step,
+        microbatches_per_step=config.plan.num_microbatches,
     )
     say(f"Memory of a step of {'×'.join(map(str, bucket))} on {layout}", str(memory))
     if placement is None:
@@ -297,7 +297,7 @@ def show_estimates(prepared: Prepared) -> None:
         train_step,
         task.init_state(train_step, config.seed),
         BatchShapes(
-            [bucket], microbatches_per_step=config.plan.microbatches_per_step, layout=placement, batch_spec=batch_spec
+            [bucket], microbatches_per_step=config.plan.num_microbatches, layout=placement, batch_spec=batch_spec
         ),
         progress=config.progress,
         options=dataclasses.replace(config.compile, when="ahead"),
@@ -319,4 +319,4 @@ def _check_shards(config: FitConfig, placement: Placement | None) -> None:
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
     if placement is not None and config.hardware.parallel != AUTO:
-        placement.batch_shardings(np.empty(config.plan.microbatches_per_step))
+        placement.batch_shardings(np.empty(config.plan.num_microbatches))

@@ -81,7 +81,7 @@ class ShapeChooser:
         """Writes what the run measured beside the compiled programs, if it chose its shapes and keeps programs."""
         if self._costs is None or self._cache_dir is None or not is_main_process():
             return
-        measured = costs_from_report(report, self._config.plan.microbatches_per_step, self._costs, self._program)
+        measured = costs_from_report(report, self._config.plan.num_microbatches, self._costs, self._program)
         save_costs(measured, self._cache_dir)
 
     @property
@@ -102,11 +102,9 @@ class ShapeChooser:
             batch_spec = task.batch_spec_for({"": made}, {"": self._data.train})
         step = task.train_step(task.optimizer or optimizer_for(task.shapes, optax.adamw(1e-3)))
         state = dataclasses.replace(task, params=task.shapes).init_state(step, self._config.seed)
-        of_batches = BatchShapes(buckets, microbatches_per_step=plan.microbatches_per_step, batch_spec=batch_spec)
+        of_batches = BatchShapes(buckets, microbatches_per_step=plan.num_microbatches, batch_spec=batch_spec)
         step_compiler = make_step_compiler(step, state, of_batches, self._config.compile)
-        model = model_key(
-            step_compiler.state_spec, whole_loss(task.loss_fn), plan.microbatches_per_step, self._num_devices
-        )
+        model = model_key(step_compiler.state_spec, whole_loss(task.loss_fn), plan.num_microbatches, self._num_devices)
         known = None if self._cache_dir is None else load_costs(self._cache_dir, step_compiler.device_text, model)
         return known or estimate_costs(step_compiler, buckets, model, self._num_devices)
 

@@ -67,11 +67,11 @@ def _supervise(num_workers: int, args: list[str]) -> int:
     layout = (config.hardware.layout or Layout()).for_devices(num_workers * devices)
 
     def layout_on(num_devices: int) -> Layout:
-        return surviving_layout(layout, num_devices, config.plan.microbatches_per_step)
+        return surviving_layout(layout, num_devices, config.plan.num_microbatches)
 
     if layout_on(layout.num_devices) != layout:
         raise UserError(
-            f"{config.plan.microbatches_per_step} microbatches a step do not spread over the shards of {layout}: they "
+            f"{config.plan.num_microbatches} microbatches a step do not spread over the shards of {layout}: they "
             "must divide plan.microbatches_per_step"
         )
 
