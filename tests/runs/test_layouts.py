@@ -127,6 +127,16 @@ def test_a_run_of_some_parameters_is_that_of_one_device_and_resumes_on_another_l
             np.testing.assert_array_equal(np.asarray(found), np.asarray(leaf))
 
 
+def test_microbatches_that_nothing_is_said_of_are_those_of_the_layout_and_then_of_the_run(config):
+    plan = dataclasses.replace(config.plan, microbatches_per_step=None)
+    short = changed(config, plan=plan, parallel="data2.stage2", max_steps=1)
+    run = fit(short, run_fit.make_data())
+    assert load_config(run.run_dir / "config.json").plan.microbatches_per_step == 4
+    resumed = fit(changed(short, parallel=None, resume=run.run_dir, max_steps=2), run_fit.make_data())
+    assert resumed.summary.num_steps == 2
+    assert load_config(run.run_dir / "config.json").plan.microbatches_per_step == 4
+
+
 @pytest.mark.slow
 def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys):
     """Of 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
