@@ -213,10 +213,8 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
         if num_devices is not None or has_processes or hardware.parallel is not None or jax.process_count() > 1:
             placement = launch(dataclasses.replace(hardware, devices=num_devices), layout or Layout())
     if layout is not None and placement is not None:
-        hardware, plan = dataclasses.replace(hardware, parallel=str(placement.layout)), config.plan
-        if plan.microbatches_per_step == 1:
-            plan = dataclasses.replace(plan, microbatches_per_step=placement.layout.data)
-        config = dataclasses.replace(config, hardware=hardware, plan=plan)
+        hardware = dataclasses.replace(hardware, parallel=str(placement.layout))
+        config = dataclasses.replace(config, hardware=hardware)
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     plan = config.plan.of_shards(_shards_of(config, placement))

@@ -45,7 +45,7 @@ def config_of(tmp_path, **settings):
         model=tmp_path / "llama",
         data=DataConfig(files=(save_tokens(tmp_path / "tokens.npz"),), held_out_fraction=0.1),
         directory=DirectoryConfig(run_dir=tmp_path / "run"),
-        plan=PlanConfig(max_tokens=128, max_shapes=1, microbatches_per_step=1),
+        plan=PlanConfig(max_tokens=128, max_shapes=1),
         compile=CompileOptions(cache_dir=None),
         optimizer=RATE,
         max_steps=1,
