@@ -11,7 +11,7 @@ UV := $(VENV)/bin/python -m uv --quiet
 # What of the tests tells most of the packages that are used, in a minute or two.
 LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/test_plan planning/test_cost_model planning/test_streams \
   data/test_open data/test_arrow_files loading/test_loader compiling/test_compile compiling/test_program_file training/test_step \
-  training/test_checkpoint models/test_decoder runs/test_config runs/test_directory \
+  training/test_checkpoint models/test_decoder models/test_hugging_face runs/test_config runs/test_directory \
   runs/test_fit_options runs/test_trackers))
 
 # What does without PyTorch.
@@ -60,7 +60,7 @@ docs: $(VENV)/installed-dev
 lowest: $(VENV)/installed-dev
 	rm -rf $(LOWEST)
 	$(UV) venv --python $(VENV)/bin/python $(LOWEST)
-	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,tensorboard,wandb]'
+	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,hugging-face,tensorboard,wandb]'
 	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
 	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not slow and not multiprocess and not gpu' $(LOWEST_TESTS)
 
