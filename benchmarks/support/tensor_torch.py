@@ -1,4 +1,4 @@
-"""Steps of the built-in transformer by PyTorch on gloo: whole on one process, and split over all by `DTensor`.
+"""Steps of the decoder by PyTorch on gloo: whole on one process, and split over all by `DTensor`.
 
 As a program it is one of several processes. Its arguments are the sizes, the number of timed steps and the ways as
 JSON, a file by which the processes meet, the number of processes and the rank. Prints JSON on process 0: for each way,
