@@ -45,7 +45,7 @@ def test_the_papers_table(n):
 @pytest.mark.parametrize(
     ("text", "bucket", "num_microbatches", "trainable"),
     [
-        ("data3.context2.zero3", (2, 32), 2, None),
+        ("data2.context2.zero3", (2, 32), 2, None),
         ("data2.tensor2.zero3.remat_full", (8, 32), 2, None),
         ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4, None),
         ("data1.stage4.remat_none", (2, 64), 4, None),
