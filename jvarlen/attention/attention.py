@@ -25,10 +25,6 @@ __all__ = [
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile
 _SAVED = "products with values"  # what the backward pass does not compute again
-_PRECISIONS = {
-    jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
-    jnp.dtype(jnp.float16): jax.lax.DotAlgorithmPreset.F16_F16_F32,
-}
 _LONG = 1024  # positions from which memory for all of T² is worth saving on other devices than a CPU
 
 
@@ -87,13 +83,9 @@ def attend(
         return attend_by_mask(query, key, value, mask_BxTxT, by)
     if window is not None:
         before_and_after = (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, local_window_size=before_and_after, implementation=implementation
-        )
+        return _by_jax(query, key, value, implementation, is_causal=True, local_window_size=before_and_after)
     one_at_least = jnp.maximum(lengths.astype(jnp.int32), 1)  # what sees nothing must be finite in any implementation
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=causal, key_value_seq_lengths=one_at_least, implementation=implementation
-    )
+    return _by_jax(query, key, value, implementation, is_causal=causal, key_value_seq_lengths=one_at_least)
 
 
 def attend_within_segments(
@@ -214,8 +206,9 @@ def _attend_chunk(
 ) -> Float[Array, "B N R K"]:
     """Softmax in float32 at least; sums are divided after the product with the values, which has fewer numbers."""
     type_of_sums = jnp.promote_types(query.dtype, jnp.float32)
-    # Named, it holds in the backward pass as well, where one factor is a gradient in the type of the sums.
-    precision = _PRECISIONS.get(query.dtype)
+    # Named, it holds in the backward pass as well, where one factor is a gradient in the type of the sums. That of
+    # float16, in which nothing here is trained, is not for a CPU.
+    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if query.dtype == jnp.bfloat16 else None
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=type_of_sums)
     logits_BxNxRxT = product("BNRK,BNTK->BNRT", query, key)
     logits_BxNxRxT *= query.shape[-1] ** -0.5
@@ -226,6 +219,17 @@ def _attend_chunk(
     sums_BxNxRx1 = jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True)
     products_BxNxRxK = product("BNRT,BNTK->BNRK", powers_BxNxRxT.astype(value.dtype), value)
     return (checkpoint_name(products_BxNxRxK, _SAVED) / sums_BxNxRx1).astype(query.dtype)
+
+
+def _by_jax(
+    query: Array, key: Array, value: Array, implementation: Literal["xla", "cudnn"] | None, **options: Any
+) -> Array:
+    """`jax.nn.dot_product_attention`, which multiplies float16 on GPUs alone."""
+    dtype = query.dtype
+    if dtype == jnp.float16 and implementation != "cudnn":
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    attended = jax.nn.dot_product_attention(query, key, value, implementation=implementation, **options)
+    return attended.astype(dtype)
 
 
 def _check_heads(query: Array, key: Array) -> None:
@@ -250,7 +254,7 @@ def attend_by_mask(
     """Attention of some queries to keys that a mask allows; each query sees one at least."""
     mask = mask[:, None]
     if query.dtype != jnp.float64:
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
+        return _by_jax(query, key, value, implementation, mask=mask)
     # The same in float64, whose softmax `jax.nn.dot_product_attention` takes in float32.
     _check_heads(query, key)
     query_BxQxNxGxK = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])

@@ -269,6 +269,21 @@ def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
     assert 256 * 256 <= max(masks) <= 256 * 4096
 
 
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("implementation", ["chunked", "xla", "mask"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_float16_has_its_values_and_gradients_on_a_cpu(implementation, window):
+    qkv = [x.astype(jnp.float16) for x in random_qkv(1, 24)]
+
+    def loss(*qkv):
+        attended = attend(*qkv, jnp.full(1, 24), window=window, implementation=implementation)
+        return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
+
+    results = [jax.value_and_grad(loss, (0, 1, 2))(*(x.astype(t) for x in qkv)) for t in (jnp.float16, jnp.float32)]
+    for ours, exact in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), exact, rtol=0, atol=2e-3 * abs(exact).max())
+
+
 @pytest.mark.usefixtures("optimized")
 def test_many_chunks_lose_no_precision_in_bfloat16():
     """Gradients of keys are sums over all chunks, which must not be rounded one by one."""

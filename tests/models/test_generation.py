@@ -167,17 +167,17 @@ def test_a_program_a_bucket_is_compiled_and_nothing_else():
         continued([prompt[::-1] for prompt in PROMPTS], **options)
 
 
-@pytest.mark.parametrize("of_parameters", [False, True])
-def test_in_bfloat16_tokens_are_the_likeliest_up_to_its_rounding(of_parameters):
-    config = CONFIG if of_parameters else dataclasses.replace(CONFIG, compute_dtype="bfloat16")
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS) if of_parameters else PARAMS
+@pytest.mark.parametrize(("compute_dtype", "dtype"), [("bfloat16", "float32"), (None, "bfloat16"), (None, "float16")])
+def test_in_sixteen_bits_tokens_are_the_likeliest_up_to_rounding(compute_dtype, dtype):
+    config = dataclasses.replace(CONFIG, compute_dtype=compute_dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS)
     rows_BxT = np.zeros((len(PROMPTS), 40), np.int32)
     lengths_B = np.array([len(prompt) for prompt in PROMPTS])
     new_BxN = np.array(continued(config=config, params=params, max_shapes=1))
     for row, prompt, new in zip(rows_BxT, PROMPTS, new_BxN, strict=True):
         row[: len(prompt) + NUM_NEW] = [*prompt, *new]
     logits_BxTxV = np.asarray(logits_of_rows(rows_BxT, lengths_B + NUM_NEW, config, params))
-    assert logits_BxTxV.dtype == np.float32, "many of bfloat16 would be equal"
+    assert logits_BxTxV.dtype == np.float32, "many of 16 bits would be equal"
     logits_BxNxV = logits_BxTxV[np.arange(len(PROMPTS))[:, None], lengths_B[:, None] + np.arange(NUM_NEW)]
     chosen_BxN = np.take_along_axis(logits_BxNxV, new_BxN[..., None], axis=2)[..., 0]
     assert np.max(logits_BxNxV.max(axis=2) - chosen_BxN) < 0.02 * logits_BxNxV.std()
