@@ -62,6 +62,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "auto_map": (),  # a model's own code
     "rope_interleaved": (False,),
     "use_mrope": (False,),
+    "is_causal": (True,),
 }
 _ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"sliding_window": (), "use_sliding_window": (False,)},
@@ -125,7 +126,9 @@ def _config_of(fields: Mapping[str, Any]) -> DecoderConfig:
         raise UserError(f"fields are missing: {list_first(missing)}")
     only = _ONLY | _ONLY_OF[family] | {"architectures": ([_ARCHITECTURES[family]],)}
     known = {*_READ, *_HARMLESS, *only}
-    fields = {name: value for name, value in fields.items() if value is not None or name in _READ - {*only}}
+    # Null is as if it were missing, but for causal attention, where transformers takes it as false.
+    kept = (_READ - {*only}) | {"is_causal"}
+    fields = {name: value for name, value in fields.items() if value is not None or name in kept}
     is_known = {
         name: value in only.get(name, (value,))
         and (name in known or name.startswith("_") or name.endswith("_token_id"))

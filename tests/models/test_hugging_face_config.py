@@ -110,6 +110,8 @@ def test_fields_mean_what_they_mean_in_transformers(tmp_path, family, fields):
         ("qwen3", {"attention_bias": "false"}, r"attention_bias \('false'\)"),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout \(0\.1\)"),
         ("llama", {"pretraining_tp": 2}, r"pretraining_tp \(2\)"),
+        ("llama", {"is_causal": False}, r"is_causal \(False\)"),
+        ("llama", {"is_causal": None}, r"is_causal \(None\)"),  # as false in transformers
         ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config \({'bits': 4}\)"),
         ("llama", {"sliding_window": 8}, r"sliding_window \(8\)"),
         ("mistral", {"use_sliding_window": False}, r"use_sliding_window \(False\)"),

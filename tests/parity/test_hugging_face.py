@@ -108,6 +108,15 @@ SCALED_FROM_ALL = {name: value for name, value in LLAMA_3.items() if name != "or
         fields_of("qwen3", head_dim=..., attention_bias=True, sliding_window=7),
         fields_of("qwen3", rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 1.0}, tie_word_embeddings=True),
         fields_of("llama", begins_samples=True, bos_token_id=96),
+        fields_of("llama", hidden_act="swish", attn_implementation="sdpa", _anything=1, unk_token_id=3, top_k=50),
+        fields_of("llama", architectures=["LlamaForCausalLM"], is_causal=True, use_sliding_window=None, mlp_bias=0),
+        fields_of("llama", rope_parameters=LLAMA_3, original_max_position_embeddings=10),
+        fields_of("llama", rope_scaling=LLAMA_3 | {"original_max_position_embeddings": 0}, max_position_embeddings=...),
+        fields_of("llama", rope_scaling={"rope_type": "default", "type": "linear"}, partial_rotary_factor=1.0),
+        fields_of("qwen2", attention_bias=True, use_sliding_window=True, layer_types=["sliding_attention"] * 3),
+        fields_of("qwen2", attention_bias=None, pruned_heads={}, logit_scale=None),
+        fields_of("qwen3", use_sliding_window=True, max_window_layers=0, sliding_window=None),
+        fields_of("mistral", attention_bias=None, use_sliding_window=True, layer_types=["sliding_attention"] * 3),
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items() if name not in COMMON),
 )
@@ -134,6 +143,29 @@ def test_both_packages_read_the_same_fields(fields, tmp_path):
         (fields_of("llama", num_key_value_heads=3), "num_kv_heads"),
         (fields_of("llama", begins_samples=True, bos_token_id=1), "bos_token_id"),
         (fields_of("llama", tie_word_embeddings="false"), "tie_word_embeddings"),
+        (fields_of("qwen2", is_causal=False), "is_causal"),
+        (fields_of("llama", is_causal=None), "is_causal"),
+        (fields_of("llama", logit_scale=0), "logit_scale"),
+        (fields_of("llama", pretraining_tp=2), "pretraining_tp"),
+        (fields_of("llama", use_sliding_window=True), "use_sliding_window"),
+        (fields_of("mistral", use_sliding_window=False), "use_sliding_window"),
+        (fields_of("qwen2", use_sliding_window=None), "use_sliding_window"),
+        (fields_of("qwen2", attention_bias=False), "attention_bias"),
+        (fields_of("qwen3", max_window_layers=None), "max_window_layers"),
+        (fields_of("qwen2", sliding_window=0), "sliding_window"),
+        (fields_of("mistral", sliding_window="8"), "sliding_window"),
+        (fields_of("llama", architectures=["LlamaForSequenceClassification"]), "architectures"),
+        (fields_of("llama", architectures=[]), "architectures"),
+        (fields_of("llama", intermediate_size=None), "intermediate_size"),
+        (fields_of("llama", hidden_size="32"), "hidden_size"),
+        (fields_of("llama", num_hidden_layers=2**16), "num_hidden_layers"),
+        (fields_of("llama", max_position_embeddings=None), "max_position_embeddings"),
+        (fields_of("llama", rope_scaling="linear"), "rope_scaling"),
+        (fields_of("llama", rope_theta=None), "rope_theta"),
+        (fields_of("llama", rms_norm_eps=None), "rms_norm_eps"),
+        (fields_of("qwen3", layer_types=[]), "layer_types"),
+        (fields_of("qwen3", layer_types=3), "layer_types"),
+        (fields_of("qwen3", layer_types=["sliding_attention"] * 3), "layer_types"),
         ([1], "config.json"),
     ],
     ids=str,
@@ -218,6 +250,9 @@ def test_a_tied_head_may_be_in_the_file_and_old_leftovers_too(tied):
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
     safetensors_torch.save_file(tensors | extras, tied / "model.safetensors")
+    torch.testing.assert_close(torch_ref.load_model(tied).state_dict(), expected, rtol=0, atol=0)
+    head_only = {name: tensor for name, tensor in (tensors | extras).items() if name != "model.embed_tokens.weight"}
+    safetensors_torch.save_file(head_only, tied / "model.safetensors")
     torch.testing.assert_close(torch_ref.load_model(tied).state_dict(), expected, rtol=0, atol=0)
     extras["lm_head.weight"][3, 3] += 1
     safetensors_torch.save_file(tensors | extras, tied / "model.safetensors")
