@@ -155,8 +155,8 @@ def to_hugging_face(
         it, the first writes.
       config: the decoder that they belong to.
       tokenizer: a directory whose tokenizer, chat template and settings of generation are copied; its config.json, if
-        it has one, tells what does not belong to the decoder, such as `eos_token_id`. Or a tokenizer file: what lies
-        beside it is copied as well.
+        it has one, tells what does not belong to the decoder, such as `eos_token_id`, and which model type it is where
+        several have such a decoder. Or a tokenizer file: what lies beside it is copied as well.
       end_token: `eos_token_id` of config.json, which ends texts, or several.
       max_shard_bytes: weights above it are written in several files, with an index.
 
@@ -174,12 +174,12 @@ def to_hugging_face(
     if wrong := [f"{name} {describe(array)}" for name, array in tensors.items() if array.dtype not in _DTYPES.values()]:
         raise UserError(f"parameters must be float32, bfloat16 or float16: {list_first(wrong)}")
     dtype = jnp.result_type(*(array.dtype for array in tensors.values()))
-    fields = hugging_face_fields(config, dtype.name)
     copied = files_beside(None if tokenizer is None else Path(tokenizer))
-    if "config.json" in copied:
-        given = read_object(copied.pop("config.json"))
-        kept = {name: given[name] for name in KEPT_FIELDS if name in given}
-        fields |= kept | ({"bos_token_id": config.begin_token} if config.begins_samples else {})
+    given = read_object(copied.pop("config.json")) if "config.json" in copied else {}
+    fields = hugging_face_fields(config, dtype.name, given.get("model_type"))
+    fields |= {name: given[name] for name in KEPT_FIELDS if name in given}
+    if config.begins_samples:
+        fields["bos_token_id"] = config.begin_token
     if end_token is not None:
         fields["eos_token_id"] = end_token if isinstance(end_token, int) else [*end_token]
     shards = _shards(tensors, max_shard_bytes)

@@ -212,12 +212,13 @@ def _windows(family: str, given: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(window if window and kind == _SLIDING else 0 for kind in kinds)
 
 
-def hugging_face_fields(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Any = None) -> dict[str, Any]:
     """The fields of a config.json; the inverse of `read_config`.
 
     Args:
       config: the decoder.
       dtype: the name of the type of its parameters.
+      model_type: the one to write if it has such a decoder; else, and with None, the first that has.
 
     Returns:
       Fields by name, as transformers 4 and 5 read them. Where samples begin with the last token, that is
@@ -227,20 +228,22 @@ def hugging_face_fields(config: DecoderConfig, dtype: str) -> dict[str, Any]:
       ValueError: no model type has such a decoder.
     """
     windows = {*config.windows} - {0}
-    if config.qk_norm and config.qkv_bias == config.out_bias and len(windows) < 2:
-        family = "qwen3"
-    elif config.qkv_bias and not (config.out_bias or config.qk_norm) and len(windows) < 2:
-        family = "qwen2"
-    elif not (config.qkv_bias or config.out_bias or config.qk_norm) and len({*config.windows}) < 2:
-        # transformers lets llama have no heads of other sizes.
-        family = "mistral" if windows or config.width % config.num_heads else "llama"
-    elif config.qkv_bias and config.out_bias and not (config.qk_norm or windows):
-        family = "llama"
-    else:
+    is_plain = not (config.qkv_bias or config.out_bias or config.qk_norm)
+    # transformers lets llama have no heads of other sizes.
+    is_llama = config.width % config.num_heads == 0 if is_plain else config.qkv_bias and config.out_bias
+    has_it = {
+        "llama": is_llama and not (config.qk_norm or windows),
+        "mistral": is_plain and len({*config.windows}) < 2,
+        "qwen2": config.qkv_bias and not (config.out_bias or config.qk_norm) and len(windows) < 2,
+        "qwen3": config.qk_norm and config.qkv_bias == config.out_bias and len(windows) < 2,
+    }
+    families = [name for name in has_it if has_it[name]]
+    if not families:
         raise UserError(
             "no model type of Hugging Face has such a decoder: "
             + ", ".join(f"{name} {getattr(config, name)}" for name in ("qkv_bias", "out_bias", "qk_norm", "windows"))
         )
+    family = model_type if model_type in families else families[0]
     scaling = config.rotary_scaling
     fields: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[family]],

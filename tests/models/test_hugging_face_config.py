@@ -188,6 +188,25 @@ def test_there_and_back(tmp_path, family, settings):
 
 
 @pytest.mark.parametrize(
+    ("given", "settings", "written"),
+    [
+        ("mistral", {}, "mistral"),
+        ("llama", {}, "llama"),
+        ("qwen2", {}, "llama"),
+        (["gemma"], {}, "llama"),
+        ("llama", {"windows": (5, 5)}, "mistral"),
+        ("mistral", {"qk_norm": True}, "qwen3"),
+    ],
+)
+def test_the_model_type_stays_if_it_has_such_a_decoder(tmp_path, given, settings, written):
+    config = DecoderConfig(width=32, mlp_width=40, num_kv_heads=2, head_size=16, begins_samples=False, **settings)
+    fields = hugging_face_fields(config, "float32", given)
+    assert fields["model_type"] == written
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"windows": (5, 0)},

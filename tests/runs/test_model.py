@@ -13,6 +13,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, UserError, fit
 from jvarlen.cli import main
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
+from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig, load_config
 from jvarlen.runs.model import initial_params, model_key, with_model
@@ -57,6 +58,8 @@ def config_of(tmp_path, **settings):
 @pytest.mark.parametrize("parallel", [None, pytest.param("data2.zero3", marks=pytest.mark.slow)])
 def test_a_directory_is_trained_further_in_its_types_and_the_run_resumes_without_it(tmp_path, capsys, parallel):
     model = save_model(tmp_path / "llama")
+    as_mistral = hugging_face_fields(DECODER, "bfloat16", "mistral")
+    (model / "config.json").write_text(json.dumps(as_mistral))
     given = [np.array(leaf) for leaf in jax.tree.leaves(from_hugging_face(model)[1])]
     config = config_of(tmp_path, parallel=parallel)
     first = fit(config)
@@ -73,6 +76,7 @@ def test_a_directory_is_trained_further_in_its_types_and_the_run_resumes_without
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "tuned")]) == 0
     for array, leaf in zip(given, jax.tree.leaves(from_hugging_face(tmp_path / "tuned")[1]), strict=True):
         np.testing.assert_array_equal(array, leaf, strict=True)
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == as_mistral
     with pytest.raises(UserError, match=r"these differ: decoder\.width: 16, 32"):
         fit(dataclasses.replace(config, decoder=DecoderConfig(width=32, vocab_size=301)))
     with pytest.raises(UserError, match=r"these differ: model: .*llama, .*other"):
