@@ -95,7 +95,7 @@ def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, stat
 
 
 def _forward(*given: Any) -> tuple[Array, Any]:
-    """Gradients of x and of the kernel where they are asked for."""
+    """Gradients of x and of the kernel that are asked for, else empty arrays: JAX may keep the tree of another case."""
     *arrays, static = given
     x, kernel, targets, weights = (array.value for array in arrays)
     has_x_grad, has_kernel_grad = (array.perturbed for array in arrays[:2])
@@ -114,15 +114,16 @@ def _forward(*given: Any) -> tuple[Array, Any]:
 
     zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32)) if has_kernel_grad else None
     kernel_grad, (sums, *of_tokens) = _over_chunks(run, zeros, x, targets, weights, static.num_chunks)
+    none = jnp.zeros(0)
     x_grad, losses = (
-        None if made is None else made.reshape(-1, *made.shape[2:])[: weights.size].reshape(like.shape)
+        none if made is None else made.reshape(-1, *made.shape[2:])[: weights.size].reshape(like.shape)
         for made, like in zip(of_tokens, (x, weights), strict=True)
     )
-    return jnp.sum(sums), (x_grad, None if kernel_grad is None else kernel_grad.astype(kernel.dtype), losses)
+    return jnp.sum(sums), (x_grad, none if kernel_grad is None else kernel_grad.astype(kernel.dtype), losses)
 
 
-def _backward(static: _Static, kept: tuple[Array | None, ...], grad: Array) -> tuple[Array | None, ...]:
-    of_x, of_kernel, of_weights = jax.tree.map(lambda array: (array * grad).astype(array.dtype), kept)
+def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
+    of_x, of_kernel, of_weights = ((array * grad).astype(array.dtype) if array.size else None for array in kept)
     return of_x, of_kernel, None, of_weights
 
 

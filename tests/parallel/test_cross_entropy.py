@@ -72,6 +72,22 @@ def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products
         assert_equal(grad(*arrays), jax.value_and_grad(of_all_logits, argnums=argnums)(*arrays))
 
 
+@pytest.mark.parametrize("order", [("remat x", "kernel", "x"), ("x and kernel", "kernel", "remat x and kernel")])
+def test_gradients_do_not_depend_on_those_taken_before(order):
+    """Of the same shapes, for which JAX keeps what it has traced."""
+    rng = np.random.default_rng(0)
+    given = tuple(jnp.asarray(rng.normal(size=(V, V)), jnp.float32) for _ in range(2))
+    others = jnp.arange(V), jnp.ones(V)
+    jax.clear_caches()
+    for asked in order:
+        argnums = tuple(i for i, name in enumerate(("x", "kernel")) if name in asked.split())
+        loss, expected = (
+            functools.partial(lambda f, x, kernel: f(x, kernel, *others), f) for f in (chunked, of_all_logits)
+        )
+        found = jax.grad(jax.checkpoint(loss) if "remat" in asked else loss, argnums)(*given)
+        assert_equal(found, jax.grad(expected, argnums)(*given), rtol=1e-5)
+
+
 @pytest.mark.usefixtures("any_chunks")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_vocabulary_over_devices_that_do_not_divide_it_gives_the_unsplit_numbers(sequence_parallel):
