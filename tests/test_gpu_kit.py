@@ -84,10 +84,10 @@ def test_operations_are_those_of_all_products_one_by_one(sizes):
     for row_length in (5, 5):
         for position in range(row_length):
             for _ in range(small.num_layers):
-                for num_in, num_out in ((4, 12), (4, 4), (4, 16), (16, 4)):
+                for num_in, num_out in (*((4, 4),) * 4, (4, 16), (4, 16), (16, 4)):
                     forward += 2 * num_in * num_out
                 forward += (position + 1) * (2 * 4 + 2 * 4)  # a query with each key, a weight with each value
-            forward += 2 * 4 * 256
+            forward += 2 * 4 * 257
     assert sizes.step_flops(small, 2, 5) == 3 * forward
 
 

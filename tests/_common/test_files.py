@@ -67,7 +67,7 @@ READERS = {
     "plan": Plan.load,
     "settings": load_config,
     "metrics": read_metrics,
-    "prompts": lambda path: SampleCommand(run_dir=path, prompts=path).run(),
+    "prompts": lambda path: SampleCommand(directory=path, prompts=path).run(),
     "place": check_place,
 }
 
