@@ -35,6 +35,7 @@ from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.model import peak_rate
 from jvarlen.runs.plan_config import shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 
@@ -75,7 +76,7 @@ def torch_step(config: FitConfig, _: Lengths, shape: Shape) -> tuple[Step, float
     torch_ref.load_params(model, hugging_face_tensors(init_params(config.decoder, config.seed), config.decoder))
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(), settings.learning_rate, (settings.b1, settings.b2), weight_decay=settings.weight_decay
+        model.parameters(), peak_rate(config), (settings.b1, settings.b2), weight_decay=settings.weight_decay
     )
 
     def clip(*_: object) -> None:
