@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.models.config import DecoderConfig
+    from jvarlen.models.config import DecoderConfig, RotaryScaling
     from jvarlen.models.decoder import Decoder, init_params, make_loss_fn
     from jvarlen.models.generation import generate
     from jvarlen.models.hugging_face import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "RotaryScaling",
     "from_hugging_face",
     "generate",
     "hugging_face_tensors",
