@@ -34,7 +34,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
-from jvarlen.runs.model import describe_model, initial_params, optimizer_for, with_model
+from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
 from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
@@ -109,6 +109,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
     if layout is not None:
         task.check_layout(layout, config.decoder)
+    # Which raises ValueError for names that no parameter has.
+    select_trained(model_shapes(None, config.decoder) if task.loss_fn is None else task.shapes, task.trainable)
     if config.compile.cache_dir is not None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
@@ -130,7 +132,6 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
     agree("the model", data.content_keys.get(str(config.model), "none"))
     with_layout = functools.partial(task.with_decoder, config.decoder, params)
     task = with_layout(layout)
-    select_trained(task.shapes, task.trainable)  # which raises ValueError for names that no parameter has
 
     # While steps run, which is faster; or before, where several processes train.
     when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")

@@ -228,7 +228,7 @@ def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_o
         fit(changed(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
 
 
-def test_a_run_of_some_parameters_keeps_the_others_and_resumes_as_such(config, split):
+def test_a_run_of_some_parameters_keeps_the_others_and_resumes_as_such(config, split, capsys):
     some = changed(config, max_steps=2, trainable="layers.*.attention.*")
     run = fit(some, split)
     config_of_run = load_config(run.run_dir / "config.json")
@@ -239,8 +239,10 @@ def test_a_run_of_some_parameters_keeps_the_others_and_resumes_as_such(config, s
         assert same != ("attention'" in jax.tree_util.keystr(path)), path
     with pytest.raises(ValueError, match=r"its own settings; these differ: trainable: .*attention.*, none"):
         fit(changed(config, max_steps=3, resume=run.run_dir, trainable=()), split)
+    capsys.readouterr()
     with pytest.raises(ValueError, match=r"'atention' of trainable matches no parameter"):
         fit(changed(config, trainable="atention"), split)
+    assert not capsys.readouterr().out  # before data are opened
 
 
 def test_resuming_what_is_no_run_is_refused(config, split, run_of_one_step, tmp_path):
