@@ -1,0 +1,115 @@
+"""Which keys a query sees, from the data: for the mask of a block, and for the blocks that a block meets.
+
+Letters: B rows, Q queries of a row, T keys, I blocks of queries, J blocks of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+__all__ = ["How", "Seen", "block_ranges", "is_seen"]
+
+
+class How(NamedTuple):
+    """What is known before the data are, the same for all rows."""
+
+    causal: bool
+    scale: float  # of the products of queries and keys
+    window: int | None  # how many keys a causal query sees at most; None: all, or as many as `Seen.window` says
+    offset: int | None  # the position of the first query; None: `Seen.offset` says
+    is_rows: bool  # whether a row is one sample of queries and keys alike, from its first position
+    implementation: str
+
+
+class Seen(NamedTuple):
+    """What decides which keys a query sees: those of its own id, up to its position, within its window."""
+
+    query_ids: Int32[Array, "B Q"]  # 0: no token, which sees nothing
+    key_ids: Int32[Array, "B T"]
+    offset: Int32[Array, " B"]  # the position of the first query, where that of the first key is 0
+    window: Int32[Array, ""] | None  # at least 1
+
+
+def is_seen(
+    how: How,
+    window: Int32[Array, ""] | None,
+    query_ids: Int32[Array, "... Q"],
+    key_ids: Int32[Array, "... T"],
+    query_places: Int32[Array, "... Q"],
+    key_places: Int32[Array, "... T"],
+    *,
+    keys_first: bool = False,
+) -> Bool[Array, "... Q T"]:
+    """Whether queries of these ids and positions see such keys; `keys_first` gives [..., T, Q]."""
+
+    def of_query(array: Array) -> Array:
+        return array[..., None, :] if keys_first else array[..., :, None]
+
+    def of_key(array: Array) -> Array:
+        return array[..., :, None] if keys_first else array[..., None, :]
+
+    same = (of_query(query_ids) == of_key(key_ids)) & of_query(query_ids != 0)
+    if not how.causal:
+        return same
+    after = of_query(query_places) - of_key(key_places)
+    most: Any = window if how.window is None else how.window
+    return same & (after >= 0) & (True if most is None else after < most)
+
+
+def block_ranges(
+    how: How, seen: Seen, query_block: int, key_block: int, *, of: Literal["queries", "keys"] = "queries"
+) -> tuple[Int32[Array, "B I"], Int32[Array, "B I"]]:
+    """The first block of keys that each block of queries meets, and the one after the last; or the other way round.
+
+    Both are 0 for a block that meets none. All blocks that share a pair are within; those between the first and the
+    last share one too where the ids of a row ascend.
+    """
+    queries = _Blocks.of(seen.query_ids, seen.offset, query_block)
+    keys = _Blocks.of(seen.key_ids, jnp.zeros_like(seen.offset), key_block)
+    q, k = (
+        jax.tree.map(lambda leaf, axis=axis: jnp.expand_dims(leaf, axis), x) for x, axis in ((queries, 2), (keys, 1))
+    )
+    meets = (q.least_id <= k.largest_id) & (k.least_id <= q.largest_id) & q.has_tokens & k.has_tokens
+    if how.causal:
+        meets &= k.first <= q.last
+        window: Any = seen.window if how.window is None else how.window
+        if window is not None:
+            meets &= q.first - k.last < window
+    if of == "keys":
+        meets = jnp.swapaxes(meets, 1, 2)
+    places = jnp.arange(meets.shape[2], dtype=jnp.int32)
+    end = jnp.max(jnp.where(meets, places + 1, 0), axis=2)
+    first = jnp.min(jnp.where(meets, places, end[..., None]), axis=2)
+    return first, end
+
+
+class _Blocks(NamedTuple):
+    """Of the tokens of each block, int32[B, blocks]."""
+
+    least_id: Array
+    largest_id: Array
+    first: Array  # positions
+    last: Array
+    has_tokens: Array
+
+    @classmethod
+    def of(cls, ids: Int32[Array, "B T"], offset: Int32[Array, " B"], size: int) -> _Blocks:
+        padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)))
+        places = offset[:, None] + jnp.arange(padded.shape[1], dtype=jnp.int32)
+        ids_BxIxC, places_BxIxC = (x.reshape(len(ids), -1, size) for x in (padded, places))
+        is_token = ids_BxIxC != 0
+        limits = jnp.iinfo(jnp.int32)
+
+        def least(values: Array) -> Array:
+            return jnp.min(jnp.where(is_token, values, limits.max), axis=2)
+
+        def largest(values: Array) -> Array:
+            return jnp.max(jnp.where(is_token, values, limits.min), axis=2)
+
+        return cls(
+            least(ids_BxIxC), largest(ids_BxIxC), least(places_BxIxC), largest(places_BxIxC), is_token.any(axis=2)
+        )
