@@ -75,9 +75,9 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
 
 
 def attention(length: int) -> list[str]:
-    """The table of what `attend_within_segments` takes, by how many samples share a row."""
+    """The table of what `attend` takes, by how many samples share a row."""
     heads = jax.random.normal(jax.random.key(0), (3, 1, length, 2, 64))
-    attend = jax.jit(jvarlen.attention.attend_within_segments)
+    attend = jax.jit(lambda q, k, v, ids: jvarlen.attend(q, k, v, segment_ids=ids))
     segments = {1: jnp.ones((1, length), jnp.int32)}
     for num_samples in (4, 64):
         segments[num_samples] = jnp.repeat(jnp.arange(num_samples) + 1, length // num_samples)[None]
@@ -95,7 +95,7 @@ def attention(length: int) -> list[str]:
     return [
         f"## Attention of one row of {length:,} positions, by its samples",
         "",
-        "`attend_within_segments`, forward, 2 heads of 64. The last column is the share of the pairs of positions that "
+        "`attend`, forward, 2 heads of 64. The last column is the share of the pairs of positions that "
         "attention which skips the blocks between samples would compute.",
         "",
         *table("samples|seconds|ratio|share of pairs", cells),

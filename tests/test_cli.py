@@ -39,7 +39,7 @@ from . import processes
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 
-SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "packed_attention", "compute_dtype")
+SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "compute_dtype")
 TINY = hugging_face_fields(DecoderConfig(num_layers=1, width=8, num_heads=1), "bfloat16")
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 

@@ -1,6 +1,7 @@
 """Attention that excludes padding and the other samples of a row.
 
-- `attention`: attention by lengths or by segments, in several implementations, and masks.
+- `attention`: `attend`, and which implementation serves. `blocks`, `dense`: loops over blocks; all pairs at once.
+- `seen`: which keys a query sees, and which blocks meet. `masks`: the same as arrays of booleans.
 - `zigzag`: attention to the positions of other devices.
 """
 
@@ -11,17 +12,16 @@ from typing import TYPE_CHECKING, Literal
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.attention.attention import attend, attend_within_segments, attention_mask, padding_mask, segment_mask
+    from jvarlen.attention.attention import attend
+    from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
 __all__ = [
     "attend",
-    "attend_within_segments",
     "attention_mask",
     "padding_mask",
     "segment_mask",
 ]
 
-AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
-SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
+AttentionImplementation = Literal["auto", "blocks", "xla", "triton", "cudnn", "splash"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -1,354 +1,234 @@
-"""Attention within the samples of padded or packed rows.
+"""Attention that computes only pairs of a sample with itself, on the platform that is compiled for.
 
-Built on `jax.nn.dot_product_attention`. Where possible it is given lengths or segments instead of a B×T×T mask.
-Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, R = G · Q, K head size.
+Letters: B rows, Q queries of a row, T keys, H query heads, N key/value heads, K head size.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+import importlib
+import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Integer
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Integer
 
-from jvarlen._common.checks import UserError
-from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
+from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.pytree import describe
+from jvarlen.attention import AttentionImplementation
+from jvarlen.attention.masks import padding_mask, window_in_force
+from jvarlen.attention.seen import How, Seen, varying_axes
 
-__all__ = [
-    "attend", "attend_by_mask", "attend_in_chunks", "attend_within_segments", "attention_mask", "chosen_for",
-    "padding_mask", "segment_mask", "window_in_force",
-]  # fmt: skip
+__all__ = ["attend"]
 
-_CHUNK = 256  # the most queries at a time
-_MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile
-_SAVED = "products with values"  # what the backward pass does not compute again
-_LONG = 1024  # positions from which memory for all of T² is worth saving on other devices than a CPU
+_SHORT = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
+_FEW = 32  # queries, likewise
+_KERNELS: dict[str, tuple[str, ...]] = {"cuda": (), "tpu": ()}  # by platform, the first that supports the arrays
+_ANYWHERE = ("blocks", "dense")
+_MODULES = {"xla": "dense"}  # by other names than their own
 
 
 def attend(
-    query: Float[Array, "B T H K"],
+    query: Float[Array, "B Q H K"],
     key: Float[Array, "B T N K"],
     value: Float[Array, "B T N K"],
-    lengths: Integer[Array, " B"],
     *,
+    lengths: Integer[Array, " B"] | None = None,
+    key_lengths: Integer[Array, " B"] | None = None,
+    segment_ids: Integer[Array, "B Q"] | None = None,
+    key_segment_ids: Integer[Array, "B T"] | None = None,
+    query_offset: int | Integer[Array, " #B"] = 0,
     causal: bool = True,
     window: int | Integer[Array, ""] | None = None,
-    implementation: AttentionImplementation | None = None,
-) -> Float[Array, "B T H K"]:
-    """Attention within rows of one sample each; keys past a row's length are masked.
+    scale: float | None = None,
+    implementation: AttentionImplementation = "auto",
+) -> Float[Array, "B Q H K"]:
+    """Attention within the samples of padded or packed rows; no position sees another sample or padding.
 
-    Every implementation gives the same outputs at the tokens of a row, and the same gradients.
+    Only pairs of blocks of positions that share a sample are computed, and under the diagonal where it is causal. The
+    gradient computes the weights again from the logarithms of their sums: memory grows with Q + T.
 
     Args:
-      query: float[B, T, H, K].
+      query: float[B, Q, H, K].
       key: float[B, T, N, K]; N divides H, and head h of the queries attends to head h // (H / N).
       value: float[B, T, N, K].
-      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
+      lengths: int[B] of any integer type, the tokens of rows of one sample each; 0 for a padding row. With neither
+        lengths nor segments, all positions are tokens of one sample.
+      key_lengths: int[B], those of keys where they are not the same: cross-attention, or a cache.
+      segment_ids: int[B, Q] of any integer type, the sample of each position of packed rows; 0 where there is no token.
+        Ids may come in any order; runs of ascending ones are what is computed without waste.
+      key_segment_ids: int[B, T], those of keys where they are not the same, such as `source_segment_ids` of a packed
+        batch of pairs.
+      query_offset: the position of the first query, where that of the first key is 0: an int, or int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most: its own position and those right before it, as in Mistral. An
         int, or int32[], such as the window of each layer in a scan; None and numbers below 1: all.
-      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. `"xla"`
-        holds the logits of all pairs of positions, `"cudnn"` nothing of size T²; it needs a GPU and 16-bit floats.
-        `"mask"` passes the B×T×T mask. `"chunked"` is that of `attend_within_segments`. None: chunked on a CPU and for
-        rows of 1,024 positions or more, else `"xla"`.
+      scale: of the products of queries and keys; None: K ** −0.5.
+      implementation: `"auto"` follows the platform that is compiled for. `"blocks"` are loops over blocks, on any
+        platform; `"xla"` holds the logits of all pairs; `"triton"` and `"cudnn"` are kernels for NVIDIA GPUs, the
+        second for 16-bit floats and rows of one sample, and `"splash"` for TPUs.
 
     Returns:
-      float[B, T, H, K]; values past a row's length are meaningless but finite.
+      float[B, Q, H, K] of the type of the queries; 0 where there is no token, or none that it sees.
 
     Raises:
-      ValueError: heads of queries that are not a multiple of those of keys, or a window of attention that is not
-        causal.
+      ValueError: shapes that do not belong together, such as heads of queries that are not a multiple of those of keys;
+        both lengths and segments, or those of queries alone where there are other numbers of queries and keys; a window
+        of attention that is not causal; an unknown implementation, or one that does not support the arrays.
 
     Example:
-      >>> values = jnp.arange(3.0).reshape(1, 3, 1, 1)
-      >>> zeros = jnp.zeros((1, 3, 1, 1))  # so that each position gets the mean of what it sees
-      >>> [attend(zeros, zeros, values, jnp.array([2]), implementation=x).ravel()[:2].tolist() for x in ("xla", "mask")]
-      [[0.0, 0.5], [0.0, 0.5]]
-    """
-    seq_length = query.shape[1]
-    implementation = implementation or chosen_for(seq_length)
-    window = window_in_force(window, seq_length, causal=causal)
-    if implementation == "chunked":
-        # Padding comes last, so that what is causal never sees it.
-        segment_ids = None if causal else padding_mask(lengths, seq_length).astype(jnp.int32)
-        return attend_in_chunks(query, key, value, segment_ids, causal=causal, window=window)
-    if window is not None:  # what is padding sees itself, where its window holds no token
-        lengths = jnp.full_like(lengths, seq_length, jnp.int32)
-    if implementation == "mask" or query.dtype == jnp.float64 or isinstance(window, Array):
-        mask_BxTxT = attention_mask(lengths, seq_length, causal=causal, window=window)
-        by = None if implementation == "mask" else implementation
-        return attend_by_mask(query, key, value, mask_BxTxT, by)
-    if window is not None:
-        before_and_after = (window - 1, 0)
-        return _by_jax(query, key, value, implementation, is_causal=True, local_window_size=before_and_after)
-    one_at_least = jnp.maximum(lengths.astype(jnp.int32), 1)  # what sees nothing must be finite in any implementation
-    return _by_jax(query, key, value, implementation, is_causal=causal, key_value_seq_lengths=one_at_least)
-
-
-def attend_within_segments(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    segment_ids: Integer[Array, "B T"],
-    *,
-    causal: bool = True,
-    window: int | Integer[Array, ""] | None = None,
-    implementation: SegmentAttentionImplementation | None = None,
-) -> Float[Array, "B T H K"]:
-    """Attention within the samples of packed rows; no position sees another sample.
-
-    Args:
-      query: float[B, T, H, K].
-      key: float[B, T, N, K], as in `attend`.
-      value: float[B, T, N, K].
-      segment_ids: int[B, T] of any integer type, the sample of each position; 0 where there is no token.
-      causal: whether a position sees only itself and what comes before it.
-      window: how many keys a causal query sees at most, as in `attend`.
-      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
-        computes some queries at a time, on any device: memory grows with T instead of T², also in the backward pass,
-        which recomputes the attention. None: as in `attend`.
-
-    Returns:
-      float[B, T, H, K]; values at positions without a token are meaningless.
-
-    Raises:
-      ValueError: as `attend`.
+      >>> values = jnp.arange(4.0).reshape(1, 4, 1, 1)
+      >>> zeros = jnp.zeros((1, 4, 1, 1))  # so that each position gets the mean of what it sees
+      >>> attend(zeros, zeros, values, segment_ids=jnp.array([[1, 1, 2, 0]])).ravel().tolist()
+      [0.0, 0.5, 2.0, 0.0]
 
     References:
-      Queries in chunks: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory".
+      Dao et al. 2022, "FlashAttention", for blocks and the gradient. Krell et al. 2021, "Efficient Sequence Packing
+      without Cross-contamination", for packed rows.
     """
-    seq_length = query.shape[1]
-    implementation = implementation or chosen_for(seq_length)
-    if implementation != "chunked":
-        mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal, window=window)
-        return attend_by_mask(query, key, value, mask_BxTxT, implementation)
-    return attend_in_chunks(query, key, value, segment_ids, causal=causal, window=window)
+    check_choices(implementation=(implementation, AttentionImplementation))
+    _check_shapes(query, key, value)
+    num_rows, num_queries = query.shape[:2]
+    num_keys = key.shape[1]
+    is_rows = segment_ids is None and key_segment_ids is None
+    if not is_rows and (lengths is not None or key_lengths is not None):
+        raise UserError("rows have either lengths= and key_lengths=, or segment_ids= and key_segment_ids=")
+    of_queries, of_keys = (lengths, key_lengths) if is_rows else (segment_ids, key_segment_ids)
+    if of_keys is None and of_queries is not None and num_queries != num_keys:
+        names = ("lengths", "key_lengths") if is_rows else ("segment_ids", "key_segment_ids")
+        raise UserError(f"{num_queries} queries and {num_keys} keys: {names[0]}= needs {names[1]}= beside it")
+    query_ids = _ids(of_queries, num_rows, num_queries, is_rows=is_rows)
+    key_ids = query_ids if of_keys is None and num_keys == num_queries else None
+    if key_ids is None:
+        key_ids = _ids(of_keys, num_rows, num_keys, is_rows=is_rows)
+    window = window_in_force(window, num_keys, causal=causal)
+    static_offset = int(query_offset) if isinstance(query_offset, (int, np.integer)) else None
+    offset = jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (num_rows,))
+    how = How(
+        causal,
+        query.shape[3] ** -0.5 if scale is None else float(scale),
+        window if isinstance(window, int) else None,
+        static_offset,
+        is_rows and key_ids is query_ids and static_offset == 0,
+        implementation,
+    )
+    seen = Seen(query_ids, key_ids, offset, None if window is None or isinstance(window, int) else jnp.asarray(window))
+    return _attend(how, *_equally_varying(query, key, value, seen))
 
 
-def attend_in_chunks(
-    query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    segment_ids: Integer[Array, "B T"] | None,
-    *,
-    causal: bool,
-    window: int | Integer[Array, ""] | None = None,
-) -> Float[Array, "B Q H K"]:
-    """Attention of the last Q positions, some queries at a time, of which causal ones get only the keys up to them."""
-    # A slice of the keys needs a program of its own. There are a few of them at most, each for a run of chunks.
-    window = window_in_force(window, key.shape[1], causal=causal)
-    num_queries, num_kv_heads = query.shape[1], key.shape[2]
-    before = key.shape[1] - num_queries
-    _check_heads(query, key)
-    half = _CHUNK // 2
-    size = min(half * -(-num_queries // _CHUNK), _CHUNK)  # of a chunk: no row is one chunk but a short one
-    num_chunks = -(-num_queries // size)
-    # After many keys that all queries see, those of a run would save little, and runs take memory side by side.
-    run_length = size * -(-num_chunks // _MOST_SLICES) if causal and not before else num_queries
-    # In the backward pass the chunks' gradients of keys and values are summed, in float32 at least.
-    summed_type = jnp.promote_types(key.dtype, jnp.float32)
-    key_BxNxTxK, value_BxNxTxK = (jnp.swapaxes(x, 1, 2).astype(summed_type) for x in (key, value))
-    query_BxNxGxTxK = jnp.moveaxis(query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[3]), 1, 3)
-
-    def attend_run(start: int) -> Array:
-        """Of the queries of one run."""
-        end = min(start + run_length, num_queries)
-        num_keys = before + end if causal else key.shape[1]
-        keys, values = key_BxNxTxK[:, :, :num_keys], value_BxNxTxK[:, :, :num_keys]
-        key_segments = None if segment_ids is None else segment_ids[:, :num_keys]
-
-        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
-        def one_chunk(first_query: Array | int, query: Array, query_segments: Array | None) -> Array:
-            # The heads of a group are more queries: products of matrices, not of more axes.
-            places_R = jnp.tile(jnp.arange(query.shape[3]), query.shape[2])
-            mask = None
-            if causal:
-                mask = _is_before((before + first_query + places_R)[:, None], jnp.arange(num_keys), window)[None]
-            if query_segments is not None and key_segments is not None:
-                mask_BxRxT = segment_mask(query_segments[:, places_R], key_segments, causal=False)
-                mask = mask_BxRxT if mask is None else mask & mask_BxRxT
-            query_BxNxRxK = query.reshape(*query.shape[:2], -1, query.shape[4])
-            attended = _attend_chunk(query_BxNxRxK, keys.astype(query.dtype), values.astype(query.dtype), mask)
-            return attended.reshape(query.shape)
-
-        queries = query_BxNxGxTxK[:, :, :, start:end]
-        segments = None if segment_ids is None else segment_ids[:, before + start : before + end]
-        if end - start <= size:
-            return one_chunk(start, queries, segments)
-        first_queries = jnp.arange(start, end, size)
-        chunks = (first_queries, _split(queries, 3, size), None if segments is None else _split(segments, 1, size))
-        # If they did not depend on the queries, JAX would compute all masks, T² of them, before a loop over layers.
-        chunks = jax.lax.optimization_barrier(chunks)
-        attended = jax.lax.map(lambda chunk: one_chunk(*chunk), chunks)
-        return jnp.moveaxis(attended, 0, 3).reshape(*queries.shape[:3], -1, queries.shape[4])[:, :, :, : end - start]
-
-    attended = jnp.concatenate([attend_run(start) for start in range(0, num_queries, run_length)], axis=3)
-    return jnp.moveaxis(attended, 3, 1).reshape(query.shape)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: How, query: Array, key: Array, value: Array, seen: Seen) -> Array:
+    return _forward(how, query, key, value, seen)[0]
 
 
-def _split(array: Array, axis: int, size: int) -> Array:
-    """Chunks of an axis as a new first axis; the last one is filled with zeros."""
-    num_chunks = -(-array.shape[axis] // size)
-    padding = [(0, 0)] * array.ndim
-    padding[axis] = (0, num_chunks * size - array.shape[axis])
-    padded = jnp.pad(array, padding)
-    return jnp.moveaxis(padded.reshape(*array.shape[:axis], num_chunks, size, *array.shape[axis + 1 :]), axis, 0)
+def _attend_forward(how: How, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, tuple[Any, ...]]:
+    output, log_sums = _forward(how, query, key, value, seen)
+    return output, (query, key, value, seen, output, log_sums)
 
 
-def _attend_chunk(
-    query: Float[Array, "B N R K"],
-    key: Float[Array, "B N T K"],
-    value: Float[Array, "B N T K"],
-    mask: Bool[Array, "#B R T"] | None,
-) -> Float[Array, "B N R K"]:
-    """Softmax in float32 at least; sums are divided after the product with the values, which has fewer numbers."""
-    type_of_sums = jnp.promote_types(query.dtype, jnp.float32)
-    # Named, it holds in the backward pass as well, where one factor is a gradient in the type of the sums. That of
-    # float16, in which nothing here is trained, is not for a CPU.
-    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if query.dtype == jnp.bfloat16 else None
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=type_of_sums)
-    logits_BxNxRxT = product("BNRK,BNTK->BNRT", query, key)
-    logits_BxNxRxT *= query.shape[-1] ** -0.5
-    if mask is not None:
-        logits_BxNxRxT = jnp.where(mask[:, None], logits_BxNxRxT, jnp.finfo(type_of_sums).min)
-    largest_BxNxRx1 = jax.lax.stop_gradient(jnp.max(logits_BxNxRxT, axis=-1, keepdims=True))
-    powers_BxNxRxT = jnp.exp(logits_BxNxRxT - largest_BxNxRx1)
-    sums_BxNxRx1 = jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True)
-    products_BxNxRxK = product("BNRT,BNTK->BNRK", powers_BxNxRxT.astype(value.dtype), value)
-    return (checkpoint_name(products_BxNxRxK, _SAVED) / sums_BxNxRx1).astype(query.dtype)
+def _attend_backward(how: How, kept: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
+    return (*_backward(how, *kept, grad), None)
 
 
-def _by_jax(
-    query: Array, key: Array, value: Array, implementation: Literal["xla", "cudnn"] | None, **options: Any
-) -> Array:
-    """`jax.nn.dot_product_attention`, which multiplies float16 on GPUs alone."""
-    dtype = query.dtype
-    if dtype == jnp.float16 and implementation != "cudnn":
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    attended = jax.nn.dot_product_attention(query, key, value, implementation=implementation, **options)
-    return attended.astype(dtype)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _check_heads(query: Array, key: Array) -> None:
-    if query.shape[2] % key.shape[2]:
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(how: How, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, Array]:
+    def by(module: Any, *args: Any) -> tuple[Array, Array]:
+        output, log_sums = module.forward(how, *args)
+        return output.astype(query.dtype), log_sums
+
+    return _by_platform(how, by, query, key, value, seen)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(
+    how: How, query: Array, key: Array, value: Array, seen: Seen, output: Array, log_sums: Array, grad: Array
+) -> tuple[Array, ...]:
+    def by(module: Any, *args: Any) -> tuple[Array, ...]:
+        grads = module.backward(how, *args)
+        return tuple(grad.astype(like.dtype) for grad, like in zip(grads, (query, key, value), strict=True))
+
+    return _by_platform(how, by, query, key, value, seen, output, log_sums, grad)
+
+
+def _by_platform(how: How, by: Any, query: Array, key: Array, value: Array, seen: Seen, *kept: Array) -> Any:
+    """`by(module, …)` with the module for the platform that is compiled for."""
+    names = {platform: _name_for(platform, how, query, key, seen) for platform in ("default", *_KERNELS)}
+    branches = {platform: functools.partial(by, _module(name)) for platform, name in names.items()}
+    args = (query, key, value, seen, *kept)
+    if len(set(names.values())) == 1:
+        return branches["default"](*args)
+    return lax.platform_dependent(*args, **branches)
+
+
+def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen) -> str:
+    """The implementation for a platform."""
+    if how.implementation != "auto":
+        name = _MODULES.get(how.implementation, how.implementation)
+        if name in _ANYWHERE or _module(name).supports(how, query, key, seen):
+            return name
         raise UserError(
-            f"{query.shape[2]} heads of queries must be a multiple of the {key.shape[2]} of keys and values"
+            f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
+            f"with causal={how.causal}, window={how.window}: leave it out"
         )
+    kernels = _KERNELS.get(platform, ())
+    if kernels and varying_axes(query):
+        if jax.default_backend() != "cpu":
+            _say_once("attention inside shard_map(check_vma=True) takes no kernel: check_vma=False lets it")
+        kernels = ()
+    for name in kernels:
+        if _module(name).supports(how, query, key, seen):
+            return name
+    is_short = key.shape[1] < _SHORT or query.shape[1] < _FEW
+    return "dense" if is_short or platform == "cuda" else "blocks"
 
 
-def chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
-    """The implementation for rows of this length."""
-    return "chunked" if seq_length >= _LONG or jax.default_backend() == "cpu" else "xla"
+def _module(name: str) -> Any:
+    return importlib.import_module(f"jvarlen.attention.{name}")
 
 
-def attend_by_mask(
-    query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    mask: Bool[Array, "B Q T"],
-    implementation: Literal["xla", "cudnn"] | None = None,
-) -> Float[Array, "B Q H K"]:
-    """Attention of some queries to keys that a mask allows; each query sees one at least."""
-    mask = mask[:, None]
-    if query.dtype != jnp.float64:
-        return _by_jax(query, key, value, implementation, mask=mask)
-    # The same in float64, whose softmax `jax.nn.dot_product_attention` takes in float32.
-    _check_heads(query, key)
-    query_BxQxNxGxK = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
-    logits_BxNxGxQxT = jnp.einsum("BQNGK,BTNK->BNGQT", query_BxQxNxGxK, key) / jnp.sqrt(query.shape[3])
-    logits_BxNxGxQxT = jnp.where(mask[:, None], logits_BxNxGxQxT, jnp.finfo(query.dtype).min)
-    weights_BxNxGxQxT = jax.nn.softmax(logits_BxNxGxQxT, axis=-1)
-    return jnp.einsum("BNGQT,BTNK->BQNGK", weights_BxNxGxQxT, value).reshape(query.shape)
+@functools.cache
+def _say_once(what: str) -> None:
+    warnings.warn(what, stacklevel=2)
 
 
-def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any:
-    """The window of rows of this length: None if it hides nothing, an int, or an array of at least 1."""
-    if window is None or (isinstance(window, int) and not 0 < window < seq_length):
-        return None
-    if not causal:
-        raise UserError("a window is for causal attention: leave window= out, or causal=False")
-    return window if isinstance(window, int) else jnp.where(window > 0, window, seq_length)
+def _ids(given: Array | None, num_rows: int, length: int, *, is_rows: bool) -> Array:
+    """int32[B, length], from lengths, segments or nothing."""
+    if given is None:
+        return jnp.ones((num_rows, length), jnp.int32)
+    shape = (num_rows,) if is_rows else (num_rows, length)
+    if jnp.shape(given) != shape or not jnp.issubdtype(jnp.result_type(given), jnp.integer):
+        what = "lengths" if is_rows else "segments"
+        raise UserError(
+            f"{what} of {num_rows} rows of {length} positions are integers {list(shape)}, not {describe(given)}"
+        )
+    return (padding_mask(given, length) if is_rows else jnp.asarray(given)).astype(jnp.int32)
 
 
-def _is_before(queries: Array, keys: Array, window: Any) -> Array:
-    """Whether queries at these positions see keys at those; the window is one in force."""
-    return (queries >= keys) if window is None else (queries >= keys) & (queries - keys < window)
+def _equally_varying(*arrays: Any) -> Any:
+    """Inside `shard_map` that checks it, arrays that vary over the same axes, so that their gradients do."""
+    axes = {axis for leaf in jax.tree.leaves(arrays) for axis in varying_axes(leaf)}
+    if not axes:
+        return arrays
+
+    def varying(leaf: Array) -> Array:
+        missing = tuple(axes - varying_axes(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(varying, arrays)
 
 
-def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
-    """Which positions hold tokens.
-
-    Args:
-      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
-      seq_length: T.
-
-    Returns:
-      bool[B, T], True on tokens.
-
-    Example:
-      >>> padding_mask(jnp.array([2, 0]), 3).tolist()
-      [[True, True, False], [False, False, False]]
-    """
-    return jnp.arange(seq_length) < lengths[:, None]
-
-
-def attention_mask(
-    lengths: Integer[Array, " B"],
-    seq_length: int,
-    *,
-    causal: bool = True,
-    window: int | Integer[Array, ""] | None = None,
-) -> Bool[Array, "B T T"]:
-    """Which positions (last axis) each position (middle axis) may attend to.
-
-    Args:
-      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
-      seq_length: T.
-      causal: whether a position sees only itself and what comes before it.
-      window: how many keys a causal query sees at most, as in `attend`.
-
-    Returns:
-      bool[B, T, T]; `mask[:, None]` adds the axis of heads that `jax.nn.dot_product_attention` expects, B×H×T×T.
-
-    Example:
-      >>> attention_mask(jnp.array([2]), 3).astype(int).tolist()
-      [[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]
-    """
-    is_key_BxTxT = jnp.broadcast_to(padding_mask(lengths, seq_length)[:, None], (len(lengths), seq_length, seq_length))
-    window = window_in_force(window, seq_length, causal=causal)
-    positions = jnp.arange(seq_length)
-    return is_key_BxTxT & _is_before(positions[:, None], positions, window) if causal else is_key_BxTxT
-
-
-def segment_mask(
-    query_segments: Integer[Array, "B Q"],
-    key_segments: Integer[Array, "B T"],
-    *,
-    causal: bool = True,
-    window: int | Integer[Array, ""] | None = None,
-) -> Bool[Array, "B Q T"]:
-    """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
-
-    Args:
-      query_segments: int[B, Q] of any integer type, the segments of the first, or without `causal` of any, positions.
-      key_segments: int[B, T], likewise, the segments of all positions.
-      causal: whether a position sees only itself and what comes before it.
-      window: how many keys a causal query sees at most, as in `attend`.
-
-    Returns:
-      bool[B, Q, T].
-
-    Example:
-      >>> segments = jnp.array([[1, 1, 2, 0]])
-      >>> segment_mask(segments, segments).astype(int).tolist()
-      [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]
-    """
-    is_same_BxQxT = query_segments[:, :, None] == key_segments[:, None, :]
-    window = window_in_force(window, key_segments.shape[1], causal=causal)
-    if not causal:
-        return is_same_BxQxT
-    places_T = jnp.arange(key_segments.shape[1])
-    return is_same_BxQxT & _is_before(places_T[: query_segments.shape[1], None], places_T, window)
+def _check_shapes(query: Array, key: Array, value: Array) -> None:
+    given = {"query": query, "key": key, "value": value}
+    shapes = [jnp.shape(array) for array in given.values()]
+    fits = all(len(shape) == 4 for shape in shapes) and shapes[1] == shapes[2]
+    if not fits or (shapes[0][0], shapes[0][3]) != (shapes[1][0], shapes[1][3]):
+        listed = ", ".join(f"{name} {describe(array)}" for name, array in given.items())
+        raise UserError(f"attention takes query [B, Q, H, K], and key and value [B, T, N, K], not {listed}")
+    if shapes[0][2] % shapes[1][2]:
+        raise UserError(f"{shapes[0][2]} heads of queries must be a multiple of the {shapes[1][2]} of keys and values")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-__all__ = ["How", "Seen", "block_ranges", "is_seen"]
+__all__ = ["How", "Seen", "block_ranges", "is_seen", "varying_axes"]
 
 
 class How(NamedTuple):
@@ -113,3 +113,9 @@ class _Blocks(NamedTuple):
         return cls(
             least(ids_BxIxC), largest(ids_BxIxC), least(places_BxIxC), largest(places_BxIxC), is_token.any(axis=2)
         )
+
+
+def varying_axes(array: Array) -> frozenset[str]:
+    """The mesh axes over which an array varies, inside a `shard_map` that checks it; else none."""
+    axes: frozenset[str] = jax.typeof(array).manual_axis_type.varying
+    return axes

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
-from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
+from jvarlen.attention import AttentionImplementation
 
 __all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
 
@@ -70,12 +70,9 @@ class DecoderConfig:
     """Base of the wavelengths of the rotary embedding."""
     rotary_scaling: RotaryScaling | None = None
     """How they are scaled; None: not at all."""
-    attention: AttentionImplementation | None = None
-    """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
-    None chooses by the length of the rows. Rows that are spread have an attention of their own.
-    """
-    packed_attention: SegmentAttentionImplementation | None = None
-    """Attention in packed rows. None chooses by the length of the rows."""
+    attention: AttentionImplementation = "auto"
+    """Which implementation of attention serves, as in `jvarlen.attend`; auto follows the platform.
+    Rows that are spread have an attention of their own."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
     None uses the type of the parameters."""
@@ -98,9 +95,8 @@ class DecoderConfig:
             raise UserError(
                 f"windows must be {self.num_layers} numbers of at least 0, one a layer, not {list_first(self.windows)}"
             )
-        wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
-        if wrong and self.compute_dtype is None:
-            raise UserError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
+        if self.attention == "cudnn" and self.compute_dtype is None:
+            raise UserError("attention: cudnn takes no float32; set compute_dtype to bfloat16")
 
     @property
     def size_of_head(self) -> int:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.batches.next_token import next_token_targets
 from jvarlen.models.config import DecoderConfig, RotaryScaling
@@ -186,10 +186,9 @@ class DecoderLayer(nnx.Module):
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
             return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids, window=window)
-        if segment_ids is None:
-            return attend(query, key, value, rows.lengths, implementation=self.config.attention, window=window)
-        packed = self.config.packed_attention
-        return attend_within_segments(query, key, value, segment_ids, implementation=packed, window=window)
+        lengths = rows.lengths if segment_ids is None else None
+        how: Any = {"window": window, "implementation": self.config.attention}
+        return attend(query, key, value, lengths=lengths, segment_ids=segment_ids, **how)
 
     def project(
         self,

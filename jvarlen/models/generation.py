@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
 from jvarlen._common.progress import progress_bar
-from jvarlen.attention.attention import attend_by_mask
+from jvarlen.attention.attention import attend
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -314,4 +314,6 @@ def _decode_layer(
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(held, each, slot, axis=1) for held, each in zip(cache, new, strict=True)
     )
-    return layer.finish(x, attend_by_mask(query, keys, values, mask)), _Cache(keys, values)
+    ids = jnp.ones(query.shape[:2], jnp.int32)
+    attended = attend(query, keys, values, segment_ids=ids, key_segment_ids=mask[:, 0].astype(jnp.int32), causal=False)
+    return layer.finish(x, attended), _Cache(keys, values)

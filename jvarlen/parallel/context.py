@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.attention.attention import attend, attend_within_segments, window_in_force
+from jvarlen.attention.attention import attend
+from jvarlen.attention.masks import window_in_force
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 from jvarlen.parallel.position_sums import check_sums_over_positions
@@ -179,7 +180,7 @@ def attend_over_axis(
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
-    Equal to `attend` and `attend_within_segments` on whole rows. It skips pairs of chunks that are fully masked, and
+    Equal to `attend` on whole rows. It skips pairs of chunks that are fully masked, and
     holds logits of at most 256 queries and one chunk of keys, which its gradient recomputes.
 
     Args:
@@ -207,9 +208,7 @@ def attend_over_axis(
     check_choices(implementation=(implementation, OverAxisImplementation))
     _check_arrays(query, key, value, segment_ids)
     if axes.context is None:
-        if segment_ids is not None:
-            return attend_within_segments(query, key, value, segment_ids, window=window)
-        return attend(query, key, value, jnp.full(len(query), query.shape[1]), window=window)
+        return attend(query, key, value, segment_ids=segment_ids, window=window)
     num_devices = axis_size(axes.context)
     context_positions(query.shape[1] * num_devices, num_devices)  # an odd S is refused
     segments_Nx2xBxC = None

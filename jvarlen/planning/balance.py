@@ -146,7 +146,7 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: fl
     """What packed rows cost where attention skips blocks of positions that share no sample: T + Σ l² / c, in tokens.
 
     T is the length of the row's bucket, l are the tokens of its samples. If attention computes all pairs of positions
-    of a row, as `attend_within_segments` does, all rows of a bucket cost the same.
+    of a row, all rows of a bucket cost the same.
 
     Args:
       plan: of packed rows of one feature.

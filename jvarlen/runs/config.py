@@ -86,7 +86,7 @@ FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the 
 
 
 # The command line shows what varies the demo; the rest comes from a config.json.
-_SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "packed_attention", "compute_dtype")
+_SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "compute_dtype")
 for _field in dataclasses.fields(DecoderConfig):
     if _field.name not in _SHOWN:
         DecoderConfig.__annotations__[_field.name] = Annotated[_field.type, tyro.conf.Fixed, tyro.conf.Suppress]

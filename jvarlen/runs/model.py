@@ -43,7 +43,7 @@ TOKENIZER, MODEL_DIR = "tokenizer.json", "model"  # the latter of a run, with wh
 _SCRATCH_RATE = 3e-3  # of the demo, which learns in minutes
 # At 32, 64 and 128 sequences a step 1e-5, 1.4e-5 and 2e-5: about those of LIMA, Llama 2 and Alpaca.
 _FINE_TUNING_RATE = 5e-6
-_OURS = ("attention", "packed_attention", "compute_dtype")  # settings of a decoder that no config.json has
+_OURS = ("attention", "compute_dtype")  # settings of a decoder that no config.json has
 _DTYPES = ("float32", "bfloat16")
 _KEY_BYTES = 1 << 20  # of each end of a file of weights
 

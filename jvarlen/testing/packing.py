@@ -38,7 +38,7 @@ _TARGETS = (
     "and weights of jvarlen.batches.next_token_targets(microbatch)"
 )
 _STATE = (
-    "attention or state across samples: mask attention by microbatch.segment_ids, as attend_within_segments does, and "
+    "attention or state across samples: mask attention by microbatch.segment_ids, as attend does, and "
     "reset the state of a recurrence or convolution where microbatch.positions is 0"
 )
 _LATER = (

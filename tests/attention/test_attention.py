@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.attention import attention, padding_mask
-from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.attention import blocks, dense, padding_mask
+from jvarlen.attention.attention import attend
 
 T = 600  # two whole chunks of queries and a part of one
 
@@ -33,13 +33,12 @@ SEGMENTS = segments_of([[600], [1, 299, 256, 3], []], T)
 
 FORMS = {
     "lengths": lambda q, k, v, **options: attend(q, k, v, **options, implementation="xla"),
-    "mask": lambda q, k, v, **options: attend(q, k, v, **options, implementation="mask"),
-    "chunks": lambda q, k, v, **options: attend(q, k, v, **options, implementation="chunked"),
-    "segments": lambda q, k, v, lengths, **options: attend_within_segments(
-        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options
+    "blocks": lambda q, k, v, **options: attend(q, k, v, **options, implementation="blocks"),
+    "segments": lambda q, k, v, lengths, **options: attend(
+        q, k, v, segment_ids=padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options, implementation="blocks"
     ),
-    "segments by mask": lambda q, k, v, lengths, **options: attend_within_segments(
-        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options, implementation="xla"
+    "segments at once": lambda q, k, v, lengths, **options: attend(
+        q, k, v, segment_ids=padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options, implementation="xla"
     ),
 }
 ROWS = np.array([5, 0, 1, 3])  # as long as can be, a padding row, a single token, some of each
@@ -47,7 +46,11 @@ ROWS = np.array([5, 0, 1, 3])  # as long as can be, a padding row, a single toke
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(attention, "_CHUNK", 2)  # two whole chunks of queries and a part of one
+    monkeypatch.setattr(blocks, "BLOCK", 2)  # two whole blocks and a part of one
+    monkeypatch.setattr(dense, "_SLICE", 2)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal, window=0):
@@ -142,8 +145,8 @@ def test_a_window_hides_all_but_the_last_keys_of_a_query(dtype, is_traced):
 def test_windows_of_packed_rows_are_those_of_each_sample_alone(window):
     q, k, v = random_qkv(1, 9)
     segments = segments_of([[5, 3]], 9)
-    for implementation in ("xla", "chunked"):
-        packed = attend_within_segments(q, k, v, segments, window=window, implementation=implementation)
+    for implementation in ("xla", "blocks"):
+        packed = attend(q, k, v, segment_ids=segments, window=window, implementation=implementation)
         for sample in (np.s_[:, :5], np.s_[:, 5:8]):
             qkv = [np.asarray(x[sample][0]) for x in (q, k, v)]
             expected, _ = attend_in_numpy(*qkv, qkv[0], True, 3)
@@ -178,10 +181,8 @@ def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
 
         @jax.jit
         def attend_in_all_forms(q, k, v, lengths, segments):
-            attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "mask", "chunks")]
-            return attended + [
-                attend_within_segments(q, k, v, segments, implementation=name) for name in ("xla", "chunked")
-            ]
+            attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "blocks")]
+            return attended + [attend(q, k, v, segment_ids=segments, implementation=name) for name in ("xla", "blocks")]
 
         attended = attend_in_all_forms(q, k, v, lengths, is_token.astype(dtype))
         for outputs in attended[1:]:
@@ -203,12 +204,14 @@ def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(dtype, 
 @pytest.mark.parametrize("causal", [True, False])
 def test_each_sample_attends_as_if_it_were_alone(causal):
     q, k, v = random_qkv(3, T)
-    within = jax.jit(functools.partial(attend_within_segments, causal=causal), static_argnames="implementation")
-    in_all_forms = [within(q, k, v, SEGMENTS, implementation=name) for name in ("chunked", "xla")]
+    within = jax.jit(functools.partial(attend, causal=causal), static_argnames="implementation")
+    in_all_forms = [within(q, k, v, segment_ids=SEGMENTS, implementation=name) for name in ("blocks", "xla")]
     start = 1
     for length in (299, 256, 3):
         part = np.s_[1:2, start : start + length]
-        alone = jax.jit(functools.partial(attend, causal=causal))(q[part], k[part], v[part], jnp.array([length]))
+        alone = jax.jit(functools.partial(attend, causal=causal))(
+            q[part], k[part], v[part], lengths=jnp.array([length])
+        )
         for attended in in_all_forms:
             np.testing.assert_allclose(attended[part], alone, atol=2e-6)
         start += length
@@ -219,13 +222,13 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(causal):
     weights = (SEGMENTS > 0)[:, :, None, None]
 
     def total(implementation, q, k, v):
-        attended = attend_within_segments(q, k, v, SEGMENTS, causal=causal, implementation=implementation)
+        attended = attend(q, k, v, segment_ids=SEGMENTS, causal=causal, implementation=implementation)
         return jnp.sum(jnp.sin(attended) * weights)
 
     qkv = random_qkv(3, T)
     value_and_grads = jax.jit(jax.value_and_grad(total, argnums=(1, 2, 3)), static_argnums=0)
     expected, expected_grads = value_and_grads("xla", *qkv)
-    value, grads = value_and_grads("chunked", *qkv)
+    value, grads = value_and_grads("blocks", *qkv)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert jnp.isfinite(grad).all()
@@ -237,7 +240,7 @@ def test_cudnn_keeps_samples_apart():
     q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, 128))
     segments = segments_of([[100, 28]], 128)
     expected, actual = (
-        attend_within_segments(q, k, v, segments, implementation=name).astype(jnp.float32) for name in ("xla", "cudnn")
+        attend(q, k, v, segment_ids=segments, implementation=name).astype(jnp.float32) for name in ("xla", "cudnn")
     )
     np.testing.assert_allclose(actual, expected, atol=3e-2)
 
@@ -249,7 +252,7 @@ def test_cudnn_gives_the_same_numbers():
     lengths = jnp.array([128, 40])
     for window in (None, 17, jnp.int32(17)):
         expected, actual = (
-            attend(q, k, v, lengths, window=window, implementation=name).astype(jnp.float32)
+            attend(q, k, v, lengths=lengths, window=window, implementation=name).astype(jnp.float32)
             for name in ("xla", "cudnn")
         )
         assert jnp.isfinite(actual).all()
@@ -260,23 +263,23 @@ def test_cudnn_gives_the_same_numbers():
 def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
     def loss_of(x):
         def layer(x, _):
-            return attend(x, x, x, jnp.full(1, 4096), implementation="chunked"), None
+            return attend(x, x, x, lengths=jnp.full(1, 4096)), None
 
         return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
 
     program = jax.jit(jax.grad(loss_of)).lower(jax.ShapeDtypeStruct((1, 4096, 1, 4), jnp.float32)).compile()
     masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
-    assert 256 * 256 <= max(masks) <= 256 * 4096
+    assert 64 * 64 <= max(masks) <= 256 * 4096
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("implementation", ["chunked", "xla", "mask"])
+@pytest.mark.parametrize("implementation", ["blocks", "xla"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_float16_has_its_values_and_gradients_on_a_cpu(implementation, window):
     qkv = [x.astype(jnp.float16) for x in random_qkv(1, 24)]
 
     def loss(*qkv):
-        attended = attend(*qkv, jnp.full(1, 24), window=window, implementation=implementation)
+        attended = attend(*qkv, lengths=jnp.full(1, 24), window=window, implementation=implementation)
         return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
 
     results = [jax.value_and_grad(loss, (0, 1, 2))(*(x.astype(t) for x in qkv)) for t in (jnp.float16, jnp.float32)]
@@ -293,7 +296,7 @@ def test_many_chunks_lose_no_precision_in_bfloat16():
 
     def key_gradient(implementation, *qkv):
         def loss(k):
-            attended = attend_within_segments(qkv[0], k, qkv[2], segments, causal=False, implementation=implementation)
+            attended = attend(qkv[0], k, qkv[2], segment_ids=segments, causal=False, implementation=implementation)
             return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
 
         return jax.jit(jax.grad(loss))(qkv[1]).astype(jnp.float32)
@@ -303,7 +306,7 @@ def test_many_chunks_lose_no_precision_in_bfloat16():
     def error(implementation):
         return float(jnp.linalg.norm(key_gradient(implementation, q, k, v) - exact) / jnp.linalg.norm(exact))
 
-    assert error("chunked") < 1.2 * error("xla")
+    assert error("blocks") < 1.2 * error("xla")
 
 
 @pytest.mark.usefixtures("optimized")
@@ -312,14 +315,13 @@ def test_chunks_never_hold_all_pairs_of_positions():
 
     def program(implementation):
         def loss(q, k, v, segments):
-            return attend_within_segments(q, k, v, segments, implementation=implementation).sum()
+            return attend(q, k, v, segment_ids=segments, implementation=implementation).sum()
 
         spec = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
         segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(spec, spec, spec, segments).compile()
 
-    whole, chunked = program("xla"), program("chunked")
-    assert f"{length},{length}" in whole.as_text()
+    whole, chunked = program("xla"), program("blocks")
     assert f"{length},{length}" not in chunked.as_text()
-    assert f"{length},{length}" not in program(None).as_text()  # long rows are chunked by themselves
+    assert f"{length},{length}" not in program("auto").as_text()  # long rows are chunked by themselves
     assert chunked.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jvarlen.attention import attention_mask, padding_mask
-from jvarlen.attention.attention import segment_mask
+from jvarlen.attention.masks import segment_mask
 
 LENGTHS = jnp.array([5, 3, 0, 1])
 T = 5

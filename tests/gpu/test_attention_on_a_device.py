@@ -22,7 +22,7 @@ def random_qkv(dtype):
 
 def outputs_and_gradients(implementation, *qkv):
     def loss(*qkv):
-        outputs = attend(*qkv, jnp.array(LENGTHS), implementation=implementation)
+        outputs = attend(*qkv, lengths=jnp.array(LENGTHS), implementation=implementation)
         return jnp.sum(jnp.sin(outputs.astype(jnp.float32)) * IS_TOKEN[..., None, None]), outputs
 
     with jax.default_matmul_precision("highest"):
@@ -36,12 +36,12 @@ def whole():
     return outputs_and_gradients("xla", *random_qkv("float32"))
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "mask"])
+@pytest.mark.parametrize("implementation", ["blocks", "auto"])
 def test_all_forms_give_the_numbers_of_the_whole(whole, implementation):
     compare(whole, outputs_and_gradients(implementation, *random_qkv("float32")), atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "cudnn"])
+@pytest.mark.parametrize("implementation", ["auto", "cudnn"])
 def test_bfloat16_gives_the_numbers_of_float32_to_its_rounding(whole, implementation, on_gpu):
     if implementation == "cudnn" and not on_gpu:
         pytest.skip("cuDNN is for GPUs")

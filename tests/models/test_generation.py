@@ -57,7 +57,7 @@ def of_whole_rows():
 
 def test_greedy_tokens_are_those_of_whole_rows_run_again(of_whole_rows):
     assert continued(max_shapes=2) == of_whole_rows
-    assert continued(config=dataclasses.replace(CONFIG, attention="chunked"), max_shapes=1) == of_whole_rows
+    assert continued(config=dataclasses.replace(CONFIG, attention="blocks"), max_shapes=1) == of_whole_rows
     assert len({token for tokens in of_whole_rows for token in tokens}) > 10, "too few tokens to tell"
 
 

@@ -166,9 +166,9 @@ def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
 
 
 def test_cudnn_asks_for_bfloat16():
-    with pytest.raises(ValueError, match="attention and packed_attention: cudnn takes no float32"):
-        DecoderConfig(attention="cudnn", packed_attention="cudnn")
-    DecoderConfig(attention="cudnn", packed_attention="cudnn", compute_dtype="bfloat16")
+    with pytest.raises(ValueError, match="attention: cudnn takes no float32"):
+        DecoderConfig(attention="cudnn")
+    DecoderConfig(attention="cudnn", compute_dtype="bfloat16")
 
 
 def test_the_test_kit_takes_it():

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import zigzag
-from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.attention.attention import attend
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
@@ -116,9 +116,9 @@ def of_whole_rows(arrays, segments, lengths, window=None):
 
     def loss_of(query, key, value):
         if segments is None:
-            attended = attend(query, key, value, lengths, window=window, implementation="mask")
+            attended = attend(query, key, value, lengths=lengths, window=window, implementation="xla")
         else:
-            attended = attend_within_segments(query, key, value, segments, window=window, implementation="xla")
+            attended = attend(query, key, value, segment_ids=segments, window=window, implementation="xla")
         return jnp.sum(attended * arrays[3])
 
     value, grads = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1, 2)))(*arrays[:3])

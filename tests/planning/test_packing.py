@@ -148,10 +148,10 @@ def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
         PlanSource(plan, swapped, pack_to_bucket)[0]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+@pytest.mark.parametrize("implementation", ["xla", "blocks"])
 def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implementation):
     """In float64, where nothing but a wrong term can differ."""
-    config = DecoderConfig(num_layers=1, width=16, num_heads=2, packed_attention=implementation)
+    config = DecoderConfig(num_layers=1, width=16, num_heads=2, attention=implementation)
     loss_fn = make_loss_fn(config)
     ids = np.arange(24)
     packing = pack_samples(LENGTHS[ids], 64)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jvarlen import WeightedTokens
-from jvarlen.attention import attend, attend_within_segments, padding_mask, segment_mask
+from jvarlen.attention import attend, padding_mask, segment_mask
 from jvarlen.batches import PackedBatch, next_token_targets
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.testing import assert_packing_invariant
@@ -37,10 +37,10 @@ def attended(params, x, microbatch, *, across=False, causal=True):
     query, key, value = ((x @ params[name])[:, :, None] for name in ("query", "key", "recur"))
     is_packed = isinstance(microbatch, PackedBatch)
     if is_packed and not across and causal:
-        return x + attend_within_segments(query, key, value, microbatch.segment_ids)[:, :, 0]
+        return x + attend(query, key, value, segment_ids=microbatch.segment_ids)[:, :, 0]
     segment_ids = microbatch.segment_ids if is_packed else padding_mask(microbatch.lengths, x.shape[1]).astype(int)
     if across or causal:
-        return x + attend(query, key, value, (segment_ids > 0).sum(axis=1))[:, :, 0]
+        return x + attend(query, key, value, lengths=(segment_ids > 0).sum(axis=1))[:, :, 0]
     mask = segment_mask(segment_ids, segment_ids, causal=False)
     scores = jnp.einsum("btk,bsk->bts", query[:, :, 0], key[:, :, 0])
     return x + jax.nn.softmax(jnp.where(mask, scores, -1e30)) @ value[:, :, 0]

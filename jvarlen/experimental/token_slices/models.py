@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from jvarlen.attention.attention import attend_by_mask, attend_in_chunks, chosen_for, segment_mask
+from jvarlen.attention import AttentionImplementation
+from jvarlen.attention.attention import attend
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import DecoderLayer, graphs_of, rows_of, window_of
 from jvarlen.models.layers import layered
@@ -95,17 +96,14 @@ def attend_last(
     segment_ids: Integer[Array, "B T"] | None = None,
     *,
     window: int | Integer[Array, ""] | None = None,
-    is_chunked: bool | None = None,
+    implementation: AttentionImplementation = "auto",
 ) -> Float[Array, "B S H K"]:
     """What causal attention of all positions gives for the last S of them; without segments a row is one sample."""
-    if is_chunked is None:
-        is_chunked = chosen_for(key.shape[1]) == "chunked"
-    if is_chunked:
-        return attend_in_chunks(query, key, value, segment_ids, causal=True, window=window)
-    if segment_ids is None:
-        segment_ids = jnp.zeros(key.shape[:2], jnp.int32)
-    mask_BxTxT = segment_mask(segment_ids, segment_ids, window=window)
-    return attend_by_mask(query, key, value, mask_BxTxT[:, -query.shape[1] :])
+    before = key.shape[1] - query.shape[1]
+    how: Any = {"query_offset": before, "window": window, "implementation": implementation}
+    if segment_ids is not None:
+        how |= {"segment_ids": segment_ids[:, before:], "key_segment_ids": segment_ids}
+    return attend(query, key, value, **how)
 
 
 def sliced_model(config: DecoderConfig) -> LayeredModel:

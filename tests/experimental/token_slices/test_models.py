@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.attention import attend_within_segments
+from jvarlen.attention import attend
 from jvarlen.experimental.token_slices.models import attend_last
 from tests.attention.test_attention import SEGMENTS, T, random_qkv
 
@@ -16,15 +16,17 @@ from tests.attention.test_attention import SEGMENTS, T, random_qkv
 def test_the_last_positions_attend_as_those_of_whole_rows(segments):
     query, key, value = map(np.asarray, random_qkv(3, T))
     whole = segments if segments is not None else jnp.ones((3, T), jnp.int32)
-    within = jax.jit(functools.partial(attend_within_segments, implementation="xla"))
-    expected, in_window = (np.asarray(within(query, key, value, whole, window=window)) for window in (None, 7))
+    within = jax.jit(functools.partial(attend, implementation="xla"))
+    expected, in_window = (
+        np.asarray(within(query, key, value, segment_ids=whole, window=window)) for window in (None, 7)
+    )
     for num_queries in (600, 270, 1):
 
         @jax.jit
         def attended(query, key, value):
             return [
-                [attend_last(query, key, value, segments, window=window, is_chunked=each) for window in (None, 7)]
-                for each in (False, True)
+                [attend_last(query, key, value, segments, window=window, implementation=each) for window in (None, 7)]
+                for each in ("xla", "blocks")
             ]
 
         for last, last_in_window in attended(query[:, -num_queries:], key, value):

@@ -1,0 +1,116 @@
+"""Attention by masked products of all queries with all keys, but for those after them where it is causal.
+
+For short rows and few queries. Letters: B rows, Q queries, T keys, H query heads, N key/value heads, K head size,
+G = H / N, S queries of a slice, R = G · S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jvarlen.attention.blocks import product
+from jvarlen.attention.seen import How, Seen, is_seen
+
+__all__ = ["backward", "forward"]
+
+_SLICE = 128  # queries, at least
+_MOST_SLICES = 4  # each has a product of its own: more compute less and take longer to compile
+
+
+def forward(
+    how: How, query: Float[Array, "B Q H K"], key: Float[Array, "B T N K"], value: Float[Array, "B T N K"], seen: Seen
+) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
+    """The outputs and the logarithms of the sums of the softmax, both in float32 at least; 0 where no key is seen."""
+    heads = _Heads(how, query, key, value, seen)
+    outputs, log_sums = [], []
+    for queries, num_keys in heads.slices():
+        logits, mask = heads.logits(queries, num_keys), heads.mask(queries, num_keys)
+        smallest = jnp.finfo(logits.dtype).min
+        logits = jnp.where(mask, logits, smallest)
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        powers = jnp.exp(logits - largest)
+        sums, sees = jnp.sum(powers, axis=-1, keepdims=True), largest > smallest
+        products = product("BNRT,BNTK->BNRK", powers.astype(heads.value.dtype), heads.value[:, :, :num_keys])
+        outputs.append(jnp.where(sees, products / sums, 0))
+        log_sums.append(jnp.where(sees, largest + jnp.log(sums), 0))
+    return heads.whole(outputs), jnp.moveaxis(heads.whole(log_sums)[..., 0], 1, 2)
+
+
+def backward(
+    how: How, query: Array, key: Array, value: Array, seen: Seen, output: Array, log_sums: Array, grad: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values, in float32 at least."""
+    heads = _Heads(how, query, key, value, seen)
+    wide = heads.wide
+    inner = heads.grouped(jnp.sum(grad.astype(wide) * output.astype(wide), axis=-1, keepdims=True))
+    grads, lines = heads.grouped(grad.astype(heads.query.dtype)), heads.grouped(jnp.moveaxis(log_sums, 1, 2)[..., None])
+    query_grads = []
+    key_grads = value_grads = jnp.zeros((), wide)
+    for queries, num_keys in heads.slices():
+        logits, mask = heads.logits(queries, num_keys), heads.mask(queries, num_keys)
+        query, grad, line, inner_of = (heads.part(x, queries) for x in (heads.query, grads, lines, inner))
+        weights = jnp.where(mask, jnp.exp(logits - line), 0)
+        weight_grads = product("BNRK,BNTK->BNRT", grad, heads.value[:, :, :num_keys])
+        logit_grads = (weights * (weight_grads - inner_of)).astype(query.dtype)
+        query_grads.append(product("BNRT,BNTK->BNRK", logit_grads, heads.key[:, :, :num_keys]) * how.scale)
+        after = ((0, 0), (0, 0), (0, key.shape[1] - num_keys), (0, 0))
+        key_grads = key_grads + jnp.pad(product("BNRT,BNRK->BNTK", logit_grads, query), after)
+        value_grads = value_grads + jnp.pad(product("BNRT,BNRK->BNTK", weights.astype(grad.dtype), grad), after)
+    return heads.whole(query_grads), jnp.swapaxes(key_grads, 1, 2), jnp.swapaxes(value_grads, 1, 2)
+
+
+class _Heads:
+    """Queries, keys and values by head; the heads of a group are more queries."""
+
+    def __init__(self, how: How, query: Array, key: Array, value: Array, seen: Seen):
+        # If ids did not depend on the queries, JAX would compute masks, T² of them, before a loop over layers.
+        query, self._seen = lax.optimization_barrier((query, seen))
+        if query.dtype == jnp.float16:  # which a CPU does not multiply
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        self._how, self._shape, self._num_kv_heads = how, query.shape, key.shape[2]
+        self.wide = jnp.promote_types(query.dtype, jnp.float32)
+        self.query = self.grouped(query * jnp.asarray(how.scale, query.dtype))
+        self.key, self.value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+
+    def slices(self) -> Iterator[tuple[slice, int]]:
+        """Runs of queries, each with the number of keys that some of them see."""
+        num_queries, num_keys = self._shape[1], self.key.shape[2]
+        offset = self._how.offset
+        if not self._how.causal or offset is None:
+            yield slice(0, num_queries), num_keys
+            return
+        size = max(_SLICE, -(-num_queries // _MOST_SLICES))
+        for start in range(0, num_queries, size):
+            end = min(start + size, num_queries)
+            yield slice(start, end), max(1, min(offset + end, num_keys))
+
+    def logits(self, queries: slice, num_keys: int) -> Float[Array, "B N R T"]:
+        return product("BNRK,BNTK->BNRT", self.part(self.query, queries), self.key[:, :, :num_keys])
+
+    def mask(self, queries: slice, num_keys: int) -> Array:
+        """bool[B, 1, R, T]."""
+        key_places = jnp.arange(num_keys, dtype=jnp.int32)
+        query_places = self._seen.offset[:, None] + jnp.arange(queries.start, queries.stop, dtype=jnp.int32)
+        ids = self._seen.query_ids[:, queries], self._seen.key_ids[:, :num_keys]
+        seen_BxSxT = is_seen(self._how, self._seen.window, *ids, query_places, key_places)
+        return jnp.tile(seen_BxSxT, (1, self._shape[2] // self._num_kv_heads, 1))[:, None]
+
+    def grouped(self, array: Float[Array, "B Q H K"]) -> Float[Array, "B N G Q K"]:
+        num_rows, num_queries = array.shape[:2]
+        return jnp.moveaxis(array.reshape(num_rows, num_queries, self._num_kv_heads, -1, array.shape[3]), 1, 3)
+
+    def part(self, array: Float[Array, "B N G Q K"], queries: slice) -> Float[Array, "B N R K"]:
+        part = array[:, :, :, queries]
+        return part.reshape(*part.shape[:2], -1, part.shape[4])
+
+    def whole(self, parts: list[Any]) -> Float[Array, "B Q H K"]:
+        """The inverse of `grouped` and `part`."""
+        num_rows, num_queries, num_heads, _ = self._shape
+        of_group = num_heads // self._num_kv_heads
+        grouped = [part.reshape(num_rows, self._num_kv_heads, of_group, -1, part.shape[3]) for part in parts]
+        return jnp.moveaxis(jnp.concatenate(grouped, axis=3), 3, 1).reshape(num_rows, num_queries, num_heads, -1)
