@@ -1,8 +1,8 @@
 """How long does attention take, against PyTorch's called sample by sample?
 
 `attend`, forward and backward, in float32, over a loop of `scaled_dot_product_attention` over the samples, which
-computes nothing between samples and no padding; and over the implementation before blocks were skipped, alone and inside
-a training step of the demo. Run `python benchmarks/attention.py [--quick]`. Prints tables and writes them, with versions
+computes nothing between samples and no padding; and over the implementation before blocks were skipped, alone and in a
+training step of the demo. Run `python benchmarks/attention.py [--quick]`. Prints tables and writes them, with versions
 and hardware, to `benchmarks/results/`.
 """
 
@@ -260,9 +260,9 @@ def main() -> None:
             f"# Attention, {datetime.date.today()}",
             "",
             f"Forward and backward on {jax.devices()[0].platform}, {NUM_HEADS} heads of {HEAD_SIZE}, float32, causal "
-            "but for the last row, on all cores. PyTorch: `scaled_dot_product_attention` sample by sample. Medians; ways "
-            f"take turns, and ratios are the median of those of {num_turns} turns, least and largest in parentheses. "
-            "Pairs: of positions of the rows over those of the samples. Before: chunks of queries, which skip what lies "
+            "but for the last row, on all cores. PyTorch: `scaled_dot_product_attention` sample by sample. The ways "
+            "take turns; medians, and ratios are the median of those of the turns, least and largest in parentheses. "
+            "Pairs: of positions of the rows over those of the samples. Before: chunks of queries, which skip what is "
             "above the diagonal and no other sample.",
             "",
             *table(

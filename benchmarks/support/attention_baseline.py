@@ -22,7 +22,8 @@ def attend_in_chunks(query: Any, key: Any, value: Any, *, segment_ids: Any = Non
     (_, seq_length, _, head_size), num_kv_heads = query.shape, key.shape[2]
     half = CHUNK // 2
     size = min(half * -(-seq_length // CHUNK), CHUNK)
-    run_length = size * -(-(-(-seq_length // size)) // MOST_SLICES)
+    num_chunks = -(-seq_length // size)
+    run_length = size * -(-num_chunks // MOST_SLICES)
     key_BxNxTxK, value_BxNxTxK = (jnp.swapaxes(x, 1, 2) for x in (key, value))
     query_BxNxGxTxK = jnp.moveaxis(query.reshape(*query.shape[:2], num_kv_heads, -1, head_size), 1, 3)
 
