@@ -33,7 +33,8 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
     packing = jvarlen.pack_samples(lengths, ROW_LENGTH)
     buckets = [(ROWS_PER_RANK, ROW_LENGTH)]
     plan = jvarlen.make_plan(packing, buckets, microbatches_per_step=num_ranks, order="shuffle")
-    costs_of = functools.partial(jvarlen.planning.packed_row_costs, lengths=lengths, crossover_length=CROSSOVER_LENGTH)
+    cost = jvarlen.CostModel(constant=0, linear=1, quadratic=1 / CROSSOVER_LENGTH)
+    costs_of = functools.partial(jvarlen.planning.packed_row_costs, lengths=lengths, cost=cost)
     costs = costs_of(plan)
     deal = functools.partial(jvarlen.balance_plan, plan, costs, num_ranks, lengths=lengths)
     deal(over="epoch")  # numba compiles, or reads what it compiled before

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer, check_number
+from torch_ref.checks import MAX_LISTED, check_integer
+from torch_ref.costs import CostModel
 from torch_ref.lengths import check_joint_lengths, check_lengths, row_sizes
 from torch_ref.plan import Plan
 
@@ -116,35 +117,37 @@ def balance_plan(
     return _reorder(plan, order.numpy(), tokens)
 
 
-def packed_row_costs(plan: Plan, lengths: ArrayLike, *, crossover_length: float) -> NDArray[np.float64]:
-    """Return the costs of packed rows if attention leaves out the blocks between samples.
+def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray[np.float64]:
+    """Return the costs of packed rows if attention leaves out what lies between samples.
 
     Args:
         plan: of packed rows of one feature.
         lengths: [N] integers, the samples' lengths.
-        crossover_length: the length of a sample whose attention costs as much as everything else.
+        cost: of a microbatch, whose constant no row has alone.
 
     Returns:
-        float64[R] by row, in the order of the steps: the bucket's length, and for each sample its squared length
-        divided by `crossover_length`. Counted in tokens without attention.
+        float64[R] by row, in the order of the steps: the bucket's length times `cost.linear`, and the squared lengths
+        of the samples times `cost.quadratic`.
 
     Raises:
-        ValueError: if rows are not packed or have several features, or if the lengths are not those of this plan.
+        ValueError: if rows are not packed or have several features, if the cost is no `CostModel`, or if the lengths
+            are not those of this plan.
 
     Example:
         >>> from torch_ref.packing import pack_samples
         >>> from torch_ref.plan import make_plan
         >>> plan = make_plan(pack_samples([3, 1], 4), [(1, 4)], order="length")
-        >>> packed_row_costs(plan, [3, 1], crossover_length=10).tolist()
-        [5.0]
+        >>> packed_row_costs(plan, [3, 1], CostModel(constant=0, linear=1, quadratic=0.5)).tolist()
+        [9.0]
     """
     if plan.row_offsets is None or len(plan.buckets[0]) != 2:
         raise ValueError("packed_row_costs needs a plan of packed rows of one feature")
-    crossover = check_number("crossover_length", crossover_length, above=0)
+    if not isinstance(cost, CostModel):
+        raise ValueError(f"packed_row_costs needs a CostModel, whose terms tell attention from the rest, got {cost!r}")
     squares = np.concatenate([[0], np.cumsum(_sample_tokens(plan, lengths) ** 2)])
-    row_lengths = np.array([length for _, length in plan.buckets])[plan.step_bucket]
-    costs: NDArray[np.float64] = np.diff(squares[plan.row_offsets]) / crossover
-    return costs + np.repeat(row_lengths, np.diff(_step_rows(plan)))
+    row_lengths = np.array([length for _, length in plan.buckets], dtype=np.float64)[plan.step_bucket]
+    of_tokens: NDArray[np.float64] = cost.linear * np.repeat(row_lengths, np.diff(_step_rows(plan)))
+    return of_tokens + cost.quadratic * np.diff(squares[plan.row_offsets])
 
 
 def rank_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
-from torch_ref.budget import Budget, as_budget, checked_costs, round_up
+from torch_ref.budget import Budget, Cost, as_budget, checked_costs, round_up
 from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
 from torch_ref.costs import warn_beyond_measured
 from torch_ref.fitting import Fitting, fit_budget
@@ -151,7 +152,7 @@ def _make_buckets(
     if limits.given_lengths is not None:
         bucket_lengths = torch.tensor(limits.given_lengths)
     elif limits.strategy == "optimal":
-        cheapest = Cheapest(fitting)
+        cheapest = Cheapest(fitting, cost=limits.cost)
         reusable = _reusable(shapes, limits)
         if reusable:
             reusing = _Reusing(cheapest, reusable, fitting.rounded)
@@ -226,9 +227,9 @@ class Cheapest:
         before: int64[D + 1], how many samples have a shorter one, rounded up to one of these; the last is their number.
     """
 
-    def __init__(self, fitting: Fitting) -> None:
-        """Count the samples of each length."""
-        self._budget = fitting.budget
+    def __init__(self, fitting: Fitting, *, cost: Cost | None) -> None:
+        """Count the samples of each length, for a cost that may be another than that which limits the rows."""
+        self._budget = replace(fitting.budget, cost=cost)
         self.distinct, counts = torch.unique(fitting.candidates(fitting.rounded), return_counts=True)
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
         self._caps = fitting.budget.caps(self.distinct)

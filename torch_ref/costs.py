@@ -19,12 +19,12 @@ _MOST_TIMES = 2
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a microbatch costs: constant + rows * length * (linear + quadratic * length).
+    """What a microbatch costs: constant + linear * rows * length + quadratic * pairs of tokens that share a sample.
 
     Attributes:
         constant: of every microbatch, whatever its shape.
         linear: of each position.
-        quadratic: of each position and token of the length, as attention costs.
+        quadratic: of each such pair, as attention costs; rows of one sample have rows * length ** 2.
         unit: of the results, "seconds" say.
         device: what was measured on.
         model: what was measured.
@@ -41,17 +41,20 @@ class CostModel:
     largest_error: float = 0.0
     measured: tuple[tuple[int, int, float], ...] = ()
 
-    def __call__(self, rows: ArrayLike, length: ArrayLike) -> Any:
+    def __call__(self, rows: ArrayLike, length: ArrayLike, *, pairs: ArrayLike | None = None) -> Any:
         """Return the cost of microbatches.
 
         Args:
             rows: integers of a shape that broadcasts with `length`.
             length: integers, in tokens.
+            pairs: the sums of the squared lengths of the samples in packed rows; None if each row has one sample.
 
         Returns:
             float64 of the common shape.
         """
         positions = np.asarray(rows) * np.asarray(length)
+        if pairs is not None:
+            return self.constant + self.linear * positions + self.quadratic * np.asarray(pairs)
         return self.constant + positions * (self.linear + self.quadratic * np.asarray(length))
 
 

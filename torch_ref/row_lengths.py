@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_ref.buckets import Bucket, Buckets, Cheapest, PairBucket, make_buckets
 from torch_ref.budget import Budget, as_budget
 from torch_ref.checks import check_integer
+from torch_ref.costs import CostModel
 from torch_ref.fitting import fit_budget
 from torch_ref.joint import MAX_SIZE, fill_joint_rows, fit_joint
 from torch_ref.lengths import check_lengths, check_pair_lengths, list_pairs
@@ -47,6 +48,8 @@ def choose_row_lengths(
     That plan has the rows of `pack_samples(lengths, row_lengths)`, in buckets of these lengths as `make_buckets` gives
     them to the rows, `strategy=row_lengths`, with the other arguments as here. All positions of its steps count, those
     of rows that are not full and of padding rows too, or the cost of its microbatches; `compile_seconds` once a length.
+    A `CostModel` is taken without its quadratic term, whose sum is that of the samples in any rows; `max_cost` limits
+    rows as if each held one sample.
     Equal costs: the fewest lengths, then, from the longest down, the smaller ones.
 
     Row lengths are rounded lengths of samples, D distinct ones, the longest always among them; of more than 5,000,
@@ -99,7 +102,8 @@ def choose_row_lengths(
             checked = check_lengths(lengths)
             lengths = split_samples(checked, np.arange(len(checked)), limits.max_length)[0].lengths
     fitting = fit_budget(lengths, overlong, limits, every=True)
-    cheapest = Cheapest(fitting)
+    cost = limits.cost
+    cheapest = Cheapest(fitting, cost=replace(cost, quadratic=0.0) if isinstance(cost, CostModel) else cost)
     ordered, before = fitting.candidates(fitting.ordered), cheapest.before
     tokens_before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(ordered, dim=0)])[before]
 

@@ -19,18 +19,19 @@ from jvarlen._common.checks import (
     UserError,
     check_at_least_one,
     check_choices,
-    is_number,
     list_first,
     list_offenders,
     offenders_where,
 )
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import check_feature_lengths, check_lengths, ends_to_offsets, sample_sizes
 from jvarlen.planning.order import stable_argsort
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs"]
+__all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs", "sample_pairs"]
 
 Over = Literal["step", "epoch"]
 
@@ -120,7 +121,9 @@ def balance_plan(
     """
     check_choices(over=(over, Over))
     units = _in_units(_costs_of_rows(plan, cost, num_ranks))
-    tokens = None if over == "step" else _tokens_of_samples(plan, lengths)
+    if over == "epoch" and lengths is None:
+        raise UserError('over="epoch" needs lengths, because the tokens of steps change')
+    tokens = None if over == "step" or lengths is None else _tokens_of_samples(plan, lengths)
     first_row = _first_rows(plan)
     num_rows = np.diff(first_row)
     rows = np.arange(plan.num_rows)
@@ -142,42 +145,48 @@ def balance_plan(
     return _with_rows(plan, rows, tokens)
 
 
-def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: float) -> Float64[np.ndarray, " R"]:
-    """What packed rows cost where attention skips blocks of positions that share no sample: T + Σ l² / c, in tokens.
+def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Float64[np.ndarray, " R"]:
+    """What each packed row costs: linear·T + quadratic·Σ l².
 
-    T is the length of the row's bucket, l are the tokens of its samples. If attention computes all pairs of positions
-    of a row, all rows of a bucket cost the same.
+    T is the length of the row's bucket, l are the tokens of its samples, whose pairs alone `attend` computes.
 
     Args:
       plan: of packed rows of one feature.
       lengths: integers[N], tokens of the samples by id, as they were packed.
-      crossover_length: c, the tokens of a sample at which attention costs as much as everything else. Counted in
-        multiplications, 6·d for a transformer of width d with 12·d² parameters a layer, or 12·d if causal attention
-        skips later positions.
+      cost: of a microbatch; its constant is that of all rows together. `CostModel(0, 1, 1 / c)` counts in tokens: c is
+        the length of a sample at which attention costs as much as everything else. Counted in multiplications, that is
+        12·d for a transformer of width d with 12·d² parameters a layer and causal attention.
 
     Returns:
       float64[R], in the order of the plan's steps and rows: the `cost` of `balance_plan`.
 
     Raises:
-      ValueError: a plan of pairs or without packed rows; a crossover length not above 0; lengths of another plan.
+      ValueError: a plan of pairs or without packed rows; a cost that is no `CostModel`; lengths of another plan.
 
     Example:
       >>> from jvarlen.planning.packing import pack_samples
       >>> from jvarlen.planning.plan import make_plan
       >>> plan = make_plan(pack_samples([8, 2, 3, 3], 8), [(2, 8)], order="length")
-      >>> packed_row_costs(plan, [8, 2, 3, 3], crossover_length=4).tolist()
+      >>> packed_row_costs(plan, [8, 2, 3, 3], CostModel(constant=0, linear=1, quadratic=0.25)).tolist()
       [24.0, 13.5]
     """
-    if plan.row_offsets is None or len(plan.buckets[0].lengths) > 1:
-        raise UserError(
-            "packed_row_costs needs a plan of packed rows of one feature, as from make_plan(pack_samples(…))"
-        )
-    if not is_number(crossover_length) or not 0 < crossover_length < np.inf:
-        raise UserError(f"crossover_length must be finite and above 0, not {crossover_length!r}")
-    squares = _tokens_of_samples(plan, lengths).astype(np.float64) ** 2
+    if not isinstance(cost, CostModel):
+        raise UserError(f"packed_row_costs needs a CostModel, which tells tokens from pairs of tokens, not {cost!r}")
+    pairs_of_samples = sample_pairs(plan, lengths)
+    assert plan.row_offsets is not None
+    pairs = np.add.reduceat(pairs_of_samples, plan.row_offsets[:-1])
     row_length = np.array([bucket.length for bucket in plan.buckets if isinstance(bucket, Bucket)], np.float64)
     of_rows = np.repeat(row_length[plan.step_bucket], np.diff(_first_rows(plan)))
-    return of_rows + np.add.reduceat(squares, plan.row_offsets[:-1]) / crossover_length
+    return cost.linear * of_rows + cost.quadratic * pairs
+
+
+def sample_pairs(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
+    """The pairs of tokens, l², of each of `plan.sample_ids`, packed into rows of one feature."""
+    if not isinstance(plan, Plan) or plan.row_offsets is None or len(plan.buckets[0].lengths) > 1:
+        raise UserError("pairs of tokens are counted of packed rows of one feature, as from make_plan(pack_samples(…))")
+    if lengths is None:
+        raise UserError("what packed rows cost depends on their samples: give lengths, the tokens of each")
+    return _tokens_of_samples(plan, lengths) ** 2
 
 
 def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, "S p"]:
@@ -229,10 +238,8 @@ def _first_rows(plan: Plan) -> Int64[np.ndarray, " S_plus_1"]:
     return plan.step_offsets if plan.row_offsets is None else np.searchsorted(plan.row_offsets, plan.step_offsets)
 
 
-def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
+def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
     """The planned tokens of each of `plan.sample_ids`; raises ValueError if the lengths are not those of the plan."""
-    if lengths is None:
-        raise UserError('over="epoch" needs lengths, because the tokens of steps change')
     checked = check_feature_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)
     num_sides = 1 if checked.ndim == 1 else checked.shape[1]
     if num_sides != len(plan.buckets[0].lengths):

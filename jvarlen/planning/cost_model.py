@@ -30,15 +30,15 @@ _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over 
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """The cost of one microbatch: constant + B·T·(linear + quadratic·T).
+    """The cost of one microbatch: constant + linear·B·T + quadratic·pairs.
 
-    The linear term is the cost of every token, padding included. The quadratic term is attention, where it attends to
-    all others of its row.
+    The linear term is the cost of every token, padding included. The quadratic term is attention: `attend` computes the
+    pairs of tokens of the same sample, Σ l² of a microbatch. Where nothing is packed, that is B·T².
 
     Attributes:
       constant: the same for any shape.
       linear: for each token, padding included.
-      quadratic: for each token, times the length of its row.
+      quadratic: for each pair of tokens of the same sample.
       unit: "seconds" or "bytes".
       device: the device that was measured.
       model: the model that was measured.
@@ -55,9 +55,23 @@ class CostModel:
     largest_error: float = 0.0
     measured: tuple[tuple[int, int, float], ...] = ()
 
-    def __call__(self, rows: npt.ArrayLike, length: npt.ArrayLike) -> Float64[np.ndarray, ...]:
-        """The predicted cost; `rows` and `length` broadcast."""
+    def __call__(
+        self, rows: npt.ArrayLike, length: npt.ArrayLike, *, pairs: npt.ArrayLike | None = None
+    ) -> Float64[np.ndarray, ...]:
+        """The predicted cost of microbatches.
+
+        Args:
+          rows: integers[...], B.
+          length: integers[...], T; all broadcast.
+          pairs: numbers[...], Σ l² of the samples of a microbatch of packed rows, l tokens each; None: B·T², as of one
+            sample a row.
+
+        Returns:
+          float64[...].
+        """
         rows, length = np.asarray(rows), np.asarray(length)
+        if pairs is not None:
+            return self.constant + self.linear * (rows * length) + self.quadratic * np.asarray(pairs)
         return self.constant + rows * length * (self.linear + self.quadratic * length)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -91,7 +105,7 @@ class CostModel:
         where = " on ".join(name for name in (self.model, self.device) if name)
         return (
             f"{self.constant * scale:.4g} {unit} + {self.linear * scale:.4g} {unit} a token + "
-            f"{self.quadratic * scale:.4g} {unit} a token and position of its row"
+            f"{self.quadratic * scale:.4g} {unit} a pair of tokens"
             f"{f'; {where}' if where else ''}; largest error {self.largest_error:.1%} of {len(self.measured)} shapes"
         )
 

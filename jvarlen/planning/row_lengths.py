@@ -27,6 +27,7 @@ from jvarlen.planning.buckets import (
     trimmed_costs,
 )
 from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up, rounded_caps, steps_and_rows
+from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import PackedOverlong, check_lengths, check_pair_lengths, fit_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.packing import MAX_ROW_LENGTH, orders_of_packing, pack_samples, split_lengths
@@ -56,10 +57,12 @@ def choose_row_lengths(
 
     For a set of row lengths, the plan is that of `pack_samples(lengths, row_lengths, …)` in the buckets of
     `make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, …)`. Its cost is the sum over all microbatches
-    of rows × length, padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. A set
-    consists of rounded lengths of samples (of more than 5,000, of the candidates of `make_buckets`, in the rows of
-    samples as long as these) and always includes the longest. Among equal costs the fewest lengths win, then, from the
-    longest down, the smaller ones.
+    of rows × length, padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. Of a
+    `CostModel` only the constant and the tokens count here, since the samples have the same pairs of tokens in any
+    rows; where it limits a microbatch (`max_cost`), a row counts as one sample. A set consists of rounded lengths of
+    samples (of more than 5,000, of the candidates of `make_buckets`, in the rows of samples as long as these) and
+    always includes the longest. Among equal costs the fewest lengths win, then, from the longest down, the smaller
+    ones.
 
     If there are at most 4,096 sets, and at most 2**20 / V for V distinct lengths (2**16 / V with
     `max_samples_per_row`), every set is tried. If there are more, that many are tried, by local search from three sets:
@@ -105,6 +108,8 @@ def choose_row_lengths(
             _, _, lengths = split_lengths(check_lengths(lengths), limits.max_length)
     counted = CountedSamples(lengths, limits.max_length, overlong, limits.length_multiple)
     histogram, caps = counted.candidates(limits)
+    if isinstance(limits.cost, CostModel):
+        limits = dataclasses.replace(limits, cost=dataclasses.replace(limits.cost, quadratic=0.0))
     descending, counts = histogram.values[::-1].tolist(), histogram.counts[::-1].tolist()
 
     def plan_cost(chosen: tuple[int, ...]) -> float:

@@ -11,14 +11,15 @@ import functools
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Float, Float64, Int32, Int64
 
 from jvarlen.planning.buckets import AnyBucket, Buckets
 from jvarlen.planning.budget import CostFn, checked_cost
-from jvarlen.planning.cost_model import warn_beyond_measured
+from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
-__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures"]
+__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures", "cost_of_plan"]
 
 
 @runtime_checkable
@@ -183,6 +184,7 @@ class PlannedSteps:
         learning_rates: Float[np.ndarray, " S"] | None = None,
         *,
         cost: CostFn | None = None,
+        lengths: npt.ArrayLike | None = None,
         compile_seconds: float | None = None,
     ) -> str:
         """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
@@ -192,12 +194,13 @@ class PlannedSteps:
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
           cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
+          lengths: integers[N], tokens a sample, as it was planned; only a `CostModel` of packed rows needs them.
           compile_seconds: seconds of compiling one bucket, shown with the prediction.
 
         Returns:
           Lines of text.
         """
-        figures = bucket_figures(self, cost)
+        figures = bucket_figures(self, cost, lengths)
         seconds = figures.seconds
         rows = [["rows × length", "samples", "steps", "padding"]]
         for k, bucket in enumerate(self.buckets):
@@ -261,7 +264,9 @@ class BucketFigures(NamedTuple):
             return 1.0 - self.num_tokens / self.padded_tokens
 
 
-def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigures:
+def bucket_figures(
+    plan: PlannedSteps, cost: CostFn | None = None, lengths: npt.ArrayLike | None = None
+) -> BucketFigures:
     """Counts samples, steps and tokens of each bucket, also with padding; with a cost, predicts the seconds as well."""
     num_buckets = len(plan.buckets)
     num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)
@@ -275,7 +280,19 @@ def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigu
     seconds = None
     if cost is not None:
         warn_beyond_measured(cost, plan.buckets)
-        rows, *lengths = np.array(plan.buckets, np.int64).T
-        seconds = microbatches * checked_cost(cost, rows, *lengths)
+        rows, *bucket_lengths = np.array(plan.buckets, np.int64).T
+        seconds = microbatches * checked_cost(cost_of_plan(plan, cost, lengths), rows, *bucket_lengths)
     padded_tokens = microbatches * plan.buckets.padded_tokens
     return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)
+
+
+def cost_of_plan(plan: PlannedSteps, cost: CostFn, lengths: npt.ArrayLike | None) -> CostFn:
+    """The cost of the plan's buckets; a `CostModel` of packed rows counts the pairs of their samples, on average."""
+    if not plan.is_packed or not isinstance(cost, CostModel) or not cost.quadratic:
+        return cost
+    from jvarlen.planning.balance import sample_pairs  # here: it imports this module
+
+    of_steps = np.add.reduceat(sample_pairs(plan, lengths), plan.step_offsets[:-1])
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
+    pairs = np.bincount(plan.step_bucket, of_steps, len(plan.buckets))
+    return functools.partial(cost, pairs=pairs / (np.maximum(num_steps, 1) * plan.microbatches_per_step))

@@ -75,7 +75,7 @@ def write_html_report(
     rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)
     if rates is not None and (rates.shape != (plan.num_steps,) or not np.isfinite(rates).all()):
         raise UserError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
-    figures, what = bucket_figures(plan, cost), "pair" if is_pairs else "sample"
+    figures, what = bucket_figures(plan, cost, checked), "pair" if is_pairs else "sample"
     tables = [_bucket_table(plan, figures)]
     if comparison is not None:
         header, rows = comparison_cells(comparison)
@@ -151,7 +151,7 @@ def draw_plan(
         return [
             _length_histogram(plan, lengths),
             *([_row_fill(plan, lengths)] if plan.is_packed else []),
-            *_of_buckets(plan, bucket_figures(plan, cost)),
+            *_of_buckets(plan, bucket_figures(plan, cost, lengths)),
             *_over_steps(plan, learning_rates),
         ]
 

@@ -150,7 +150,7 @@ class PlanCommand:
         plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
-        report = plan.report(cost=settings.cost, compile_seconds=settings.compile_seconds)
+        report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
         notes = note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
         say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, settings.budget)
@@ -158,7 +158,7 @@ class PlanCommand:
         if self.out is not None:
             say(self.out)
         if cluster is not None:
-            self._choose_layout(plan, cluster, config)
+            self._choose_layout(plan, lengths, cluster, config)
         elif self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
@@ -182,7 +182,7 @@ class PlanCommand:
         lengths = known_lengths(data.train, progress=self.progress)
         return lengths, [*data.describe(lengths), ""]
 
-    def _choose_layout(self, plan: Plan, cluster: Cluster, config: FitConfig) -> None:
+    def _choose_layout(self, plan: Plan, lengths: Int64[np.ndarray, " N"], cluster: Cluster, config: FitConfig) -> None:
         import optax  # here: they import JAX
 
         from jvarlen.batches.shapes import plan_specs
@@ -196,6 +196,7 @@ class PlanCommand:
             cluster,
             params=params,
             cost=self.plan.cost,
+            lengths=lengths,
             batch_spec=plan_specs(plan),
         )
         say(f"\n{choice}")

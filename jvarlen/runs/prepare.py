@@ -149,7 +149,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             training_plan.optimizer = optimizer_for(task.shapes, training_plan.optimizer)
         plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
-        report = plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
+        seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
+        report = plan.report(rates, lengths=lengths, **seconds)
         notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
@@ -226,6 +227,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
             params=task.shapes,
             trainable=task.trainable,
             cost=config.plan.cost,
+            lengths=prepared.lengths,
             batch_spec=task.batch_spec_for({"": plan}, {"": prepared.data.train}),
             extra=task.extra,
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import optax
 from jaxtyping import Bool, Float64, Int64
 
@@ -20,6 +21,7 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.steps import cost_of_plan
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
 from jvarlen.targets.memory_model import MemoryModel
@@ -154,6 +156,7 @@ def choose_layout(
     memory_bytes: int | None = None,
     fixed: Mapping[str, Any] | None = None,
     cost: CostFn | None = None,
+    lengths: npt.ArrayLike | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     extra: Any = None,
     costs: ModelCosts | None = None,
@@ -174,6 +177,7 @@ def choose_layout(
       memory_bytes: memory of a device for a step; None: the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.
+      lengths: as for `Plan.report`.
       batch_spec: as for `compile_buckets`.
       extra: as for `TrainStep.init`.
       costs: the result of `count_costs` for this model and the plan's buckets, if known.
@@ -205,6 +209,7 @@ def choose_layout(
         costs = count_costs(model, params, buckets, tensor_sizes=sizes, **of_model)
     if memory is None:
         memory = MemoryModel(model, params, optimizer, buckets, **of_model)
+    cost = None if cost is None else cost_of_plan(plan, cost, lengths)
     num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets)), plan.microbatches_per_step
     search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})
     candidates = search.candidates()

@@ -119,7 +119,7 @@ def assign_microbatches(package: str, costs: Any, num_ranks: int) -> Any:
 
 
 def packed_row_costs(package: str, plan: Any, lengths: Any, crossover_length: float) -> Any:
-    return _of(package, "packed_row_costs")(plan, lengths, crossover_length=crossover_length)
+    return _of(package, "packed_row_costs")(plan, lengths, cost_model(package, 0.0, 1.0, 1.0 / crossover_length))
 
 
 def balance_plan(package: str, plan: Any, cost: Any, num_ranks: int, **options: Any) -> Any:

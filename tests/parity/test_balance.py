@@ -185,16 +185,16 @@ def test_over_the_epoch_costly_rows_meet(package):
 
 
 def test_packed_rows_cost_their_blocks(package):
-    """T + Σ l² / c, with the bucket's T, and pieces as long as they are."""
+    """Linear · T + quadratic · Σ l², with the bucket's T, and pieces as long as they are; the constant is no row's."""
     packing = package.pack_samples([25, 6, 3, 2], 10, overlong="split")
     plan = package.make_plan(packing, [(1, 5), (2, 10)], order="length")
-    costs = find(package, "packed_row_costs")(plan, [25, 6, 3, 2], crossover_length=8)
+    costs = find(package, "packed_row_costs")(plan, [25, 6, 3, 2], package.CostModel(7.0, 3.0, 0.125))
     expected = []
     for step in range(plan.num_steps):
         length = plan.buckets[plan.step_bucket[step]][1]
         for row in rows_in(plan, step):
             pieces = [min([25, 6, 3, 2][number] - start, 10) for number, start in row]
-            expected.append(length + sum(piece**2 for piece in pieces) / 8)
+            expected.append(3 * length + sum(piece**2 for piece in pieces) / 8)
     assert costs.tolist() == expected
     assert len(set(expected)) > 2
 
@@ -223,14 +223,14 @@ def test_what_cannot_be_balanced_is_named(package):
 
 def test_what_has_no_packed_rows_is_named(package):
     """Rows of one feature only; one cost a row."""
+    cost = package.CostModel(0.0, 1.0, 0.5)
     with pytest.raises(ValueError, match="packed rows"):
-        find(package, "packed_row_costs")(package.make_plan([4], [(2, 4)], order="length"), [4], crossover_length=2)
+        find(package, "packed_row_costs")(package.make_plan([4], [(2, 4)], order="length"), [4], cost)
     joint = package.make_plan(package.pack_samples([[2, 3], [1, 1]], (4, 4)), [(1, 4, 4)], order="length")
     with pytest.raises(ValueError, match="one feature"):
-        find(package, "packed_row_costs")(joint, [[2, 3], [1, 1]], crossover_length=2)
+        find(package, "packed_row_costs")(joint, [[2, 3], [1, 1]], cost)
     plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)], order="length")
-    for wrong in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="crossover_length"):
-            find(package, "packed_row_costs")(plan, [2, 2, 3], crossover_length=wrong)
+    with pytest.raises(ValueError, match="CostModel"):
+        find(package, "packed_row_costs")(plan, [2, 2, 3], lambda rows, length: rows * length)
     with pytest.raises(ValueError, match=r"2 rows|2 values"):
         package.balance_plan(plan, [1.0] * 3, 1)

@@ -113,6 +113,9 @@ def test_a_model_is_a_function_of_arrays_that_broadcast(package):
     assert values.shape == (3, 5)
     assert values.dtype == np.float64
     assert values[2, 4] == 0.5 + 15 * (0.25 + 0.125 * 5)
+    assert model(rows, length, pairs=[7.0])[2, 4] == 0.5 + 15 * 0.25 + 0.125 * 7
+    with pytest.raises(TypeError, match="positional"):
+        model(2, 4, 4)  # as buckets of pairs call a cost: their target is no number of pairs
     buckets = package.make_buckets([3, 5, 8], 64, cost=model, compile_seconds=0.0, max_cost=60.0)
     assert all(model(*bucket) <= 60.0 for bucket in buckets)
 

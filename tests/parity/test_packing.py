@@ -1,5 +1,6 @@
 """Packing: rows of several samples, best fit sample by sample, and plans of such rows."""
 
+import functools
 import importlib
 import math
 from fractions import Fraction
@@ -696,6 +697,20 @@ def test_row_lengths_are_the_best_of_all_sets(package, data, limited):
     assert isinstance(chosen, tuple)
     assert all(isinstance(length, int) for length in chosen)
     assert list(chosen) == slow_packing.choose_row_lengths(**arguments)
+
+
+@few
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), max_cost=st.sampled_from([None, 9.0]))
+def test_row_lengths_by_a_cost_model_leave_out_attention(lengths, max_cost):
+    """Its pairs are the same in any rows; only where it limits a microbatch does a row count as one sample."""
+    chosen = []
+    for package in (jvarlen, torch_ref):
+        choose = functools.partial(find(package, "choose_row_lengths"), lengths, 180, max_shapes=3, compile_seconds=0.3)
+        model = package.CostModel(constant=0.25, linear=2.0**-7, quadratic=2.0**-9)
+        chosen.append(choose(cost=model, max_cost=max_cost))
+        if max_cost is None:
+            chosen.append(choose(cost=lambda rows, length: 0.25 + rows * length * 2.0**-7))
+    assert len(set(chosen)) == 1
 
 
 def test_row_lengths_of_very_many_lengths_are_those_of_every_kth(package):

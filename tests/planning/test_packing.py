@@ -1,6 +1,7 @@
 """Packing: full rows, every sample once, fast planning of rows, and the same training as without."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jvarlen import compile_buckets, load, make_buckets, make_plan, make_train_step, no_recompiles, pack_samples
+from jvarlen._common.checks import UserError
 from jvarlen.batches import BatchShapes
 from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.collate import StepSamples
@@ -17,6 +19,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.balance import balance_plan
 from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.steps import bucket_figures
 from jvarlen.testing import assert_exactly_once
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
@@ -66,22 +69,46 @@ def test_four_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
 
 
 def test_row_lengths_follow_the_cost():
-    """Where attention is dear, short samples get short rows; where only tokens count, the long rows do."""
-    lengths = np.random.default_rng(0).geometric(1 / 200, 5_000).clip(1, 2048)
+    """A function that charges the square of a row gets short rows; a cost model, whose pairs stay, those by tokens."""
+    lengths = np.random.default_rng(0).geometric(1 / 200, 2_000).clip(1, 2048)
     attention = CostModel(constant=0.0, linear=15e-6, quadratic=0.22e-6)
-    by_tokens = choose_row_lengths(lengths, 16_384, max_shapes=4, length_multiple=32)
-    by_cost = choose_row_lengths(lengths, 16_384, max_shapes=4, length_multiple=32, cost=attention)
-    assert by_cost[0] < 400
-    assert len(by_cost) == 4
-    assert by_cost[-1] == by_tokens[-1]
+    choose = functools.partial(choose_row_lengths, lengths, 16_384, max_shapes=4, length_multiple=32)
+    by_tokens, by_model, by_row = choose(), choose(cost=attention), choose(cost=lambda b, t: attention(b, t))
+    assert by_model == by_tokens
 
-    def seconds(row_lengths):
+    def seconds(row_lengths, is_skipping):
         packing = pack_samples(lengths, row_lengths)
-        buckets = make_buckets(packing.num_tokens, 16_384, strategy=row_lengths)
-        plan = make_plan(packing, buckets, order="length")
-        return sum(float(attention(*buckets[k])) for k in plan.step_bucket)
+        plan = make_plan(packing, make_buckets(packing.num_tokens, 16_384, strategy=row_lengths), order="length")
+        cost = attention if is_skipping else lambda rows, length: attention(rows, length)
+        return bucket_figures(plan, cost, lengths).seconds.sum()
 
-    assert seconds(by_cost) < 0.6 * seconds(by_tokens)
+    assert seconds(by_row, is_skipping=False) < 0.65 * seconds(by_model, is_skipping=False)
+    assert seconds(by_model, is_skipping=True) < seconds(by_row, is_skipping=True)
+
+
+@pytest.mark.parametrize("method", ["best_fit", "wrapped"])
+def test_predicted_seconds_of_packed_rows_count_the_pairs_of_their_samples(method):
+    """Summed row by row and microbatch by microbatch; never with the square of a row in their place."""
+    lengths = np.random.default_rng(2).integers(1, 120, 400)
+    cost = CostModel(constant=0.5, linear=1e-3, quadratic=1e-4)
+    overlong = "split" if method == "best_fit" else "error"
+    row_lengths = [40, 96] if method == "best_fit" else 64
+    packing = pack_samples(lengths, row_lengths, method=method, overlong=overlong)
+    buckets = make_buckets(packing.num_tokens, 256, strategy=np.atleast_1d(row_lengths).tolist())
+    plan = make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")
+    expected = np.zeros(len(buckets))
+    for step, k in enumerate(plan.step_bucket):
+        rows, length = buckets[k]
+        pieces = plan.planned_lengths(lengths)[plan.step_offsets[step] : plan.step_offsets[step + 1]]
+        expected[k] += 2 * (0.5 + 1e-3 * rows * length) + 1e-4 * (pieces**2).sum()
+    np.testing.assert_allclose(bucket_figures(plan, cost, lengths).seconds, expected, rtol=1e-12)
+    assert f"{expected.sum():,.1f}" in plan.report(cost=cost, lengths=lengths)
+    for refused in (lambda: plan.report(cost=cost), lambda: plan.report(cost=cost, lengths=lengths + 1)):
+        with pytest.raises(UserError, match="lengths"):
+            refused()
+    linear = dataclasses.replace(cost, quadratic=0.0)  # which needs no lengths
+    of_rows = bucket_figures(plan, lambda rows, length: linear(rows, length)).seconds
+    np.testing.assert_array_equal(bucket_figures(plan, linear).seconds, of_rows)
 
 
 def packed_plan(**options):
