@@ -26,8 +26,13 @@ __all__ = ["attend"]
 
 _SHORT = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries, likewise
-_KERNELS: dict[str, tuple[str, ...]] = {"cuda": (), "tpu": ()}  # by platform, the first that supports the arrays
+# By platform, the first that supports the arrays.
+_KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ()}
 _ANYWHERE = ("blocks", "dense")
+_TAKES = {  # what supports() asks for
+    "cudnn": "16-bit floats and rows of one sample, where cuDNN is installed",
+    "triton": "float32 and 16-bit floats, 16 queries or more, and heads of 512 bytes at most",
+}
 _MODULES = {"xla": "dense"}  # by other names than their own
 
 
@@ -172,9 +177,10 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen) -> 
         name = _MODULES.get(how.implementation, how.implementation)
         if name in _ANYWHERE or _module(name).supports(how, query, key, seen):
             return name
+        hint = _TAKES.get(name)
         raise UserError(
             f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
-            f"with causal={how.causal}, window={how.window}: leave it out"
+            f"with causal={how.causal}, window={how.window}: {f'it takes {hint}; ' if hint else ''}leave it out"
         )
     kernels = _KERNELS.get(platform, ())
     if kernels and varying_axes(query):

@@ -5,6 +5,7 @@ Letters: B rows, Q queries of a row, T keys, I blocks of queries, J blocks of ke
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -60,6 +61,7 @@ def is_seen(
     return same & (after >= 0) & (True if most is None else after < most)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 3), static_argnames="of")
 def block_ranges(
     how: How, seen: Seen, query_block: int, key_block: int, *, of: Literal["queries", "keys"] = "queries"
 ) -> tuple[Int32[Array, "B I"], Int32[Array, "B I"]]:

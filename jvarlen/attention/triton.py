@@ -1,0 +1,248 @@
+"""Attention on GPUs: Pallas Triton kernels, in which a block of a row meets the blocks of its own samples alone.
+
+Letters: B rows, Q queries of a row, T keys, H heads of queries, N of keys, G = H / N, K head size, C positions of a
+block. Each program of a kernel has block i of head h of row b, and loops over the blocks j of the other side.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+from jvarlen.attention.seen import How, Seen, block_ranges, is_seen
+
+__all__ = ["backward", "forward", "supports"]
+
+_LOG2_E = math.log2(math.e)  # powers of 2 are what a GPU has
+_LEAST = float(np.finfo(np.float32).min)
+
+
+def supports(how: How, query: Array, key: Array, seen: Seen) -> bool:
+    """Whether the kernels take such arrays; fewer than 16 queries would leave most of a block empty."""
+    del how, seen
+    return (
+        query.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+        and query.shape[1] >= 16
+        and _head_bytes(query) <= 512  # more needs more memory than some multiprocessors have
+        and max(query.size, key.size) < 2**31  # what kernels count with int32
+    )
+
+
+def forward(
+    how: How, query: Array, key: Array, value: Array, seen: Seen, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Outputs [B, Q, H, K] and the logarithms of the sums float32[B, H, Q]."""
+    q, k, v = (_padded(x, _block_size(query)) for x in (query, key, value))
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    out, lse = _call(
+        _forward_kernel, how, seen, q, k, "queries", [(q, "block"), (k, "others"), (v, "others")],
+        [(q.shape, q.dtype, "block"), (lse_shape, jnp.float32, "lines")], interpret,
+    )  # fmt: skip
+    return _cut(out, query), lse[:, :, : query.shape[1]]
+
+
+def backward(
+    how: How,
+    query: Array,
+    key: Array,
+    value: Array,
+    seen: Seen,
+    out: Array,
+    lse: Array,
+    grad: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values in their dtypes."""
+    size = _block_size(query)
+    inner = jnp.moveaxis(jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=3), 1, 2)
+    q, k, v, g = (_padded(x, size) for x in (query, key, value, grad.astype(query.dtype)))
+    lse, inner = (_with_zeros(x, (q.shape[0], q.shape[2], q.shape[1])) for x in (lse, inner))
+    of_queries = [(g, "block"), (lse, "lines"), (inner, "lines")]
+    (dq,) = _call(
+        _dq_kernel, how, seen, q, k, "queries", [(q, "block"), (k, "others"), (v, "others"), *of_queries],
+        [(q.shape, q.dtype, "block")], interpret,
+    )  # fmt: skip
+    of_queries = [(g, "others"), (lse, "lines"), (inner, "lines")]
+    dk, dv = _call(
+        _dkv_kernel, how, seen, q, k, "keys", [(q, "others"), (k, "block"), (v, "block"), *of_queries],
+        [(k.shape, k.dtype, "block"), (v.shape, v.dtype, "block")], interpret,
+    )  # fmt: skip
+    return _cut(dq, query), _cut(dk, key), _cut(dv, value)
+
+
+def _block_size(query: Array) -> int:
+    """Positions of a block: few, as samples have hundreds, and as blocks must fit in registers."""
+    return 64 if _head_bytes(query) <= 256 else 32
+
+
+def _head_bytes(query: Array) -> int:
+    return pl.next_power_of_2(query.shape[3]) * query.dtype.itemsize
+
+
+def _padded(array: Array, size: int) -> Array:
+    """To whole blocks, and to a head size that is a power of 2."""
+    num_rows, length, num_heads, head_size = array.shape
+    head_size = max(16, pl.next_power_of_2(head_size))  # products are of 16 at least
+    return _with_zeros(array, (num_rows, pl.cdiv(length, size) * size, num_heads, head_size))
+
+
+def _with_zeros(array: Array, shape: tuple[int, ...]) -> Array:
+    """Of this shape, with zeros at the ends."""
+    if array.shape == shape:
+        return array
+    return jnp.pad(array, [(0, size - given) for size, given in zip(shape, array.shape, strict=True)])
+
+
+def _cut(array: Array, like: Array) -> Array:
+    return array[:, : like.shape[1], :, : like.shape[3]]
+
+
+def _call(
+    kernel: Callable[..., None],
+    how: How,
+    seen: Seen,
+    q: Array,
+    k: Array,
+    of: Literal["queries", "keys"],
+    inputs: Sequence[tuple[Array, str]],
+    outputs: Sequence[tuple[tuple[int, ...], Any, str]],
+    interpret: bool,
+) -> Sequence[Array]:
+    """Runs a kernel for all blocks of one side, each with all of the other side."""
+    size = _block_size(q)
+    (num_rows, num_queries, num_heads, head_size), (_, num_keys, num_kv_heads, _) = q.shape, k.shape
+    group = num_heads // num_kv_heads
+    ids = [_with_zeros(x, (num_rows, n)) for x, n in ((seen.query_ids, num_queries), (seen.key_ids, num_keys))]
+    numbers = seen.offset[:, None]
+    if seen.window is not None and how.window is None:
+        numbers = jnp.stack([seen.offset, jnp.broadcast_to(seen.window, seen.offset.shape)], 1)
+    ranges = block_ranges(how, seen, size, size, of=of)
+    ids_of_block = pl.BlockSpec((None, size), lambda i, h, b: (b, i))
+    specs = {"block": pl.BlockSpec((None, size, None, head_size), lambda i, h, b: (b, i, h, 0))}
+    if of == "queries":
+        grid = (num_queries // size, num_heads, num_rows)
+        specs["others"] = pl.BlockSpec((None, num_keys, None, head_size), lambda i, h, b: (b, 0, h // group, 0))
+        specs["lines"] = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
+        specs_of_ids = [ids_of_block, pl.BlockSpec((None, num_keys), lambda i, h, b: (b, 0))]
+    else:  # the query heads of a key head are others
+        grid = (num_keys // size, num_kv_heads, num_rows)
+        specs["others"] = pl.BlockSpec((None, num_queries, group, head_size), lambda i, h, b: (b, 0, h, 0))
+        specs["lines"] = pl.BlockSpec((None, group, num_queries), lambda i, h, b: (b, h, 0))
+        specs_of_ids = [pl.BlockSpec((None, num_queries), lambda i, h, b: (b, 0)), ids_of_block]
+    return pl.pallas_call(
+        functools.partial(kernel, how),
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((None, numbers.shape[1]), lambda i, h, b: (b, 0)),
+            *(pl.BlockSpec((None, None), lambda i, h, b: (b, i)) for _ in ranges),
+            *specs_of_ids,
+            *(specs[kind] for _, kind in inputs),
+        ],
+        out_specs=[specs[kind] for *_, kind in outputs],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+    )(numbers, *ranges, *ids, *(array for array, _ in inputs))
+
+
+def _forward_kernel(
+    how: How, numbers: Any, first: Any, end: Any, query_ids: Any, key_ids: Any, q_ref: Any, k_ref: Any, v_ref: Any,
+    out_ref: Any, lse_ref: Any,
+) -> None:  # fmt: skip
+    size, i = q_ref.shape[0], pl.program_id(0)
+    q, ids = q_ref[...], query_ids[...]
+
+    def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, out = sums
+        at = pl.ds(j * size, size)
+        mask = _mask(how, numbers, ids, key_ids[at], i, j)
+        logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (how.scale * _LOG2_E), _LEAST)
+        larger = jnp.maximum(largest, jnp.max(logits, 1))
+        # A query that has seen nothing yet has the powers 2^0 of what it doesn't see.
+        powers = jnp.where(mask, jnp.exp2(logits - larger[:, None]), 0)
+        shrink = jnp.exp2(largest - larger)
+        v = v_ref[at, :]
+        out = out * shrink[:, None] + _product(powers.astype(v.dtype), v)
+        return larger, total * shrink + jnp.sum(powers, 1), out
+
+    zeros = jnp.zeros(q.shape, jnp.float32)
+    largest, total, out = lax.fori_loop(
+        first[...], end[...], add, (jnp.full(size, _LEAST, jnp.float32), jnp.zeros(size, jnp.float32), zeros)
+    )
+    sees = total > 0
+    total = jnp.where(sees, total, 1)
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = jnp.where(sees, (largest + jnp.log2(total)) / _LOG2_E, 0)
+
+
+def _dq_kernel(
+    how: How, numbers: Any, first: Any, end: Any, query_ids: Any, key_ids: Any, q_ref: Any, k_ref: Any, v_ref: Any,
+    grad_ref: Any, lse_ref: Any, inner_ref: Any, dq_ref: Any,
+) -> None:  # fmt: skip
+    size, i = q_ref.shape[0], pl.program_id(0)
+    q, ids, grad, lse, inner = q_ref[...], query_ids[...], grad_ref[...], lse_ref[...], inner_ref[...]
+
+    def add(j: Array, dq: Array) -> Array:
+        at = pl.ds(j * size, size)
+        k = k_ref[at, :]
+        mask = _mask(how, numbers, ids, key_ids[at], i, j)
+        powers = _powers(how, mask, _product(q, k.T), lse[:, None])
+        dlogits = powers * (_product(grad, v_ref[at, :].T) - inner[:, None]) * how.scale
+        return dq + _product(dlogits.astype(k.dtype), k)
+
+    dq_ref[...] = lax.fori_loop(first[...], end[...], add, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    how: How, numbers: Any, first: Any, end: Any, query_ids: Any, key_ids: Any, q_ref: Any, k_ref: Any, v_ref: Any,
+    grad_ref: Any, lse_ref: Any, inner_ref: Any, dk_ref: Any, dv_ref: Any,
+) -> None:  # fmt: skip
+    size, group, j = k_ref.shape[0], q_ref.shape[1], pl.program_id(0)
+    k, v, ids = k_ref[...], v_ref[...], key_ids[...]
+    start = first[...]
+    num_blocks = end[...] - start
+
+    def add(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        dk, dv = sums
+        head, i = lax.div(step, num_blocks), start + lax.rem(step, num_blocks)
+        at = pl.ds(i * size, size)
+        q, grad = q_ref[at, head, :], grad_ref[at, head, :]
+        mask = _mask(how, numbers, query_ids[at], ids, i, j, keys_first=True)
+        powers = _powers(how, mask, _product(k, q.T), lse_ref[head, at][None])
+        dlogits = powers * (_product(v, grad.T) - inner_ref[head, at][None]) * how.scale
+        return dk + _product(dlogits.astype(q.dtype), q), dv + _product(powers.astype(grad.dtype), grad)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, group * num_blocks, add, (zeros, zeros))
+    dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
+
+
+def _mask(
+    how: How, numbers: Any, query_ids: Array, key_ids: Array, i: Array, j: Array, *, keys_first: bool = False
+) -> Array:
+    """bool[C, C], of block i of the queries and block j of the keys."""
+    size = len(query_ids)
+    places = jnp.arange(size, dtype=jnp.int32)
+    window = numbers[1] if numbers.shape[0] > 1 else None
+    query_places, key_places = numbers[0] + i * size + places, j * size + places
+    return is_seen(how, window, query_ids, key_ids, query_places, key_places, keys_first=keys_first)
+
+
+def _powers(how: How, mask: Array, logits: Array, lse: Array) -> Array:
+    """The weights of attention."""
+    return jnp.where(mask, jnp.exp2(logits * (how.scale * _LOG2_E) - lse * _LOG2_E), 0)
+
+
+def _product(a: Array, b: Array) -> Array:
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

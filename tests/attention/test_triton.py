@@ -1,0 +1,227 @@
+"""The kernels in Pallas's interpreter against plain attention in float64, and what is lowered for GPUs."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen._common.checks import UserError
+from jvarlen.attention import attend, triton
+from jvarlen.attention.seen import How, Seen
+from tests.attention.lowering import lower_for
+
+ROWS, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_SIZE = 2, 150, 150, 4, 2, 24  # three blocks, the last of 22
+
+
+def ids_of(*lengths, total=QUERIES):
+    """Consecutive samples of these lengths, with padding after them; one of 0 tokens has no id."""
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return np.pad(ids, (0, total - len(ids)))
+
+
+PADDING_WITHIN = np.where(np.arange(QUERIES) // 10 % 3 == 1, 0, ids_of(40, 60, 50))
+SHUFFLED = np.random.default_rng(1).permutation(ids_of(40, 60, 30))
+PACKED = {
+    "packed": [ids_of(1, 70, 63, 16), ids_of(64, 64, 22)],
+    "padded": [ids_of(150), ids_of(65)],
+    "lengths 0 and 1": [ids_of(0), ids_of(1)],
+    "padding within, and ids in any order": [PADDING_WITHIN, SHUFFLED],
+}
+
+
+def numpy_attention(how, query, key, value, seen, grad):
+    """Outputs, logarithms of sums and the three gradients in float64, of one row after the other."""
+    group = query.shape[2] // key.shape[2]
+    results = []
+    for row in range(len(query)):
+        q, g = (np.moveaxis(x[row], 1, 0).astype(np.float64) for x in (query, grad))
+        k, v = (np.repeat(np.moveaxis(x[row], 1, 0), group, 0).astype(np.float64) for x in (key, value))
+        ids, key_ids = np.asarray(seen.query_ids[row]), np.asarray(seen.key_ids[row])
+        mask = (ids[:, None] == key_ids) & (ids[:, None] != 0)
+        if how.causal:
+            distance = int(seen.offset[row]) + np.arange(len(ids))[:, None] - np.arange(len(key_ids))
+            window = how.window or (len(key_ids) + 9999 if seen.window is None else int(seen.window))
+            mask &= (distance >= 0) & (distance < window)
+        powers = np.where(mask, np.exp(q @ k.swapaxes(1, 2) * how.scale), 0)
+        sums = powers.sum(2, keepdims=True)
+        weights = powers / np.where(sums, sums, 1)
+        dweights = g @ v.swapaxes(1, 2)
+        dlogits = weights * (dweights - (weights * dweights).sum(2, keepdims=True)) * how.scale
+        dk, dv = dlogits.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ g
+        dk, dv = (x.reshape(-1, group, *x.shape[1:]).sum(1) for x in (dk, dv))
+        lse = np.log(np.where(sums, sums, 1))[..., 0]
+        results.append([*(np.moveaxis(x, 0, 1) for x in (weights @ v, dlogits @ k, dk, dv)), lse])
+    return [np.stack(x) for x in zip(*results, strict=True)]
+
+
+@functools.cache
+def interpreted(how):
+    """Outputs, the three gradients and the logarithms of the sums."""
+
+    def run(query, key, value, seen, grad):
+        out, lse = triton.forward(how, query, key, value, seen, interpret=True)
+        return (out, *triton.backward(how, query, key, value, seen, out, lse, grad, interpret=True), lse)
+
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def random_arrays(num_keys=KEYS, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(QUERIES, HEADS), *[(num_keys, KV_HEADS)] * 2, (QUERIES, HEADS)]
+    return [jnp.asarray(rng.standard_normal((ROWS, *shape, HEAD_SIZE)), dtype) for shape in shapes]
+
+
+def check(how, seen, *, num_keys=KEYS, dtype=np.float32, tolerance=1e-5):
+    query, key, value, grad = random_arrays(num_keys, dtype)
+    found = interpreted(how)(query, key, value, seen, grad)
+    assert [x.dtype for x in found] == [dtype] * 4 + [np.float32]
+    expected = numpy_attention(how, *(np.asarray(x, np.float32) for x in (query, key, value)), seen, np.asarray(grad))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance, rtol=tolerance)
+
+
+def make_seen(query_ids, key_ids=None, offset=0, window=None):
+    key_ids = query_ids if key_ids is None else key_ids
+    ids = [jnp.asarray(np.stack(x), jnp.int32) for x in (query_ids, key_ids)]
+    return Seen(*ids, jnp.full(ROWS, offset, jnp.int32), None if window is None else jnp.int32(window))
+
+
+def make_how(*, causal=True, window=None):
+    return How(causal, 0.3, window, None, False, "triton")
+
+
+@pytest.mark.parametrize("window", [1, 65, 1000])
+@pytest.mark.parametrize("ids", PACKED.values(), ids=PACKED)
+def test_samples_of_packed_and_padded_rows_with_a_window_that_is_data(ids, window):
+    check(make_how(), make_seen(ids, window=window))
+
+
+def test_causal_without_a_window():
+    check(make_how(), make_seen(PACKED["packed"]))
+
+
+@pytest.mark.parametrize(
+    "key_ids",
+    [[ids_of(20, 10, 40, total=70), ids_of(0, 70, 0, total=70)], [ids_of(0, total=70), ids_of(1, 1, 1, total=70)]],
+)
+def test_cross_attention_of_rows_of_other_lengths(key_ids):
+    check(make_how(causal=False), make_seen(PACKED["packed"], key_ids), num_keys=70)
+
+
+@pytest.mark.parametrize("offset", [0, 100, -30])
+def test_queries_that_begin_elsewhere_than_keys_with_a_fixed_window(offset):
+    """As chunks of a row of 250: what those before the first key see is nothing."""
+    seen = make_seen([ids_of(20, 130), ids_of(150)], [ids_of(100, 150, total=250), ids_of(250, total=250)], offset)
+    check(make_how(window=90), seen, num_keys=250)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits(dtype):
+    tolerance = 0.03 if dtype == jnp.bfloat16 else 0.004
+    check(make_how(), make_seen(PACKED["packed"]), dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_without_a_token_of_the_sample_are_not_even_read(causal):
+    """What is not a number there would be in the sums, whatever the mask."""
+    how = make_how(causal=causal)
+    seen = make_seen([ids_of(64, 64, 22)] * ROWS)
+    arrays = random_arrays()
+    expected = interpreted(how)(*arrays[:3], seen, arrays[3])
+    for start, end in ((0, 64), (64, 128), (128, 150)):
+        poisoned = [x.at[:, start:end].set(jnp.nan) for x in arrays]
+        found = interpreted(how)(*poisoned[:3], seen, poisoned[3])
+        is_other = np.delete(np.arange(150), np.s_[start:end])
+        for a, b in zip(found[:4], expected[:4], strict=True):
+            np.testing.assert_array_equal(a[:, is_other], b[:, is_other])
+
+
+def test_no_number_of_a_sample_depends_on_another_in_the_same_block():
+    how = make_how(causal=False)
+    seen = make_seen([ids_of(30, 70, 40)] * ROWS)
+    arrays = random_arrays()
+    changed = [x.at[:, 30:100].set(7.0) for x in arrays]
+    expected, found = (interpreted(how)(*x[:3], seen, x[3]) for x in (arrays, changed))
+    for a, b in zip(found[:4], expected[:4], strict=True):
+        np.testing.assert_array_equal(a[:, :30], b[:, :30])
+        np.testing.assert_array_equal(a[:, 100:], b[:, 100:])
+        assert not np.array_equal(a[:, 30:100], b[:, 30:100])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_supported"),
+    [
+        ((1, 8192, 8, 128), jnp.bfloat16, True),
+        ((2, 16, 2, 80), jnp.float32, True),
+        ((1, 64, 1, 256), jnp.float16, True),
+        ((1, 64, 1, 129), jnp.float32, False),
+        ((1, 64, 1, 257), jnp.bfloat16, False),
+        ((1, 64, 1, 64), jnp.float64, False),
+        ((1, 15, 1, 64), jnp.float32, False),
+        ((2**11, 2**13, 1, 128), jnp.bfloat16, False),
+    ],
+)
+def test_what_is_supported_is_told_from_shapes_and_dtypes(shape, dtype, is_supported):
+    def note(array):
+        seen = Seen(*[jnp.ones(shape[:2], jnp.int32)] * 2, jnp.zeros(shape[0], jnp.int32), None)
+        found.append(triton.supports(make_how(), array, array, seen))
+
+    found = []
+    with jax.enable_x64(True):
+        jax.eval_shape(note, jax.ShapeDtypeStruct(shape, dtype))
+    assert found == [is_supported]
+
+
+KERNELS = ["_forward_kernel", "_dq_kernel", "_dkv_kernel"]
+
+
+def kernels_in(text):
+    return re.findall(r'name = "(\w+_kernel)"', text)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("window", [None, 100])
+def test_lowering_packed_rows_for_a_gpu_gives_the_kernels(dtype, window):
+    def loss(query, key, value, ids):
+        return attend(query, key, value, segment_ids=ids, window=window).astype(jnp.float32).sum()
+
+    query, key = (jax.ShapeDtypeStruct((2, 1000, heads, 80), dtype) for heads in (8, 2))
+    arguments = query, key, key, jax.ShapeDtypeStruct((2, 1000), jnp.int32)
+    assert kernels_in(lower_for("cuda", loss, *arguments)) == KERNELS[:1]
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    text = lower_for("cuda", gradient, *arguments)
+    assert kernels_in(text) == KERNELS
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 3
+    assert "stablehlo.dot_general" not in text  # nothing else multiplies matrices
+    for platform in ("cpu", "tpu"):
+        assert "triton" not in lower_for(platform, gradient, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 64, 2, 16), jnp.float64), ((2, 8, 2, 16), jnp.float32), ((2, 64, 2, 300), jnp.float32)]
+)
+def test_what_the_kernels_do_not_support_is_one_product_on_a_gpu_and_refused_by_name(shape, dtype):
+    with jax.enable_x64(True):
+        arguments = [jax.ShapeDtypeStruct(shape, dtype)] * 3
+        text = lower_for("cuda", attend, *arguments)
+        assert "stablehlo.dot_general" in text
+        assert "triton" not in text
+        with pytest.raises(UserError, match="implementation='triton' does not support query"):
+            jax.eval_shape(functools.partial(attend, implementation="triton"), *arguments)
+
+
+def test_the_kernel_chosen_by_name_is_what_is_lowered_in_a_loop_over_layers_with_rematerialization():
+    """A window for each layer is data."""
+
+    def loss(x, lengths, windows):
+        def layer(x, window):
+            return x + attend(x, x, x, lengths=lengths, window=window, implementation="triton"), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, windows)[0].sum()
+
+    arguments = [jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32), *[jax.ShapeDtypeStruct((2,), jnp.int32)] * 2]
+    found = kernels_in(lower_for("cuda", jax.grad(loss), *arguments))
+    assert sorted(set(found)) == sorted(KERNELS)
