@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from jvarlen.sorting.sample_sort import sample_sort
     from jvarlen.targets.choice import choose_layout
     from jvarlen.training.master_weights import with_float32_master
-    from jvarlen.training.optimizers import planned_schedule, scale_by_batch_size
+    from jvarlen.training.optimizers import scale_by_batch_size, scale_by_planned_rate
     from jvarlen.training.rates import lr_scale, lr_sequence
     from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
@@ -58,7 +58,7 @@ __all__ = [
     "compile_buckets", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
     "load_compiled", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",
     "make_plan", "make_train_step", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples",
-    "planned_schedule", "sample_order", "sample_sort", "scale_by_batch_size", "stream_batches",
+    "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate", "stream_batches",
     "use_compilation_cache", "with_float32_master",
 ]
 

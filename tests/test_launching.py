@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jvarlen import FitConfig
+from jvarlen import FitConfig, no_recompiles
 from jvarlen.cli import main
 from jvarlen.experimental.elastic import Start
 from jvarlen.experimental.elastic import __main__ as elastic
@@ -232,6 +232,18 @@ def losses_alone(data: Path, compilation_cache: Path) -> list[float]:
         leave_pictures_empty(patch.setattr)
         assert main(["train", *small_settings(data), "--microbatches-per-step", "8", "--runs-dir", str(runs)]) == 0
     return losses_below(runs)
+
+
+@pytest.mark.slow
+def test_another_seed_and_rate_compile_nothing(data, losses_alone, tmp_path, monkeypatch):
+    leave_pictures_empty(monkeypatch.setattr)
+    other = ["--seed", "4", "--optimizer.learning-rate", "0.01", "--runs-dir", str(tmp_path)]
+    with no_recompiles("count") as count:
+        assert main(["train", *small_settings(data), "--microbatches-per-step", "8", *other]) == 0
+    assert losses_below(tmp_path) != losses_alone
+    summary = json.loads((tmp_path / "latest/summary.json").read_text())
+    assert summary["num_cache_hits"] == 2, "to train and to evaluate"
+    assert [each.function for each in count.recompilations if not each.cache_hit] == []
 
 
 @pytest.fixture

@@ -160,11 +160,11 @@ class PlannedRun(JaxRun):
             self.plan = jvarlen.make_plan(
                 lengths, buckets, order=jvarlen.Order("shuffle", new_shape_every=spacing), seed=settings.seed
             )
-            schedule = jvarlen.planned_schedule(
+            rates = jvarlen.scale_by_planned_rate(
                 self.plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
             )
         with watch("compile"):
-            self._optimizer = adamw(schedule)
+            self._optimizer = optax.chain(adamw(1.0), rates)
             # A copy: steps take the buffers of their state over.
             self._state = jvarlen.make_train_step(self.loss_fn, self._optimizer).init(self.params)
         self.num_compiled = len(buckets)

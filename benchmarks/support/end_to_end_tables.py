@@ -243,7 +243,7 @@ def make_report(
         "- jvarlen: as many shapes as the run is worth, by costs estimated before planning, and lengths rounded to "
         f"{settings.length_multiple}; `make_plan(order=Order(new_shape_every=…))`, "
         '`compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
-        "`planned_schedule` scales the rate by the square "
+        "`scale_by_planned_rate` scales the rate by the square "
         f"root of samples / {settings.base_batch_size}. A fixed number of shapes, ahead: {settings.max_shapes} shapes, "
         "all compiled before the first step.",
         "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen.distributed.layout import Layout
@@ -101,8 +102,20 @@ def init_sharded(
         params = place_slices(whole, own, params, shardings.params, specs, layout.tensor)
     else:
         params = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf.copy(), sharding), params, shardings.params)
-    opt_state = jax.jit(lambda params: init(params).opt_state, out_shardings=shardings.opt_state)(params)
+    opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
     return TrainState(params, opt_state, *replicate(own_copy(others()[2:]), mesh))
+
+
+def _run_init(init: Callable[[Any], Any], shardings: Any, params: Any) -> Any:
+    """An optimizer's first state; its constants, such as planned rates, are arguments of the program."""
+    closed, shape = jax.make_jaxpr(init, return_shape=True)(params)
+
+    def of_leaves(consts: list[Any], *leaves: Any) -> Any:
+        outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    consts = [np.asarray(const) for const in closed.consts]
+    return jax.jit(of_leaves, out_shardings=shardings)(consts, *jax.tree.leaves(params))
 
 
 def make_sharded_step(

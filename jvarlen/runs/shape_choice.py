@@ -163,11 +163,7 @@ class ShapeChooser:
     @functools.cached_property
     def _program(self) -> str:
         """What tells the programs of this run from those of others of the model."""
-        config = self._config
-        return model_key(
-            None,
-            None,
-            *(config.optimizer, config.max_steps, config.num_epochs, config.hardware.devices, config.hardware.parallel),
-            config.compile.xla_options,
-            *(sorted(self._data.content_keys.items()), jax.__version__),
-        )
+        config, own = self._config, self._config.optimizer  # whose rates are data
+        optimizer = own.b1, own.b2, own.weight_decay, own.max_gradient_norm, own.batch_size_rule, own.batch_size_unit
+        where = config.hardware.devices, config.hardware.parallel
+        return model_key(None, None, optimizer, where, config.compile.xla_options, jax.__version__)

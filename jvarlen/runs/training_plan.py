@@ -24,13 +24,13 @@ from jvarlen.runs.config import FitConfig, OptimizerConfig
 from jvarlen.runs.model import peak_rate
 from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
 from jvarlen.training.checkpoint import Place
-from jvarlen.training.optimizers import scale_by_batch_size, table_schedule
+from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
 
 __all__ = ["Rates", "TrainingPlan"]
 
 _MOST_STEPS = 2**31 - 1  # optimizers count in int32
-_MOST_RATES = 2**26  # that are held for schedules in samples or tokens, 0.8 GB
+_MOST_RATES = 2**26  # that are held, 0.3 GB on a device
 _QUIET_EPOCHS = 500  # planned without a progress bar
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
 
@@ -102,17 +102,17 @@ class TrainingPlan:
     def _schedule_rates(self, settings: OptimizerConfig, peak: float) -> None:
         """Sets the optimizer of the settings, and its rates."""
         plan_of_epoch = self.plan_of_epoch
-        unit = settings.schedule_unit
-        total = self.num_steps
-        counted: Int64[np.ndarray, " S"] | None = None
-        if unit != "steps":  # how far training has come depends on all epochs before
-            if self.num_steps > _MOST_RATES:
-                raise UserError(
-                    f"schedule_unit={unit!r} needs the rates of all {self.num_steps:,} steps at once, and at most "
-                    f"{_MOST_RATES:,} are held: take schedule_unit='steps', or fewer steps"
-                )
-            counted = step_sizes(map(plan_of_epoch, range(self.num_epochs)))[unit][: self.num_steps]
-            total = int(counted.sum())
+        if self.num_steps > _MOST_RATES:
+            raise UserError(
+                f"the learning rates of all {self.num_steps:,} steps are held at once, and of at most {_MOST_RATES:,}: "
+                "take fewer steps (max_steps, num_epochs), or an optimizer of your own"
+            )
+        if settings.schedule_unit == "steps":
+            counted = np.ones(self.num_steps, np.int64)
+        else:  # how far training has come depends on all epochs before
+            sizes = step_sizes(map(plan_of_epoch, range(self.num_epochs)))
+            counted = sizes[settings.schedule_unit][: self.num_steps]
+        total = int(counted.sum())
         lowest_rate = peak * settings.final_fraction
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=lowest_rate,
@@ -121,32 +121,23 @@ class TrainingPlan:
             decay_steps=total,
             end_value=lowest_rate,
         )
-        rates_of_all_steps = None if counted is None else base_rates(schedule, before_each(counted))
+        rates_of_all_steps = base_rates(schedule, before_each(counted))
         rule: Rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(settings.max_gradient_norm),
-            optax.adamw(
-                schedule if rates_of_all_steps is None else table_schedule(rates_of_all_steps),
-                b1=settings.b1,
-                b2=settings.b2,
-                weight_decay=settings.weight_decay,
-            ),
-            scale_by_batch_size(settings.base_batch_size, rule=rule, unit=settings.batch_size_unit),
+            optax.adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
+            # The base batch size is in the table too, and so in no program.
+            scale_by_rates(rates_of_all_steps * lr_scale(1, settings.base_batch_size, rule)),
+            scale_by_batch_size(1, rule=rule, unit=settings.batch_size_unit),
         )
-
-        longest = max(map(self.steps_of_epoch, range(len(self._steps_of_buckets or [0]))))
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:
-            start, end = self.epoch_starts[epoch : epoch + 2]
-            steps = np.arange(start, start + longest)  # as many in each epoch, so that JAX compiles once
-            base = base_rates(schedule, steps) if rates_of_all_steps is None else rates_of_all_steps[start:]
-            base = base[: min(end, self.num_steps) - start]  # training may end within the epoch
+            base = rates_of_all_steps[slice(*self.epoch_starts[epoch : epoch + 2])]  # training may end within the epoch
             sizes = step_sizes(plan_of_epoch(epoch))[settings.batch_size_unit][: len(base)]
             scale = lr_scale(sizes, settings.base_batch_size, rule)
             return Rates(base, scale, base * scale)
 
-        rates_of_epoch(0)
         self.rates_of_epoch = rates_of_epoch
 
     def describe(self) -> str:

@@ -32,6 +32,7 @@ from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen._common.files import move_into_place, read_object, regular_file, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
+from jvarlen.training.optimizers import with_rates_of, without_rates
 
 __all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params", "read_shapes"]
 
@@ -190,7 +191,7 @@ class Checkpoints:
                 part.mkdir()
                 about |= {"config": self._config, "run": _run_of(self._directory)}
                 (part / "about.json").write_text(json.dumps(about, indent=1))
-            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(saved)))
+            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(without_rates(saved))))
         except OSError as error:
             failure = error
         self._saving = step, self._thread.submit(self._commit, part, step, metric, failure)
@@ -227,7 +228,8 @@ class Checkpoints:
         """The newest state and place; the whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
-          state: a state of the same structure, shapes and dtypes, sharded as the result shall be; or its shapes.
+          state: a state of the same structure, shapes and dtypes, sharded as the result shall be; or its shapes. The
+            rates of `scale_by_planned_rate` come from it.
 
         Returns:
           The state and its place.
@@ -289,8 +291,8 @@ class Checkpoints:
                     shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
 
     def _describe(self, state: Any) -> dict[str, str]:
-        """Type and shape of every leaf without padding, by its path."""
-        shapes = state if self._form is None else self._form.shapes
+        """Type and shape of every leaf that is saved, without padding, by its path."""
+        shapes = without_rates(state if self._form is None else self._form.shapes)
         return {name: describe(leaf) for name, leaf in leaves_by_name(shapes).items()}
 
     def _restore(self, step: int, state: Any) -> tuple[Any, Place]:
@@ -302,7 +304,8 @@ class Checkpoints:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise UserError(f"it is of another model or optimizer: {leaves}")
             like = state if self._form is None else self._form.like(state)
-            abstract = jax.tree.map(_shape_of, _written(like))
+            saved_like = without_rates(like)
+            abstract = jax.tree.map(_shape_of, _written(saved_like))
             restore_args = jax.tree.map(
                 # Orbax adds the zeros that are missing, and cuts those that are too many.
                 lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
@@ -310,7 +313,7 @@ class Checkpoints:
             )
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
             restored = self._checkpointer.restore(self._directory / str(step) / "state", args=args)
-            restored = jax.tree.map(_with_key, restored, like)
+            restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
             return restored if self._form is None else self._form.restore(restored, state), place
         except _UNREADABLE as error:
             raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error

@@ -6,7 +6,7 @@ Letters: S steps of all plans.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
-from jvarlen._common.checks import UserError, check_choices, list_first
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning.steps import StepPlan
 from jvarlen.training.rates import (
     BaseSchedule,
@@ -25,16 +25,33 @@ from jvarlen.training.rates import (
     apply_rule,
     lr_scale,
     lr_sequence,
+    table_size,
 )
 
 __all__ = [
-    "planned_schedule",
+    "PlannedRateState",
     "scale_by_batch_size",
-    "table_schedule",
+    "scale_by_planned_rate",
+    "scale_by_rates",
+    "with_rates_of",
+    "without_rates",
 ]
 
 
-def planned_schedule(
+class PlannedRateState(NamedTuple):
+    """The state of `scale_by_planned_rate`. Checkpoints keep the count alone: a resumed training follows its own plan.
+
+    Attributes:
+      count: int32[], updates so far.
+      rates: float32[R], float64 with 64-bit types enabled: the rates of S steps, then up to a power of two the largest
+        float.
+    """
+
+    count: Any
+    rates: Any
+
+
+def scale_by_planned_rate(
     plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
     base_schedule: BaseSchedule,
     base_batch_size: float,
@@ -42,15 +59,15 @@ def planned_schedule(
     rule: Rule = "linear",
     unit: BatchSizeUnit = "sequences",
     counted_in: ScheduleUnit = "steps",
-) -> optax.Schedule:
-    """The learning rates of a plan as an ordinary Optax schedule: step count -> rate.
+) -> optax.GradientTransformationExtraArgs:
+    """Scales updates by the learning rates of a plan; it goes last in a chain, after an optimizer of rate 1.
 
-    After a resume, the count in the optimizer state continues, and so do the rates. They are exactly `lr_sequence`
-    rounded to float32 (with 64-bit types enabled, `lr_sequence` itself), in a table that is a constant of the compiled
-    program: a plan with other rates compiles again. With `scale_by_batch_size` it does not.
+    The rates are exactly `lr_sequence` rounded to float32 (with 64-bit types enabled, `lr_sequence` itself). They are
+    in the optimizer state, so that other rates, and up to 16,384 steps another number of steps, take the same compiled
+    program. `open_checkpoints` saves the count of steps and not the rates: a resumed training has those of its plan.
 
     Args:
-      plan: as in `lr_sequence`; pass the plans, or the batch sizes, of all epochs that the schedule shall cover.
+      plan: as in `lr_sequence`; pass the plans, or the batch sizes, of all epochs that training shall cover.
       base_schedule: as in `lr_sequence`.
       base_batch_size: as in `lr_sequence`.
       rule: as in `lr_scale`.
@@ -58,43 +75,83 @@ def planned_schedule(
       counted_in: as in `lr_sequence`.
 
     Returns:
-      A function from a count, or an array of counts, to float32 of its shape. It raises ValueError for a count outside
-      0 … S−1; a traced one gives NaN there.
+      An `optax.GradientTransformationExtraArgs` with `PlannedRateState`. After S updates the rate is NaN. Updates keep
+      their dtypes.
 
     Raises:
       ValueError: arguments that `lr_sequence` rejects.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
-      >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)], order="length"), 1e-3, 2)
-      >>> schedule(np.arange(2)).tolist() == np.float32([5e-3, 2e-3]).tolist()
+      >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
+      >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_planned_rate(plan, 1e-3, 2))
+      >>> updates, state = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())))
+      >>> updates, state = optimizer.update(jnp.ones(()), state)
+      >>> float(updates) == -np.float32(2e-3)
       True
 
     References:
       As for `lr_scale`.
     """
-    rates = lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
-    return table_schedule(rates)
+    return scale_by_rates(
+        lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
+    )
 
 
-def table_schedule(rates_S: Float64[np.ndarray, " S"]) -> optax.Schedule:
-    """A schedule that looks rates up in a table, as `planned_schedule` says."""
-    num_steps = len(rates_S)
+def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransformationExtraArgs:
+    """The same for rates that are known."""
+    num_others = table_size(len(rates_S)) - len(rates_S)
 
-    def schedule(count: Any) -> jax.Array:
-        if not isinstance(count, jax.core.Tracer):
-            given = np.atleast_1d(count)
-            if len(wrong := given[(given < 0) | (given >= num_steps)]):
-                raise UserError(
-                    f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for "
-                    f"{list_first(wrong.tolist())}: give the plans of all epochs"
-                )
-        counts = jnp.asarray(count)
-        table_S = jnp.asarray(rates_S.astype(jnp.result_type(float)))  # NumPy's rounding, of float64 to float32
-        rates = jnp.take(table_S, counts, mode="clip")
-        return jnp.where((counts >= 0) & (counts < num_steps), rates, jnp.nan)
+    def init_fn(params: Any) -> PlannedRateState:
+        del params
+        dtype = jnp.result_type(float)
+        rates = rates_S.astype(dtype)  # NumPy's rounding, of float64 to float32
+        rates = np.pad(rates, (0, num_others), constant_values=np.finfo(dtype).max)  # finite, as `fit` wants states
+        return PlannedRateState(jnp.zeros((), np.int32), jnp.asarray(rates))
 
-    return schedule
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        rate = state.rates.at[state.count].get(mode="fill", fill_value=jnp.nan)
+        rate = jnp.where(rate == jnp.finfo(rate.dtype).max, jnp.nan, rate)
+        return _scaled(updates, rate), state._replace(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def without_rates(state: Any) -> Any:
+    """A state, of which planned rates are left out."""
+
+    def without(node: Any) -> Any:
+        return node._replace(rates=None) if isinstance(node, PlannedRateState) else node
+
+    return jax.tree.map(without, state, is_leaf=_has_rates)
+
+
+def with_rates_of(given: Any, state: Any) -> Any:
+    """The inverse of `without_rates`, with the planned rates of another state; ValueError if it holds only shapes."""
+
+    def with_rates(node: Any, like: Any) -> Any:
+        if not isinstance(node, PlannedRateState):
+            return node
+        if isinstance(like.rates, jax.ShapeDtypeStruct):
+            raise UserError(
+                "a checkpoint does not hold the planned rates: restore to a state that does, as init makes it"
+            )
+        return like._replace(count=node.count)
+
+    return jax.tree.map(with_rates, given, state, is_leaf=_has_rates)
+
+
+def _has_rates(node: Any) -> bool:
+    return isinstance(node, PlannedRateState)
+
+
+def _scaled(updates: Any, scale: jax.Array) -> Any:
+    def scaled(update: jax.Array) -> jax.Array:
+        wide = np.promote_types(update.dtype, scale.dtype)  # said, as strict promotion wants it
+        return (update.astype(wide) * scale.astype(wide)).astype(update.dtype)
+
+    return jax.tree.map(scaled, updates)
 
 
 def scale_by_batch_size(
@@ -150,15 +207,10 @@ def scale_by_batch_size(
             raise TypeError(
                 f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update, as in "
                 f"optimizer.update(grads, opt_state, params, {name}=…); a trainer that passes none, such as "
-                "apply_gradients of a Flax TrainState, takes planned_schedule as its learning rate instead"
+                "apply_gradients of a Flax TrainState, takes scale_by_planned_rate in its place"
             )
         ratio = jnp.asarray(extra_args[name], float) / base
         scale = apply_rule(jnp, ratio, rule)
-
-        def scaled(update):
-            wide = np.promote_types(update.dtype, scale.dtype)  # said, as strict promotion wants it
-            return (update.astype(wide) * scale.astype(wide)).astype(update.dtype)
-
-        return jax.tree.map(scaled, updates), state
+        return _scaled(updates, scale), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)

@@ -28,7 +28,10 @@ __all__ = [
     "lr_scale",
     "lr_sequence",
     "step_sizes",
+    "table_size",
 ]
+
+_LEAST_TABLE = 2**14  # entries: trainings of fewer steps share what is compiled
 
 Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
 BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
@@ -185,7 +188,8 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
             except TypeError:  # it converts the count to a Python number, which JAX cannot trace
                 rates = np.array([float(base_schedule(count)) for count in counts.tolist()])
             else:
-                rates = np.asarray(jax.vmap(base_schedule)(counts), np.float64)
+                padded = np.pad(counts, (0, table_size(len(counts)) - len(counts)), mode="edge")
+                rates = np.asarray(jax.vmap(base_schedule)(padded), np.float64)[: len(counts)]
     if rates.shape not in ((), counts.shape):
         raise UserError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
     return np.broadcast_to(rates, counts.shape).copy()
@@ -198,6 +202,11 @@ def _in_float64() -> Iterator[None]:
 
     with jax.enable_x64(True), jax.ensure_compile_time_eval():
         yield
+
+
+def table_size(num_steps: int) -> int:
+    """Entries of a table of rates, of which programs have the shape: a power of two."""
+    return max(_LEAST_TABLE, 1 << (num_steps - 1).bit_length())
 
 
 def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:

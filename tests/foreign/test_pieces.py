@@ -21,9 +21,9 @@ from jvarlen import (
     make_plan,
     no_recompiles,
     pack_samples,
-    planned_schedule,
     sample_sort,
     scale_by_batch_size,
+    scale_by_planned_rate,
 )
 from jvarlen.loading import PlanSource
 
@@ -127,8 +127,9 @@ def in_nnx(inner):
     return {"w": model["w"][...]}
 
 
-def in_flax_by_schedule(make):
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=make(planned_schedule(SIZES, 0.1, 32, rule="sqrt")))
+def in_flax_by_plan(make):
+    tx = optax.chain(make(1.0), scale_by_planned_rate(SIZES, 0.1, 32, rule="sqrt"))
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     for _ in SIZES:
         state = state.apply_gradients(grads=GRADS)
     return state.params
@@ -140,7 +141,7 @@ def test_rates_follow_the_batch_size_in_any_trainer(make):
     if make is optax.sgd:
         total = 0.1 * 0.5 * lr_scale(SIZES, 32, "sqrt").sum()
         np.testing.assert_allclose(expected["w"], PARAMS["w"] - total, rtol=1e-6)
-    for params in (in_nnx(make(0.1)), in_flax_by_schedule(make)):
+    for params in (in_nnx(make(0.1)), in_flax_by_plan(make)):
         np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-6)
 
 
@@ -148,7 +149,7 @@ def test_rates_follow_the_batch_size_in_any_trainer(make):
 def test_a_trainer_that_passes_no_batch_size_is_told_what_to_do(unit, name):
     tx = optax.chain(optax.sgd(0.1), scale_by_batch_size(32, unit=unit))
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    with pytest.raises(TypeError, match=rf"needs the extra argument {name} .*params, {name}=….*planned_schedule"):
+    with pytest.raises(TypeError, match=rf"needs the extra argument {name} .*params, {name}=….*scale_by_planned_rate"):
         state.apply_gradients(grads=GRADS)
 
 

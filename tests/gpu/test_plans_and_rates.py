@@ -53,10 +53,13 @@ def test_both_packages_give_the_same_learning_rates(torch_ref, lengths, rule, un
 
 def test_rates_looked_up_on_the_device_are_the_table_rounded_to_float32(lengths):
     plan = plan_of(jvarlen, lengths)
-    schedule = jvarlen.planned_schedule(plan, base_schedule, BASE_BATCH_SIZE, rule="sqrt")
+    optimizer = jvarlen.scale_by_planned_rate(plan, base_schedule, BASE_BATCH_SIZE, rule="sqrt")
     expected = jvarlen.lr_sequence(plan, base_schedule, BASE_BATCH_SIZE, rule="sqrt").astype(np.float32)
-    found = jax.jit(jax.vmap(schedule))(jnp.arange(plan.num_steps))
-    assert found.devices() == {jax.devices()[0]}
+    state, found = optimizer.init(jnp.ones(())), []
+    for _ in range(plan.num_steps):
+        rate, state = jax.jit(optimizer.update)(jnp.ones(()), state)
+        found.append(rate)
+    assert found[0].devices() == {jax.devices()[0]}
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import jvarlen
 import torch_ref
-from jvarlen.training.optimizers import planned_schedule
+from jvarlen.training.optimizers import scale_by_planned_rate
 
 BASE, LAST, WARMUP = 0.3, 0.015, 20
 LENGTHS = np.random.default_rng(0).integers(1, 50, 1000)
@@ -101,6 +101,11 @@ def run(scheduler, num_steps):
         scheduler.step()
 
 
+def planned_sgd(*args, **options):
+    """Gradient descent at planned rates."""
+    return optax.chain(optax.sgd(1.0), scale_by_planned_rate(*args, **options))
+
+
 def applied_on_device(optimizer, num_groups=1):
     """Return float32[S, groups]: what plain gradient descent subtracts for gradients of 1, in one compiled update."""
     optimizer = optax.with_extra_args_support(optimizer)
@@ -126,7 +131,7 @@ def test_tables_rates_in_force_and_applied_rates_are_the_same(name, rule):
     for rates in (of_jax, in_force):
         np.testing.assert_allclose(rates, of_torch, rtol=1e-12, atol=0)
 
-    planned = applied_on_device(optax.sgd(planned_schedule(JAX_PLANS, schedule.in_optax, 6, rule=rule)))
+    planned = applied_on_device(planned_sgd(JAX_PLANS, schedule.in_optax, 6, rule=rule))
     assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
 
 
@@ -147,12 +152,12 @@ def test_schedules_over_samples_are_the_same(counted_in):
     rates = of_torch.tolist()
     follower = schedulers.LambdaLR(SGD(weights(1.0)), lambda t: rates[t % NUM_STEPS])
     assert [rate for (rate,) in run(follower, NUM_STEPS)] == rates
-    planned = applied_on_device(optax.sgd(planned_schedule(JAX_PLANS, in_optax, 6, counted_in=counted_in)))
+    planned = applied_on_device(planned_sgd(JAX_PLANS, in_optax, 6, counted_in=counted_in))
     assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
 
 
 def test_groups_of_parameters_have_the_same_rates():
-    """Two base rates under one scale: a planned schedule a group, one scale a chain, and torch's groups."""
+    """Two base rates under one scale: a planned rate a group, one scale a chain, and torch's groups."""
     rates = 0.3, 0.02
     shape = optax.cosine_decay_schedule(1.0, NUM_STEPS, alpha=0.05)
     tables = np.stack(
@@ -165,7 +170,7 @@ def test_groups_of_parameters_have_the_same_rates():
 
     labels = {"0": "0", "1": "1"}
     planned = {
-        str(i): optax.sgd(planned_schedule(JAX_PLANS, lambda t, rate=rate: rate * shape(t), 6, rule="sqrt"))
+        str(i): planned_sgd(JAX_PLANS, lambda t, rate=rate: rate * shape(t), 6, rule="sqrt")
         for i, rate in enumerate(rates)
     }
     assert (applied_on_device(optax.partition(planned, labels), 2) == tables.astype(np.float32)).all()
@@ -184,8 +189,7 @@ def test_groups_of_parameters_have_the_same_rules():
     )
     in_force = np.array(list(run(follower, NUM_STEPS)))
     groups = {
-        str(i): optax.sgd(planned_schedule(JAX_PLANS, schedule.in_optax, base, rule=rule))
-        for i, (base, rule) in enumerate(rules)
+        str(i): planned_sgd(JAX_PLANS, schedule.in_optax, base, rule=rule) for i, (base, rule) in enumerate(rules)
     }
     applied = applied_on_device(optax.partition(groups, {name: name for name in groups}), 3)
     np.testing.assert_allclose(applied, in_force, rtol=2.0**-23)

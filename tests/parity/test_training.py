@@ -18,7 +18,7 @@ import torch_ref
 from jvarlen.batches import BatchShapes
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
-from jvarlen.training.optimizers import planned_schedule
+from jvarlen.training.optimizers import scale_by_planned_rate
 from jvarlen.training.train_state import new_state
 from torch_ref.train import to_device
 
@@ -109,7 +109,7 @@ def jax_optimizer(setting, plans):
     )
     scale = [jvarlen.scale_by_batch_size(BASE_BATCH_SIZE, rule="sqrt")]
     if setting.dtype == "float64":
-        schedule, scale = planned_schedule(plans, schedule, BASE_BATCH_SIZE, rule="sqrt"), []
+        schedule, scale = 1.0, [scale_by_planned_rate(plans, schedule, BASE_BATCH_SIZE, rule="sqrt")]
     clip = [] if setting.max_norm is None else [optax.clip_by_global_norm(setting.max_norm)]
     adamw = optax.adamw(schedule, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     return optax.chain(*clip, adamw, *scale)

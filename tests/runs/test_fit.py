@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, Plan, fit
+from jvarlen import CompileOptions, FitConfig, Plan, fit, no_recompiles
 from jvarlen.compiling import CompileReport
 from jvarlen.models import DecoderConfig, init_params
 from jvarlen.planning.cost_model import CostModel
@@ -66,6 +66,16 @@ def whole_and_printed(tmp_path_factory, compilation_cache, split):
 def whole(whole_and_printed):
     """A run to its end, to compare others with; what a test changes is a copy of it."""
     return whole_and_printed[0]
+
+
+def test_another_seed_and_rate_compile_nothing(whole, config, split):
+    """Nor another number of steps: all of them are data of the programs."""
+    rates = OptimizerConfig(learning_rate=0.01, warmup_fraction=0.3, schedule_unit="tokens", base_batch_size=4)
+    with no_recompiles("count") as count:
+        run = fit(dataclasses.replace(config, seed=5, max_steps=11, optimizer=rates), split)
+    assert run.summary.num_steps == 11
+    assert run.summary.num_cache_hits == 4, "two shapes, to train and to evaluate"
+    assert [(each.function, each.arguments) for each in count.recompilations if not each.cache_hit] == []
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jvarlen import no_recompiles
+from jvarlen import make_train_step, no_recompiles, scale_by_planned_rate
 from jvarlen.distributed.mesh import replicate
+from jvarlen.parallel import LayeredModel, LayeredParams, portable_form
 from jvarlen.training import checkpoint
 from jvarlen.training.checkpoint import Place, _write_manifest, open_checkpoints, read_params
 from jvarlen.training.train_state import TrainState
@@ -55,6 +57,40 @@ def test_a_state_of_numpy_arrays_is_saved_and_restored(tmp_path):
         restored, _ = checkpoints.restore_latest(blank)
     np.testing.assert_array_equal(restored.params["w"], state.params["w"])
     assert restored.params["b"] == 2
+
+
+@pytest.mark.parametrize("layout", [None, "data2.zero1", "data1.stage2"])
+def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, layout):
+    """Such as those of a training that goes on for longer, at a lower rate."""
+    model = LayeredModel(lambda ends, *_: jnp.ones(2), lambda *_: jnp.ones(2), lambda *_: (jnp.ones(()), jnp.ones(())))
+    params = LayeredParams(jnp.ones(2), jnp.ones((2, 3)))
+
+    def state_at(num_steps, rate):
+        optimizer = optax.chain(optax.adam(1.0), scale_by_planned_rate([8] * num_steps, rate, 8))
+        state = make_train_step(model, optimizer, layout=layout).init(params)
+        return state, layout and portable_form(state, params, optimizer, layout=layout, model=model)
+
+    state, form = state_at(3, 0.5)
+    planned = state.opt_state[-1]._replace(count=jnp.int32(2))
+    with open_checkpoints(tmp_path, form=form) as checkpoints:
+        checkpoints.save(state._replace(opt_state=(*state.opt_state[:-1], planned)), place(2))
+    state, form = state_at(2**15, 0.25)
+    with open_checkpoints(tmp_path, form=form) as checkpoints:
+        restored = checkpoints.restore_latest(state)[0].opt_state[-1]
+        with pytest.raises(ValueError, match="does not hold the planned rates"):
+            checkpoints.restore_latest(jax.eval_shape(lambda state: state, state))
+    assert (int(restored.count), restored.rates.shape, float(restored.rates[2])) == (2, (2**15,), 0.25)
+
+
+def test_the_state_of_another_optimizer_is_refused_in_a_line(tmp_path):
+    """Such as one whose rates were in the program."""
+    before = optax.chain(optax.scale_by_schedule(lambda count: 0.5))
+    now = optax.chain(scale_by_planned_rate([8], 0.5, 8))
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(TrainState(jnp.ones(2), (optax.EmptyState(), before.init(None))), place(0))
+        with pytest.raises(ValueError, match=r"of another model or optimizer: .*count") as error:
+            checkpoints.restore_latest(TrainState(jnp.ones(2), now.init(None)))
+    assert "\n" not in str(error.value)
 
 
 def test_parameters_are_read_alone_while_the_run_goes_on(tmp_path):

@@ -1,6 +1,7 @@
 """Learning rate: on device the rates and scales of the host, without a retrace."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import lr_scale, lr_sequence, make_plan, scale_by_batch_size
-from jvarlen.training.optimizers import planned_schedule
+from jvarlen import lr_scale, lr_sequence, make_plan, make_train_step, no_recompiles, scale_by_batch_size
+from jvarlen.batches import BatchShapes
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.training.optimizers import scale_by_planned_rate
 from jvarlen.training.rates import base_rates, before_each, step_sizes
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -19,6 +22,7 @@ EPOCHS = [make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)], order="shuffle", epoch
 NUM_STEPS = 3 * PLAN.num_steps
 COSINE = optax.warmup_cosine_decay_schedule(0.01, 0.1, 10, 57, 0.005)  # over all samples of three epochs
 OPTIONS = {"rule": "sqrt", "counted_in": "sequences"}
+DECODER = DecoderConfig(num_layers=2, width=16, num_heads=2)
 TABLE = lr_sequence(EPOCHS, COSINE, 3, **OPTIONS)
 
 
@@ -73,83 +77,89 @@ def test_the_plans_of_all_epochs_need_not_be_in_memory_together():
         lr_sequence(plans, COSINE, 3, **OPTIONS)
 
 
-# The table as a schedule
+# The table in the state of the optimizer
 
 
-def test_a_planned_schedule_is_the_table_rounded_to_float32():
-    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
-    expected = TABLE.astype(np.float32)
-    counts = np.arange(NUM_STEPS)
-    for many in (counts, counts.astype(np.int32), jnp.asarray(counts), counts.tolist()):
-        assert np.asarray(schedule(many)).dtype == np.float32
-        assert np.asarray(schedule(many)).tolist() == expected.tolist()
-    for kind in (int, np.int64, np.int32, jnp.int32):
-        assert [schedule(kind(count)).item() for count in counts[:8]] == expected[:8].tolist()
-    assert schedule(3).shape == ()
-    assert schedule(counts.reshape(3, -1)).shape == (3, PLAN.num_steps)
+def planned(plans=EPOCHS, schedule=COSINE, base=3, *, inner=optax.sgd, **options):
+    """An optimizer at planned rates."""
+    return optax.chain(inner(1.0), scale_by_planned_rate(plans, schedule, base, **(options or OPTIONS)))
 
 
-def test_traced_counts_give_the_same_rates_and_one_trace():
-    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
-    traces = []
-
-    @jax.jit
-    def rate(count):
-        traces.append(count)
-        return schedule(count)
-
-    assert [rate(jnp.int32(count)).item() for count in range(NUM_STEPS)] == TABLE.astype(np.float32).tolist()
-    assert len(traces) == 1
-    assert jax.jit(jax.vmap(schedule))(jnp.arange(NUM_STEPS)).tolist() == TABLE.astype(np.float32).tolist()
+def applied(optimizer, num_steps=NUM_STEPS):
+    """The rates that one jitted update applies."""
+    _, state, update = update_by(optimizer)
+    found = []
+    for _ in range(num_steps):
+        updates, state = update(state)
+        found.append(-updates["w"][0].item())
+    assert update._cache_size() == 1
+    return found
 
 
-def test_with_64_bits_a_planned_schedule_is_the_table():
-    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
+def test_planned_rates_are_the_table_rounded_to_float32():
+    assert applied(planned()) == TABLE.astype(np.float32).tolist()
+
+
+def test_with_64_bits_planned_rates_are_the_table():
     assert TABLE.tolist() != TABLE.astype(np.float32).tolist()
     with jax.enable_x64(True):
-        assert np.asarray(jax.jit(schedule)(np.arange(NUM_STEPS))).tolist() == TABLE.tolist()
-        assert schedule(1).dtype == np.float64
-    assert schedule(1).dtype == np.float32
+        optimizer = planned()
+        updates, state = optimizer.update(jnp.ones(2), optimizer.init(None))
+        assert (updates.dtype, state[-1].rates.dtype) == (np.float64, np.float64)
+        assert state[-1].rates[:NUM_STEPS].tolist() == TABLE.tolist()
+        assert updates[0] == -TABLE[0]
 
 
-def test_no_rate_is_given_where_none_is_planned():
-    schedule = planned_schedule(PLAN, 0.1, 3)
-    steps = PLAN.num_steps
-    for count, named in ((steps, steps), (-1, -1), (np.array([0, steps + 9]), steps + 9), (2**40, 2**40)):
-        with pytest.raises(ValueError, match=rf"^{steps} steps are planned.*for {named}:"):
-            schedule(count)
-    with pytest.raises(ValueError, match=rf"for {steps}, .*, {steps + 4} and 90 more"):
-        schedule(np.arange(steps, steps + 95))
-    traced = jax.jit(schedule)
-    assert np.isnan([traced(count) for count in (-1, steps, 2**31 - 1)]).all()
-    assert np.isfinite([traced(count) for count in (0, steps - 1)]).all()
+@pytest.mark.parametrize("num_steps", [3, 2**14, 2**14 + 1])
+def test_no_rate_is_given_after_the_planned_steps(num_steps):
+    transform = scale_by_planned_rate(np.ones(num_steps, np.int64), 0.1, 1)
+    state, update = transform.init(None), jax.jit(transform.update)
+    assert jnp.isfinite(state.rates).all(), "of which a run refuses others"
+    for count, rate in {
+        0: np.float32(0.1),
+        num_steps - 1: np.float32(0.1),
+        num_steps: np.nan,
+        2**31 - 1: np.nan,
+    }.items():
+        scaled, _ = update(jnp.ones(()), state._replace(count=jnp.int32(count)))
+        np.testing.assert_equal(np.asarray(scaled), rate)
 
 
-def test_injected_hyperparameters_hold_the_planned_rate():
-    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
-    _, state, update = update_by(optax.inject_hyperparams(optax.adamw)(learning_rate=schedule))
-    applied = []
-    for _ in range(NUM_STEPS):
-        _, state = update(state)
-        applied.append(state.hyperparams["learning_rate"].item())
-    assert applied == TABLE.astype(np.float32).tolist()
+def test_planned_rates_keep_the_dtypes_of_updates():
+    transform = scale_by_planned_rate(PLAN, 0.1, 3)
+    assert transform.update(jnp.ones(2, jnp.bfloat16), transform.init(None))[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("stop", [0, 1, PLAN.num_steps + 1])
 def test_a_resumed_optimizer_goes_on_with_the_rates_that_would_have_been(stop):
-    """Across epochs; the state went through host arrays, as through a checkpoint, and the schedule is made anew."""
+    """Across epochs; the state went through host arrays, as through a checkpoint, and the optimizer is made anew."""
     applied = []
-    _, state, update = update_by(optax.adamw(planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)))
+    _, state, update = update_by(planned(inner=optax.adamw))
     for step in range(NUM_STEPS):
         if step == stop:
             saved = jax.tree.map(np.asarray, state)
         updates, state = update(state)
         applied.append(updates)
-    _, _, update = update_by(optax.adamw(planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)))
+    _, _, update = update_by(planned(inner=optax.adamw))
     state = jax.tree.map(jnp.asarray, saved)
     for expected in applied[stop:]:
         updates, state = update(state)
         assert all((updates[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize("layout", [None, "data2", "data2.zero3", "data1.tensor2", "data1.stage2"])
+def test_another_rate_and_number_of_steps_take_the_same_programs(layout):
+    """Also the one that makes the first state."""
+    model, params = layered(DECODER) if layout else make_loss_fn(DECODER), init_params(DECODER, 0)
+    shapes = BatchShapes([(2, 16)], microbatches_per_step=2, layout=layout)
+    texts = set()
+    for optimizer in (planned(inner=optax.adamw), planned([PLAN], 0.5, 7, inner=optax.adamw)):
+        step = make_train_step(model, optimizer, layout=layout)
+        with no_recompiles("count") as count:
+            state = step.init(params)
+        texts.add(jax.jit(step).lower(state, shapes.spec(shapes.buckets[0])).as_text())
+    assert not [each.function for each in count.recompilations if not each.cache_hit]
+    assert len(texts) == 1
 
 
 # The scale of each step
@@ -237,7 +247,7 @@ def test_a_base_batch_size_that_cannot_be_refused_while_traced_gives_nan(base):
 
 
 def test_unknown_rules_and_units_are_refused_at_construction():
-    for make in (scale_by_batch_size, lambda base, **options: planned_schedule(PLAN, 0.1, base, **options)):
+    for make in (scale_by_batch_size, functools.partial(scale_by_planned_rate, PLAN, 0.1)):
         with pytest.raises(ValueError, match="'cubic'"):
             make(1, rule="cubic")
         with pytest.raises(ValueError, match="'samples'"):
@@ -256,7 +266,8 @@ def test_a_scaled_adamw_is_adamw_at_the_planned_rate(rule):
     plan = EPOCHS[0]
     weights = {"w": jnp.asarray(rng.normal(size=5), jnp.float32)}
     cosine = optax.cosine_decay_schedule(0.01, 9)
-    planned = optax.adamw(planned_schedule(plan, cosine, 4, rule=rule), weight_decay=0.3)
+    adamw = optax.adamw(1.0, weight_decay=0.3)
+    planned = optax.chain(adamw, scale_by_planned_rate(plan, cosine, 4, rule=rule))
     scaled = optax.chain(optax.adamw(cosine, weight_decay=0.3), scale_by_batch_size(4, rule=rule))
     decay_left_unscaled = optax.chain(
         optax.adam(cosine), scale_by_batch_size(4, rule=rule), optax.add_decayed_weights(-0.3 * 0.01)
@@ -278,12 +289,12 @@ def test_a_scaled_adamw_is_adamw_at_the_planned_rate(rule):
 def test_groups_of_parameters_have_rates_and_rules_of_their_own():
     """Scaled by their own base and rule, by tokens, by a planned table, or not at all."""
     plan = EPOCHS[0]
-    planned = planned_schedule(plan, COSINE, 5, counted_in="tokens")
+    planned = scale_by_planned_rate(plan, COSINE, 5, counted_in="tokens")
     groups = {
         "linear": optax.chain(optax.sgd(0.1), scale_by_batch_size(2)),
         "sqrt": optax.chain(optax.sgd(0.2), scale_by_batch_size(8, rule="sqrt")),
         "tokens": optax.chain(optax.sgd(0.3), scale_by_batch_size(16, unit="tokens")),
-        "planned": optax.sgd(planned),
+        "planned": optax.chain(optax.sgd(1.0), planned),
         "unscaled": optax.sgd(0.4),
     }
     optimizer = optax.partition(groups, {name: name for name in groups})
