@@ -45,7 +45,7 @@ def attend(
     key_lengths: Integer[Array, " B"] | None = None,
     segment_ids: Integer[Array, "B Q"] | None = None,
     key_segment_ids: Integer[Array, "B T"] | None = None,
-    query_offset: int | Integer[Array, " #B"] = 0,
+    query_offset: int | Integer[Array, ""] | Integer[Array, " B"] = 0,
     causal: bool = True,
     window: int | Integer[Array, ""] | None = None,
     scale: float | None = None,
@@ -54,7 +54,8 @@ def attend(
     """Attention within the samples of padded or packed rows; no position sees another sample or padding.
 
     Only pairs of blocks of positions that share a sample are computed, and under the diagonal where it is causal. The
-    gradient computes the weights again from the logarithms of their sums: memory grows with Q + T.
+    gradient computes the weights again from the logarithms of their sums: memory grows with Q + T. Padding may hold any
+    finite numbers; it gets no gradient and gives none. Of second derivatives, `jax.jvp` of a gradient serves.
 
     Args:
       query: float[B, Q, H, K].
@@ -64,7 +65,7 @@ def attend(
         lengths nor segments, all positions are tokens of one sample.
       key_lengths: int[B], those of keys where they are not the same: cross-attention, or a cache.
       segment_ids: int[B, Q] of any integer type, the sample of each position of packed rows; 0 where there is no token.
-        Ids may come in any order; runs of ascending ones are what is computed without waste.
+        Ids may come in any order, and int32 holds them; runs of ascending ones are what is computed without waste.
       key_segment_ids: int[B, T], those of keys where they are not the same, such as `source_segment_ids` of a packed
         batch of pairs.
       query_offset: the position of the first query, where that of the first key is 0: an int, or int32[] or int32[B].
@@ -105,12 +106,17 @@ def attend(
     if of_keys is None and of_queries is not None and num_queries != num_keys:
         names = ("lengths", "key_lengths") if is_rows else ("segment_ids", "key_segment_ids")
         raise UserError(f"{num_queries} queries and {num_keys} keys: {names[0]}= needs {names[1]}= beside it")
-    query_ids = _ids(of_queries, num_rows, num_queries, is_rows=is_rows)
-    key_ids = query_ids if of_keys is None and num_keys == num_queries else None
-    if key_ids is None:
-        key_ids = _ids(of_keys, num_rows, num_keys, is_rows=is_rows)
-    window = window_in_force(window, num_keys, causal=causal)
+    _check_integers((num_rows,), lengths=lengths, key_lengths=key_lengths)
+    _check_integers((num_rows, num_queries), segment_ids=segment_ids)
+    _check_integers((num_rows, num_keys), key_segment_ids=key_segment_ids)
+    _check_integers((num_rows,) if jnp.ndim(query_offset) else (), query_offset=query_offset)
+    _check_integers((), window=window)
+    query_ids = _ids(of_queries, num_rows, num_queries)
+    key_ids = query_ids if of_keys is None and num_keys == num_queries else _ids(of_keys, num_rows, num_keys)
     static_offset = int(query_offset) if isinstance(query_offset, (int, np.integer)) else None
+    # A window hides nothing if it is no shorter than all positions up to the last query's.
+    end = np.iinfo(np.int32).max if static_offset is None else static_offset + num_queries
+    window = window_in_force(window, end, causal=causal)
     offset = jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (num_rows,))
     how = How(
         causal,
@@ -120,7 +126,7 @@ def attend(
         is_rows and key_ids is query_ids and static_offset == 0,
         implementation,
     )
-    seen = Seen(query_ids, key_ids, offset, None if window is None or isinstance(window, int) else jnp.asarray(window))
+    seen = Seen(query_ids, key_ids, offset, None if isinstance(window, int) else window)
     return _attend(how, *_equally_varying(query, key, value, seen))
 
 
@@ -203,17 +209,11 @@ def _say_once(what: str) -> None:
     warnings.warn(what, stacklevel=2)
 
 
-def _ids(given: Array | None, num_rows: int, length: int, *, is_rows: bool) -> Array:
+def _ids(given: Array | None, num_rows: int, length: int) -> Array:
     """int32[B, length], from lengths, segments or nothing."""
     if given is None:
         return jnp.ones((num_rows, length), jnp.int32)
-    shape = (num_rows,) if is_rows else (num_rows, length)
-    if jnp.shape(given) != shape or not jnp.issubdtype(jnp.result_type(given), jnp.integer):
-        what = "lengths" if is_rows else "segments"
-        raise UserError(
-            f"{what} of {num_rows} rows of {length} positions are integers {list(shape)}, not {describe(given)}"
-        )
-    return (padding_mask(given, length) if is_rows else jnp.asarray(given)).astype(jnp.int32)
+    return (padding_mask(given, length) if given.ndim == 1 else given).astype(jnp.int32)
 
 
 def _equally_varying(*arrays: Any) -> Any:
@@ -227,6 +227,14 @@ def _equally_varying(*arrays: Any) -> Any:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(varying, arrays)
+
+
+def _check_integers(shape: tuple[int, ...], **given: Any) -> None:
+    for name, values in given.items():
+        if values is None:
+            continue
+        if jnp.shape(values) != shape or not jnp.issubdtype(jnp.result_type(values), jnp.integer):
+            raise UserError(f"{name}= must be integers of shape {list(shape)}, not {describe(values)}")
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:

@@ -22,7 +22,7 @@ def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any
         return None
     if not causal:
         raise UserError("a window is for causal attention: leave window= out, or causal=False")
-    return window if isinstance(window, int) else jnp.where(window > 0, window, seq_length)
+    return window if isinstance(window, int) else jnp.where(window > 0, window, jnp.int32(seq_length)).astype(jnp.int32)
 
 
 def _is_before(queries: Array, keys: Array, window: Any) -> Array:

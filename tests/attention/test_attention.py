@@ -1,327 +1,249 @@
-"""Attention: the same numbers in all forms of mask, each sample on its own, no T×T array where that is promised."""
+"""Attention gives what its definition says: numbers, gradients, padding, types and errors."""
 
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jvarlen.attention import blocks, dense, padding_mask
-from jvarlen.attention.attention import attend
+from jvarlen.attention import attend, blocks, dense
+from tests.attention.inputs import packings, random_qkv, rows_of_ids
+from tests.attention.reference import attend_one_by_one, ids_of_lengths, rule
 
-T = 600  # two whole chunks of queries and a part of one
-
-
-def random_qkv(batch, length, seed=0):
-    rng = np.random.default_rng(seed)
-    return [jnp.array(rng.normal(size=(batch, length, 2, 8)).astype(np.float32)) for _ in range(3)]
-
-
-def segments_of(rows, length):
-    """Segment ids of rows given as lists of sample lengths."""
-    ids = np.zeros((len(rows), length), np.int32)
-    for row, lengths in enumerate(rows):
-        ids[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return jnp.array(ids)
+BLOCK = 4
+Q, T = 11, 14  # some blocks and a part of one
+BOTH = pytest.mark.parametrize("implementation", ["blocks", "xla"])
+CAUSAL_OR_NOT = pytest.mark.parametrize("causal", [True, False])
 
 
-SEGMENTS = segments_of([[600], [1, 299, 256, 3], []], T)
-
-
-FORMS = {
-    "lengths": lambda q, k, v, **options: attend(q, k, v, **options, implementation="xla"),
-    "blocks": lambda q, k, v, **options: attend(q, k, v, **options, implementation="blocks"),
-    "segments": lambda q, k, v, lengths, **options: attend(
-        q, k, v, segment_ids=padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options, implementation="blocks"
-    ),
-    "segments at once": lambda q, k, v, lengths, **options: attend(
-        q, k, v, segment_ids=padding_mask(lengths, q.shape[1]).astype(jnp.int32), **options, implementation="xla"
-    ),
-}
-ROWS = np.array([5, 0, 1, 3])  # as long as can be, a padding row, a single token, some of each
-
-
-@pytest.fixture
-def short_chunks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", 2)  # two whole blocks and a part of one
-    monkeypatch.setattr(dense, "_SLICE", 2)
-    jax.clear_caches()
-    yield
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", BLOCK)
+        patch.setattr(dense, "_SLICE", BLOCK)
+        jax.clear_caches()
+        yield
     jax.clear_caches()
 
 
-def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal, window=0):
-    """Attention of one sample in NumPy, and the gradients of its weighted sum, each head of queries by itself."""
-    outputs, *grads = (np.zeros_like(x) for x in (q_LxHxK, q_LxHxK, k_LxNxK, v_LxNxK))
-    scale = 1 / np.sqrt(q_LxHxK.shape[2])
-    for head in range(q_LxHxK.shape[1]):
-        kv_head = head * k_LxNxK.shape[1] // q_LxHxK.shape[1]
-        q, k, v, weights = q_LxHxK[:, head], k_LxNxK[:, kv_head], v_LxNxK[:, kv_head], weights_LxHxK[:, head]
-        powers_LxL = np.exp(q @ k.T * scale)
-        powers_LxL = np.tril(powers_LxL) if causal else powers_LxL
-        powers_LxL = np.triu(powers_LxL, 1 - window) if window else powers_LxL
-        probabilities_LxL = powers_LxL / powers_LxL.sum(axis=1, keepdims=True)
-        outputs[:, head] = probabilities_LxL @ v
-        of_probabilities = weights @ v.T
-        of_logits = probabilities_LxL * (
-            of_probabilities - (of_probabilities * probabilities_LxL).sum(axis=1, keepdims=True)
-        )
-        grads[0][:, head] = of_logits @ k * scale
-        grads[1][:, kv_head] += of_logits.T @ q * scale
-        grads[2][:, kv_head] += probabilities_LxL.T @ weights
-    return outputs, grads
+@functools.cache
+def program(**static):
+    """Outputs and gradients of their weighted sum; compiled once for all examples of these options and shapes."""
 
-
-@pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize(
-    ("dtype", "num_kv_heads", "causal"),
-    [
-        ("float64", 6, True), ("float64", 6, False), ("float64", 1, True), ("float64", 2, False),
-        ("float32", 6, False), ("float32", 2, True),
-    ],
-)  # fmt: skip
-def test_all_forms_of_mask_and_groups_of_query_heads_give_what_each_sample_gives_alone(dtype, num_kv_heads, causal):
-    with jax.enable_x64(dtype == "float64"):
-        atol = {"float64": 1e-13, "float32": 4e-6 if num_kv_heads < 6 else 2e-6}[dtype]
-        rng = np.random.default_rng(0)
-        shapes = [(len(ROWS), ROWS.max(), heads, 4) for heads in (6, num_kv_heads, num_kv_heads, 6)]
-        *qkv, weights = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-        is_token = np.arange(ROWS.max()) < ROWS[:, None]
-        weights *= is_token[..., None, None]
-
-        def together(form, *qkv):
-            outputs = FORMS[form](*qkv, lengths=jnp.array(ROWS, jnp.int32), causal=causal)
+    @jax.jit
+    def outputs_and_grads(query, key, value, weights, traced):
+        def weighted(*qkv):
+            outputs = attend(*qkv, **static, **traced)
             return jnp.sum(outputs * weights), outputs
 
-        @jax.jit
-        def in_all_forms(*qkv):
-            gradient = jax.grad(together, argnums=(1, 2, 3), has_aux=True)
-            return {form: gradient(form, *qkv) for form in FORMS}
+        grads, outputs = jax.grad(weighted, (0, 1, 2), has_aux=True)(query, key, value)
+        return outputs, grads
 
-        for grads, outputs in in_all_forms(*qkv).values():
-            assert outputs.dtype == dtype
-            assert jnp.isfinite(outputs).all()  # those of padding and of the padding row as well
-            assert all((np.asarray(grad)[~is_token] == 0).all() for grad in grads)
-            for row, n in enumerate(ROWS):
-                expected, expected_grads = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), causal)
-                np.testing.assert_allclose(outputs[row, :n], expected, atol=atol)
-                for grad, expected_grad in zip(grads, expected_grads, strict=True):
-                    np.testing.assert_allclose(grad[row, :n], expected_grad, atol=atol)
+    return outputs_and_grads
 
 
-@pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize(("dtype", "is_traced"), [("float64", True), ("float64", False), ("float32", False)])
-def test_a_window_hides_all_but_the_last_keys_of_a_query(dtype, is_traced):
-    """Traced as those of layers in a scan, where 0 is no window; of grouped heads, outputs and gradients."""
-    with jax.enable_x64(dtype == "float64"):
-        atol = {"float64": 1e-12, "float32": 4e-6}[dtype]
-        rng = np.random.default_rng(0)
-        *qkv, weights = (rng.normal(size=(len(ROWS), 5, heads, 4)).astype(dtype) for heads in (4, 2, 2, 4))
-        weights *= (np.arange(5) < ROWS[:, None])[..., None, None]
-
-        @functools.partial(jax.jit, static_argnums=() if is_traced else 0)
-        def in_all_forms(window, *qkv):
-            def together(form, *qkv):
-                outputs = FORMS[form](*qkv, lengths=jnp.array(ROWS, jnp.int32), window=window)
-                return jnp.sum(outputs * weights), outputs
-
-            gradient = jax.grad(together, argnums=(1, 2, 3), has_aux=True)
-            return {form: gradient(form, *qkv) for form in FORMS}
-
-        for window in (0, 1, 2, 4, 5, 1000) if is_traced else (2, 4):
-            for grads, outputs in in_all_forms(jnp.int32(window) if is_traced else window, *qkv).values():
-                assert jnp.isfinite(outputs).all()
-                for row, n in enumerate(ROWS):
-                    expected = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), True, window)
-                    np.testing.assert_allclose(outputs[row, :n], expected[0], atol=atol)
-                    for grad, expected_grad in zip(grads, expected[1], strict=True):
-                        np.testing.assert_allclose(grad[row, :n], expected_grad, atol=atol)
+def check(arrays, sees, *, traced, scale=None, atol=1e-12, **static):
+    """Outputs and gradients against the definition; `arrays` are those of `random_qkv`."""
+    with jax.enable_x64():
+        if scale is not None:
+            static["scale"] = scale
+        outputs, grads = program(**static)(*arrays, {name: jnp.asarray(value) for name, value in traced.items()})
+        expected, expected_grads = attend_one_by_one(*arrays, sees, scale)
+        assert outputs.dtype == arrays[0].dtype
+        np.testing.assert_allclose(outputs, expected, rtol=0, atol=atol)
+        for name, grad, expected_grad in zip(("query", "key", "value"), grads, expected_grads, strict=True):
+            np.testing.assert_allclose(grad, expected_grad, rtol=0, atol=atol, err_msg=f"gradient of {name}")
 
 
-@pytest.mark.parametrize("window", [3, jnp.int32(3)], ids=["static", "traced"])
-def test_windows_of_packed_rows_are_those_of_each_sample_alone(window):
-    q, k, v = random_qkv(1, 9)
-    segments = segments_of([[5, 3]], 9)
-    for implementation in ("xla", "blocks"):
-        packed = attend(q, k, v, segment_ids=segments, window=window, implementation=implementation)
-        for sample in (np.s_[:, :5], np.s_[:, 5:8]):
-            qkv = [np.asarray(x[sample][0]) for x in (q, k, v)]
-            expected, _ = attend_in_numpy(*qkv, qkv[0], True, 3)
-            np.testing.assert_allclose(packed[sample][0], expected, atol=2e-6)
+LENGTHS = st.lists(st.integers(0, T), min_size=2, max_size=2)
+OFFSETS = st.lists(st.integers(-T, T + Q), min_size=2, max_size=2)
+WINDOWS = st.integers(-1, T + 1)
 
 
-def test_a_window_of_attention_that_is_not_causal_is_refused():
-    q, k, v = random_qkv(1, 4)
-    for window in (2, jnp.int32(2)):
-        for form in FORMS:
-            with pytest.raises(ValueError, match="window is for causal attention"):
-                FORMS[form](q, k, v, lengths=jnp.array([2]), causal=False, window=window)
+@BOTH
+@CAUSAL_OR_NOT
+@settings(max_examples=25)
+@given(
+    query_ids=packings(2, Q) | rows_of_ids(2, Q), key_ids=packings(2, T) | rows_of_ids(2, T), offset=OFFSETS,
+    window=WINDOWS,
+)  # fmt: skip
+def test_queries_get_what_they_see_of_keys_of_the_same_sample(
+    query_ids, key_ids, offset, window, implementation, causal
+):
+    traced = {"segment_ids": query_ids, "key_segment_ids": key_ids, "query_offset": np.array(offset, np.int32)}
+    if causal:
+        traced["window"] = np.int32(window)
+    sees = rule(query_ids, key_ids, offset=offset, causal=causal, window=window)
+    check(random_qkv(2, Q, T), sees, traced=traced, causal=causal, implementation=implementation)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_heads_that_do_not_divide_those_of_queries_are_refused(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        query, key = jnp.ones((1, 2, 3, 4), dtype), jnp.ones((1, 2, 2, 4), dtype)
-        for form in FORMS:
-            with pytest.raises(ValueError, match="multiple of"):
-                FORMS[form](query, key, key, lengths=jnp.array([2]), causal=True)
+@BOTH
+@CAUSAL_OR_NOT
+@settings(max_examples=15)
+@given(ids=packings(2, T) | rows_of_ids(2, T))
+def test_samples_of_a_packed_row_attend_as_if_alone(ids, implementation, causal):
+    sees = rule(ids, ids, causal=causal)
+    check(random_qkv(2, T), sees, traced={"segment_ids": ids}, causal=causal, implementation=implementation)
 
 
-@pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
-def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
-    with jax.enable_x64("64" in dtype):
-        q, k, v = (x.astype(jnp.float32) for x in random_qkv(len(ROWS), 5))
-        lengths = jnp.array(ROWS, dtype)
-        assert lengths.dtype == dtype
-        is_token = padding_mask(lengths, 5)
-
-        @jax.jit
-        def attend_in_all_forms(q, k, v, lengths, segments):
-            attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "blocks")]
-            return attended + [attend(q, k, v, segment_ids=segments, implementation=name) for name in ("xla", "blocks")]
-
-        attended = attend_in_all_forms(q, k, v, lengths, is_token.astype(dtype))
-        for outputs in attended[1:]:
-            np.testing.assert_allclose(outputs[is_token], attended[0][is_token], atol=2e-6)
+@BOTH
+@CAUSAL_OR_NOT
+@settings(max_examples=15)
+@given(lengths=LENGTHS)
+def test_rows_of_one_sample_attend_up_to_their_lengths(lengths, implementation, causal):
+    ids = ids_of_lengths(lengths, T)
+    sees = rule(ids, ids, causal=causal)
+    check(random_qkv(2, T), sees, traced={"lengths": lengths}, causal=causal, implementation=implementation)
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [("float32", False), ("bfloat16", True)])
-def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(dtype, causal):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 1, 2)), dtype)
-
-    def total(form, *qkv):
-        return FORMS[form](*qkv, lengths=jnp.zeros(2, jnp.int32), causal=causal).sum().astype("float32")
-
-    gradient = jax.grad(total, argnums=(1, 2, 3))
-    for grad in jax.tree.leaves(jax.jit(lambda x: {form: gradient(form, x, x, x) for form in FORMS})(x)):
-        assert np.isfinite(np.asarray(grad, np.float32)).all()
+@BOTH
+@CAUSAL_OR_NOT
+@settings(max_examples=10)
+@given(lengths=LENGTHS, key_lengths=LENGTHS, offset=st.integers(0, T))
+def test_queries_and_keys_may_have_lengths_of_their_own(lengths, key_lengths, offset, implementation, causal):
+    sees = rule(ids_of_lengths(lengths, Q), ids_of_lengths(key_lengths, T), offset=offset, causal=causal)
+    traced = {"lengths": lengths, "key_lengths": key_lengths, "query_offset": np.int32(offset)}
+    check(random_qkv(2, Q, T), sees, traced=traced, causal=causal, implementation=implementation)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_each_sample_attends_as_if_it_were_alone(causal):
-    q, k, v = random_qkv(3, T)
-    within = jax.jit(functools.partial(attend, causal=causal), static_argnames="implementation")
-    in_all_forms = [within(q, k, v, segment_ids=SEGMENTS, implementation=name) for name in ("blocks", "xla")]
-    start = 1
-    for length in (299, 256, 3):
-        part = np.s_[1:2, start : start + length]
-        alone = jax.jit(functools.partial(attend, causal=causal))(
-            q[part], k[part], v[part], lengths=jnp.array([length])
-        )
-        for attended in in_all_forms:
-            np.testing.assert_allclose(attended[part], alone, atol=2e-6)
-        start += length
+PACKED = [[1, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3, 0, 0], [0, 4, 4, 4, 0, 0, 9, 9, 9, 9, 9, 9, 9, 9]]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_chunks_give_the_values_and_gradients_of_the_whole(causal):
-    weights = (SEGMENTS > 0)[:, :, None, None]
-
-    def total(implementation, q, k, v):
-        attended = attend(q, k, v, segment_ids=SEGMENTS, causal=causal, implementation=implementation)
-        return jnp.sum(jnp.sin(attended) * weights)
-
-    qkv = random_qkv(3, T)
-    value_and_grads = jax.jit(jax.value_and_grad(total, argnums=(1, 2, 3)), static_argnums=0)
-    expected, expected_grads = value_and_grads("xla", *qkv)
-    value, grads = value_and_grads("blocks", *qkv)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert jnp.isfinite(grad).all()
-        np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
+@BOTH
+@pytest.mark.parametrize(
+    ("window", "offset"), [(None, 0), (0, 0), (-1, 2), (1, 0), (3, 0), (5, -3), (T, 0), (T, 9), (None, -2 * T)]
+)
+def test_windows_and_offsets_may_be_numbers(window, offset, implementation):
+    sees = rule(PACKED, PACKED, offset=offset, window=window)
+    static = {"window": window, "query_offset": offset, "implementation": implementation}
+    check(random_qkv(2, T), sees, traced={"segment_ids": PACKED}, **static)
 
 
-@pytest.mark.gpu
-def test_cudnn_keeps_samples_apart():
-    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, 128))
-    segments = segments_of([[100, 28]], 128)
-    expected, actual = (
-        attend(q, k, v, segment_ids=segments, implementation=name).astype(jnp.float32) for name in ("xla", "cudnn")
+@BOTH
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"),
+    [(1, 1, True), (BLOCK, BLOCK, True), (2 * BLOCK, 2 * BLOCK, False), (3, 2 * BLOCK, False), (9, 2, True)],
+)
+def test_all_is_one_sample_where_nothing_else_is_given(queries, keys, causal, implementation):
+    ids = np.ones((2, queries)), np.ones((2, keys))
+    check(random_qkv(2, queries, keys), rule(*ids, causal=causal), traced={}, causal=causal,
+          implementation=implementation)  # fmt: skip
+
+
+@BOTH
+def test_the_last_queries_of_a_row_see_the_keys_before_them(implementation):
+    """As with a cache of keys, of which each row has filled some."""
+    filled = [9, 4, 1]
+    sees = rule(np.ones((3, 2)), ids_of_lengths(filled, T), offset=np.array(filled) - 2)
+    traced = {"key_lengths": filled, "query_offset": np.array(filled, np.int32) - 2}
+    check(random_qkv(3, 2, T), sees, traced=traced, implementation=implementation)
+
+
+@BOTH
+@pytest.mark.parametrize("kv_heads", [1, 6])
+def test_heads_may_share_keys_and_values(kv_heads, implementation):
+    arrays = random_qkv(2, T, heads=6, kv_heads=kv_heads)
+    check(arrays, rule(PACKED, PACKED), traced={"segment_ids": PACKED}, implementation=implementation)
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [0.0, -0.4, 1])
+def test_products_are_scaled_as_told(scale, implementation):
+    sees = rule(PACKED, PACKED)
+    check(random_qkv(2, T), sees, traced={"segment_ids": PACKED}, scale=scale, implementation=implementation)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_ids_lengths_and_offsets_may_be_of_any_integer_type(dtype, implementation):
+    with jax.enable_x64():
+        qkv = [jnp.asarray(x) for x in random_qkv(2, T)[:3]]
+        numbers = [np.array(x).astype(dtype) for x in (PACKED, [5, 14], [2, 0], 3)]
+        ids, lengths, offset, window = map(jnp.asarray, numbers)
+        for given_as, sees in [
+            ({"segment_ids": ids}, rule(PACKED, PACKED, window=3)),
+            ({"lengths": lengths, "query_offset": offset},
+             rule(ids_of_lengths([5, 14], T), ids_of_lengths([5, 14], T), offset=[2, 0], window=3)),
+        ]:  # fmt: skip
+            outputs = attend(*qkv, **given_as, window=window, implementation=implementation)
+            np.testing.assert_allclose(outputs, attend_one_by_one(*qkv, qkv[0], sees)[0], rtol=0, atol=1e-12)
+
+
+@BOTH
+@CAUSAL_OR_NOT
+@pytest.mark.parametrize(("dtype", "garbage"), [("float64", 1e200), ("float32", 1e30), ("bfloat16", 1e30)])
+def test_what_padding_holds_changes_nothing(dtype, garbage, causal, implementation):
+    with jax.enable_x64():
+        arrays = [jnp.asarray(x, dtype) for x in random_qkv(2, T)]
+        is_padding = (np.array(PACKED) == 0)[:, :, None, None]
+        signs = np.where(np.arange(3) % 2, -1, 1)
+        spoiled = [jnp.where(is_padding, jnp.asarray(size * signs, dtype), x)
+                   for x, size in zip(arrays, (garbage, garbage, garbage, 1e3), strict=True)]  # fmt: skip
+        run = program(implementation=implementation, causal=causal)
+        expected, actual = (run(*x, {"segment_ids": np.array(PACKED)}) for x in (arrays, spoiled))
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        assert all(not x[is_padding[:, :, 0, 0]].any() for x in jax.tree.leaves(actual))
+
+
+@BOTH
+@CAUSAL_OR_NOT
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-6), ("bfloat16", 2e-2), ("float16", 3e-3)])
+def test_fewer_bits_round_and_no_more(dtype, atol, causal, implementation):
+    """Against exact numbers of the rounded inputs."""
+    arrays = [np.asarray(jnp.asarray(x, dtype).astype("float32")) for x in random_qkv(2, T)]
+    outputs, grads = program(implementation=implementation, causal=causal)(
+        *(jnp.asarray(x, dtype) for x in arrays), {"segment_ids": np.array(PACKED)}
     )
-    np.testing.assert_allclose(actual, expected, atol=3e-2)
+    expected = attend_one_by_one(*arrays, rule(PACKED, PACKED, causal=causal))
+    for actual, exact in zip((outputs, *grads), (expected[0], *expected[1]), strict=True):
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(actual.astype("float32"), exact, rtol=0, atol=atol * np.abs(exact).max())
 
 
-@pytest.mark.gpu
-def test_cudnn_gives_the_same_numbers():
-    """In bfloat16, the type that its kernels take."""
-    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(2, 128))
-    lengths = jnp.array([128, 40])
-    for window in (None, 17, jnp.int32(17)):
-        expected, actual = (
-            attend(q, k, v, lengths=lengths, window=window, implementation=name).astype(jnp.float32)
-            for name in ("xla", "cudnn")
-        )
-        assert jnp.isfinite(actual).all()
-        for row, query_end in enumerate((128, 40)):
-            np.testing.assert_allclose(actual[row, :query_end], expected[row, :query_end], atol=3e-2)
+@BOTH
+def test_large_products_overflow_nothing(implementation):
+    arrays = random_qkv(2, T)
+    arrays[0] *= 1e4  # whose powers of e no float holds
+    check(arrays, rule(PACKED, PACKED), traced={"segment_ids": PACKED}, atol=1e-8, implementation=implementation)
 
 
-def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
-    def loss_of(x):
-        def layer(x, _):
-            return attend(x, x, x, lengths=jnp.full(1, 4096)), None
-
-        return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
-
-    program = jax.jit(jax.grad(loss_of)).lower(jax.ShapeDtypeStruct((1, 4096, 1, 4), jnp.float32)).compile()
-    masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
-    assert 64 * 64 <= max(masks) <= 256 * 4096
+SOME = random_qkv(2, 6, dtype="float32")[:3]
+ROW = np.ones((2, 6), np.int32)
 
 
-@pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("implementation", ["blocks", "xla"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_float16_has_its_values_and_gradients_on_a_cpu(implementation, window):
-    qkv = [x.astype(jnp.float16) for x in random_qkv(1, 24)]
-
-    def loss(*qkv):
-        attended = attend(*qkv, lengths=jnp.full(1, 24), window=window, implementation=implementation)
-        return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
-
-    results = [jax.value_and_grad(loss, (0, 1, 2))(*(x.astype(t) for x in qkv)) for t in (jnp.float16, jnp.float32)]
-    for ours, exact in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(ours.astype(jnp.float32), exact, rtol=0, atol=2e-3 * abs(exact).max())
-
-
-@pytest.mark.usefixtures("optimized")
-def test_many_chunks_lose_no_precision_in_bfloat16():
-    """Gradients of keys are sums over all chunks, which must not be rounded one by one."""
-    length = 2048
-    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, length))
-    segments = jnp.ones((1, length), jnp.int32)
-
-    def key_gradient(implementation, *qkv):
-        def loss(k):
-            attended = attend(qkv[0], k, qkv[2], segment_ids=segments, causal=False, implementation=implementation)
-            return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
-
-        return jax.jit(jax.grad(loss))(qkv[1]).astype(jnp.float32)
-
-    exact = key_gradient("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
-
-    def error(implementation):
-        return float(jnp.linalg.norm(key_gradient(implementation, q, k, v) - exact) / jnp.linalg.norm(exact))
-
-    assert error("blocks") < 1.2 * error("xla")
-
-
-@pytest.mark.usefixtures("optimized")
-def test_chunks_never_hold_all_pairs_of_positions():
-    length = 2048
-
-    def program(implementation):
-        def loss(q, k, v, segments):
-            return attend(q, k, v, segment_ids=segments, implementation=implementation).sum()
-
-        spec = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
-        segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(spec, spec, spec, segments).compile()
-
-    whole, chunked = program("xla"), program("blocks")
-    assert f"{length},{length}" not in chunked.as_text()
-    assert f"{length},{length}" not in program("auto").as_text()  # long rows are chunked by themselves
-    assert chunked.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"lengths": [3, 4], "segment_ids": ROW}, "lengths.*segment_ids"),
+        ({"lengths": [3, 4], "key_segment_ids": ROW}, "lengths.*segment_ids"),
+        ({"lengths": [3, 4, 5]}, "lengths"),
+        ({"lengths": [[3, 4]]}, "lengths"),
+        ({"lengths": [3.0, 4.0]}, "lengths"),
+        ({"segment_ids": ROW[:, :5]}, "segment_ids"),
+        ({"segment_ids": ROW[0]}, "segment_ids"),
+        ({"segment_ids": ROW.astype(np.float32)}, "segment_ids"),
+        ({"segment_ids": ROW, "key_segment_ids": ROW[:, :5]}, "key_segment_ids"),
+        ({"query_offset": [1, 2, 3]}, "query_offset"),
+        ({"query_offset": 1.5}, "query_offset"),
+        ({"window": 2, "causal": False}, "window"),
+        ({"window": np.int32(2), "causal": False}, "window"),
+        ({"window": [2, 2]}, "window"),
+        ({"implementation": "chunked"}, "implementation.*blocks"),
+        ({"query": SOME[0][:, :, :3]}, "3 .*2"),
+        ({"key": SOME[1][:1]}, "key"),
+        ({"value": SOME[2][:, :5]}, "value"),
+        ({"key": SOME[1][..., :2]}, "key"),
+        ({"query": SOME[0][:, :4], "lengths": [3, 4]}, "key_lengths"),
+        ({"query": SOME[0][:, :4], "segment_ids": ROW[:, :4]}, "key_segment_ids"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(options, names):
+    arguments = {"query": SOME[0], "key": SOME[1], "value": SOME[2]} | {
+        name: np.array(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    with pytest.raises(ValueError, match=names) as raised:
+        attend(**arguments)
+    assert "\n" not in str(raised.value)

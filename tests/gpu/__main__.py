@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 NO_GPU = 3
 # Of the other tests, the files that hold some for a GPU.
 ELSEWHERE = (
-    "tests/attention/test_attention.py",
     "tests/parity/test_sort.py",
     "tests/parity/test_torch_compile.py",
     "tests/parity/test_training.py",

@@ -9,12 +9,17 @@ import pytest
 
 from jvarlen.attention import attend
 from jvarlen.experimental.token_slices.models import attend_last
-from tests.attention.test_attention import SEGMENTS, T, random_qkv
+from tests.attention.inputs import random_qkv
+
+T = 600
+SEGMENTS = jnp.array(
+    [np.repeat(ids, lengths) for ids, lengths in [([1], [T]), ([1, 2, 3, 4, 0], [1, 299, 256, 3, 41]), ([0], [T])]]
+)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "packed"])
 def test_the_last_positions_attend_as_those_of_whole_rows(segments):
-    query, key, value = map(np.asarray, random_qkv(3, T))
+    query, key, value = random_qkv(3, T, heads=2, size=8, dtype="float32")[:3]
     whole = segments if segments is not None else jnp.ones((3, T), jnp.int32)
     within = jax.jit(functools.partial(attend, implementation="xla"))
     expected, in_window = (
