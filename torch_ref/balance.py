@@ -1,5 +1,6 @@
 """Deals work to ranks so that the slowest one finishes early."""
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,30 +59,43 @@ def assign_microbatches(costs: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
 
 
 def balance_plan(
-    plan: Plan, cost: ArrayLike, num_ranks: int, *, over: str = "step", lengths: ArrayLike | None = None
+    plan: Plan,
+    cost: ArrayLike,
+    num_ranks: int | None = None,
+    *,
+    over: str = "step",
+    sync_every: str = "step",
+    lengths: ArrayLike | None = None,
 ) -> Plan:
     """Deal the rows of each step to its ranks so that none of them has much more to do than the others.
 
     Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every step. Buckets and steps stay
     what they are, and so does how many rows each rank has in each step.
 
-    First the costliest rows, as many as there are ranks, go to one rank each; then the next ones, the costliest to the
-    rank with the least work, and so on. (If ranks have different numbers of rows, the cheapest rows are set aside for
-    those that have more.) Then ranks of at most 16 rows exchange rows, eight times at most: the one with the most work
-    with the one with the least, the second with the second last, and so on, one row each, those that leave their work
-    least apart. If that does not help the slowest rank, the step stays as it was. Of equals, what comes first in the
+    From the costliest on, each row goes to the rank with the least work, of those that have not all of their rows yet.
+    (If ranks have different numbers of rows, the cheapest rows are set aside for those that have more.) Then ranks of
+    at most 16 rows exchange rows, eight times at most: the one with the most work with the one with the least, the
+    second with the second last, and so on, one row each, those that leave their work least apart. Ranks that wait for
+    each other after every microbatch are dealt the costliest rows for their first ones, the next costly rows for their
+    second ones, and so on. A step stays as it was if that does not make it shorter. Of equals, what comes first in the
     plan comes first.
 
-    Over the epoch, the rows of all full steps of a bucket are dealt like those of one step, to all ranks of all these
-    steps. Then the ranks are sorted by their work, and consecutive ones make a step, of which those with the most work
-    come first. Steps are ordered by the mean place of their rows in the old plan. So no order of samples is left within
-    a bucket. Where steps are not faster than if dealt one by one, those are taken.
+    Over the epoch, the rows of all full steps of a bucket are dealt to all ranks of all these steps, or to all their
+    microbatches if these are waited for, one row to each at a time. They are then sorted by their work, and consecutive
+    ones, as many as there are ranks, belong together, those with the most work first. Steps, or microbatches, are
+    ordered by the mean place of their rows in the old plan. So no order of samples is left within a bucket. Where steps
+    are not faster than if dealt one by one, those are taken.
+
+    With no number of ranks, rows are dealt to all M microbatches of a step, and the microbatches of full steps are then
+    arranged for all divisors of M: by falling work, they take the places whose digits, to the base of the prime factors
+    of M from the largest to the smallest and the first of them the least significant, are a reflected Gray code.
 
     Args:
         plan: of samples, or of packed rows.
         cost: [N] numbers >= 0 by sample, or [R] by packed row in the order of the steps.
-        num_ranks: the ranks that share a step; a divisor of M.
+        num_ranks: the ranks that share a step, a divisor of M; None for a plan that serves any divisor.
         over: "step" deals each step, "epoch" all full steps of a bucket at once.
+        sync_every: ranks wait for the slowest after every "step" or after every "microbatch".
         lengths: [N] integers (or [N, D]), what the plan was made of; only needed over the epoch.
 
     Returns:
@@ -97,23 +111,37 @@ def balance_plan(
         >>> balance_plan(plan, [3, 1, 4, 2], 2).sample_ids.tolist()
         [1, 0, 2, 3]
     """
-    if over not in ("step", "epoch"):
-        raise ValueError(f'over must be "step" or "epoch", got {over!r}')
-    units = torch.tensor(_in_units(_row_costs(plan, cost, num_ranks)))
+    for name, given in (("over", over), ("sync_every", sync_every)):
+        words = ("step", "epoch" if name == "over" else "microbatch")
+        if given not in words:
+            raise ValueError(f'{name} must be "{words[0]}" or "{words[1]}", got {given!r}')
+    ranks = plan.microbatches_per_step if num_ranks is None else num_ranks
+    units = torch.tensor(_in_units(_row_costs(plan, cost, ranks)))
     tokens = None if over == "step" else _sample_tokens(plan, lengths)
     first_rows = _step_rows(plan)
     order = torch.arange(plan.num_rows)
     full_steps: dict[int, list[int]] = {}
     for step, bucket in enumerate(plan.step_bucket.tolist()):
         begin, end = first_rows[step : step + 2].tolist()
-        owners = _owners(plan, end - begin, num_ranks)
-        dealt = begin + _place(_deal(units[begin:end], torch.bincount(owners)), owners)
-        if _slowest(units[dealt], owners) < _slowest(units[begin:end], owners):
+        shares = _Shares(plan, end - begin, ranks, sync_every)
+        dealt = begin + _deal_step(units[begin:end], shares)
+        if shares.waits(units[dealt]) < shares.waits(units[begin:end]):
             order[begin:end] = dealt
         if end - begin == plan.buckets[bucket].rows * plan.microbatches_per_step:
             full_steps.setdefault(bucket, []).append(step)
-    for steps in full_steps.values() if over == "epoch" else ():
-        _deal_over(steps, units, order, first_rows, _owners(plan, int(np.diff(first_rows)[steps[0]]), num_ranks))
+    for steps in full_steps.values():
+        begins = first_rows[steps].tolist()
+        shares = _Shares(plan, int(np.diff(first_rows)[steps[0]]), ranks, sync_every)
+        if over == "epoch":
+            _deal_over(begins, units, order, shares)
+        for begin in begins if num_ranks is None else ():
+            rows = order[begin : begin + len(shares.rank)].view(-1, plan.microbatches_per_step)
+            work = units[rows].sum(dim=0)
+            if int(work.max()) > int(work.min()):
+                places = torch.tensor(_gray_places(_prime_factors(plan.microbatches_per_step)))
+                arranged = torch.empty_like(rows)
+                arranged[:, places] = rows[:, torch.argsort(work, descending=True, stable=True)]
+                order[begin : begin + len(shares.rank)] = arranged.flatten()
     return _reorder(plan, order.numpy(), tokens)
 
 
@@ -233,41 +261,82 @@ def _owners(plan: Plan, num_rows: int, num_ranks: int) -> Tensor:
     return ranks.expand(slots, *shape[1:]).reshape(-1)[:num_rows]
 
 
-def _slowest(units: Tensor, owners: Tensor) -> int:
-    return int(torch.zeros(int(owners.max()) + 1, dtype=torch.int64).index_add_(0, owners, units).max())
+class _Shares:
+    """Whose each row of a step is, and when: turns are what ranks wait for each other after.
+
+    Attributes:
+        rank: int64[n], by place.
+        turn: int64[n], 0 if ranks wait only after the step.
+    """
+
+    def __init__(self, plan: Plan, num_rows: int, num_ranks: int, sync_every: str) -> None:
+        self.rank = _owners(plan, num_rows, num_ranks)
+        per_rank = plan.microbatches_per_step // num_ranks
+        self.turn = torch.arange(num_rows) % per_rank if sync_every == "microbatch" else torch.zeros_like(self.rank)
+        self.num_turns = int(self.turn.max()) + 1
+        self.num_ranks = int(self.rank.max()) + 1
+
+    def places(self) -> Tensor:
+        """Return int64[n], the places by turn, then by rank."""
+        return torch.argsort(self.turn * self.num_ranks + self.rank, stable=True)
+
+    def waits(self, units: Tensor) -> int:
+        """Return the work of the slowest rank of each turn, summed."""
+        work = torch.zeros(self.num_turns, self.num_ranks, dtype=torch.int64)
+        return int(work.index_put_((self.turn, self.rank), units, accumulate=True).max(dim=1).values.sum())
 
 
-def _place(shares: Tensor, owners: Tensor) -> Tensor:
-    """Return which row comes to each place, of rows in `shares` and places of `owners`, the earliest first."""
-    rows = torch.empty_like(shares)
-    rows[torch.argsort(owners, stable=True)] = torch.argsort(shares, stable=True)
+def _deal_step(units: Tensor, shares: _Shares) -> Tensor:
+    """Return which row comes to each place."""
+    falling = torch.argsort(units, descending=True, stable=True)
+    rows = torch.empty_like(falling)
+    for turn, places in enumerate(shares.places().split(torch.bincount(shares.turn).tolist())):
+        first = int((shares.turn < turn).sum())
+        own = torch.sort(falling[first : first + len(places)]).values
+        owners = _deal(units[own], torch.bincount(shares.rank[places]), in_rounds=False)
+        rows[places] = own[torch.argsort(owners, stable=True)]
     return rows
 
 
-def _deal_over(steps: list[int], units: Tensor, order: Tensor, first_rows: NDArray[np.int64], owners: Tensor) -> None:
+def _deal_over(begins: list[int], units: Tensor, order: Tensor, shares: _Shares) -> None:
     """Change the order of the rows of full steps of one bucket, if dealing them all at once makes steps faster."""
-    num_ranks = int(owners.max()) + 1
-    rows = torch.cat([torch.arange(*first_rows[step : step + 2].tolist()) for step in steps])
-    per_rank = len(owners) // num_ranks
-    shares = _deal(units[rows], torch.full((len(steps) * num_ranks,), per_rank))
-    hands = torch.argsort(shares, stable=True).view(-1, per_rank)
+    num_ranks, num_turns, size = shares.num_ranks, shares.num_turns * len(begins), len(shares.rank)
+    rows = torch.cat([torch.arange(begin, begin + size) for begin in begins])
+    per_rank = len(rows) // (num_turns * num_ranks)
+    owners = _deal(units[rows], torch.full((num_turns * num_ranks,), per_rank), in_rounds=True)
+    hands = torch.argsort(owners, stable=True).view(-1, per_rank)
     by_work = torch.argsort(units[rows][hands].sum(dim=1), descending=True, stable=True)
-    new_steps = hands[by_work].view(len(steps), -1)
-    new_steps = new_steps[torch.argsort(new_steps.sum(dim=1), stable=True)]
-    places = torch.argsort(owners, stable=True)
-    dealt = torch.empty_like(new_steps)
-    dealt[:, places] = rows[new_steps]
-    before = sum(_slowest(units[order[one]], owners) for one in rows.view(len(steps), -1))
-    if sum(_slowest(units[one], owners) for one in dealt) < before:
+    turns = hands[by_work].view(num_turns, -1)
+    turns = turns[torch.argsort(turns.sum(dim=1), stable=True)]
+    dealt = torch.empty(len(begins), size, dtype=torch.int64)
+    dealt[:, shares.places()] = rows[turns].view(len(begins), -1)
+    before = sum(shares.waits(units[order[one]]) for one in rows.view(len(begins), -1))
+    if sum(shares.waits(units[one]) for one in dealt) < before:
         order[rows] = dealt.view(-1)
 
 
-def _deal(units: Tensor, counts: Tensor) -> Tensor:
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors, from the largest to the smallest."""
+    least = next((factor for factor in range(2, number + 1) if number % factor == 0), None)
+    return [] if least is None else [*_prime_factors(number // least), least]
+
+
+def _gray_places(factors: list[int]) -> list[int]:
+    """Return the numbers below the product of the factors so that, digit by digit, neighbours differ by one."""
+    if not factors:
+        return [0]
+    first, *rest = factors
+    inner = _gray_places(rest)
+    return [digit + first * place for digit in range(first) for place in (inner[::-1] if digit % 2 else inner)]
+
+
+def _deal(units: Tensor, counts: Tensor, *, in_rounds: bool) -> Tensor:
     """Return the owner of each row.
 
     Args:
         units: int64[n], costs of rows.
         counts: int64[W], how many rows each of W owners gets, n in all.
+        in_rounds: one row to every owner before the next ones, not to the idlest that can have more.
     """
     fewest = int(counts.min())
     falling = torch.argsort(units, descending=True, stable=True)
@@ -278,10 +347,20 @@ def _deal(units: Tensor, counts: Tensor) -> Tensor:
     work = torch.zeros(len(counts), dtype=torch.int64)
     work.index_add_(0, owners[falling[num_even:]], units[falling[num_even:]])
     hands = torch.empty(len(counts), fewest, dtype=torch.int64)
-    for turn, rows in enumerate(falling[:num_even].view(fewest, len(counts))):
-        idlest = torch.argsort(work, stable=True)
-        hands[idlest, turn] = rows
-        work[idlest] += units[rows]
+    if in_rounds:
+        for turn, rows in enumerate(falling[:num_even].view(fewest, len(counts))):
+            idlest = torch.argsort(work, stable=True)
+            hands[idlest, turn] = rows
+            work[idlest] += units[rows]
+    else:
+        idle = [(done, owner, 0) for owner, done in enumerate(work.tolist())]
+        heapq.heapify(idle)
+        for row, unit in zip(falling[:num_even].tolist(), units[falling[:num_even]].tolist(), strict=True):
+            done, owner, number = heapq.heappop(idle)
+            hands[owner, number] = row
+            work[owner] = done + unit
+            if number + 1 < fewest:
+                heapq.heappush(idle, (done + unit, owner, number + 1))
     if fewest <= _EXCHANGED_UP_TO:
         _exchange(hands, work, units)
     owners[hands] = torch.arange(len(counts))[:, None].expand_as(hands)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 from typing import Literal
 
 import numpy as np
@@ -34,11 +35,13 @@ from jvarlen.planning.steps import PlannedSteps
 __all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs", "sample_pairs"]
 
 Over = Literal["step", "epoch"]
+SyncEvery = Literal["step", "microbatch"]
 
 _COST_BITS = 32
 _MOST_SWEEPS = 8  # of swaps; more of them hardly gain
 _MOST_SWAPPED = 16  # rows of a rank, above which dealing alone is even enough
 _MOST_SEARCHED = 12  # microbatches, for an exact search
+_FULL = np.iinfo(np.int64).max
 
 
 def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarray, " n"]:
@@ -77,32 +80,48 @@ def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarra
 
 
 def balance_plan(
-    plan: Plan, cost: npt.ArrayLike, num_ranks: int, *, over: Over = "step", lengths: npt.ArrayLike | None = None
+    plan: Plan,
+    cost: npt.ArrayLike,
+    num_ranks: int | None = None,
+    *,
+    over: Over = "step",
+    sync_every: SyncEvery = "step",
+    lengths: npt.ArrayLike | None = None,
 ) -> Plan:
-    """Deals the rows of a plan to ranks so that the ranks of a step take nearly the same time.
+    """Deals the rows of a plan to ranks so that those of a step wait little for each other.
 
     Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
-    The buckets and their steps, the real rows of each step and rank, and the padding rows stay as they are; only which
-    row is where changes, and with it the digest.
+    Ranks wait for the slowest at the end of a step, or in every microbatch: then the i-th microbatches of all ranks
+    start together. The buckets and their steps, the real rows of each step and rank, and the padding rows stay as they
+    are; only which row is where changes, and with it the digest.
 
-    Rows are dealt in rounds. Each round gives the costliest rows that are left to the ranks, one each, the costliest to
-    the rank with the least so far. Where the ranks of a short step have different numbers of rows, those with more
-    first get the cheapest. Ranks with at most 16 rows then swap, in at most 8 sweeps: the costliest rank with the
-    cheapest, the second with the second and so on; each pair swaps the two rows, if any, that bring them closest. Ties
-    go by place in the plan, then by step and rank. A step whose slowest rank would not get faster is left alone.
+    Rows are dealt from the costliest to the cheapest, each to the rank with the least so far that is not full. Where
+    ranks of a short step have different numbers of rows, those with more first get the cheapest. Ranks with at most 16
+    rows then swap, in at most 8 sweeps: the costliest rank with the cheapest, the second with the second and so on;
+    each pair swaps the two rows, if any, that bring them closest. Ranks that meet in every microbatch share the
+    costliest rows in the first one, the next ones in the second, and so on. Ties go by place in the plan, then by rank.
+    A step that would not get faster is left alone.
 
-    Over an epoch, the full steps of a bucket share their rows: these are dealt to the ranks of all its steps, and the
-    ranks that got nearly the same become a step. Steps come in the order of the mean place that their rows had before.
-    So a curriculum within a bucket is lost, steps of a shuffled plan mix costly and cheap rows evenly, and pieces of
-    split samples can leave their order. Buckets for which that isn't faster, and short steps, are dealt within steps.
+    Over an epoch, the full steps of a bucket share their rows. These are dealt to the ranks of all its steps, or of all
+    their microbatches, as many rows at a time as there are such ranks. Those that got nearly the same start together.
+    Steps, or microbatches, come in the order of the mean place that their rows had before. So a curriculum within a
+    bucket is lost, steps of a shuffled plan mix costly and cheap rows evenly, and pieces of split samples can leave
+    their order. Buckets for which that isn't faster, and short steps, are dealt within steps.
+
+    Without `num_ranks` the plan does not depend on devices: every microbatch is dealt as a rank of its own. The
+    microbatches of a full step are then placed so that any number of ranks waits little for the slowest, whenever they
+    meet: in the order of a reflected Gray code of their costs, last digit first, of which the digits are the prime
+    factors of M, the largest first. If that and M are powers of two, i-th microbatches have neighbouring costs, and
+    ranks take turns at the costliest.
 
     It saves time only if the cost of a row depends on its samples: see `packed_row_costs`.
 
     Args:
       plan: of samples or of packed rows.
       cost: floats[N] by sample id; of packed rows floats[R] in order of steps. Finite, at least 0, in any unit.
-      num_ranks: p, of data parallelism; it divides M.
+      num_ranks: p, of data parallelism; it divides M. None: for any number of them.
       over: `"step"`: rows stay in their steps. `"epoch"`: they move between steps of the same bucket.
+      sync_every: when ranks wait for each other: once a `"step"`, or in every `"microbatch"`, as with ZeRO-2 and 3.
       lengths: integers[N] or [N, D], tokens of the samples as the plan was made with; needed over an epoch.
 
     Returns:
@@ -118,30 +137,37 @@ def balance_plan(
       >>> cost = [8.0, 1.0, 7.0, 2.0]
       >>> rank_costs(plan, cost, 2).tolist(), rank_costs(balance_plan(plan, cost, 2), cost, 2).tolist()
       ([[15.0, 3.0]], [[9.0, 9.0]])
+
+    References:
+      Longest first: as in `assign_microbatches`. Microbatches by cost: TorchTitan's load balancing of steps, 2026.
+      Reflected digits: Gray 1953, "Pulse Code Communication".
     """
-    check_choices(over=(over, Over))
-    units = _in_units(_costs_of_rows(plan, cost, num_ranks))
+    check_choices(over=(over, Over), sync_every=(sync_every, SyncEvery))
+    num_microbatches = plan.microbatches_per_step
+    ranks = num_microbatches if num_ranks is None else num_ranks
+    units = _in_units(_costs_of_rows(plan, cost, ranks))
     if over == "epoch" and lengths is None:
         raise UserError('over="epoch" needs lengths, because the tokens of steps change')
     tokens = None if over == "step" or lengths is None else _tokens_of_samples(plan, lengths)
     first_row = _first_rows(plan)
     num_rows = np.diff(first_row)
     rows = np.arange(plan.num_rows)
-    full = plan.microbatches_per_step * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
+    full = num_microbatches * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
     for kind in np.unique(np.stack([plan.step_bucket, num_rows], axis=1), axis=0).tolist():
         steps = np.flatnonzero((plan.step_bucket == kind[0]) & (num_rows == kind[1]))
         places_GxN = first_row[steps][:, None] + np.arange(kind[1])
-        rank_of_place = _rank_of(np.arange(kind[1]), plan.microbatches_per_step, num_ranks)
         costs_GxN = units[places_GxN]
-        in_order = _slowest(costs_GxN, rank_of_place)
-        taken_GxN = _dealt_within_steps(costs_GxN, rank_of_place, in_order)
-        if over == "epoch" and len(steps) > 1 and kind[1] == full[steps[0]]:
-            within = _slowest(np.take_along_axis(costs_GxN, taken_GxN, axis=1), rank_of_place)
-            dealt = _dealt_over_steps(costs_GxN, rank_of_place)
-            if _slowest(costs_GxN.reshape(-1)[dealt], rank_of_place).sum() < within.sum():
-                rows[places_GxN] = places_GxN.reshape(-1)[dealt]
-                continue
-        rows[places_GxN] = np.take_along_axis(places_GxN, taken_GxN, axis=1)
+        dealing = _Dealing(kind[1], num_microbatches, ranks, sync_every)
+        taken_GxN = dealing.within_steps(costs_GxN)
+        dealt_GxN = np.take_along_axis(places_GxN, taken_GxN, axis=1)
+        is_full = kind[1] == full[steps[0]]
+        if over == "epoch" and len(steps) > 1 and is_full:
+            over_GxN = places_GxN.reshape(-1)[dealing.over_steps(costs_GxN)]
+            if dealing.waited(units[over_GxN]).sum() < dealing.waited(units[dealt_GxN]).sum():
+                dealt_GxN = over_GxN
+        if num_ranks is None and is_full:
+            dealt_GxN = _for_any_ranks(dealt_GxN, units, num_microbatches)
+        rows[places_GxN] = dealt_GxN
     return _with_rows(plan, rows, tokens)
 
 
@@ -278,44 +304,88 @@ def _rank_of(places: Int64[np.ndarray, " n"], microbatches_per_step: int, num_ra
     return places % microbatches_per_step // (microbatches_per_step // num_ranks)
 
 
-def _slowest(costs: Int64[np.ndarray, "G n"], rank_of_place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " G"]:
-    """What the slowest rank of each step has to do."""
-    by_rank = stable_argsort(rank_of_place)
-    first = np.flatnonzero(np.diff(rank_of_place[by_rank], prepend=-1))
-    return np.add.reduceat(costs[:, by_rank], first, axis=1).max(axis=1)
+class _Dealing:
+    """Which row comes to which place of steps with equally many rows; a unit is what ranks start together."""
+
+    def __init__(self, num_rows: int, num_microbatches: int, num_ranks: int, sync_every: SyncEvery):
+        places, per_rank = np.arange(num_rows), num_microbatches // num_ranks
+        self._rank = _rank_of(places, num_microbatches, num_ranks)
+        self._unit = places % num_microbatches % per_rank if sync_every == "microbatch" else np.zeros_like(places)
+        self._by_rank = np.lexsort([self._rank, self._unit])
+        is_first = np.diff(self._unit[self._by_rank] * num_ranks + self._rank[self._by_rank], prepend=-1) != 0
+        self._first_of_rank = np.flatnonzero(is_first)
+        self._first_rank = np.flatnonzero(np.diff(self._unit[self._by_rank][is_first], prepend=-1))
+
+    def waited(self, costs: Int64[np.ndarray, "G n"]) -> Int64[np.ndarray, " G"]:
+        """What the slowest rank of each unit has to do, summed over the units of each step."""
+        of_ranks = np.add.reduceat(costs[:, self._by_rank], self._first_of_rank, axis=1)
+        return np.maximum.reduceat(of_ranks, self._first_rank, axis=1).sum(axis=1)
+
+    def within_steps(self, costs: Int64[np.ndarray, "G n"]) -> Int64[np.ndarray, "G n"]:
+        """The row that comes to each place of each step, by its old place."""
+        by_cost = np.argsort(-costs, axis=1, kind="stable")
+        taken_GxN = np.empty_like(by_cost)
+        ends = np.cumsum(np.bincount(self._unit))
+        for start, end in itertools.pairwise([0, *ends.tolist()]):
+            places = self._by_rank[start:end]
+            shared = np.sort(by_cost[:, start:end], axis=1)
+            rank = _deal(np.take_along_axis(costs, shared, axis=1), np.bincount(self._rank[places]), at_once=1)
+            taken_GxN[:, places] = np.take_along_axis(shared, np.argsort(rank, axis=1, kind="stable"), axis=1)
+        is_faster = self.waited(np.take_along_axis(costs, taken_GxN, axis=1)) < self.waited(costs)
+        return np.where(is_faster[:, None], taken_GxN, np.arange(costs.shape[1]))
+
+    def over_steps(self, costs: Int64[np.ndarray, "S n"]) -> Int64[np.ndarray, "S n"]:
+        """The row that comes to each place of each full step, by its old place, counted over all steps."""
+        num_shares = len(costs) * len(self._first_of_rank)
+        num_units = len(costs) * len(self._first_rank)
+        share = _deal(costs.reshape(1, -1), np.full(num_shares, costs.size // num_shares), at_once=num_shares)[0]
+        rows_of_share = stable_argsort(share).reshape(num_shares, -1)
+        load = costs.reshape(-1)[rows_of_share].sum(axis=1)
+        # Neighbours in what they have to do become a unit, which is the least that slowest ranks can sum up to.
+        rows_of_unit = rows_of_share[stable_argsort(-load)].reshape(num_units, -1)
+        taken = np.empty_like(rows_of_unit.reshape(costs.shape))
+        taken[:, self._by_rank] = rows_of_unit[stable_argsort(rows_of_unit.sum(axis=1))].reshape(costs.shape)
+        return taken
 
 
-def _dealt_within_steps(
-    costs: Int64[np.ndarray, "G n"], rank_of_place: Int64[np.ndarray, " n"], in_order: Int64[np.ndarray, " G"]
+def _for_any_ranks(
+    rows: Int64[np.ndarray, "G n"], costs: Int64[np.ndarray, " R"], num_microbatches: int
 ) -> Int64[np.ndarray, "G n"]:
-    """The row that comes to each place of each step, by its old place."""
-    rank_GxN = _deal(costs, np.bincount(rank_of_place))
-    taken_GxN = np.empty_like(rank_GxN)
-    taken_GxN[:, stable_argsort(rank_of_place)] = np.argsort(rank_GxN, axis=1, kind="stable")
-    is_faster = _slowest(np.take_along_axis(costs, taken_GxN, axis=1), rank_of_place) < in_order
-    return np.where(is_faster[:, None], taken_GxN, np.arange(costs.shape[1]))
+    """The microbatches of full steps in an order that suits any number of ranks."""
+    rows_GxBxM = rows.reshape(len(rows), -1, num_microbatches)
+    load = costs[rows_GxBxM].sum(axis=1)
+    cheaper = np.argsort(-load, axis=1, kind="stable")
+    order = np.empty_like(cheaper)
+    order[:, _reflected_places(num_microbatches)] = cheaper
+    order = np.where(np.ptp(load, axis=1)[:, None] > 0, order, np.arange(num_microbatches))
+    return np.take_along_axis(rows_GxBxM, order[:, None], axis=2).reshape(rows.shape)
 
 
-def _dealt_over_steps(
-    costs: Int64[np.ndarray, "S n"], rank_of_place: Int64[np.ndarray, " n"]
-) -> Int64[np.ndarray, "S n"]:
-    """The row that comes to each place of each full step, by its old place, counted over all steps."""
-    num_steps, num_rows = costs.shape
-    num_ranks = int(rank_of_place[-1]) + 1
-    num_shares = num_steps * num_ranks
-    per_share = num_rows // num_ranks
-    share = _deal(costs.reshape(1, -1), np.full(num_shares, per_share))[0]
-    rows_of_share = stable_argsort(share).reshape(num_shares, per_share)
-    load = costs.reshape(-1)[rows_of_share].sum(axis=1)
-    # Neighbours in what they have to do become a step, which is the least that slowest ranks can sum up to.
-    rows_of_step = rows_of_share[stable_argsort(-load)].reshape(num_steps, num_rows)
-    taken = np.empty_like(rows_of_step)
-    taken[:, stable_argsort(rank_of_place)] = rows_of_step[stable_argsort(rows_of_step.sum(axis=1))]
-    return taken
+def _reflected_places(number: int) -> Int64[np.ndarray, " number"]:
+    """The places of 0, 1, …: their reflected Gray code, last digit first."""
+    values, place, weight, prefix = np.arange(number), np.zeros(number, np.int64), 1, np.zeros(number, np.int64)
+    for factor in _prime_factors(number):
+        digit = values // (number // weight // factor) % factor
+        place += weight * np.where(prefix % 2, factor - 1 - digit, digit)
+        prefix, weight = prefix * factor + digit, weight * factor
+    return place
 
 
-def _deal(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
-    """The rank that each row is dealt to."""
+def _prime_factors(number: int) -> list[int]:
+    """Largest first, each as often as it divides."""
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors[::-1]
+
+
+def _deal(
+    costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"], *, at_once: int
+) -> Int64[np.ndarray, "G n"]:
+    """The rank that each row is dealt to: the costliest first, so many at a time to as many ranks with the least."""
     num_groups = len(costs)
     num_ranks, per_rank = len(counts), int(counts[-1])
     by_cost = np.argsort(-costs, axis=1, kind="stable")
@@ -329,11 +399,15 @@ def _deal(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> I
         loads[:, to_rank] += np.take_along_axis(costs, dealt, axis=1)
         start += len(to_rank)
     rows_GxWxQ = np.empty((num_groups, num_ranks, per_rank), np.int64)
-    for round_ in range(per_rank):
-        dealt = by_cost[:, round_ * num_ranks : (round_ + 1) * num_ranks]
-        to_rank = np.argsort(loads, axis=1, kind="stable")
-        np.put_along_axis(rows_GxWxQ[:, :, round_], to_rank, dealt, axis=1)
-        loads += np.take_along_axis(costs, rows_GxWxQ[:, :, round_], axis=1)
+    num_dealt = np.zeros((num_groups, num_ranks), np.int64)
+    group = np.arange(num_groups)[:, None]
+    for start in range(0, num_ranks * per_rank, at_once):
+        dealt = by_cost[:, start : start + at_once]
+        open_loads = np.where(num_dealt < per_rank, loads, _FULL)
+        to_rank = open_loads.argmin(axis=1)[:, None] if at_once == 1 else np.argsort(open_loads, axis=1, kind="stable")
+        rows_GxWxQ[group, to_rank, num_dealt[group, to_rank]] = dealt
+        num_dealt[group, to_rank] += 1
+        loads[group, to_rank] += costs[group, dealt]
     _swap(rows_GxWxQ, costs, loads)
     np.put_along_axis(
         ranks, rows_GxWxQ.reshape(num_groups, -1), np.repeat(np.arange(num_ranks), per_rank)[None], axis=1
