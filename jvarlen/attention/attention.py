@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Integer
 
 from jvarlen._common.checks import UserError, check_choices
@@ -193,11 +194,21 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen) -> 
         if jax.default_backend() != "cpu":
             _say_once("attention inside shard_map(check_vma=True) takes no kernel: check_vma=False lets it")
         kernels = ()
+    if _is_split_by_compiler():  # which would have every device compute all of a kernel
+        kernels = ()
     for name in kernels:
         if _module(name).supports(how, query, key, seen):
             return name
     is_short = key.shape[1] < _SHORT or query.shape[1] < _FEW
     return "dense" if is_short or platform == "cuda" else "blocks"
+
+
+def _is_split_by_compiler() -> bool:
+    """Whether this is for a mesh some axes of which are left to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(
+        size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
 def _module(name: str) -> Any:

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen.attention import attend, triton
 from jvarlen.attention.seen import How, Seen
-from tests.attention.lowering import lower_for
+from tests.attention.lowering import H100, lower_for
 
 ROWS, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_SIZE = 2, 150, 150, 4, 2, 24  # three blocks, the last of 22
 
@@ -225,3 +226,12 @@ def test_the_kernel_chosen_by_name_is_what_is_lowered_in_a_loop_over_layers_with
     arguments = [jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32), *[jax.ShapeDtypeStruct((2,), jnp.int32)] * 2]
     found = kernels_in(lower_for("cuda", jax.grad(loss), *arguments))
     assert sorted(set(found)) == sorted(KERNELS)
+
+
+@pytest.mark.parametrize(("axes", "has_kernel"), [({"data", "model"}, True), ({"data"}, False)])
+def test_where_the_compiler_splits_an_axis_it_gets_operations_that_it_can_split(axes, has_kernel):
+    mesh = AbstractMesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, abstract_device=H100)
+    specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+    over = jax.shard_map(lambda x: attend(x, x, x), mesh=mesh, axis_names=axes, check_vma=False, **specs)
+    text = lower_for("cuda", over, jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32))
+    assert ("_forward_kernel" in text) == has_kernel
