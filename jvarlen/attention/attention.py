@@ -23,7 +23,7 @@ from jvarlen.attention import AttentionImplementation
 from jvarlen.attention.masks import padding_mask, window_in_force
 from jvarlen.attention.seen import How, Seen, varying_axes
 
-__all__ = ["attend"]
+__all__ = ["attend", "backward", "forward"]
 
 _SHORT = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries, likewise
@@ -133,37 +133,49 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: How, query: Array, key: Array, value: Array, seen: Seen) -> Array:
-    return _forward(how, query, key, value, seen)[0]
+    return forward(how, query.dtype, query, key, value, seen)[0]
 
 
 def _attend_forward(how: How, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, tuple[Any, ...]]:
-    output, log_sums = _forward(how, query, key, value, seen)
+    output, log_sums = forward(how, query.dtype, query, key, value, seen)
     return output, (query, key, value, seen, output, log_sums)
 
 
 def _attend_backward(how: How, kept: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
-    return (*_backward(how, *kept, grad), None)
+    return (*backward(how, tuple(x.dtype for x in kept[:3]), *kept, grad), None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(how: How, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def forward(how: How, dtype: Any, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, Array]:
+    """What `forward` of the platform's implementation gives, with outputs of this type."""
+
     def by(module: Any, *args: Any) -> tuple[Array, Array]:
         output, log_sums = module.forward(how, *args)
-        return output.astype(query.dtype), log_sums
+        return output.astype(dtype), log_sums
 
     return _by_platform(how, by, query, key, value, seen)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(
-    how: How, query: Array, key: Array, value: Array, seen: Seen, output: Array, log_sums: Array, grad: Array
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def backward(
+    how: How,
+    dtypes: tuple[Any, ...],
+    query: Array,
+    key: Array,
+    value: Array,
+    seen: Seen,
+    output: Array,
+    log_sums: Array,
+    grad: Array,
 ) -> tuple[Array, ...]:
+    """Likewise: the gradients of queries, keys and values, of these types."""
+
     def by(module: Any, *args: Any) -> tuple[Array, ...]:
         grads = module.backward(how, *args)
-        return tuple(grad.astype(like.dtype) for grad, like in zip(grads, (query, key, value), strict=True))
+        return tuple(grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
 
     return _by_platform(how, by, query, key, value, seen, output, log_sums, grad)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jvarlen.attention.seen import How, Seen, block_ranges, is_seen, varying_axes
+from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges, is_seen, varying_axes
 
 __all__ = ["BLOCK", "backward", "forward", "product"]
 
@@ -22,7 +22,7 @@ BLOCK = 64  # positions; larger ones compute more pairs of other samples, smalle
 def forward(
     how: How, query: Float[Array, "B Q H K"], key: Float[Array, "B T N K"], value: Float[Array, "B T N K"], seen: Seen
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
-    """The outputs and the logarithms of the sums of the softmax, both in float32 at least; 0 where no key is seen."""
+    """Outputs, and logarithms of the softmax's sums, in float32 at least; 0 and `UNSEEN` where no key is seen."""
     blocks = _Blocks.of(how, query, key, value, seen)
     wide = blocks.wide
     _, num_kv_heads, num_queries, head_size = blocks.query.shape
@@ -49,7 +49,7 @@ def forward(
         sees = largest > smallest
         powers = jnp.where(sees, powers, 1)
         output = jnp.where(sees[..., None], products / powers[..., None], 0)
-        return output, jnp.where(sees, largest + jnp.log(powers), 0)
+        return output, jnp.where(sees, largest + jnp.log(powers), UNSEEN)
 
     output, log_sums = lax.map(one_block, jnp.arange(len(blocks.query), dtype=jnp.int32))
     return blocks.whole_queries(output, query.shape), blocks.whole_lines(log_sums, query.shape)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jvarlen.attention.blocks import product
-from jvarlen.attention.seen import How, Seen, is_seen
+from jvarlen.attention.seen import UNSEEN, How, Seen, is_seen
 
 __all__ = ["backward", "forward"]
 
@@ -25,7 +25,7 @@ _MOST_SLICES = 4  # each has a product of its own: more compute less and take lo
 def forward(
     how: How, query: Float[Array, "B Q H K"], key: Float[Array, "B T N K"], value: Float[Array, "B T N K"], seen: Seen
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
-    """The outputs and the logarithms of the sums of the softmax, both in float32 at least; 0 where no key is seen."""
+    """Outputs, and logarithms of the softmax's sums, in float32 at least; 0 and `UNSEEN` where no key is seen."""
     heads = _Heads(how, query, key, value, seen)
     outputs, log_sums = [], []
     for queries, num_keys in heads.slices():
@@ -37,7 +37,7 @@ def forward(
         sums, sees = jnp.sum(powers, axis=-1, keepdims=True), largest > smallest
         products = product("BNRT,BNTK->BNRK", powers.astype(heads.value.dtype), heads.value[:, :, :num_keys])
         outputs.append(jnp.where(sees, products / sums, 0))
-        log_sums.append(jnp.where(sees, largest + jnp.log(sums), 0))
+        log_sums.append(jnp.where(sees, largest + jnp.log(sums), UNSEEN))
     return heads.whole(outputs), jnp.moveaxis(heads.whole(log_sums)[..., 0], 1, 2)
 
 

@@ -10,9 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-__all__ = ["How", "Seen", "block_ranges", "is_seen", "varying_axes"]
+__all__ = ["UNSEEN", "How", "Seen", "block_ranges", "is_seen", "varying_axes"]
+
+UNSEEN = float(np.finfo(np.float32).min)  # the logarithm of the sum of no powers; finite, so that there is no NaN
 
 
 class How(NamedTuple):

@@ -22,6 +22,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend
 from jvarlen.attention.masks import window_in_force
+from jvarlen.attention.seen import How
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 from jvarlen.parallel.position_sums import check_sums_over_positions
@@ -174,32 +175,34 @@ def attend_over_axis(
     value: Float[Array, "_ _ J K"],
     *,
     axes: Axes,
+    lengths: Integer[Array, " _"] | None = None,
     segment_ids: Integer[Array, "_ _"] | None = None,
     window: int | Integer[Array, ""] | None = None,
     implementation: str = "gather",
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
-    Equal to `attend` on whole rows. It skips pairs of chunks that are fully masked, and
-    holds logits of at most 256 queries and one chunk of keys, which its gradient recomputes.
+    Equal to `attend` on whole rows, and computed by the same implementations, a pair of chunks of T / 2N positions at a
+    time. Only pairs of positions that share a sample cost something.
 
     Args:
       query: float[B, S, H, K], at the positions of `shard_positions`.
       key: float[B, S, J, K]; J divides H, and head h of the queries attends to head h // (H / J).
       value: float[B, S, J, K].
       axes: `axes.context` is the mesh axis; None: rows are whole, S = T.
+      lengths: int[B] of any integer type, the tokens of whole rows of one sample each. With neither lengths nor
+        segments, all positions are tokens of one sample.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
-        None: a row is one sample.
       window: how many keys a query sees at most, as in `attend`.
       implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes them from device to
         device, so that a device holds those of three at a time; it does not work with stages. Both send as many bytes.
 
     Returns:
-      float[B, S, H, K]; values at positions without a token are meaningless but finite.
+      float[B, S, H, K]; 0 where there is no token.
 
     Raises:
       ValueError: an axis that is not bound, an odd S, heads of queries that are not a multiple of those of keys,
-        arrays that do not have the same B and S, or an unknown implementation.
+        arrays that do not have the same B and S, both lengths and segments, or an unknown implementation.
 
     References:
       Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". Dao et al. 2022,
@@ -208,15 +211,21 @@ def attend_over_axis(
     check_choices(implementation=(implementation, OverAxisImplementation))
     _check_arrays(query, key, value, segment_ids)
     if axes.context is None:
-        return attend(query, key, value, segment_ids=segment_ids, window=window)
+        return attend(query, key, value, lengths=lengths, segment_ids=segment_ids, window=window)
+    if lengths is not None and segment_ids is not None:
+        raise UserError("rows have either lengths= or segment_ids=")
     num_devices = axis_size(axes.context)
-    context_positions(query.shape[1] * num_devices, num_devices)  # an odd S is refused
-    segments_Nx2xBxC = None
+    seq_length = query.shape[1] * num_devices
+    context_positions(seq_length, num_devices)  # an odd S is refused
     if segment_ids is not None:
-        segments_Nx2xBxC = lax.all_gather(halves(segment_ids), axes.context)
-    window = window_in_force(window, query.shape[1] * num_devices)
-    window = None if window is None else jnp.asarray(window)
-    return attend_zigzag(query, key, value, segments_Nx2xBxC, window, axes.context, implementation)
+        ids = lax.all_gather(halves(segment_ids), axes.context)
+    else:
+        ids = jnp.full(len(query), seq_length) if lengths is None else lengths
+    window = window_in_force(window, seq_length)
+    is_static = isinstance(window, int)
+    how = How(True, query.shape[3] ** -0.5, window if is_static else None, None, False, "auto")
+    window = None if is_static or window is None else jnp.asarray(window, jnp.int32)
+    return attend_zigzag(how, axes.context, implementation, query, key, value, ids.astype(jnp.int32), window)
 
 
 def _length_of(arrays: Any) -> int:

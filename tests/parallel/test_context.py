@@ -145,8 +145,7 @@ def step_over_axis(num_devices, implementation, *, packed):
     ("num_devices", "implementation", "packed"),
     [(2, "ring", True), (4, "gather", False), (4, "gather", True), (4, "ring", False), (4, "ring", True)],
 )
-def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementation, packed, monkeypatch):
-    monkeypatch.setattr(zigzag, "_QUERIES", 2)  # of 3 a chunk: in two parts, of which the last is filled up
+def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementation, packed):
     seq_length = 6 * num_devices
     arrays, segments, lengths = arrays_of(seq_length, packed)
     order = context_positions(seq_length, num_devices).ravel()
