@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
 from jvarlen._common.progress import progress_bar
@@ -191,7 +191,7 @@ def _first_inputs(prompts: Sequence[Any], config: DecoderConfig) -> list[Int32[n
 
 
 class _Cache(NamedTuple):
-    """Keys, rotated, and values of a layer in T slots: first the positions of the prompt, then new tokens."""
+    """Keys, rotated, and values of a layer at T positions; those that a row has not come to yet hold anything."""
 
     keys: Any
     values: Any
@@ -269,22 +269,12 @@ def _decode(
     model: Decoder, decoding: _Decoding, lengths_B: Int32[Array, " B"]
 ) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs the last new token of each row: the logits of the next one, and the caches with it."""
-    num_slots, last = decoding.caches[0].keys.shape[1], decoding.num_new - 1
-    last_Bx1 = jax.lax.dynamic_slice_in_dim(decoding.tokens, last, 1, axis=1)
-    # The first slots belong to first inputs, of which a row has some; new tokens are in the same slot in all rows.
-    num_first = num_slots - decoding.tokens.shape[1] + 1
-    slots_T, slot = jnp.arange(num_slots), num_first + last
-    is_new_T = (slots_T >= num_first) & (slots_T <= slot)
-    mask_Bx1xT = ((slots_T < lengths_B[:, None]) | is_new_T)[:, None]
-    positions_Bx1 = (lengths_B + last)[:, None]
-    # Of keys; only windows ask how far back they are.
-    positions_BxT = jnp.where(slots_T < num_first, slots_T, lengths_B[:, None] + slots_T - num_first)
-    x_Bx1xD = model.embed_inputs(last_Bx1)
+    last = decoding.num_new - 1
+    x_Bx1xD = model.embed_inputs(jax.lax.dynamic_slice_in_dim(decoding.tokens, last, 1, axis=1))
     caches = []
     for index, (layer, cache) in enumerate(zip(model.layers, decoding.caches, strict=True)):
         window = window_of(model.config, index)
-        is_near = True if window is None else (positions_BxT > positions_Bx1 - window)[:, None]
-        x_Bx1xD, cache = _decode_layer(*nnx.split(layer), x_Bx1xD, cache, slot, positions_Bx1, mask_Bx1xT & is_near)
+        x_Bx1xD, cache = _decode_layer(*nnx.split(layer), x_Bx1xD, cache, lengths_B + last, window)
         caches.append(cache)
     return model.logits(x_Bx1xD)[:, 0], caches
 
@@ -305,15 +295,12 @@ def _decode_layer(
     params: nnx.State,
     x: Float[Array, "B 1 D"],
     cache: _Cache,
-    slot: Int[Array, ""],
-    positions: Int[Array, "B 1"],
-    mask: Bool[Array, "B 1 T"],
+    positions: Int[Array, " B"],
+    window: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "B 1 D"], _Cache]:
     layer: DecoderLayer = nnx.merge(graphdef, params)
-    query, *new = layer.project(x, positions, num_positions=mask.shape[2])
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(held, each, slot, axis=1) for held, each in zip(cache, new, strict=True)
-    )
-    ids = jnp.ones(query.shape[:2], jnp.int32)
-    attended = attend(query, keys, values, segment_ids=ids, key_segment_ids=mask[:, 0].astype(jnp.int32), causal=False)
+    query, *new = layer.project(x, positions[:, None], num_positions=cache.keys.shape[1])
+    rows = jnp.arange(len(x))
+    keys, values = (held.at[rows, positions].set(each[:, 0]) for held, each in zip(cache, new, strict=True))
+    attended = attend(query, keys, values, query_offset=positions, window=window)
     return layer.finish(x, attended), _Cache(keys, values)
