@@ -38,6 +38,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
+from jvarlen.attention import attention, blocks
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
@@ -123,6 +124,17 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """Attention in loops over blocks of 4 positions, as long rows have it."""
+    for module, values in ((attention, {"_SHORT": 0, "_FEW": 0}), (blocks, {"BLOCK": 4})):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -13,18 +13,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from jvarlen.attention.seen import How, Seen, block_ranges, is_seen
+from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges, is_seen
 
 __all__ = ["backward", "forward", "supports"]
 
 _LOG2_E = math.log2(math.e)  # powers of 2 are what a GPU has
-_LEAST = float(np.finfo(np.float32).min)
 
 
 def supports(how: How, query: Array, key: Array, seen: Seen) -> bool:
@@ -167,7 +165,7 @@ def _forward_kernel(
         largest, total, out = sums
         at = pl.ds(j * size, size)
         mask = _mask(how, numbers, ids, key_ids[at], i, j)
-        logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (how.scale * _LOG2_E), _LEAST)
+        logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (how.scale * _LOG2_E), UNSEEN)
         larger = jnp.maximum(largest, jnp.max(logits, 1))
         # A query that has seen nothing yet has the powers 2^0 of what it doesn't see.
         powers = jnp.where(mask, jnp.exp2(logits - larger[:, None]), 0)
@@ -178,12 +176,12 @@ def _forward_kernel(
 
     zeros = jnp.zeros(q.shape, jnp.float32)
     largest, total, out = lax.fori_loop(
-        first[...], end[...], add, (jnp.full(size, _LEAST, jnp.float32), jnp.zeros(size, jnp.float32), zeros)
+        first[...], end[...], add, (jnp.full(size, UNSEEN, jnp.float32), jnp.zeros(size, jnp.float32), zeros)
     )
     sees = total > 0
     total = jnp.where(sees, total, 1)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(sees, (largest + jnp.log2(total)) / _LOG2_E, 0)
+    lse_ref[...] = jnp.where(sees, (largest + jnp.log2(total)) / _LOG2_E, UNSEEN)
 
 
 def _dq_kernel(

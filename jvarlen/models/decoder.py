@@ -181,14 +181,12 @@ class DecoderLayer(nnx.Module):
         axes: Axes = _UNSPLIT,
     ) -> Float[Array, "B T H K"]:
         """What each position takes from those that it sees."""
-        window, segment_ids = rows.window, rows.segment_ids
+        of_rows: Any = {"lengths": rows.lengths, "segment_ids": rows.segment_ids, "window": rows.window}
         if axes.context is not None:
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
-            return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids, window=window)
-        lengths = rows.lengths if segment_ids is None else None
-        how: Any = {"window": window, "implementation": self.config.attention}
-        return attend(query, key, value, lengths=lengths, segment_ids=segment_ids, **how)
+            return attend_over_axis(query, key, value, axes=axes, **of_rows)
+        return attend(query, key, value, **of_rows, implementation=self.config.attention)
 
     def project(
         self,

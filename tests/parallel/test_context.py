@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import zigzag
 from jvarlen.attention.attention import attend
+from jvarlen.attention.seen import block_ranges
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
@@ -125,19 +126,18 @@ def of_whole_rows(arrays, segments, lengths, window=None):
     return value, [np.asarray(grad) for grad in grads]
 
 
-def step_over_axis(num_devices, implementation, *, packed):
-    def on_device(query, key, value, grad, segments, window):
+def step_over_axis(num_devices, implementation, *, packed, window=None):
+    def on_device(query, key, value, grad, of_rows, traced_window):
         def loss_of(query, key, value):
-            axes = Axes(context="context")
-            attended = attend_over_axis(
-                query, key, value, axes=axes, segment_ids=segments, window=window, implementation=implementation
-            )
+            how = {"window": traced_window if window is None else window, "implementation": implementation}
+            how["segment_ids" if packed else "lengths"] = of_rows
+            attended = attend_over_axis(query, key, value, axes=Axes(context="context"), **how)
             return jnp.sum(attended * grad), attended
 
         (loss, attended), grads = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)(query, key, value)
         return jax.lax.psum(loss, "context"), attended, grads
 
-    specs = (*[SPREAD] * 4, SPREAD if packed else None, P())
+    specs = (*[SPREAD] * 4, SPREAD if packed else P(), P())
     return on_devices(num_devices, on_device, specs, (P(), SPREAD, (SPREAD,) * 3))
 
 
@@ -151,22 +151,58 @@ def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementatio
     order = context_positions(seq_length, num_devices).ravel()
     with jax.enable_x64(True):
         step = step_over_axis(num_devices, implementation, packed=packed)
-        spread = None if segments is None else segments[:, order]
+        of_rows = segments[:, order] if packed else lengths
         for window in (None, 2, 4, 0):  # chunks are 3 positions long
             expected, expected_grads = of_whole_rows(arrays, segments, lengths, window)
             given = None if window is None else np.int32(window)  # traced, as that of a layer in a scan
-            loss, attended, grads = step(*(array[:, order] for array in arrays), spread, given)
-            assert np.isfinite(attended).all()
+            loss, attended, grads = step(*(array[:, order] for array in arrays), of_rows, given)
+            assert np.all(np.asarray(attended)[np.arange(seq_length)[order] >= lengths[:, None]] == 0)
             np.testing.assert_allclose(loss, expected, rtol=1e-12)
             assert_equal_trees(grads, [grad[:, order] for grad in expected_grads])
+
+
+@pytest.mark.usefixtures("in_blocks")
+@pytest.mark.parametrize("implementation", ["gather", "ring"])
+def test_blocks_of_chunks_attend_as_whole_rows(implementation):
+    arrays, segments, lengths = arrays_of(40, packed=True)  # chunks of 10: two blocks and a half
+    order = context_positions(40, 2).ravel()
+    with jax.enable_x64(True):
+        expected, expected_grads = of_whole_rows(arrays, segments, lengths, 7)
+        step = step_over_axis(2, implementation, packed=True, window=7)
+        loss, _, grads = step(*(array[:, order] for array in arrays), segments[:, order], None)
+        np.testing.assert_allclose(loss, expected, rtol=1e-12)
+        assert_equal_trees(grads, [grad[:, order] for grad in expected_grads])
+
+
+@pytest.mark.usefixtures("in_blocks")
+def test_only_blocks_that_share_a_sample_meet_over_an_axis(monkeypatch):
+    """Of 64 positions on 4 devices, in blocks of 4: as many as in whole rows."""
+    visited = []
+
+    def counting(how, dtype, query, key, value, seen):
+        first, end = block_ranges(how, seen, 4, 4)
+        jax.debug.callback(visited.append, jnp.sum(end - first))
+        return forward(how, dtype, query, key, value, seen)
+
+    forward = zigzag.forward
+    monkeypatch.setattr(zigzag, "forward", counting)
+    arrays, _, _ = arrays_of(64, packed=False)
+    order = context_positions(64, 4).ravel()
+    for samples in ([64], [5, 20, 3, 17, 9], [1] * 30):
+        ids = np.zeros((3, 64), np.int32)
+        ids[:, : sum(samples)] = np.repeat(np.arange(1, len(samples) + 1), samples)
+        mask = (ids[0][:, None] == ids[0]) & (ids[0] != 0) & np.tri(64, dtype=bool)
+        visited.clear()
+        step_over_axis(4, "ring", packed=True)(*(array[:, order] for array in arrays), ids[:, order], None)
+        jax.effects_barrier()
+        assert sum(visited) == 3 * mask.reshape(16, 4, 16, 4).any(axis=(1, 3)).sum()
 
 
 def test_without_an_axis_rows_are_whole():
     for packed in (False, True):
         arrays, segments, lengths = arrays_of(6, packed, np.float32)
-        attended = jax.jit(functools.partial(attend_over_axis, axes=Axes(), window=3))(
-            *arrays[:3], segment_ids=segments
-        )
+        of_rows = {"segment_ids": segments} if packed else {"lengths": lengths}
+        attended = jax.jit(functools.partial(attend_over_axis, axes=Axes(), window=3))(*arrays[:3], **of_rows)
         expected, _ = of_whole_rows(arrays, segments, lengths, window=3)
         np.testing.assert_allclose(np.sum(attended * arrays[3]), expected, rtol=1e-5)
 
@@ -175,7 +211,7 @@ def test_in_bfloat16_sums_are_float32():
     arrays, _, lengths = arrays_of(32, False, np.float32)
     arrays = [array.astype(jnp.bfloat16) for array in arrays]
     order = context_positions(32, 2).ravel()
-    _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), None, None)
+    _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), lengths, None)
     assert {leaf.dtype for leaf in (attended, *grads)} == {jnp.dtype("bfloat16")}
     _, expected_grads = of_whole_rows([array.astype(np.float32) for array in arrays], None, lengths)
     for grad, wide in zip(grads, expected_grads, strict=True):
@@ -247,6 +283,8 @@ def test_what_cannot_attend_is_refused():
         attend_on(2, 8, key_heads=3)
     with pytest.raises(ValueError, match=r"query float32\[1,4,4,2\], key float32\[1,2,2,2\]"):
         attend_on(2, 8, key_length=4)
+    with pytest.raises(ValueError, match="either lengths= or segment_ids="):
+        attend_on(2, 8, lengths=jnp.ones(1, int), segment_ids=jnp.ones((1, 4), int))
     with pytest.raises(ValueError, match=r"implementation \('tree'\) must be one of 'gather', 'ring'"):
         attend_on(2, 8, implementation="tree")
     with pytest.raises(ValueError, match="no axis 'rows' is bound"):

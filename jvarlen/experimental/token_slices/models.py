@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from jvarlen.attention import AttentionImplementation
 from jvarlen.attention.attention import attend
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import DecoderLayer, graphs_of, rows_of, window_of
@@ -23,7 +22,7 @@ from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes, LayeredModel
 from jvarlen.parallel.tensor import check_tensor_divides
 
-__all__ = ["SlicedAxes", "attend_last", "attend_over_slices", "earlier_of", "sliced_model"]
+__all__ = ["SlicedAxes", "attend_over_slices", "earlier_of", "sliced_model"]
 
 
 class SlicedAxes(Axes):
@@ -66,6 +65,7 @@ def attend_over_slices(
     value: Float[Array, "B S J K"],
     *,
     axes: Axes,
+    lengths: Integer[Array, " B"] | None = None,
     segment_ids: Integer[Array, "B S"] | None = None,
     window: int | Integer[Array, ""] | None = None,
 ) -> Float[Array, "B S H K"]:
@@ -76,34 +76,23 @@ def attend_over_slices(
       key: float[B, S, J, K]; J divides H.
       value: float[B, S, J, K].
       axes: those that the layer got; where rows are not in slices, this is `attend_over_axis`.
-      segment_ids: int[B, S], the sample of each position of packed rows; None: a row is one sample.
+      lengths: int[B], the tokens of whole rows of one sample each.
+      segment_ids: int[B, S], the sample of each position of packed rows.
       window: how many keys a query sees at most, as in `attend`.
 
     Returns:
       float[B, S, H, K].
     """
     if not isinstance(axes, SlicedAxes):
-        return attend_over_axis(query, key, value, axes=axes, segment_ids=segment_ids, window=window)
+        of_rows: Any = {"lengths": lengths, "segment_ids": segment_ids}
+        return attend_over_axis(query, key, value, axes=axes, window=window, **of_rows)
     own = key, value, segment_ids
-    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
-    return attend_last(query, *whole, window=window)
-
-
-def attend_last(
-    query: Float[Array, "B S H K"],
-    key: Float[Array, "B T J K"],
-    value: Float[Array, "B T J K"],
-    segment_ids: Integer[Array, "B T"] | None = None,
-    *,
-    window: int | Integer[Array, ""] | None = None,
-    implementation: AttentionImplementation = "auto",
-) -> Float[Array, "B S H K"]:
-    """What causal attention of all positions gives for the last S of them; without segments a row is one sample."""
-    before = key.shape[1] - query.shape[1]
-    how: Any = {"query_offset": before, "window": window, "implementation": implementation}
-    if segment_ids is not None:
-        how |= {"segment_ids": segment_ids[:, before:], "key_segment_ids": segment_ids}
-    return attend(query, key, value, **how)
+    keys, values, ids = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
+    before = keys.shape[1] - query.shape[1]
+    how: Any = {"segment_ids": segment_ids, "key_segment_ids": ids}
+    if segment_ids is None and lengths is not None:
+        how = {"lengths": lengths.astype(jnp.int32) - before, "key_lengths": lengths}
+    return attend(query, keys, values, query_offset=before, window=window, **how)
 
 
 def sliced_model(config: DecoderConfig) -> LayeredModel:
@@ -126,7 +115,8 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
         rows = rows_of(microbatch, axes)
         query, key, value = block.project(x_BxSxD, rows.positions, microbatch.tokens.shape[1], axes)
         window = window_of(config, axes.layer)
-        attended = attend_over_slices(query, key, value, axes=axes, segment_ids=rows.segment_ids, window=window)
+        of_rows: Any = {"lengths": rows.lengths, "segment_ids": rows.segment_ids}
+        attended = attend_over_slices(query, key, value, axes=axes, window=window, **of_rows)
         return block.finish(x_BxSxD, attended, axes)
 
     return model._replace(layer=layer)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jvarlen.attention import attend
-from jvarlen.experimental.token_slices.models import attend_last
+from jvarlen.experimental.token_slices.models import SlicedAxes, attend_over_slices
+from jvarlen.parallel.layers import Axes
 from tests.attention.inputs import random_qkv
 
 T = 600
@@ -17,23 +18,25 @@ SEGMENTS = jnp.array(
 )
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "packed"])
-def test_the_last_positions_attend_as_those_of_whole_rows(segments):
+@pytest.mark.parametrize(
+    "of_rows",
+    [{}, {"lengths": np.array([600, 332, 0], np.uint16)}, {"segment_ids": SEGMENTS}],
+    ids=["plain", "padded", "packed"],
+)
+def test_the_last_positions_attend_as_those_of_whole_rows(of_rows):
     query, key, value = random_qkv(3, T, heads=2, size=8, dtype="float32")[:3]
-    whole = segments if segments is not None else jnp.ones((3, T), jnp.int32)
     within = jax.jit(functools.partial(attend, implementation="xla"))
-    expected, in_window = (
-        np.asarray(within(query, key, value, segment_ids=whole, window=window)) for window in (None, 7)
-    )
-    for num_queries in (600, 270, 1):
+    expected = [within(query, key, value, window=window, **of_rows) for window in (None, 7)]
+    whole = key, value, of_rows.get("segment_ids")
 
-        @jax.jit
-        def attended(query, key, value):
-            return [
-                [attend_last(query, key, value, segments, window=window, implementation=each) for window in (None, 7)]
-                for each in ("xla", "blocks")
-            ]
+    @functools.partial(jax.jit, static_argnums=0)
+    def attended(before):
+        axes = SlicedAxes.of(Axes(), lambda own: jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, :before], whole))
+        of_slice = {name: leaf[:, before:] if leaf.ndim > 1 else jnp.asarray(leaf) for name, leaf in of_rows.items()}
+        qkv = (leaf[:, before:] for leaf in (query, key, value))
+        over_slices = functools.partial(attend_over_slices, *map(jnp.asarray, qkv), axes=axes, **of_slice)
+        return [over_slices(window=window) for window in (None, 7)]
 
-        for last, last_in_window in attended(query[:, -num_queries:], key, value):
-            np.testing.assert_allclose(last, expected[:, -num_queries:], atol=2e-6)
-            np.testing.assert_allclose(last_in_window, in_window[:, -num_queries:], atol=2e-6)
+    for before in (0, 330, 599):
+        for last, whole_rows in zip(attended(before), expected, strict=True):
+            np.testing.assert_allclose(last, whole_rows[:, before:], atol=2e-6)
