@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.attention.seen import How, Seen, block_ranges
-from tests.attention.inputs import packings, rows_of_ids
+from jvarlen.attention import blocks, dense, splash, triton
+from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges
+from tests.attention.inputs import packings, random_qkv, rows_of_ids
 from tests.attention.reference import rule
 
 Q, T = 11, 14
@@ -83,3 +84,34 @@ def test_as_many_blocks_are_visited_as_packed_pairs_need(query_ids, key_ids):
     options = {"causal": False, "blocks": (QUERY_BLOCK, KEY_BLOCK)}
     needed = blocks_with_a_pair(query_ids, key_ids, **options)
     assert blocks_within(query_ids, key_ids, **options) == (needed, needed)
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [(blocks, {}), (dense, {}), (triton, {"interpret": True}), (splash, {"interpret": True})],
+    ids=["blocks", "xla", "triton", "splash"],
+)
+def test_outputs_for_parts_of_the_keys_merge_by_the_logarithms_of_their_sums(module, options):
+    """As devices in a ring do: a query may see no key of a part, which then counts for nothing."""
+    query, key, value, _ = random_qkv(1, 256, heads=2, size=8, dtype="float32")
+    ids = np.repeat([1, 2, 0, 3], [100, 60, 10, 86])[None].astype(np.int32)
+    how = How(True, 0.3, None, None, False, "auto")
+
+    def part(start, end):
+        seen = Seen(jnp.asarray(ids), jnp.asarray(ids[:, start:end]), jnp.full(1, -start, jnp.int32), None)
+        arrays = map(jnp.asarray, (query, key[:, start:end], value[:, start:end]))
+        return module.forward(how, *arrays, seen, **options)
+
+    @jax.jit
+    def merged():
+        (first, first_sums), (second, second_sums), whole = part(0, 128), part(128, 256), part(0, 256)
+        log_sums = jnp.logaddexp(first_sums, second_sums)
+        weights = (jnp.exp(sums - log_sums).swapaxes(1, 2)[..., None] for sums in (first_sums, second_sums))
+        return sum(w * x for w, x in zip(weights, (first, second), strict=True)), log_sums, *whole
+
+    output, log_sums, expected, expected_sums = map(np.asarray, merged())
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    np.testing.assert_allclose(log_sums, expected_sums, rtol=1e-5)
+    is_padding = ids[0] == 0
+    assert np.all(output[:, is_padding] == 0)
+    assert np.all(log_sums[:, :, is_padding] <= UNSEEN / 2)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen.attention import attend, triton
-from jvarlen.attention.seen import How, Seen
+from jvarlen.attention.seen import UNSEEN, How, Seen
 from tests.attention.lowering import H100, lower_for
 
 ROWS, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_SIZE = 2, 150, 150, 4, 2, 24  # three blocks, the last of 22
@@ -53,7 +53,7 @@ def numpy_attention(how, query, key, value, seen, grad):
         dlogits = weights * (dweights - (weights * dweights).sum(2, keepdims=True)) * how.scale
         dk, dv = dlogits.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ g
         dk, dv = (x.reshape(-1, group, *x.shape[1:]).sum(1) for x in (dk, dv))
-        lse = np.log(np.where(sums, sums, 1))[..., 0]
+        lse = np.where(sums, np.log(np.where(sums, sums, 1)), UNSEEN)[..., 0]
         results.append([*(np.moveaxis(x, 0, 1) for x in (weights @ v, dlogits @ k, dk, dv)), lse])
     return [np.stack(x) for x in zip(*results, strict=True)]
 
