@@ -103,7 +103,7 @@ class PairBatch(NamedTuple):
 class PackedPairBatch(NamedTuple):
     """The arrays of one step whose rows hold several pairs, a pytree.
 
-    `segment_mask(target_segment_ids, source_segment_ids, causal=False)` is the mask of cross-attention.
+    Cross-attention is `attend` with `segment_ids=target_segment_ids, key_segment_ids=source_segment_ids, causal=False`.
 
     Attributes:
       source_tokens: int32[M, B, S], zero where there is no token.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jvarlen import WeightedTokens, compile_buckets, load, make_pair_buckets, make_plan, pack_samples
-from jvarlen.attention import segment_mask
+from jvarlen.attention import attend
 from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, packed_pair_batch_spec
 from jvarlen.batches.batches import count_tokens
 from jvarlen.loading import pack_pairs_to_bucket, pad_pairs_to_bucket, pad_to_bucket
@@ -136,31 +136,29 @@ def params_of_encoder_decoder():
 def loss_of_encoder_decoder(params, batch):
     """Attention over sources, causal attention over targets, and cross-attention, each within its pair."""
 
-    def attend(block, x_BxQxD, y_BxTxD, mask_BxQxT):
-        q, k, v = x_BxQxD @ params[f"{block}.q"], y_BxTxD @ params[f"{block}.k"], y_BxTxD @ params[f"{block}.v"]
-        logits = jnp.where(mask_BxQxT, q @ k.mT, -1e30)
-        return x_BxQxD + jax.nn.softmax(logits) @ v
+    def attend_in(block, x_BxQxD, y_BxTxD, of_rows, *, causal):
+        inputs = {"q": x_BxQxD, "k": y_BxTxD, "v": y_BxTxD}
+        qkv = ((x @ params[f"{block}.{part}"])[:, :, None] for part, x in inputs.items())
+        return x_BxQxD + attend(*qkv, **of_rows, causal=causal)[:, :, 0]
 
-    source_ids, target_ids = batch.source_segment_ids, batch.target_segment_ids
-    encoded = params["source"][batch.source_tokens] + params["place"][batch.source_positions]
-    encoded = attend("encode", encoded, encoded, segment_mask(source_ids, source_ids, causal=False))
-    before = jnp.where(batch.target_positions == 0, 0, jnp.roll(batch.target_tokens, 1, axis=-1))
-    decoded = params["target"][before] + params["place"][batch.target_positions]
-    decoded = attend("decode", decoded, decoded, segment_mask(target_ids, target_ids))
-    decoded = attend("cross", decoded, encoded, segment_mask(target_ids, source_ids, causal=False))
+    if isinstance(batch, PackedPairBatch):
+        name, (of_source, of_target) = "segment_ids", (batch.source_segment_ids, batch.target_segment_ids)
+        source_positions, target_positions = batch.source_positions, batch.target_positions
+    else:
+        name, (of_source, of_target) = "lengths", (batch.source_lengths, batch.target_lengths)
+        source_positions, target_positions = (
+            np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+            for tokens in (batch.source_tokens, batch.target_tokens)
+        )
+    encoded = params["source"][batch.source_tokens] + params["place"][source_positions]
+    encoded = attend_in("encode", encoded, encoded, {name: of_source}, causal=False)
+    before = jnp.where(target_positions == 0, 0, jnp.roll(batch.target_tokens, 1, axis=-1))
+    decoded = params["target"][before] + params["place"][target_positions]
+    decoded = attend_in("decode", decoded, decoded, {name: of_target}, causal=True)
+    decoded = attend_in("cross", decoded, encoded, {name: of_target, f"key_{name}": of_source}, causal=False)
     log_probs = jax.nn.log_softmax(decoded @ params["head"])
     losses = -jnp.take_along_axis(log_probs, batch.target_tokens[..., None], -1)[..., 0]
     return (losses * batch.weights).sum(), batch.weights.sum()
-
-
-def as_packed(batch):
-    """A batch of pairs as rows of one pair each."""
-    sides = []
-    for tokens, lengths in ((batch.source_tokens, batch.source_lengths), (batch.target_tokens, batch.target_lengths)):
-        places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
-        is_token = places < np.asarray(lengths)[..., None]
-        sides += [tokens, is_token.astype(np.int32), places * is_token]
-    return PackedPairBatch(*sides, batch.weights, batch.num_sequences, batch.ids[..., None], batch.is_real[..., None])
 
 
 def sums_over(plan, collate, params):
@@ -169,9 +167,9 @@ def sums_over(plan, collate, params):
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_encoder_decoder, has_aux=True))
     total = None
     for step in range(plan.num_steps):
-        batch = source[step] if collate is pack_pairs_to_bucket else as_packed(source[step])
         for m in range(plan.microbatches_per_step):
-            sums = value_and_grad(params, jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, batch))
+            microbatch = jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, source[step])
+            sums = value_and_grad(params, microbatch)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     return total
 
