@@ -222,10 +222,10 @@ def attend_over_axis(
     else:
         ids = jnp.full(len(query), seq_length) if lengths is None else lengths
     window = window_in_force(window, seq_length)
-    is_static = isinstance(window, int)
-    how = How(True, query.shape[3] ** -0.5, window if is_static else None, None, False, "auto")
-    window = None if is_static or window is None else jnp.asarray(window, jnp.int32)
-    return attend_zigzag(how, axes.context, implementation, query, key, value, ids.astype(jnp.int32), window)
+    static_window = window if isinstance(window, int) else None
+    how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto")
+    traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
+    return attend_zigzag(how, axes.context, implementation, query, key, value, ids.astype(jnp.int32), traced_window)
 
 
 def _length_of(arrays: Any) -> int:
