@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jvarlen
 from tests.benchmark_modules import imported
 
 ROOT = Path(__file__).parents[1]
@@ -154,6 +155,26 @@ def test_products_of_bfloat16_survive_here(environment_for_bfloat16):
     bfloat16_on_cpu = sys.modules["support.bfloat16_on_cpu"]
     environment = os.environ | environment_for_bfloat16()
     subprocess.run([sys.executable, "-c", bfloat16_on_cpu.PRODUCTS], env=environment, check=True)
+
+
+attention = imported("support.gpu_attention")
+
+
+def test_what_attends_to_other_samples_is_seen_in_the_comparison(sizes, tables, attention):
+    def fail(*arguments):
+        raise RuntimeError("not | here")
+
+    ways = {"xla": attention.WAYS["xla"], "no mask": lambda q, k, v, samples: jvarlen.attend(q, k, v), "none": fail}
+    answer = {}
+    attention.compare_attention(sizes.QUICK, answer, lambda: None, lambda call, **_: 0.5, ways)
+    assert list(answer) == ["packed 2×64", "padded 2×32"]
+    for of in answer.values():
+        assert of["xla"]["difference"] < 0.02
+        assert of["none"] == {"error": "RuntimeError: not | here"}
+    assert answer["packed 2×64"]["no mask"]["difference"] > 0.1
+    text = "\n".join(tables.kernel_table({"attention alone": answer}))
+    assert "| packed 2×64 | xla | 500.00 |" in text
+    assert "RuntimeError: not / here" in text
 
 
 def test_what_failed_or_is_missing_is_in_the_report(sizes, tables):

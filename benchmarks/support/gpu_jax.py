@@ -23,6 +23,8 @@ from support.gpu_worker import Answer, Save, run_parts, said, say
 # Last on the path, so that they stand in only for what is missing.
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
 
+from support.gpu_attention import compare_attention
+
 import jvarlen
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.distributed.layout import Layout
@@ -128,10 +130,9 @@ def fastest(call: Callable[[], Any], *, num_in_turn: int = 1, repeats: int) -> f
 def measure_attention(sizes: Sizes, answer: Answer) -> None:
     """Seconds of a step in the longest shape by each implementation; why one does not run counts as an answer."""
     shape = (sizes.max_tokens // sizes.longest, sizes.longest)
-    for implementation in sizes.attention if len(sizes.attention) > 1 else ():
-        name = implementation or "as jvarlen chooses"
+    for name in sizes.attention if len(sizes.attention) > 1 else ():
         try:
-            trainer = Trainer(sizes, implementation)
+            trainer = Trainer(sizes, name)
             answer[name] = {"step_s": trainer.seconds(trainer.compile([shape]), shape, sizes.repeats)}
         except Exception as error:  # a library of CUDA that is missing or too old, or not enough memory
             answer[name] = {"error": said(error)}
@@ -291,11 +292,10 @@ def measure_sort(sizes: Sizes, answer: Answer) -> None:
     answer |= {name: fastest(call, repeats=sizes.repeats) for name, call in calls.items()}
 
 
-def fastest_attention(found: Answer) -> str | None:
-    """The implementation to go on with; as jvarlen chooses where no other is faster."""
+def fastest_attention(found: Answer) -> str:
+    """The implementation to go on with."""
     times = {name: of["step_s"] for name, of in found.items() if "step_s" in of}
-    name = min(times, key=lambda name: times[name], default="as jvarlen chooses")
-    return None if name == "as jvarlen chooses" else name
+    return min(times, key=lambda name: times[name], default="auto")
 
 
 def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Callable[[Answer], None]]:
@@ -310,6 +310,7 @@ def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Cal
         "machine": lambda answer: tell_machine(sizes, answer),
         "matrices": lambda answer: measure_matrices(sizes, answer),
         "sort": lambda answer: measure_sort(sizes, answer),
+        "attention alone": lambda answer: compare_attention(sizes, answer, save, fastest),
         "attention": lambda answer: measure_attention(sizes, answer),
         "command buffers": lambda answer: measure_command_buffers(sizes, answer, trainer()),
         "epochs": lambda answer: measure_epochs(sizes, answer, trainer(), save),

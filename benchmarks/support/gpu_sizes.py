@@ -24,7 +24,9 @@ class Sizes(NamedTuple):
     length_multiple: int
     max_shapes: int
     num_samples: int
-    attention: tuple[str | None, ...]  # implementations of which the fastest is taken; None: as jvarlen chooses
+    attention: tuple[str, ...]  # implementations of which the fastest is taken
+    packed_rows: tuple[tuple[int, int], ...]  # rows and length, of which attention is compared
+    padded_rows: tuple[int, int]
     matrix_sizes: tuple[int, ...]
     repeats: int
     num_loop_steps: int
@@ -44,7 +46,9 @@ FULL = Sizes(
     length_multiple=128,
     max_shapes=8,
     num_samples=100_000,
-    attention=(None, "cudnn"),
+    attention=("auto", "triton", "cudnn"),
+    packed_rows=((1, 8192), (4, 2048)),
+    padded_rows=(8, 512),
     matrix_sizes=(4096, 8192, 16_384),
     repeats=7,
     num_loop_steps=40,
@@ -63,7 +67,9 @@ QUICK = FULL._replace(
     length_multiple=32,
     max_shapes=2,
     num_samples=500,
-    attention=(None,),
+    attention=("auto",),
+    packed_rows=((2, 64),),
+    padded_rows=(2, 32),
     matrix_sizes=(64,),
     repeats=1,
     num_loop_steps=4,

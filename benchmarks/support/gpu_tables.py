@@ -25,6 +25,7 @@ def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, *, quick: bool)
     peak = best_rate(of_jax)
     sections = {
         "Matrix products": rate_table(of_jax, of_torch),
+        "Attention alone": kernel_table(of_jax),
         "Attention": attention_table(of_jax),
         "Shapes": shape_table(sizes, of_jax, peak),
         "Epochs": epoch_table(of_jax, peak),
@@ -75,6 +76,28 @@ def rate_table(of_jax: Answers, of_torch: Answers) -> list[str]:
     header = "TFLOP/s in bfloat16|" + "|".join(f"{int(size):,}³" for size in columns)
     rows = ([name, *(tera(of.get(size, math.nan)) for size in columns)] for name, of in rates.items() if of)
     return [*table(header, rows), "", "The best of JAX's is the matrix rate below."]
+
+
+def kernel_table(of_jax: Answers) -> list[str]:
+    rows = [
+        (
+            case,
+            way,
+            f"{of['seconds'] * 1e3:.2f}" if "seconds" in of else of["error"].replace("|", "/"),
+            f"{of['temporaries_bytes'] / 1e6:.1f}" if "seconds" in of else "–",
+            f"{of['difference']:.1e}" if "seconds" in of else "–",
+        )
+        for case, ways in of_jax.get("attention alone", {}).items()
+        for way, of in ways.items()
+    ]
+    if not rows:
+        return []
+    return [
+        *table("rows|by|ms, forward and backward|temporaries, MB|largest difference from float32", rows),
+        "",
+        "Causal, bfloat16, 8 heads of queries and 2 of keys, of 128. More than some hundredths of difference are pairs "
+        "of samples that are not the same.",
+    ]
 
 
 def attention_table(of_jax: Answers) -> list[str]:

@@ -32,7 +32,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ()}
 _ANYWHERE = ("blocks", "dense")
 _TAKES = {  # what supports() asks for
     "cudnn": "16-bit floats and rows of one sample, where cuDNN is installed",
-    "triton": "float32 and 16-bit floats, 16 queries or more, and heads of 512 bytes at most",
+    "triton": "float32 and 16-bit floats, and heads of 512 bytes at most",
 }
 _MODULES = {"xla": "dense"}  # by other names than their own
 

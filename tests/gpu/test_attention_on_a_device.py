@@ -1,4 +1,4 @@
-"""Attention on a device: the same numbers whole and in chunks, and finite ones for rows without a token."""
+"""Attention on a device: the same numbers by every implementation, none of another sample, finite without a token."""
 
 import functools
 
@@ -15,8 +15,14 @@ LENGTHS = np.array(
 IS_TOKEN = np.arange(LENGTHS.max()) < LENGTHS[:, None]
 
 
-def random_qkv(dtype):
-    shape = (*IS_TOKEN.shape, 2, 16)
+# Of samples that end within blocks and with them, of one token, and with padding between them.
+PACKED = np.stack(
+    [np.repeat(ids, lengths) for ids, lengths in (((1, 2, 0, 3), (64, 1, 35, 200)), ((4, 5), (170, 130)))]
+)
+
+
+def random_qkv(dtype, rows=4):
+    shape = (rows, IS_TOKEN.shape[1], 2, 16)
     return [jax.random.normal(key, shape).astype(dtype) for key in jax.random.split(jax.random.key(0), 3)]
 
 
@@ -36,15 +42,20 @@ def whole():
     return outputs_and_gradients("xla", *random_qkv("float32"))
 
 
-@pytest.mark.parametrize("implementation", ["blocks", "auto"])
-def test_all_forms_give_the_numbers_of_the_whole(whole, implementation):
+def skip_unless_here(implementation, on_gpu):
+    if implementation in ("cudnn", "triton") and not on_gpu:
+        pytest.skip(f"{implementation} is for GPUs")
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "triton", "auto"])
+def test_all_forms_give_the_numbers_of_the_whole(whole, implementation, on_gpu):
+    skip_unless_here(implementation, on_gpu)
     compare(whole, outputs_and_gradients(implementation, *random_qkv("float32")), atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["auto", "cudnn"])
+@pytest.mark.parametrize("implementation", ["auto", "triton", "cudnn"])
 def test_bfloat16_gives_the_numbers_of_float32_to_its_rounding(whole, implementation, on_gpu):
-    if implementation == "cudnn" and not on_gpu:
-        pytest.skip("cuDNN is for GPUs")
+    skip_unless_here(implementation, on_gpu)
     compare(whole, outputs_and_gradients(implementation, *random_qkv("bfloat16")), atol=0.1)
 
 
@@ -53,3 +64,35 @@ def compare(expected, found, atol):
     check(found[0], expected[0])
     for grad, expected_grad in zip(found[1], expected[1], strict=True):
         check(grad, expected_grad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("implementation", ["auto", "blocks", "triton", "xla"])
+def test_packed_samples_give_what_each_gives_alone_and_nothing_of_another_flows_in(
+    implementation, causal, dtype, on_gpu
+):
+    skip_unless_here(implementation, on_gpu)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(qkv, ids, implementation):
+        outputs, vjp = jax.vjp(
+            lambda *qkv: attend(*qkv, segment_ids=ids, causal=causal, implementation=implementation), *qkv
+        )
+        return outputs, *vjp(jnp.cos(outputs))
+
+    with jax.default_matmul_precision("highest"):
+        qkv = random_qkv(dtype, len(PACKED))
+        found = run(qkv, jnp.array(PACKED), implementation)
+        for id_ in range(1, PACKED.max() + 1):
+            is_sample = id_ == PACKED
+            row, positions = is_sample.any(axis=1).argmax(), is_sample.any(axis=0)
+            alone = [x[row : row + 1, positions].astype(jnp.float32) for x in qkv]
+            expected = run(alone, jnp.ones((1, positions.sum()), int), "xla")
+            for a, b in zip(found, expected, strict=True):
+                tolerance = 1e-5 if dtype == "float32" else 0.1
+                np.testing.assert_allclose(a[row, positions].astype(jnp.float32), b[0], atol=tolerance, rtol=0)
+        is_changed = jnp.array(PACKED == 2)[..., None, None]
+        changed = run([jnp.where(is_changed, 3, x) for x in qkv], jnp.array(PACKED), implementation)
+        for a, b in zip(changed, found, strict=True):
+            np.testing.assert_array_equal(a[PACKED != 2], b[PACKED != 2])
