@@ -1,7 +1,8 @@
 """Attention that excludes padding and the other samples of a row.
 
 - `attention`: `attend`, and which implementation serves. `blocks`, `dense`: loops over blocks; all pairs at once.
-  `triton`, `cudnn`: kernels for NVIDIA GPUs. `splash`: JAX's kernel for TPUs.
+  `triton`, `cudnn`: kernels for NVIDIA GPUs. `splash`: JAX's kernel for TPUs. `platforms`: a function by
+  the platform that is compiled for.
 - `seen`: which keys a query sees, and which blocks meet. `masks`: the same as arrays of booleans.
 - `zigzag`: attention to the positions of other devices.
 """

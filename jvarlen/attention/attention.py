@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Integer
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.pytree import describe
 from jvarlen.attention import AttentionImplementation
 from jvarlen.attention.masks import padding_mask, window_in_force
+from jvarlen.attention.platforms import PLATFORMS, by_platform
 from jvarlen.attention.seen import How, Seen, varying_axes
 
 __all__ = ["attend", "backward", "forward"]
@@ -28,11 +27,12 @@ __all__ = ["attend", "backward", "forward"]
 _SHORT = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries, likewise
 # By platform, the first that supports the arrays.
-_KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ()}
+_KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
 _TAKES = {  # what supports() asks for
     "cudnn": "16-bit floats and rows of one sample, where cuDNN is installed",
     "triton": "float32 and 16-bit floats, and heads of 512 bytes at most",
+    "splash": "float32 and bfloat16, heads of 256 numbers at most, and windows that are known when compiling",
 }
 _MODULES = {"xla": "dense"}  # by other names than their own
 
@@ -180,18 +180,21 @@ def backward(
     return _by_platform(how, by, query, key, value, seen, output, log_sums, grad)
 
 
-def _by_platform(how: How, by: Any, query: Array, key: Array, value: Array, seen: Seen, *kept: Array) -> Any:
+def _by_platform(how: How, by: Any, *args: Any) -> Any:
     """`by(module, …)` with the module for the platform that is compiled for."""
-    names = {platform: _name_for(platform, how, query, key, seen) for platform in ("default", *_KERNELS)}
-    branches = {platform: functools.partial(by, _module(name)) for platform, name in names.items()}
-    args = (query, key, value, seen, *kept)
-    if len(set(names.values())) == 1:
-        return branches["default"](*args)
-    return lax.platform_dependent(*args, **branches)
+
+    def on(
+        platform: str, query: Array, key: Array, value: Array, seen: Seen, *kept: Array, is_split: bool = False
+    ) -> Any:
+        name = _name_for(platform, how, query, key, seen, is_split=is_split)
+        return by(_module(name), query, key, value, seen, *kept)
+
+    functions = {platform: functools.partial(on, platform) for platform in ("default", *PLATFORMS)}
+    return by_platform(*args, **functions)
 
 
-def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen) -> str:
-    """The implementation for a platform."""
+def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, is_split: bool) -> str:
+    """The implementation for a platform; no kernel where the compiler shares operations between devices."""
     if how.implementation != "auto":
         name = _MODULES.get(how.implementation, how.implementation)
         if name in _ANYWHERE or _module(name).supports(how, query, key, seen):
@@ -201,35 +204,15 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen) -> 
             f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
             f"with causal={how.causal}, window={how.window}: {f'it takes {hint}; ' if hint else ''}leave it out"
         )
-    kernels = _KERNELS.get(platform, ())
-    if kernels and varying_axes(query):
-        if jax.default_backend() != "cpu":
-            _say_once("attention inside shard_map(check_vma=True) takes no kernel: check_vma=False lets it")
-        kernels = ()
-    if _is_split_by_compiler():  # which would have every device compute all of a kernel
-        kernels = ()
-    for name in kernels:
+    for name in () if is_split else _KERNELS.get(platform, ()):
         if _module(name).supports(how, query, key, seen):
             return name
     is_short = key.shape[1] < _SHORT or query.shape[1] < _FEW
     return "dense" if is_short or platform == "cuda" else "blocks"
 
 
-def _is_split_by_compiler() -> bool:
-    """Whether this is for a mesh some axes of which are left to the compiler."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(
-        size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
-
-
 def _module(name: str) -> Any:
     return importlib.import_module(f"jvarlen.attention.{name}")
-
-
-@functools.cache
-def _say_once(what: str) -> None:
-    warnings.warn(what, stacklevel=2)
 
 
 def _ids(given: Array | None, num_rows: int, length: int) -> Array:

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float
 
-from jvarlen.attention.seen import How, Seen, block_ranges
+from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -23,7 +23,6 @@ _LANES = 128  # blocks are multiples of it
 _LARGEST_BLOCK = 512
 _LARGEST_HEAD = 256
 _LARGEST_TABLE = 96 * 1024  # numbers in scalar memory, of which there are two a block, and 2**18 in all
-_UNSEEN = kernels.DEFAULT_MASK_VALUE  # what the kernel takes for the logit of a key that is not seen
 
 
 def supports(how: How, query: jax.ShapeDtypeStruct | Array, key: jax.ShapeDtypeStruct | Array, seen: Seen) -> bool:
@@ -50,16 +49,16 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
-    """The outputs and the logarithms of the sums of the softmax, both in float32; 0 where no key is seen."""
+    """Outputs, and logarithms of the sums of the softmax, in float32; 0 and `UNSEEN` where no key is seen."""
     table, options = _table(how, seen, "queries"), _options(how, seen, interpret=interpret)
     kernel = kernels.SplashAttentionKernel(table, None, None, save_residuals=True, **options)
     query_key_value = (_one_sequence(x) for x in (_scaled(how, query), key, value))
     output_HxSxK, (log_sums_HxS,) = kernel(*query_key_value, segment_ids=_ids(seen))
     log_sums_BxQxH = _rows(log_sums_HxS, query)
     # The kernel takes padding for one more sample, and gives means, or divides 0 by 0, where no key is seen.
-    sees_BxQxH = (seen.query_ids != 0)[..., None] & (log_sums_BxQxH > _UNSEEN / 2)
+    sees_BxQxH = (seen.query_ids != 0)[..., None] & (log_sums_BxQxH > UNSEEN / 2)
     output = jnp.where(sees_BxQxH[..., None], _rows(output_HxSxK, query).astype(jnp.float32), 0)
-    return output, jnp.moveaxis(jnp.where(sees_BxQxH, log_sums_BxQxH, _UNSEEN), 2, 1)
+    return output, jnp.moveaxis(jnp.where(sees_BxQxH, log_sums_BxQxH, UNSEEN), 2, 1)
 
 
 def backward(
@@ -76,8 +75,8 @@ def backward(
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B T N K"], Float[Array, "B T N K"]]:
     """Gradients of queries, in float32, and of keys and values."""
     log_sums_BxQxH = jnp.moveaxis(log_sums, 1, 2)
-    sees_BxQxH = log_sums_BxQxH > _UNSEEN / 2
-    log_sums_BxQxH = jnp.where(sees_BxQxH, log_sums_BxQxH, -_UNSEEN)  # so that all weights are 0
+    sees_BxQxH = log_sums_BxQxH > UNSEEN / 2
+    log_sums_BxQxH = jnp.where(sees_BxQxH, log_sums_BxQxH, -UNSEEN)  # so that all weights are 0
     grad = jnp.where(sees_BxQxH[..., None], grad, 0).astype(query.dtype)
     query_HxSxK, key_NxSxK, value_NxSxK, output_HxSxK, log_sums_HxSx1, grad_HxSxK = (
         _one_sequence(x) for x in (_scaled(how, query), key, value, output, log_sums_BxQxH[..., None], grad)
@@ -102,7 +101,7 @@ def _options(how: How, seen: Seen, *, interpret: bool) -> dict[str, Any]:
     )
     return {
         "block_sizes": block_sizes, "mask_function": _CausalMask(how.window) if how.causal else None,
-        "mask_value": _UNSEEN, "is_mqa": False, "attn_logits_soft_cap": None, "residual_checkpoint_name": None,
+        "mask_value": UNSEEN, "is_mqa": False, "attn_logits_soft_cap": None, "residual_checkpoint_name": None,
         "interpret": interpret,
     }  # fmt: skip
 

@@ -2,15 +2,20 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jvarlen.attention import splash
+from jvarlen.attention import attend, splash
 from jvarlen.attention.seen import How, Seen
+from tests.attention.lowering import lower_for
+from tests.meshes import data_mesh
 
 HOW = How(causal=True, scale=0.3, window=None, offset=None, is_rows=False, implementation="splash")
 
@@ -156,3 +161,57 @@ def test_the_gradient_of_the_kernel_still_takes_what_is_given_to_it():
         "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
         "attn_logits_soft_cap", "interpret", "res", "do",
     ]  # fmt: skip
+
+
+FORWARD = ["splash_mha_fwd_segmented_residuals"]
+BOTH = ["splash_mha_dkv_segmented_no_residuals", "splash_mha_dq_segmented_no_residuals", *FORWARD]
+ROWS_FORMS = {
+    "packed": {"segment_ids": jnp.ones((2, 600), jnp.int32)},
+    "padded": {"lengths": jnp.array([600, 7])},
+    "window": {"window": 100},
+    "both ways": {"causal": False},
+    "offset": {"query_offset": jnp.array([3, 4])},
+}
+
+
+def kernels_for(platform, function, *arguments):
+    return sorted(re.findall(r'kernel_name = "(\w+)"', lower_for(platform, function, *arguments)))
+
+
+@pytest.mark.parametrize("form", ROWS_FORMS)
+def test_programs_for_tpus_hold_the_kernels_and_others_do_not(form):
+    def loss(x):
+        return jnp.sum(attend(x, x[:, :, :1], x[:, :, :1], **ROWS_FORMS[form]).astype(jnp.float32))
+
+    x = jnp.ones((2, 600, 2, 64), jnp.bfloat16)
+    assert kernels_for("tpu", loss, x) == FORWARD
+    assert kernels_for("tpu", jax.grad(loss), x) == BOTH
+    assert "tpu_custom_call" not in lower_for("cpu", jax.grad(loss), x)
+    assert "tpu_custom_call" not in lower_for("cuda", jax.grad(loss), x)
+
+
+def test_programs_for_tpus_hold_the_kernels_in_loops_with_rematerialization_and_on_each_device_of_a_mesh():
+    def loss(x, x_of_layers):
+        layer = jax.checkpoint(lambda x, y: (x + attend(x, y, y), None))
+        return jnp.sum(jax.lax.scan(layer, x, x_of_layers)[0])
+
+    def on_devices(check_vma, x, x_of_layers):
+        return jax.shard_map(
+            jax.grad(loss), mesh=data_mesh(2), in_specs=(P("data"), P(None, "data")), out_specs=P("data"),
+            check_vma=check_vma,
+        )(x, x_of_layers)  # fmt: skip
+
+    x = jnp.ones((2, 600, 2, 64))
+    x_of_layers = jnp.stack([x, x])
+    for function in (jax.grad(loss), functools.partial(on_devices, True), functools.partial(on_devices, False)):
+        assert set(kernels_for("tpu", function, x, x_of_layers)) == set(BOTH)
+    shared = jax.device_put(x, NamedSharding(data_mesh(2), P("data")))  # by the compiler, which cannot split kernels
+    assert not kernels_for("tpu", jax.grad(loss), shared, x_of_layers)
+
+
+def test_what_the_kernel_does_not_take_is_loops_for_tpus_and_refused_by_name():
+    x = jnp.ones((1, 600, 2, 300))
+    assert "while" in lower_for("tpu", lambda x: attend(x, x, x), x)
+    assert kernels_for("tpu", lambda x: attend(x, x, x), x) == []
+    with pytest.raises(ValueError, match=r"'splash' does not support query .*300.*heads of 256"):
+        attend(x, x, x, implementation="splash")

@@ -1,0 +1,94 @@
+"""A function by the platform that is compiled for, of which the others are not even traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
+
+from jvarlen.attention.seen import varying_axes
+
+__all__ = ["PLATFORMS", "by_platform"]
+
+PLATFORMS = ("cuda", "tpu")
+
+
+def by_platform(*args: Any, default: Callable[..., Any], **functions: Callable[..., Any]) -> Any:
+    """`default(*args)`, or `function(*args, is_split=…)` of one of PLATFORMS, which gives arrays of the same types.
+
+    `is_split` says whether the compiler shares operations between devices, as it does outside `shard_map`. It cannot
+    share kernels.
+
+    `jax.lax.platform_dependent` traces all functions, and all are counted as operations and memory of a program: here
+    `default` stands for all. It is also what is differentiated. The functions take all arrays as arguments.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
+
+    def flat(function: Callable[..., Any], *leaves: Any, is_split: bool) -> list[Any]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves), is_split=is_split))
+
+    of_leaves = tuple((platform, functools.partial(flat, function)) for platform, function in functions.items())
+    return jax.tree.unflatten(jax.tree.structure(shapes), _by_platform.bind(*leaves, jaxpr=jaxpr, functions=of_leaves))
+
+
+_by_platform = Primitive("by_platform")
+_by_platform.multiple_results = True
+
+
+def _run(*args: Any, jaxpr: Any, functions: Any) -> Any:
+    del functions
+    return jaxpr_as_fun(jaxpr)(*args)
+
+
+def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions: Any) -> Any:
+    """The program of the function of a platform."""
+    devices = context.module_context.axis_context
+    if hasattr(devices, "manual_axes"):  # inside `shard_map`
+        is_split = any(size > 1 and name not in devices.manual_axes for name, size in devices.mesh.shape.items())
+    else:
+        is_split = (getattr(devices, "num_devices", None) or 1) > 1
+
+    def run(*args: Any) -> Any:
+        if platform not in dict(functions):
+            return _run(*args, jaxpr=jaxpr, functions=functions)
+        function = functools.partial(dict(functions)[platform], is_split=is_split)
+        if any(map(varying_axes, args)):  # a `shard_map` that checks them, where kernels do not tell theirs
+            function = jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
+        return function(*args)
+
+    return mlir.lower_fun(run)(context, *args)
+
+
+def _batched(args: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, functions: Any) -> tuple[list[Any], list[int]]:
+    def batched(function: Any, *args: Any, **options: Any) -> Any:
+        return jax.vmap(functools.partial(function, **options), axes)(*args)
+
+    others = {platform: functools.partial(batched, function) for platform, function in functions}
+    results = by_platform(*args, default=functools.partial(batched, jaxpr_as_fun(jaxpr)), **others)
+    return results, [0] * len(results)
+
+
+def _differentiated(args: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, functions: Any) -> Any:
+    del functions
+    places = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_varied(*varied: Any) -> Any:
+        given = dict(zip(places, varied, strict=True))
+        return jaxpr_as_fun(jaxpr)(*(given.get(i, arg) for i, arg in enumerate(args)))
+
+    return jax.jvp(of_varied, [args[i] for i in places], [tangents[i] for i in places])
+
+
+_by_platform.def_impl(_run)
+_by_platform.def_abstract_eval(lambda *_, jaxpr, functions: list(jaxpr.out_avals))
+batching.primitive_batchers[_by_platform] = _batched
+ad.primitive_jvps[_by_platform] = _differentiated
+mlir.register_lowering(_by_platform, mlir.lower_fun(_run))
+for _platform in PLATFORMS:
+    mlir.register_lowering(_by_platform, functools.partial(_lowered_for, _platform), platform=_platform)
