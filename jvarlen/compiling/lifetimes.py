@@ -90,7 +90,7 @@ class _Flat:
         if name in by_name:
             return by_name[name](eqn, takes)
         inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
-        if inner is not None:
+        if inner is not None and name != "pallas_call":  # whose arrays are blocks, in a kernel
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, takes)
         gives = self.values(eqn.outvars)
         self._add(name, takes, gives)
