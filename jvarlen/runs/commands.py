@@ -59,7 +59,14 @@ from jvarlen.runs.model import (
     params_dtype,
     with_model,
 )
-from jvarlen.runs.plan_config import PlanConfig, epoch_plan, note_on_candidates, note_on_overlong, shapes_for
+from jvarlen.runs.plan_config import (
+    PlanConfig,
+    epoch_plan,
+    note_on_balance,
+    note_on_candidates,
+    note_on_overlong,
+    shapes_for,
+)
 
 if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
@@ -151,8 +158,9 @@ class PlanCommand:
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
         report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
-        notes = note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
-        say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
+        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
+        notes = filter(None, (note_on_candidates(settings, shapes, lengths), *of_plan))
+        say(*corpus, report, *notes, f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, settings.budget)
         say(f"\n{comparison_table(comparison)}")
         if self.out is not None:

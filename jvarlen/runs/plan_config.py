@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
+from jvarlen.planning.balance import balance_plan, packed_row_costs, rank_costs
 from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
@@ -32,12 +33,14 @@ __all__ = [
     "PlanConfig",
     "epoch_plan",
     "evaluation_plans",
+    "note_on_balance",
     "note_on_candidates",
     "note_on_overlong",
     "shapes_for",
 ]
 
 _USUAL_LENGTH = 1024
+_PAIRS = CostModel(constant=0.0, linear=0.0, quadratic=1.0)
 SHAPES_FILE = "shapes.json"  # in a run directory
 MODEL_FILES = ("cost_model", "memory_model")  # settings that name files, of which a run directory has copies
 
@@ -298,9 +301,11 @@ def epoch_plan(
     plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"], *, seed: int, epoch: int
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
+    # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
+    # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
     order = plan._make_order(shapes.new_shape_every if epoch == 0 else 0)
     of_samples, of_rows = orders_of_packing(order, plan.packing) if plan.packing else (order, order)
-    return make_plan(
+    made = make_plan(
         _rows_of(plan, shapes.buckets, lengths, of_samples, seed, epoch, method=plan.packing),
         shapes.buckets,
         microbatches_per_step=plan.num_microbatches,
@@ -310,6 +315,20 @@ def epoch_plan(
         epoch=epoch,
         overlong=plan.bucket_overlong,
     )
+    return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if _is_balanced(made) else made
+
+
+def note_on_balance(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:
+    """How much attention the costliest microbatches have, where rows were dealt to them by it; None elsewhere."""
+    if not _is_balanced(plan):
+        return None
+    pairs = rank_costs(plan, packed_row_costs(plan, lengths, _PAIRS), plan.microbatches_per_step)
+    above_mean = pairs.max(axis=1).sum() / pairs.mean(axis=1).sum()
+    return f"rows are dealt to microbatches by attention: the costliest of a step has {above_mean:.2f} times the mean"
+
+
+def _is_balanced(plan: Plan) -> bool:
+    return plan.is_packed and len(plan.buckets[0].lengths) == 1 and plan.microbatches_per_step > 1
 
 
 def evaluation_plans(

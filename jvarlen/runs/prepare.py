@@ -35,7 +35,7 @@ from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
 from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
-from jvarlen.runs.plan_config import ChosenShapes, note_on_candidates, note_on_overlong
+from jvarlen.runs.plan_config import ChosenShapes, note_on_balance, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
@@ -151,7 +151,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
         seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
         report = plan.report(rates, lengths=lengths, **seconds)
-        notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
+        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
+        notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths), *of_plan
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
         config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement, {}

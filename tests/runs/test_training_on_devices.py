@@ -101,16 +101,17 @@ def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cac
 
 
 @pytest.mark.slow
-def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilation_cache):
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_a_layout_changes_no_number_and_another_one_resumes(packing, tmp_path, compilation_cache):
     config = run_fit.make_config(tmp_path, compilation_cache)
     model = DecoderConfig(num_layers=1, width=16, num_heads=1)  # with matrices that are large enough for shards
-    plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12)
+    plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12, packing=packing)
     config, data = changed(config, decoder=model, plan=plan), run_fit.make_data()
     alone = fit(config, data)
     interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
     stopped = fit(changed(config, parallel="zero2.data3"), interrupting)
     assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
-    moments = [leaf for leaf in jax.tree.leaves(stopped.state.opt_state) if leaf.size >= 1024]
+    moments = [leaf for leaf in jax.tree.leaves(stopped.state.opt_state) if leaf.size >= 1024 and leaf.ndim == 2]
     assert moments
     assert all(leaf.addressable_shards[0].data.size == leaf.size // 3 for leaf in moments)
     assert {leaf.shape for leaf in moments} >= {(258, 16), (16, 258)}  # three does not divide 257

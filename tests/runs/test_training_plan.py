@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import lr_sequence
+from jvarlen import CostModel, Order, lr_sequence, make_plan, pack_samples
+from jvarlen.planning.balance import packed_row_costs, rank_costs
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.runs.plan_config import epoch_plan, note_on_balance, shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
@@ -48,6 +50,63 @@ PACKED = FitConfig(
     num_epochs=3,
     plan=PlanConfig(max_tokens=2048, max_length=2048, row_lengths=(2048,), packing="best_fit", block_size=64),
 )
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "wrapped"])
+def test_microbatches_of_packed_rows_have_nearly_equal_attention_for_any_devices(packing, tmp_path):
+    """The steps hold what they held, and neither devices nor a cost model have a say in who computes what."""
+    lengths = np.random.default_rng(1).lognormal(4, 1.2, 6_000).clip(1, 1_024).astype(int)
+    options = {"max_length": 1_024, "length_multiple": 8, "packing": packing, "overlong": None}
+    settings = PlanConfig(max_tokens=4_096, microbatches_per_step=8, **options)
+    CostModel(1e-3, 1e-6, 1e-9).save(tmp_path / "cost.json")
+    costed = dataclasses.replace(settings, cost_model=tmp_path / "cost.json", max_shapes=1)
+    dealt, same = (epoch_plan(each, shapes_for(each, lengths), lengths, seed=3, epoch=1) for each in (settings, costed))
+    made = make_plan(
+        _packed(settings, lengths), dealt.buckets, microbatches_per_step=8, order="shuffle", seed=3, epoch=1
+    )
+    assert dealt.digest == same.digest != made.digest
+    np.testing.assert_array_equal(dealt.num_tokens, made.num_tokens)
+    np.testing.assert_array_equal(dealt.step_bucket, made.step_bucket)
+    for step in range(made.num_steps):
+        of_step = slice(made.step_offsets[step], made.step_offsets[step + 1])
+        assert sorted(dealt.sample_ids[of_step]) == sorted(made.sample_ids[of_step])
+    for num_ranks in (2, 4, 8):
+        waits = [_waits(plan, lengths, num_ranks) for plan in (made, dealt)]
+        for before, after in zip(*waits, strict=True):  # once a step, and in every microbatch
+            assert after - 1 < 0.4 * (before - 1)
+
+
+def _packed(settings, lengths):
+    order = Order("shuffle")
+    return pack_samples(lengths, 1_024, method=settings.packing, order=order, seed=3, epoch=1)
+
+
+def _waits(plan, lengths, num_ranks):
+    """What ranks wait for over the mean work, if they meet once a step or in every microbatch."""
+    pairs = packed_row_costs(plan, lengths, CostModel(0.0, 0.0, 1.0))
+    work_SxPxA = rank_costs(plan, pairs, 8).reshape(plan.num_steps, num_ranks, -1)
+    slowest = work_SxPxA.sum(axis=2).max(axis=1).sum(), work_SxPxA.max(axis=1).sum()
+    return [each / pairs.sum() * num_ranks for each in slowest]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_dealt"),
+    [({}, False), ({"packing": "best_fit"}, True), ({"packing": "best_fit", "microbatches_per_step": 1}, False)],
+)
+def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
+    settings = dataclasses.replace(PLAN, **{"microbatches_per_step": 4} | options)
+    plan = epoch_plan(settings, shapes_for(settings, LENGTHS), LENGTHS, seed=0, epoch=0)
+    given = LENGTHS
+    if "packing" in options:
+        given = pack_samples(LENGTHS, 32, order="shuffle", overlong="truncate")
+    made = make_plan(
+        given,
+        plan.buckets,
+        microbatches_per_step=plan.microbatches_per_step,
+        overlong="error" if "packing" in options else "truncate",
+    )
+    assert (plan.digest != made.digest) == is_dealt
+    assert (note_on_balance(plan, LENGTHS) is not None) == is_dealt
 
 
 @pytest.mark.parametrize("unit", ["steps", "tokens"])
