@@ -17,6 +17,7 @@ from torch_ref.assign import Items, assign_buckets
 from torch_ref.buckets import Bucket, Buckets, PairBucket, check_buckets, check_steps, make_buckets
 from torch_ref.budget import Budget, as_budget, check_names, only_microbatches
 from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.choice import choose_by_seconds, settle_packing
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import (
     PairSize,
@@ -57,6 +58,7 @@ class Plan:
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
         new_shape_every: what the plan was made with, for its report; a plan that was loaded has 0.
+        reason: why rows are packed or not, where packing="auto" chose; a plan that was loaded has none.
         samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
             order: 1 where each sample is a row. Not in the digest. A plan from a file of an earlier version counts its
             own rows.
@@ -74,6 +76,7 @@ class Plan:
     num_dropped: int = 0
     num_truncated: int = 0
     new_shape_every: int = 0
+    reason: str = ""
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -280,6 +283,7 @@ class Plan:
         return (
             f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{cut}; digest {self.digest[:16]}"
             + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
+            + (f"\n{self.reason}" if self.reason else "")
         )
 
     def _positions(self) -> NDArray[np.int64]:
@@ -321,7 +325,10 @@ def make_plan(
             if the order is "shuffle". An order array chooses which. "best_fit": buckets have one length unless they are
             given or there is a cost; pairs have one bucket, of `choose_row_lengths`. "wrapped": the only bucket is
             given, or `max_length` long, or as long as the longest sample; rows are in the order of their samples unless
-            it is "shuffle", or with `chunks_in_order`.
+            it is "shuffle", or with `chunks_in_order`. "auto": single samples, packed rows ("best_fit") of several
+            lengths, or of one, whichever has the fewest seconds in the first epoch by the cost and `compile_seconds`;
+            but packed rows with overlong="split" or `chunks_in_order`, and single samples with a difficulty, pacing,
+            another order than "shuffle", a block_size or a strategy that takes another word than "optimal".
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
@@ -342,6 +349,12 @@ def make_plan(
     order = as_order(order)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     _check_pacing(pacing, order)
+    if packing == "auto":
+        where: dict[str, Any] = {"order": order, "overlong": overlong, "seed": seed}
+        is_ranked = {"difficulty": difficulty is not None, "pacing": pacing is not None}
+        packing, chosen_by, reason = _settle(lengths, buckets, budget, is_ranked, where)
+        where |= {"difficulty": difficulty, "pacing": pacing, "packing": packing, "epoch": epoch}
+        return replace(make_plan(lengths, chosen_by, **where), reason=reason)
     if packing is not None:
         _check_packing_word(packing, lengths, order, difficulty is not None or pacing is not None)
     if buckets is not None and not isinstance(buckets, Budget):
@@ -350,10 +363,7 @@ def make_plan(
         check_pair_size(pair_size)
         checked = Buckets(check_buckets(buckets), getattr(buckets, "microbatches_per_step", None), pair_size)
     else:
-        check_names(budget)
-        if buckets is None and "max_tokens" not in budget:
-            raise ValueError("give buckets, or max_tokens to choose them by")
-        limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
+        limits = _limits(buckets, budget)
         num_microbatches = limits.microbatches_per_step
         chosen = _choose(lengths, limits, overlong, packing, order, seed)
         checked = Buckets(chosen, num_microbatches, limits.pair_size)
@@ -484,6 +494,39 @@ def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
         return lengths.num_tokens
     values = np.asarray(lengths)
     return check_pair_lengths(values) if values.ndim == 2 and values.shape[1] == 2 else check_lengths(lengths)
+
+
+def _limits(buckets: Budget | None, fields: dict[str, Any]) -> Budget:
+    """Return the budget that chooses buckets, with other fields as keywords."""
+    check_names(fields)
+    if buckets is None and "max_tokens" not in fields:
+        raise ValueError("give buckets, or max_tokens to choose them by")
+    return Budget(**fields) if buckets is None else as_budget(buckets, fields)
+
+
+def _settle(
+    lengths: ArrayLike | Packing,
+    buckets: Sequence[tuple[int, ...]] | Budget | None,
+    fields: dict[str, Any],
+    is_ranked: dict[str, bool],
+    where: dict[str, Any],
+) -> tuple[str | None, Buckets | Budget, str]:
+    """Return what packing="auto" comes to: the method, the buckets or what chooses them, and why."""
+    if isinstance(lengths, Packing):
+        raise ValueError('packing="auto" packs samples, got a Packing')
+    if buckets is not None and not isinstance(buckets, Budget):
+        raise ValueError('packing="auto" chooses the buckets: give max_tokens and cost, not buckets')
+    limits, order = _limits(buckets, fields), where["order"]
+    is_other = isinstance(limits.strategy, str) and limits.strategy != "optimal"
+    is_single = {"order": order.name != "shuffle", "block_size": order.blocks is not None, "strategy": is_other}
+    is_packed = {'overlong="split"': where["overlong"] == "split", "chunks_in_order": order.chunks_in_order}
+    method, reason = settle_packing(is_packed, is_ranked | is_single)
+    if method != "auto":
+        return method, limits, reason
+    first, reason = choose_by_seconds(
+        lambda budget, method: make_plan(lengths, budget, packing=method, **where), lengths, limits
+    )
+    return None if first.row_offsets is None else "best_fit", first.buckets, reason
 
 
 def _choose(

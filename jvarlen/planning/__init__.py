@@ -6,6 +6,7 @@
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.
 - `batching`: greedy token batches, without buckets.
 - `packings`, `packing`, `placing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
+- `candidates`: padded or packed shapes, by the seconds of an epoch.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `balance`: work dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.

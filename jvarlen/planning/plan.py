@@ -11,7 +11,7 @@ import functools
 import operator
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders
-from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets, make_buckets, rows_of_steps
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, make_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, round_up
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import (
@@ -242,7 +242,7 @@ def make_plan(
     order: str | Order | npt.ArrayLike = "shuffle",
     difficulty: Difficulty | None = None,
     pacing: Pacing | ValuePacing | None = None,
-    packing: PackingMethod | None = None,
+    packing: PackingMethod | Literal["auto"] | None = None,
     overlong: PackedOverlong = "error",
     seed: int = 0,
     epoch: int = 0,
@@ -273,7 +273,11 @@ def make_plan(
         `choose_row_lengths`. A shuffled order is packed in blocks of `Order.block_size`. `"wrapped"` cuts samples at
         the ends of rows, which are `max_length` long, or as the only bucket or the longest sample; rows come in the
         order of the samples, except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with
-        difficulty or pacing, nor in other orders with a block size.
+        difficulty or pacing, nor in other orders with a block size. `"auto"` takes padded shapes, packed shapes or one
+        packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to take least for an epoch,
+        `compile_seconds` included; `Plan.reason` says why. What only one of the two has decides it instead: packed
+        rows have `overlong="split"` and `chunks_in_order`, single samples difficulty, pacing, an order other than
+        `"shuffle"`, a block size and the strategies besides `"optimal"`.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -303,9 +307,14 @@ def make_plan(
     check_seed(seed, epoch)
     seed, epoch = int(seed), int(epoch)
     _check_pacing(pacing, order)
+    limits = in_place_of_buckets(buckets, budget)
+    if packing == "auto":
+        given: Any = {"difficulty": difficulty, "pacing": pacing}
+        packing, chosen_by, reason = _choose_packing(lengths, limits, order, given, overlong, seed)
+        given |= {"order": order, "packing": packing, "overlong": overlong, "seed": seed, "epoch": epoch}
+        return dataclasses.replace(make_plan(lengths, chosen_by, **given), reason=reason)
     if packing is not None:
         _check_packing(packing, lengths, difficulty, pacing)
-    limits = in_place_of_buckets(buckets, budget)
     packed: Packing | None = None
     if limits is None:
         num_microbatches = given_microbatches(budget, buckets)
@@ -366,6 +375,34 @@ def make_plan(
     ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
     plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
     return steps_in_chunk_order(plan, order.longest_first)
+
+
+def _choose_packing(
+    lengths: npt.ArrayLike | Packing,
+    limits: Budget | None,
+    order: Order,
+    given: Mapping[str, object],
+    overlong: PackedOverlong,
+    seed: int,
+) -> tuple[PackingMethod | None, Buckets[Bucket] | Budget, str]:
+    """What packing="auto" comes to: the method; the shapes, or what they are to be chosen by; and why."""
+    from jvarlen.planning.candidates import choose_candidate, decided_packing
+
+    if limits is None:
+        raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
+    if isinstance(lengths, Packing):
+        raise UserError('packing="auto" is for samples that are not packed yet')
+    is_single = {name: value is not None for name, value in given.items()}
+    is_single |= {"order": not is_by(order, "shuffle"), "block_size": block_size_of(order) is not None}
+    is_single["strategy"] = isinstance(limits.strategy, str) and limits.strategy != "optimal"
+    decided, reason = decided_packing(
+        ['overlong="split"'] * (overlong == "split") + ["chunks_in_order"] * order.chunks_in_order,
+        [name for name, is_given in is_single.items() if is_given],
+    )
+    if decided != "auto":
+        return decided, limits, reason
+    candidate, reason = choose_candidate(lengths, limits, overlong, order=order, seed=seed)
+    return candidate.method, candidate.buckets, reason
 
 
 def _choose_buckets(

@@ -102,6 +102,7 @@ class PlannedSteps:
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
+      reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
         where nothing is packed. Not in the digest. A plan from a file of an earlier version counts its own rows.
     """
@@ -115,6 +116,7 @@ class PlannedSteps:
     num_dropped: int = 0
     num_truncated: int = 0
     new_shape_every: int = 0
+    reason: str = ""
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -237,6 +239,8 @@ class PlannedSteps:
                 f"predicted: {seconds.sum():,.1f} s of steps, {compiling:,.1f} s of compiling "
                 f"{len(self.buckets)} buckets"
             )
+        if self.reason:
+            lines.append(self.reason)
         if learning_rates is not None:
             lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
         return "\n".join(lines)
