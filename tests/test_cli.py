@@ -90,13 +90,28 @@ def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(l
     seconds.save(tmp_path / "cost.json")
     num_bytes.save(tmp_path / "memory.json")
     models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
-    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05"]
+    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "none"]
     page = tmp_path / "plan.html"
     assert main(["plan", lengths_file, *models, *limits, "--html", str(page)]) == 0
     budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01, "memory": num_bytes, "max_bytes": 6000}
     figures = compare_strategies(make_plan(LENGTHS, **USUAL, **budget), LENGTHS, 4096, length_multiple=8, **budget)
     assert comparison_table(figures) in capsys.readouterr().out
     assert "Predicted seconds of each bucket" in page.read_text()
+
+
+def test_plan_chooses_packed_rows_by_a_cost_model_and_says_why(lengths_file, tmp_path, capsys):
+    seconds = CostModel(constant=0.0, linear=1e-3, quadratic=0.0)
+    seconds.save(tmp_path / "cost.json")
+    given = ["--cost-model", str(tmp_path / "cost.json"), "--compile-seconds", "3"]
+    assert main(["plan", lengths_file, *given]) == 0
+    printed = capsys.readouterr().out
+    budget = {"cost": seconds, "compile_seconds": 3.0, "length_multiple": 8, "max_length": 1024, "overlong": "truncate"}
+    plan = make_plan(LENGTHS, max_tokens=4096, packing="auto", **budget)
+    assert plan.is_packed
+    assert plan.reason in printed
+    assert f"digest {plan.digest}" in printed
+    assert main(["plan", lengths_file]) == 0
+    assert "one sample a row; training packs rows where that takes fewer seconds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("devices", [[], ["--devices", "2"]])
@@ -216,9 +231,12 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ("plan LENGTHS --max-tokens 4096 --overlong split", "--overlong split packs"),
         (
-            "plan LENGTHS --max-tokens 4096 --max-samples-per-row 3",
+            "plan LENGTHS --max-tokens 4096 --packing none --overlong split",
+            "--overlong (split) is for packed rows: it needs",
+        ),
+        (
+            "plan LENGTHS --max-tokens 4096 --packing none --max-samples-per-row 3",
             "--max-samples-per-row (3) is for packed rows: it needs --packing best_fit",
         ),
         ("plan LENGTHS --max-tokens 100 --max-length 504", "--max-tokens 100 leaves no row for a bucket"),

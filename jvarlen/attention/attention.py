@@ -22,9 +22,9 @@ from jvarlen.attention.masks import padding_mask, window_in_force
 from jvarlen.attention.platforms import PLATFORMS, by_platform
 from jvarlen.attention.seen import How, Seen, varying_axes
 
-__all__ = ["attend", "backward", "forward"]
+__all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
 
-_SHORT = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
+WHOLE_BELOW = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries, likewise
 # By platform, the first that supports the arrays.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
@@ -207,7 +207,7 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, 
     for name in () if is_split else _KERNELS.get(platform, ()):
         if _module(name).supports(how, query, key, seen):
             return name
-    is_short = key.shape[1] < _SHORT or query.shape[1] < _FEW
+    is_short = key.shape[1] < WHOLE_BELOW or query.shape[1] < _FEW
     return "dense" if is_short or platform == "cuda" else "blocks"
 
 

@@ -12,26 +12,30 @@ import hashlib
 import math
 import timeit
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_dataclass, save_dataclass
+from jvarlen._common.jaxprs import count_operations
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.compiling.lowering import StepCompiler
+from jvarlen.compiling.lowering import LoweredBucket, StepCompiler
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import Bucket, buckets_by_number
 from jvarlen.planning.budget import Budget
+from jvarlen.planning.candidates import ShapeCandidate, packed_candidates, padded_candidate, with_rows_of
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import Overlong, fit_lengths
+from jvarlen.planning.packings import Packing
 
 __all__ = [
+    "MOST_SHAPES",
     "Compiler",
     "RunCosts",
     "ShapeChoice",
@@ -41,11 +45,10 @@ __all__ = [
     "load_costs",
     "model_key",
     "save_costs",
-    "seconds_of_epoch",
     "simulated_seconds",
 ]
 
-_MOST_SHAPES = 24
+MOST_SHAPES = 24
 _LEAST_DELAY = 0.05  # the share of the seconds of compiling that a shape costs, even where steps go on undisturbed
 _SPACING = 1.1  # between two new shapes, over the seconds of compiling one
 
@@ -54,6 +57,7 @@ _SPACING = 1.1  # between two new shapes, over the seconds of compiling one
 _COMPILING_OVER_LOWERING = 10.0
 _SHARE_OF_PEAK = 0.5
 _MATRIX_SIZE = 1024
+_LEAST_SPREAD = 2.0  # of pairs a token, over which a run measures what a pair costs
 _MOST_PROGRAMS = 16  # of which the shapes are remembered, the newest
 
 
@@ -67,12 +71,43 @@ class Compiler(NamedTuple):
 
 
 class ShapeChoice(NamedTuple):
-    """The chosen shapes."""
+    """Shapes, and what a training in them takes."""
 
     buckets: tuple[Bucket, ...]
     new_shape_every: int  # steps between two new shapes, for `make_plan`; 0 where the order cannot be changed
     seconds: float  # predicted, of compiling and training
     num_steps: int  # of training
+    is_packed: bool = False
+    others: tuple[ShapeChoice, ...] = ()  # that were rejected, one for each kind of shapes
+
+    def __str__(self) -> str:
+        return f"{len(self.buckets)} {'packed' if self.is_packed else 'padded'} shape{'s' * (len(self.buckets) > 1)}"
+
+
+class _Training(NamedTuple):
+    """What is simulated."""
+
+    compiler: Compiler
+    num_epochs: float  # by the samples that it takes
+    most_steps: float
+    most_epochs: float
+    can_space: bool
+
+    def choice(self, candidate: ShapeCandidate, known: Collection[tuple[int, ...]]) -> ShapeChoice:
+        """How long it takes in these shapes, of which some are compiled."""
+        compiler, buckets, of_steps = self.compiler, candidate.buckets, candidate.num_steps
+        work = self.num_epochs * candidate.seconds
+        new = [tuple(bucket) not in known for bucket in buckets]
+        spacing, spacing_s = 0, None
+        if self.can_space and len(buckets) > 1 and any(new):
+            step_s = candidate.seconds.sum() / max(1, of_steps.sum())
+            needed = _SPACING * compiler.seconds / compiler.threads / step_s
+            first_epoch = int(of_steps.sum() * min(1.0, self.num_epochs))
+            spacing = max(1, min(math.ceil(needed), first_epoch // len(buckets)))
+            spacing_s = spacing * step_s
+        seconds = simulated_seconds(work, new, compiler, spacing_s)
+        steps = int(min(self.most_steps, self.most_epochs * of_steps.sum()))
+        return ShapeChoice(buckets, spacing, seconds, steps, candidate.packing is not None)
 
 
 def choose_shapes(
@@ -84,63 +119,66 @@ def choose_shapes(
     num_steps: int | None = None,
     compiled: Iterable[Sequence[int]] = (),
     can_space: bool = True,
+    most_shapes: int = MOST_SHAPES,
     max_length: int | None = None,
     overlong: Overlong = "error",
+    pad: bool = True,
+    pack: Callable[[Budget], tuple[tuple[Any, ...], Packing]] | None = None,
+    compiled_packed: Iterable[Sequence[int]] = (),
+    whole_below: int = 0,
 ) -> ShapeChoice:
-    """The optimal shapes of `make_buckets`, as many as take the least predicted seconds of compiling and training."""
+    """The shapes with which compiling and training are predicted to take the least time.
+
+    Padded ones are those of `make_buckets`, of all numbers up to `most_shapes`. With `pack`, which gives the buckets
+    and rows for a budget, packed ones are tried as well, or, without `pad`, alone; `whole_below` is as in
+    `packed_candidates`.
+    """
     # Training ends with `num_epochs` or `num_steps`, whichever comes first; with neither, after an epoch. It is
-    # simulated with each number of shapes, for the same samples: with `num_steps`, those of the plan with the most
-    # shapes. The first step waits for its shape; others are compiled meanwhile, in the order of appearance.
+    # simulated in each of the shapes, for the same samples: with `num_steps`, those of the plan with the most
+    # padded shapes, or one packed shape. The first step waits for its shape; others are compiled meanwhile, in the
+    # order of appearance.
     if budget.cost is None:
         raise UserError("the number of shapes is chosen by seconds: the budget needs a cost")
-    budget = dataclasses.replace(budget, compile_seconds=None)
-    fitted = fit_lengths(lengths, max_length, overlong).lengths
-    budget = dataclasses.replace(budget, max_length=max_length)
+    budget = dataclasses.replace(budget, compile_seconds=None, max_length=max_length)
     optimum = functools.partial(buckets_by_number, lengths, overlong=overlong)
+    fitted = fit_lengths(lengths, max_length, overlong).lengths if pad else None
     most_steps = math.inf if num_steps is None else num_steps
     if num_epochs is None:
         num_epochs = 1.0 if num_steps is None else math.inf
     most_epochs = num_epochs
     if num_steps is not None:
-        _, steps_of_epoch = seconds_of_epoch(fitted, optimum(budget, [_MOST_SHAPES])[0], budget)
-        num_epochs = min(num_epochs, num_steps / int(steps_of_epoch.sum()))
-    known = {tuple(shape) for shape in compiled}
-    if known:  # what is delayed by compiling one shape, in seconds of an epoch
-        delay_s = max(compiler.slowdown, _LEAST_DELAY) * compiler.seconds
-        optimum = functools.partial(optimum, compiled=sorted(known))
-        priced = dataclasses.replace(budget, compile_seconds=delay_s / num_epochs)
-    choices = []
-    numbers = range(1, _MOST_SHAPES + 1)
-    for max_shapes, buckets in zip(numbers, optimum(priced if known else budget, numbers), strict=True):
-        if len(buckets) < max_shapes:  # more do not help
-            break
-        of_shape, of_steps = seconds_of_epoch(fitted, buckets, budget)
-        work = num_epochs * of_shape
-        new = [tuple(bucket) not in known for bucket in buckets]
-        spacing = 0
-        if can_space and len(buckets) > 1 and any(new):
-            step_s = of_shape.sum() / max(1, of_steps.sum())
-            needed = _SPACING * compiler.seconds / compiler.threads / step_s
-            first_epoch = int(of_steps.sum() * min(1.0, num_epochs))
-            spacing = max(1, min(math.ceil(needed), first_epoch // len(buckets)))
-        predicted = simulated_seconds(work, new, compiler, spacing * step_s if spacing else None)
-        steps = int(min(most_steps, most_epochs * of_steps.sum()))
-        choices.append(ShapeChoice(buckets, spacing, predicted, steps))
-    chosen = min(choices, key=lambda choice: choice.seconds)
-    warn_beyond_measured(budget.cost, chosen.buckets)
-    return chosen
-
-
-def seconds_of_epoch(
-    lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], budget: Budget
-) -> tuple[Float64[np.ndarray, " K"], Int64[np.ndarray, " K"]]:
-    """Predicted seconds of all steps of each bucket in an epoch, and their number."""
-    rows, bucket_lengths = np.array(buckets).T
-    num_samples = np.bincount(np.searchsorted(bucket_lengths, lengths), minlength=len(buckets))
-    num_steps = -(-num_samples // (rows * budget.microbatches_per_step))
-    assert budget.cost is not None
-    cost = np.asarray(budget.cost(rows, bucket_lengths), np.float64)
-    return num_steps * budget.microbatches_per_step * cost, num_steps
+        if fitted is not None:
+            densest = padded_candidate(fitted, optimum(budget, [MOST_SHAPES])[0], budget)
+        else:
+            assert pack is not None
+            densest = packed_candidates(pack, dataclasses.replace(budget, max_shapes=1))[0]
+        num_epochs = min(num_epochs, num_steps / int(densest.num_steps.sum()))
+    training = _Training(compiler, num_epochs, most_steps, most_epochs, can_space)
+    # With what is delayed by compiling one shape, in seconds of an epoch.
+    delay_s = max(compiler.slowdown, _LEAST_DELAY) * compiler.seconds / num_epochs
+    priced = dataclasses.replace(budget, compile_seconds=delay_s, max_shapes=most_shapes)
+    choices: list[list[ShapeChoice]] = []
+    if fitted is not None:
+        known = {tuple(shape) for shape in compiled}
+        if known:
+            optimum = functools.partial(optimum, compiled=sorted(known))
+        padded = []
+        numbers = range(1, most_shapes + 1)
+        for max_shapes, buckets in zip(numbers, optimum(priced if known else budget, numbers), strict=True):
+            if len(buckets) < max_shapes:  # more do not help
+                break
+            padded.append(training.choice(padded_candidate(fitted, buckets, budget), known))
+        choices.append(padded)
+    if pack is not None:
+        known = {tuple(shape) for shape in compiled_packed}
+        packed = packed_candidates(pack, priced, whole_below)
+        packed += [with_rows_of(each, sorted(known), budget, whole_below) for each in packed if known]
+        choices.append([training.choice(each, known) for each in packed])
+    best, *others = sorted(
+        (min(each, key=lambda choice: choice.seconds) for each in choices), key=lambda choice: choice.seconds
+    )
+    warn_beyond_measured(budget.cost, best.buckets)
+    return best._replace(others=tuple(others))
 
 
 def simulated_seconds(
@@ -213,14 +251,16 @@ def save_costs(costs: RunCosts, cache_dir: Path) -> None:
 def estimate_costs(
     step_compiler: StepCompiler, buckets: Sequence[Bucket], model: str, num_devices: int = 1
 ) -> RunCosts:
-    """Costs from lowering a step on one device for two shapes of different lengths; nothing of it is compiled."""
+    """Costs from lowering a step on one device for shapes of different lengths; nothing of it is compiled."""
     lowered = [step_compiler.lower(bucket) for bucket in buckets]
-    operations = [(each.program.cost_analysis() or {}).get("flops", math.nan) for each in lowered]
-    counted = [(bucket, count) for bucket, count in zip(buckets, operations, strict=True) if count > 0]
-    if not counted:
-        raise UserError('max_shapes "auto" needs a cost model here: XLA does not count the operations of this step')
-    of_token = np.array([count / bucket.padded_tokens for bucket, count in counted])
-    linear, quadratic = _line([bucket.length for bucket, _ in counted], of_token)
+    operations = np.array([_operations(step_compiler, each) for each in lowered])
+    if not (operations > 0).all():
+        raise UserError(
+            "shapes are chosen by seconds, and the operations of this step cannot be counted: give a cost model "
+            '(cost_model), or a number for max_shapes and packing="none"'
+        )
+    of_token = operations / step_compiler.shapes.microbatches_per_step / [each.padded_tokens for each in buckets]
+    linear, quadratic = _line(np.array([bucket.length for bucket in buckets]), of_token)
     seconds = 1.0 / (_SHARE_OF_PEAK * _operations_per_second(step_compiler.device) * num_devices)
     return RunCosts(
         step_compiler.device_text,
@@ -231,18 +271,33 @@ def estimate_costs(
     )
 
 
-def costs_from_report(report: CompileReport, microbatches_per_step: int, before: RunCosts, program: str) -> RunCosts:
-    """The costs that a run measured; where it measured too little, those known before."""
+def costs_from_report(
+    report: CompileReport,
+    microbatches_per_step: int,
+    before: RunCosts,
+    program: str,
+    pairs: Mapping[tuple[int, ...], float] | None = None,
+) -> RunCosts:
+    """The costs that a run measured; where it measured too little, those known before.
+
+    `pairs` are those of tokens in a packed microbatch of each shape; None: every row is one sample.
+    """
     timed = [row for row in report if row.times_used > 1 and row.step_s > 0]
     cold = [row.lower_s + row.compile_s for row in report if not row.cache_hit]
     seconds = before.seconds
     if timed:
-        of_token = np.array([row.step_s / microbatches_per_step / row.bucket.padded_tokens for row in timed])
-        linear, quadratic = _line([row.bucket.lengths[0] for row in timed], of_token)
-        seconds = CostModel(0.0, linear, quadratic, device=before.device, model="measured in a run")
-        shapes = [(row.bucket.rows, row.bucket.lengths[0], row.step_s / microbatches_per_step) for row in timed]
-        largest_error = max(abs(float(seconds(rows, length)) / value - 1) for rows, length, value in shapes)
-        seconds = dataclasses.replace(seconds, measured=tuple(shapes), largest_error=largest_error)
+        rows, lengths = np.array([(row.bucket.rows, row.bucket.lengths[0]) for row in timed]).T
+        num_pairs = rows * lengths**2 if pairs is None else np.array([pairs[tuple(row.bucket)] for row in timed])
+        measured = np.array([row.step_s for row in timed]) / microbatches_per_step
+        seconds = _fitted(rows * lengths, num_pairs, measured, before.seconds)
+        errors = np.abs(seconds(rows, lengths, pairs=num_pairs) / measured - 1)
+        seconds = dataclasses.replace(
+            seconds,
+            device=before.device,
+            model="measured in a run",
+            measured=tuple(zip(rows.tolist(), lengths.tolist(), measured.tolist(), strict=True)),
+            largest_error=float(errors.max()),
+        )
     compiled = {name: shapes for name, shapes in before.compiled.items() if name != program}
     here = ((row.bucket.rows, row.bucket.lengths[0]) for row in report)
     compiled[program] = tuple(dict.fromkeys((*before.compiled.get(program, ()), *here)))
@@ -255,13 +310,43 @@ def costs_from_report(report: CompileReport, microbatches_per_step: int, before:
     )
 
 
-def _line(lengths: Sequence[int], of_token: Float64[np.ndarray, " K"]) -> tuple[float, float]:
+def _fitted(
+    tokens: Int64[np.ndarray, " K"],
+    pairs: Shaped[np.ndarray, " K"],
+    measured: Float64[np.ndarray, " K"],
+    before: CostModel,
+) -> CostModel:
+    """What a token and a pair of tokens cost, of microbatches that were measured."""
+    pairs_of_token = pairs / tokens
+    if pairs_of_token.max() >= _LEAST_SPREAD * pairs_of_token.min():
+        linear, quadratic = _line(pairs_of_token, measured / tokens)
+        if quadratic:
+            return CostModel(0.0, linear, quadratic)
+    # Microbatches that are nearly alike do not tell the two apart: they stay in proportion.
+    predicted = before.linear * tokens + before.quadratic * pairs
+    scale = float(np.median(measured / predicted)) if predicted.min() > 0 else 0.0
+    if not scale:
+        return CostModel(0.0, float((measured / tokens).mean()), 0.0)
+    return CostModel(0.0, scale * before.linear, scale * before.quadratic)
+
+
+def _line(lengths: Shaped[np.ndarray, " K"], of_token: Float64[np.ndarray, " K"]) -> tuple[float, float]:
     """What a token costs, and what it costs more for each token of its row; neither is below 0."""
-    if len(set(lengths)) > 1:
+    if len(np.unique(lengths)) > 1:
         quadratic, linear = np.polyfit(lengths, of_token, 1).tolist()
         if linear >= 0 and quadratic >= 0:
             return linear, quadratic
     return float(of_token.mean()), 0.0
+
+
+def _operations(step_compiler: StepCompiler, lowered: LoweredBucket) -> float:
+    """Those of all products of matrices of a step, on any platform; where there are none, what XLA counts."""
+    # XLA counts the body of a loop once, and neither what kernels compute nor, on most platforms, anything before it
+    # has compiled.
+    shapes = step_compiler.state_spec, step_compiler.shapes.spec(lowered.bucket)
+    products = count_operations(jax.make_jaxpr(step_compiler.step_fn)(*shapes).jaxpr, ())["flops"]
+    num_microbatches = step_compiler.shapes.microbatches_per_step
+    return float(products or num_microbatches * (lowered.program.cost_analysis() or {}).get("flops", 0.0))
 
 
 def _operations_per_second(device: jax.Device) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,6 +15,7 @@ from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen.planning.balance import balance_plan, packed_row_costs, rank_costs
 from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
+from jvarlen.planning.candidates import choose_candidate, decided_packing
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
@@ -41,6 +42,7 @@ __all__ = [
 
 _USUAL_LENGTH = 1024
 _PAIRS = CostModel(constant=0.0, linear=0.0, quadratic=1.0)
+_UNKNOWN_COST = "one sample a row; training packs rows where that takes fewer seconds: here a cost_model would tell"
 SHAPES_FILE = "shapes.json"  # in a run directory
 MODEL_FILES = ("cost_model", "memory_model")  # settings that name files, of which a run directory has copies
 
@@ -56,7 +58,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Budget of one microbatch in tokens, padding included."""
     max_shapes: int | Literal["auto"] = BudgetSettings.max_shapes  # type: ignore[assignment]
     """The most buckets, that is, compiled shapes; auto, for training, for as many as the run is worth,
-    by the seconds that steps and compiling take on this machine."""
+    by the seconds that steps and compiling take on this machine. With packing auto, a number is the most."""
     microbatches_per_step: int | None = None  # type: ignore[assignment]
     """Microbatches of one optimizer update (M), over all devices and accumulation. None: one for each data shard and
     stage of parallel, or each device without it."""
@@ -82,9 +84,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Share of the samples that the first step admits."""
     pacing_stages: int = 5
     """Number of stages of discrete pacing."""
-    packing: PackingMethod | None = None
+    packing: PackingMethod | Literal["auto", "none"] | None = None
     """Pack several samples into each row: best_fit keeps samples whole, wrapped lays them end to end and cuts
-    them at the ends of rows, which are max_length long. None for one sample a row."""
+    them at the ends of rows, which are max_length long; none has one sample a row. auto takes padded shapes, packed
+    shapes or one packed shape, whichever takes least by the seconds that steps and compiling take on this machine;
+    settings that are for one of them decide it. None: auto for the built-in decoder, none for a loss of your own."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     max_samples_per_row: int | None = None
@@ -111,25 +115,37 @@ class PlanConfig(BudgetSettings, OrderSettings):
         self._make_order(self.new_shape_every)
         if self.pacing != "none" and self.new_shape_every:
             raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
-        if self.packing is not None:
-            self._check_packing()
-            return
-        if self.overlong == "split":
-            raise UserError("overlong='split' packs long samples in pieces: it needs packing=\"best_fit\"")
-        for name in ("row_lengths", "max_samples_per_row", "chunks_in_order"):
-            if value := getattr(self, name):
-                raise UserError(f'{name} ({value}) is for packed rows: it needs packing="best_fit"')
-
-    def _check_packing(self) -> None:
-        """Raises ValueError for settings that do not apply to packed rows."""
-        if self.strategy != "optimal":
-            raise UserError(
-                f"strategy {self.strategy!r} chooses lengths for single samples: packed rows have their own"
-            )
-        if self.pacing != "none":
-            raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
+        for_packed, for_single = self._given_for_packed, self._given_for_single
+        if self.packing in ("best_fit", "wrapped"):
+            for name in ("pacing", "strategy"):
+                if name in for_single:
+                    raise UserError(f"{name} {getattr(self, name)!r} is for single samples, and packed rows mix them")
+        elif self.packing == "none" and for_packed:
+            name = for_packed[0]
+            raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
+        _ = self.packing_in_force  # which refuses settings for both
+
+    @property
+    def _given_for_packed(self) -> list[str]:
+        """The given settings that only packed rows have."""
+        given = [name for name in ("row_lengths", "max_samples_per_row", "chunks_in_order") if getattr(self, name)]
+        return [*given, "overlong"] if self.overlong == "split" else given
+
+    @property
+    def _given_for_single(self) -> list[str]:
+        """The given settings that only single samples have, or that mean something else for packed rows."""
+        usual = {"strategy": "optimal", "pacing": "none", "buckets": (), "order": "shuffle"}
+        given = [name for name, value in usual.items() if getattr(self, name) != value]
+        return given if self.block_size in ("auto", None) else [*given, "block_size"]
+
+    @property
+    def packing_in_force(self) -> tuple[PackingMethod | Literal["auto"] | None, str]:
+        """How samples are packed, as the settings decide it, and which do; auto where seconds are to decide."""
+        if self.packing == "best_fit" or self.packing == "wrapped":
+            return self.packing, ""
+        return (None, "") if self.packing == "none" else decided_packing(self._given_for_packed, self._given_for_single)
 
     @property
     def num_microbatches(self) -> int:
@@ -191,6 +207,28 @@ class PlanConfig(BudgetSettings, OrderSettings):
         longest = min(self.max_tokens, max(_USUAL_LENGTH, self.max_tokens // 4))
         return max(longest - longest % self.length_multiple, self.length_multiple)
 
+    def packed_buckets(
+        self, lengths: Integer[np.ndarray, " N *2"], seed: int
+    ) -> Callable[[Budget], tuple[tuple[Any, ...], Packing]]:
+        """The packed shapes of any budget.
+
+        Args:
+          lengths: int64[N], tokens of the samples, or [N, 2].
+          seed: of the shuffle.
+
+        Returns:
+          A function from a `Budget` to the buckets of packed rows, and the rows of the first epoch.
+        """
+        return functools.partial(
+            choose_packed_buckets,
+            lengths,
+            overlong=self.packed_overlong,
+            max_samples_per_row=self.max_samples_per_row,
+            order=self._make_order(0),
+            seed=seed,
+            method="wrapped" if self.packing == "wrapped" else "best_fit",
+        )
+
     def _make_order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, in which shapes come so far apart."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
@@ -211,9 +249,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return self.pacing == "none" and not self.chunks_in_order
 
     @property
-    def bucket_overlong(self) -> Overlong:
-        """The rule for samples that no bucket holds; a packing has its own."""
-        return "error" if self.packing or self.overlong is None or self.overlong == "split" else self.overlong
+    def padded_overlong(self) -> Overlong:
+        """The rule for single samples that no bucket holds."""
+        return "error" if self.overlong is None or self.overlong == "split" else self.overlong
 
     @property
     def packed_overlong(self) -> PackedOverlong:
@@ -228,12 +266,14 @@ class ChosenShapes:
     buckets: tuple[tuple[int, ...], ...]  # that train; packed rows are as long as these
     eval_lengths: tuple[int, ...] = ()  # of the buckets that evaluate; none: those that train
     new_shape_every: int = 0  # in the first epoch; in later ones all shapes have appeared
+    packing: PackingMethod | None = None  # None: one sample a row
+    reason: str = ""  # for the choice; empty where the settings say it all
 
 
 def _check_for_pairs(plan: PlanConfig) -> None:
     """Raises ValueError for settings that samples of two lengths do not have."""
     settings = {
-        "packing": plan.packing if plan.packing == "wrapped" else None,
+        "packing": plan.packing if plan.packing in ("wrapped", "auto") else None,
         "max_shapes": "auto" if plan.max_shapes == "auto" else None,
         **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "chunks_in_order", *MODEL_FILES)},
         "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
@@ -246,33 +286,32 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], *, seed:
     """The shapes for int64[N] tokens of samples, or [N, 2], where the settings say how many there are."""
     if lengths.ndim == 2:
         _check_for_pairs(plan)
+    method, reason = plan.packing_in_force
     buckets: Sequence[tuple[int, ...]] = plan.buckets
-    if not buckets:
-        if plan.max_shapes == "auto":
-            raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
-        if plan.packing:
-            buckets, _ = choose_packed_buckets(
-                lengths,
-                plan.budget,
-                plan.packed_overlong,
-                plan.max_samples_per_row,
-                order=plan._make_order(0),
-                seed=seed,
-                method=plan.packing,
-            )
-        elif lengths.ndim == 2:
-            buckets = make_pair_buckets(lengths, plan.budget, overlong=cast(Any, plan.bucket_overlong))
-        else:
-            buckets = make_buckets(lengths, plan.budget, overlong=plan.bucket_overlong)
-    return ChosenShapes(buckets=tuple(map(tuple, buckets)), new_shape_every=plan.new_shape_every)
+    if not buckets and plan.max_shapes == "auto":
+        raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
+    if method == "auto" and plan.cost is None:
+        method, reason = None, _UNKNOWN_COST
+    if method == "auto":
+        order = plan._make_order(0)
+        chosen, reason = choose_candidate(lengths, plan.budget, plan.packed_overlong, order=order, seed=seed)
+        method, buckets = chosen.method, chosen.buckets
+    elif not buckets and method is not None:
+        buckets, _ = plan.packed_buckets(lengths, seed)(plan.budget)
+    elif not buckets and lengths.ndim == 2:
+        buckets = make_pair_buckets(lengths, plan.budget, overlong=cast(Any, plan.padded_overlong))
+    elif not buckets:
+        buckets = make_buckets(lengths, plan.budget, overlong=plan.padded_overlong)
+    shapes = tuple(map(tuple, buckets))
+    return ChosenShapes(buckets=shapes, new_shape_every=plan.new_shape_every, packing=method, reason=reason)
 
 
 def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
     """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
-    if plan.buckets or plan.packing or plan.strategy != "optimal" or lengths.ndim == 2:
+    if plan.buckets or shapes.packing or plan.strategy != "optimal" or lengths.ndim == 2:
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
-    share = cost_of_candidates(lengths, budget, plan.bucket_overlong)
+    share = cost_of_candidates(lengths, budget, plan.padded_overlong)
     return (
         f"bucket lengths were chosen from every k-th of very many: at most {share:.2%} from the best" if share else None
     )
@@ -304,16 +343,17 @@ def epoch_plan(
     # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
     # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
     order = plan._make_order(shapes.new_shape_every if epoch == 0 else 0)
-    of_samples, of_rows = orders_of_packing(order, plan.packing) if plan.packing else (order, order)
+    method = shapes.packing
+    of_samples, of_rows = orders_of_packing(order, method) if method else (order, order)
     made = make_plan(
-        _rows_of(plan, shapes.buckets, lengths, of_samples, seed, epoch, method=plan.packing),
+        _rows_of(plan, shapes, lengths, of_samples, seed, epoch, method=method),
         shapes.buckets,
         microbatches_per_step=plan.num_microbatches,
         order=of_rows,
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
-        overlong=plan.bucket_overlong,
+        overlong="error" if method else plan.padded_overlong,
     )
     return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if _is_balanced(made) else made
 
@@ -336,23 +376,25 @@ def evaluation_plans(
 ) -> dict[str, Plan]:
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
     buckets: Any = Buckets(check_buckets(shapes.buckets), plan.num_microbatches)
+    overlong = "error" if shapes.packing else plan.padded_overlong
     if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
         buckets = Buckets(
             check_buckets(shapes_for(plan, np.concatenate(list(lengths.values()))).buckets), plan.microbatches_per_step
         )
     elif shapes.eval_lengths:
         budget = dataclasses.replace(plan.budget, strategy=shapes.eval_lengths, max_length=None, compile_seconds=None)
-        buckets = make_buckets(np.concatenate(list(lengths.values())), budget, overlong=plan.bucket_overlong)
+        buckets = make_buckets(np.concatenate(list(lengths.values())), budget, overlong=overlong)
+    of_rows = dataclasses.replace(shapes, buckets=tuple(map(tuple, buckets)))
     plans = {}
     for name, lengths_of_set in lengths.items():
         try:
             plans[name] = make_plan(
                 # Wrapped rows would cut samples that other runs evaluate whole.
-                _rows_of(plan, buckets, lengths_of_set, "dataset", 0, 0, method=plan.packing and "best_fit"),
+                _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method=shapes.packing and "best_fit"),
                 buckets,
                 order="length",
                 microbatches_per_step=plan.num_microbatches,
-                overlong=plan.bucket_overlong,
+                overlong=overlong,
             )
         except UserError as error:
             raise UserError(f"samples of the evaluation {name}: {error}") from None
@@ -362,7 +404,7 @@ def evaluation_plans(
 
 def _rows_of(
     plan: PlanConfig,
-    buckets: Sequence[tuple[int, ...]],
+    shapes: ChosenShapes,
     lengths: Integer[np.ndarray, " N"],
     order: str | Order,
     seed: int,
@@ -373,7 +415,8 @@ def _rows_of(
     """What a plan plans: the samples, or packed rows as long as the buckets."""
     if method is None:
         return lengths
-    cuts_too_long = plan.packing == "wrapped" and method == "best_fit"
+    cuts_too_long = shapes.packing == "wrapped" and method == "best_fit"
+    buckets = shapes.buckets
     return pack_samples(
         lengths,
         buckets[0][1:] if lengths.ndim == 2 else [length for _, length in buckets],

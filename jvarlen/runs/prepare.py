@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ from jvarlen.training.trainable import select_trained
 
 __all__ = ["Prepared", "prepare", "say", "show_estimates"]
 
+_ONE_A_ROW = 'one sample a row: packing="auto" or "best_fit" packs several, for a loss that keeps to segment_ids'
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
 
@@ -96,6 +97,10 @@ class Prepared(NamedTuple):
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
+    is_packing_said, takes_packed = config.plan.packing is not None, task.loss_fn is None
+    if not is_packing_said:  # a loss that ignores segments would attend across samples, in silence
+        packing: Literal["auto", "none"] = "auto" if takes_packed else "none"
+        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing=packing))
     if task.collate is not None:
         _check_compared(config, task)
     if task.loss_fn is not None and config.model is not None:
@@ -122,7 +127,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             _refuse_changed(resumed, data, config.data.tokenizer)
         measure = task.measure
         lengths = measure(data.train, config.progress)
-        task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing is not None)
+        task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing_in_force[0] is not None)
         _check_compared(config, task)
         say("Corpus", *data.describe(lengths))
         eval_lengths = {name: measure(dataset, False) for name, dataset in data.evaluation.items()}
@@ -152,7 +157,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
         report = plan.report(rates, lengths=lengths, **seconds)
         of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
-        notes = chooser.reason, note_on_candidates(config.plan, shapes, lengths), *of_plan
+        packs = "" if takes_packed or is_packing_said else _ONE_A_ROW
+        notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), *of_plan
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
         config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement, {}
@@ -176,7 +182,13 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:
-    """Raises ValueError for settings that need lengths of samples, where only the user knows them."""
+    """Raises ValueError for settings that need samples to be the library's, where only the user knows them."""
+    own = {"collate": task.collate is not None and not is_own(task.collate), "batch_spec": task.batch_spec is not None}
+    if config.plan.packing_in_force[0] == "auto" and any(own.values()):
+        given = list_first(name for name, is_given in own.items() if is_given)
+        raise UserError(
+            f'packing="auto" makes batches of samples or of packed rows, and {given} of your own is for one'
+        )
     if config.data.on_mismatch == "adjust" and not task.compares_lengths:
         raise UserError(
             'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or length_fn '

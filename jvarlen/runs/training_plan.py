@@ -77,7 +77,7 @@ class TrainingPlan:
             given = {"max_steps": config.max_steps, "num_epochs": config.num_epochs}
             named = ", ".join(f"{name} ({value:,})" for name, value in given.items() if value is not None)
             raise UserError(f"{named}: that is {about:,} steps, and at most {_MOST_STEPS:,} are counted")
-        if config.plan.packing == "best_fit" and config.plan.order == "shuffle":
+        if chosen.packing == "best_fit" and config.plan.order == "shuffle":
             self.epoch_starts, self._steps_of_buckets = [0], []
             total = math.ceil(about / num_steps)
             progress = total > _QUIET_EPOCHS

@@ -2,16 +2,30 @@
 
 import dataclasses
 
+import jax
 import numpy as np
+import optax
 import pytest
 
-from jvarlen import make_buckets, make_plan
-from jvarlen.compiling.auto_shapes import Compiler, choose_shapes, seconds_of_epoch, simulated_seconds
+from jvarlen import Bucket, CompileOptions, make_buckets, make_plan, make_train_step
+from jvarlen.batches.shapes import BatchShapes
+from jvarlen.compiling.auto_shapes import Compiler, choose_shapes, estimate_costs, simulated_seconds
+from jvarlen.compiling.lowering import make_step_compiler
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning.budget import Budget
+from jvarlen.planning.candidates import padded_candidate
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.order import Order
+from jvarlen.planning.row_lengths import choose_packed_buckets
 
 LENGTHS = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(np.int64).clip(1, 1024)
 BUDGET = Budget(max_tokens=4096, length_multiple=8, cost=lambda rows, length: rows * length * (3e-5 + 1e-8 * length))
 BACKGROUND = Compiler(2.0, slowdown=0.5)
+
+
+def seconds_of_epoch(lengths, buckets, budget):
+    candidate = padded_candidate(lengths, buckets, budget)
+    return candidate.seconds, candidate.num_steps
 
 
 def by_the_clock(work, is_new, compiler, spacing_s):
@@ -116,6 +130,87 @@ def test_compiled_shapes_are_chosen_again_and_cost_nothing():
     others = np.random.default_rng(1).permutation(LENGTHS)[:4900]
     of_others = choose_shapes(others, BUDGET, BACKGROUND, num_epochs=2, compiled=first.buckets)
     assert len(set(of_others.buckets) & set(first.buckets)) >= len(first.buckets) - 1
+
+
+def pack(budget):
+    return choose_packed_buckets(LENGTHS, budget, "error", order=Order(), seed=0)
+
+
+@pytest.mark.parametrize(("compile_s", "is_packed"), [(1e-4, False), (100.0, True)])
+def test_packed_shapes_are_simulated_beside_padded_ones(compile_s, is_packed):
+    budget = dataclasses.replace(BUDGET, cost=CostModel(0.0, 1e-6, 1e-7))  # mostly attention, to whole rows
+    compiler = BACKGROUND._replace(seconds=compile_s)
+    choice = choose_shapes(LENGTHS, budget, compiler, pack=pack, whole_below=2048)
+    assert choice.is_packed == is_packed
+    assert [other.is_packed for other in choice.others] == [not is_packed]
+    alone = choose_shapes(LENGTHS, budget, compiler)
+    assert alone in (choice._replace(others=()), *choice.others), "padded shapes are chosen as without packed ones"
+    assert str(choice).split()[1] == ("packed" if is_packed else "padded")
+
+
+def test_one_packed_shape_takes_its_steps_and_one_compilation():
+    cost = CostModel(0.0, 3e-5, 1e-8)
+    budget = dataclasses.replace(BUDGET, cost=cost)
+    choice = choose_shapes(LENGTHS, budget, BACKGROUND, num_epochs=2, pad=False, pack=pack)
+    plan = make_plan(LENGTHS, choice.buckets, packing="best_fit")
+    pairs = float((LENGTHS**2).sum())
+    steps_s = plan.num_steps * cost.linear * choice.buckets[0].padded_tokens + cost.quadratic * pairs
+    assert choice.seconds == pytest.approx(BACKGROUND.seconds + 2 * steps_s)
+    assert (len(choice.buckets), choice.num_steps, choice.others) == (1, 2 * plan.num_steps, ())
+    whole = choose_shapes(LENGTHS, budget, BACKGROUND, num_epochs=2, pad=False, pack=pack, whole_below=2048)
+    rows, length = whole.buckets[0]
+    assert whole.seconds == pytest.approx(BACKGROUND.seconds + 2 * plan.num_steps * float(cost(rows, length)))
+    of_steps = choose_shapes(LENGTHS, budget, BACKGROUND, num_steps=plan.num_steps // 2, pad=False, pack=pack)
+    assert of_steps.num_steps == plan.num_steps // 2
+    assert of_steps.seconds == pytest.approx(BACKGROUND.seconds + steps_s / 2, rel=0.01)
+
+
+def test_compiled_packed_shapes_cost_nothing_and_give_their_rows():
+    cost = CostModel(0.0, 3e-5, 1e-8)
+    budget = dataclasses.replace(BUDGET, cost=cost, max_tokens=2**18)
+    first = choose_shapes(LENGTHS, budget, BACKGROUND, pad=False, pack=pack)
+    (rows, length) = first.buckets[0]
+    assert 4 < rows < 2**18 // length, "as many as the samples need"
+    slow = BACKGROUND._replace(seconds=1e3)
+    for known in ((rows, length), (rows + 1, length)):
+        again = choose_shapes(LENGTHS, budget, slow, pad=False, pack=pack, compiled_packed=[known])
+        assert (tuple(again.buckets[0]), again.seconds < 1e3) == (known, True)
+    for unfit in ((rows - 1, length), (2**18 // length + 1, length), (rows, length - 8)):
+        again = choose_shapes(LENGTHS, budget, slow, pad=False, pack=pack, compiled_packed=[unfit])
+        assert (again.buckets, again.seconds > 1e3) == (first.buckets, True)
+
+
+@pytest.mark.parametrize("most_shapes", [1, 3])
+def test_a_number_bounds_the_shapes_of_both_kinds(most_shapes):
+    lengths = -(-LENGTHS // 128) * 128
+
+    def pack(budget):
+        return choose_packed_buckets(lengths, budget, "error", order=Order(), seed=0)
+
+    eager = BACKGROUND._replace(seconds=1e-3)
+    for pads in (True, False):
+        choice = choose_shapes(lengths, BUDGET, eager, pad=pads, pack=pack, most_shapes=most_shapes, num_epochs=50)
+        for each in (choice, *choice.others):
+            assert len(each.buckets) == most_shapes
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_operations_are_counted_as_attention_of_whole_rows_has_them(num_microbatches, monkeypatch):
+    """Of rows of any length from short ones: what loops with bounds from the data do, nothing can count."""
+    monkeypatch.setattr("jvarlen.compiling.auto_shapes._operations_per_second", lambda device: 2.0)
+    config = DecoderConfig(width=32, num_heads=2, vocab_size=64)
+    params = jax.eval_shape(lambda: init_params(config, 0))
+    long, short = [Bucket(1, 2048)], [Bucket(4, 128), Bucket(2, 256)]
+
+    def costs(buckets, **changes):
+        step = make_train_step(make_loss_fn(dataclasses.replace(config, **changes)), optax.sgd(0.1))
+        shapes = BatchShapes(buckets, microbatches_per_step=num_microbatches)
+        step_compiler = make_step_compiler(step, step.init(params), shapes, CompileOptions(cache_dir=None))
+        return estimate_costs(step_compiler, buckets, "").seconds
+
+    estimate, whole = costs(short), costs(long, attention="xla")
+    assert float(estimate(1, 2048)) == pytest.approx(float(whole(1, 2048)), rel=0.2)
+    assert estimate.quadratic * 2048 > estimate.linear, "of rows this long"
 
 
 def test_without_seconds_there_is_nothing_to_choose_by():

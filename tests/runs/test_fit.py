@@ -40,7 +40,9 @@ def make_config(runs_dir, compilation_cache):
         directory=DirectoryConfig(runs_dir=runs_dir),
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2),
+        plan=PlanConfig(
+            max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2, packing="none"
+        ),
         decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
 

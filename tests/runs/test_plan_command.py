@@ -60,10 +60,11 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
 
     planned = None
     monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "_open_run", stop)
-    assert main(["plan", *options.split(), "--no-progress"]) == 0
+    packing = [] if "--packing" in options else ["--packing", "none"]  # which training chooses by seconds
+    assert main(["plan", *options.split(), *packing, "--no-progress"]) == 0
     printed = capsys.readouterr().out
     data = ["--data"] * bool(options)
-    assert main(["train", *data, *options.split(), *TINY]) == 2
+    assert main(["train", *data, *options.split(), *packing, *TINY]) == 2
     assert isinstance(planned, Plan)
     assert digest_of(printed) == planned.digest
     of_training = capsys.readouterr().out
@@ -76,9 +77,21 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_file_with_long_samples_is_planned_and_trained_on_by_the_defaults(files, tmp_path, capsys):
-    assert main(["plan", "a.jsonl", "--field", "text", "--no-progress"]) == 0
+    assert main(["plan", "a.jsonl", "--field", "text", "--packing", "none", "--no-progress"]) == 0
     digest = digest_of(capsys.readouterr().out)
-    settings = ["--field", "text", "--max-steps", "2", "--run-dir", "run", "--compile.cache-dir", "None", *TINY]
+    settings = [
+        "--field",
+        "text",
+        "--packing",
+        "none",
+        "--max-steps",
+        "2",
+        "--run-dir",
+        "run",
+        "--compile.cache-dir",
+        "None",
+        *TINY,
+    ]
     assert main(["train", "--data", "a.jsonl", *settings]) == 0
     assert Plan.load(tmp_path / "run" / "plan.npz").digest == digest
     assert "are cut to that" in capsys.readouterr().out
