@@ -126,6 +126,7 @@ def attend(
         static_offset,
         is_rows and key_ids is query_ids and static_offset == 0,
         implementation,
+        jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
     seen = Seen(query_ids, key_ids, offset, None if isinstance(window, int) else window)
     return _attend(how, *_equally_varying(query, key, value, seen))
@@ -187,7 +188,9 @@ def _by_platform(how: How, by: Any, *args: Any) -> Any:
         platform: str, query: Array, key: Array, value: Array, seen: Seen, *kept: Array, is_split: bool = False
     ) -> Any:
         name = _name_for(platform, how, query, key, seen, is_split=is_split)
-        return by(_module(name), query, key, value, seen, *kept)
+        # Backward passes and kernels are traced later, out of the context that a caller may have set.
+        with jax.default_matmul_precision(how.precision):
+            return by(_module(name), query, key, value, seen, *kept)
 
     functions = {platform: functools.partial(on, platform) for platform in ("default", *PLATFORMS)}
     return by_platform(*args, **functions)

@@ -27,6 +27,7 @@ class How(NamedTuple):
     offset: int | None  # the position of the first query; None: `Seen.offset` says
     is_rows: bool  # whether a row is one sample of queries and keys alike, from its first position
     implementation: str
+    precision: str | None = None  # `jax_default_matmul_precision` where `attend` was called
 
 
 class Seen(NamedTuple):

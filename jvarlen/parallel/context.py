@@ -223,7 +223,8 @@ def attend_over_axis(
         ids = jnp.full(len(query), seq_length) if lengths is None else lengths
     window = window_in_force(window, seq_length)
     static_window = window if isinstance(window, int) else None
-    how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto")
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision)
     traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
     return attend_zigzag(how, axes.context, implementation, query, key, value, ids.astype(jnp.int32), traced_window)
 

@@ -232,6 +232,28 @@ def test_the_kernel_chosen_by_name_is_what_is_lowered_in_a_loop_over_layers_with
     assert sorted(set(found)) == sorted(KERNELS)
 
 
+def test_products_have_the_precision_that_was_set_where_attention_was_called():
+    """Not that of where its gradient is traced, or its kernels."""
+
+    def gradient(precision, x):
+        def loss(x):
+            with jax.default_matmul_precision(precision):
+                return attend(x, x, x).sum()
+
+        return jax.grad(loss)(x)
+
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+    on_cpu = lower_for("cpu", functools.partial(gradient, "highest"), x)
+    assert on_cpu.count("precision = [HIGHEST, HIGHEST]") == on_cpu.count("stablehlo.dot_general") > 5
+    texts = [lower_for("cuda", functools.partial(gradient, precision), x) for precision in ("highest", "default")]
+    kernels = [re.findall(r'ir = "([^"]+)"', text) for text in texts]
+    assert [len(of) for of in kernels] == [3, 3]
+    assert not set(kernels[0]) & set(kernels[1])
+    with jax.default_matmul_precision("highest"):
+        text = lower_for("cuda", jax.grad(lambda x: attend(x, x, x).sum()), x)
+    assert [len(ir) for ir in re.findall(r'ir = "([^"]+)"', text)] == [len(ir) for ir in kernels[0]]
+
+
 @pytest.mark.parametrize(("axes", "has_kernel"), [({"data", "model"}, True), ({"data"}, False)])
 def test_where_the_compiler_splits_an_axis_it_gets_operations_that_it_can_split(axes, has_kernel):
     mesh = AbstractMesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, abstract_device=H100)
