@@ -268,8 +268,8 @@ def taking_turns(model: DecoderConfig, batches: Any, in_order: Any, dealt: Any, 
         cells.append([layout, digits(seconds[in_order]), digits(seconds[dealt])])
         cells[-1] += [f"{seconds[dealt] / seconds[in_order]:.3f}", f"{apart:.0e}"]
     return [
-        f"{num_steps} whole steps on {NUM_DEVICES} CPU devices of one process, which take turns on the cores: CPU seconds "
-        "show the sum of all ranks, which dealing leaves alone, and losses are the same.",
+        f"{num_steps} whole steps on {NUM_DEVICES} CPU devices of one process, which take turns on the cores: CPU "
+        "seconds show the sum of all ranks, which dealing leaves alone, and losses are the same.",
         "",
         *table("layout|CPU s, in the order of the plan|dealt|ratio|largest relative difference of a loss", cells),
         "",
@@ -284,8 +284,8 @@ def main() -> None:
     lines = [
         f"# Rows dealt to ranks, {datetime.date.today()}",
         "",
-        f"Work is counted, but measured in the last two tables. Seconds are of `balance_plan`, best of {REPEATS}, and of "
-        f"attention, best of {10 * REPEATS} in turns.",
+        f"Work is counted, but measured in the last two tables. Seconds are of `balance_plan`, best of {REPEATS}, and "
+        f"of attention, best of {10 * REPEATS} in turns.",
         "",
         *(balanced(10_000, 8) if quick else balanced(200_000, 64)),
         *beside_torchtitan(20 if quick else 1_000),
