@@ -25,6 +25,7 @@ _KINDS = {
     "psum_scatter": "reduce_scatter",
     "ppermute": "send",
 }
+_ATTENTION = {"attention_forward": 2, "attention_backward": 5}  # products of all queries and keys, by name
 
 
 def primitives_in(jaxpr: Jaxpr) -> set[str]:
@@ -50,7 +51,10 @@ def draws_by_itself(jaxpr: Jaxpr, are_given: Sequence[bool]) -> list[tuple[int, 
 
 
 def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1) -> OperationCounts:
-    """Products, convolutions, collectives over some mesh axes; of scans all turns count, of branches the largest."""
+    """Products, convolutions, collectives over some mesh axes; of scans all turns count, of branches the largest.
+
+    Attention counts as of full rows of one sample, whatever computes it: half of the pairs where it is causal.
+    """
     counts: Any = OperationCounts()
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -66,6 +70,12 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1
             arrays = taken if _KINDS[name] == "reduce_scatter" else returned
             counts[_KINDS[name], "times"] += times * len(arrays)
             counts[_KINDS[name], "bytes"] += times * sum(each.size * each.dtype.itemsize for each in arrays)
+        called = str(params.get("name", ""))
+        products = _ATTENTION.get(called.removeprefix("causal_"), 0)
+        if products and "dot_general" in primitives_in(params["jaxpr"].jaxpr):  # not what remat leaves of it
+            num_pairs = math.prod(taken[0].shape) * taken[1].shape[-3] / (2 if called.startswith("causal_") else 1)
+            counts["flops"] += times * products * 2 * num_pairs
+            continue
         turns = params["length"] if name == "scan" else 1
         inner = [count_operations(each, axis_names, times * turns) for each in _inner(equation)]
         if name == "cond":

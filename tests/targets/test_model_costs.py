@@ -27,7 +27,7 @@ def test_operations_are_those_of_the_products():
     costs, layer = counted(), counted().layer_flops
     # Queries and the output, keys and values, three products of the MLP.
     of_position = 2 * WIDTH * (2 * WIDTH + 2 * KEYS + 3 * HIDDEN)
-    attention = [4 * bucket.length * WIDTH for bucket in (SHORT, LONG)]
+    attention = [2 * bucket.length * WIDTH for bucket in (SHORT, LONG)]  # half of the pairs
     assert layer.forward.tolist() == [bucket.padded_tokens * (of_position + each) for bucket, each in
                                       zip((SHORT, LONG), attention, strict=True)]  # fmt: skip
     assert (layer.backward >= 2 * layer.forward).all()
@@ -35,6 +35,18 @@ def test_operations_are_those_of_the_products():
     assert (layer.again <= layer.forward).all()
     assert costs.ends_flops.forward.tolist() == [2 * 64 * WIDTH * VOCABULARY] * 2
     assert costs.step_flops[0] == 4 * (layer.forward + layer.backward)[0] + 3 * costs.ends_flops.forward[0]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_long_rows_have_the_operations_of_all_their_pairs(dtype):
+    """Whatever computes them: attention's loops turn as often as the data say."""
+    config = DecoderConfig(num_layers=2, width=16, num_heads=2, compute_dtype=dtype)
+    params = jax.eval_shape(lambda: init_params(config, seed=0))
+    costs = count_costs(layered(config), params, [Bucket(1, 256), Bucket(1, 1024)], tensor_sizes=(1, 2))
+    for of_pass, products in zip(costs.layer_flops, (2, 5, 2), strict=True):
+        of_position = of_pass / [256, 1024]
+        assert of_position[1] - of_position[0] == products * (1024 - 256) * 16
+    assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
 
 
 def test_collectives_are_those_of_the_papers():
