@@ -26,7 +26,7 @@ from jvarlen.attention.seen import How, Seen, varying_axes
 __all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
 
 WHOLE_BELOW = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
-_FEW = 32  # queries, likewise
+_FEW = 32  # queries, likewise; kernels on any platform would fill up a block of them, as for one token after a cache
 # By platform, the first that supports the arrays.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
@@ -227,11 +227,11 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, 
             f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
             f"with causal={how.causal}, window={how.window}: {f'it takes {hint}; ' if hint else ''}leave it out"
         )
-    for name in () if is_split else _KERNELS.get(platform, ()):
+    is_few = query.shape[1] < _FEW
+    for name in () if is_split or is_few else _KERNELS.get(platform, ()):
         if _module(name).supports(how, query, key, seen):
             return name
-    is_short = key.shape[1] < WHOLE_BELOW or query.shape[1] < _FEW
-    return "dense" if is_short or platform == "cuda" else "blocks"
+    return "dense" if is_few or key.shape[1] < WHOLE_BELOW or platform == "cuda" else "blocks"
 
 
 def _module(name: str) -> Any:

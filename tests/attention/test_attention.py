@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jvarlen.attention import attend, blocks, dense
 from tests.attention.inputs import packings, random_qkv, rows_of_ids
+from tests.attention.lowering import lower_for
 from tests.attention.reference import attend_one_by_one, ids_of_lengths, rule
 
 BLOCK = 4
@@ -247,3 +248,15 @@ def test_what_cannot_be_is_refused_by_its_name(options, names):
     with pytest.raises(ValueError, match=names) as raised:
         attend(**arguments)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_token_after_a_cache_takes_no_kernel(platform):
+    """Which would fill up a block of queries."""
+
+    def decode(query, keys):
+        return attend(query, keys, keys, query_offset=jnp.array([3, 1000]))
+
+    query, keys = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16) for n in (1, 1024))
+    text = lower_for(platform, decode, query, keys)
+    assert "custom_call" not in text

@@ -142,6 +142,39 @@ def test_a_random_composition_trains_as_one_device(number):
     assert assert_layout_invariant(model, params, batch, [layout], **given) == [layout]
 
 
+def packed_decoder():
+    """Of four layers, in rows of 16 positions of which 13 hold four samples; a microbatch is padding."""
+    config = DecoderConfig(
+        num_layers=4, width=16, num_heads=4, num_kv_heads=2, vocab_size=32, begins_samples=False, windows=(5, 0, 0, 3)
+    )
+    segment_ids = np.zeros((4, 2, 16), np.int32)
+    segment_ids[:3, :, :13] = np.repeat([1, 2, 3, 4], [2, 7, 1, 3])
+    positions = np.concatenate([*map(np.arange, (2, 7, 1, 3)), np.zeros(3, int)]).astype(np.int32) * (segment_ids > 0)
+    tokens = np.random.default_rng(0).integers(1, 32, segment_ids.shape, np.int32) * (segment_ids > 0)
+    batch = packed_batch_of(tokens, segment_ids, positions, (segment_ids > 0).astype(np.float64), np.float64(24))
+    return layered(config), decoder_params(np.random.default_rng(0), config), batch
+
+
+@pytest.mark.usefixtures("in_blocks")
+def test_attention_in_blocks_trains_in_layouts_as_on_one_device():
+    assert_layout_invariant(*packed_decoder(), ["data1.stage2.context2.tensor2.sequence_parallel"], num_steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_blocks")
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["data4", "data2.zero1", "data2.zero2.remat_full", "data2.zero3", "data2.zero3.remat_full"],
+        ["data1.tensor2", "data2.context2.remat_full", "data1.context4", "data2.context2.tensor2.zero3"],
+        ["data1.stage2.gpipe", "data1.stage2.1f1b", "data1.stage2.remat_none"],
+        ["data1.stage2.interleaved.virtual2", "data2.stage2.zero_bubble", "data2.stage2.zero_bubble.remat_none"],
+    ],
+)
+def test_attention_in_blocks_trains_in_any_layout_as_on_one_device(layouts):
+    assert_layout_invariant(*packed_decoder(), layouts, num_steps=1)
+
+
 def test_compositions_vary():
     layouts = [random_layout(random.Random(number))[0] for number in range(200)]
     for field in dataclasses.fields(Layout):

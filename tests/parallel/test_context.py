@@ -21,6 +21,7 @@ from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions, spread_rows, unspread_rows
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor_params import merge_params, partition_specs, split_params, tensor_parallel_model
+from tests.attention.lowering import lower_for
 from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of
 
@@ -267,6 +268,22 @@ def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
     program = on_devices(8, jax.grad(loss_of), (SPREAD, SPREAD), SPREAD).lower(*shapes).compile()
     masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
     assert max(masks) == 64 * 64  # of one pair of chunks
+
+
+@pytest.mark.parametrize(
+    ("platform", "kernel"), [("tpu", r"splash_mha_(fwd|dq|dkv)_"), ("cuda", r"_(forward|dq|dkv)_kernel")]
+)
+def test_kernels_attend_to_the_chunks_of_other_devices(platform, kernel):
+    def on_device(x, segments):
+        def loss(x):
+            return jnp.sum(attend_over_axis(x, x, x, axes=axes, segment_ids=segments, implementation="ring"))
+
+        axes = Axes(context="context")
+        return jax.grad(loss)(x)
+
+    shapes = jax.ShapeDtypeStruct((1, 4 * 512, 2, 64), jnp.float32), jax.ShapeDtypeStruct((1, 4 * 512), jnp.int32)
+    text = lower_for(platform, on_devices(4, on_device, (SPREAD, SPREAD), SPREAD), *shapes)
+    assert set(re.findall(kernel, text)) == set(kernel[kernel.index("(") + 1 : kernel.index(")")].split("|"))
 
 
 def test_what_cannot_attend_is_refused():
