@@ -123,7 +123,8 @@ def count_costs(
       extra: as for `TrainStep.init`.
 
     Returns:
-      The costs. Loops with a number of turns that depends on values count once.
+      The costs. Loops with a number of turns that depends on values count once. `attend` counts as in full rows of one
+      sample, half of the pairs of positions where it is causal, whatever computes it.
     """
     traced = _Traced(model, params, trainable, batch_spec, extra)
     layer_flops, ends_flops = _flops_of(traced, buckets)
