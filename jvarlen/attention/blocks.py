@@ -72,7 +72,7 @@ def backward(
             query_grads, key_grads, value_grads = state
             keys = blocks.keys_at(queries, j)
             logits = blocks.logits(queries, keys)
-            weights = jnp.where(blocks.mask(queries, keys), jnp.exp(logits - log_sum[:, None]), 0)
+            weights = jnp.exp(jnp.where(blocks.mask(queries, keys), logits - log_sum[:, None], UNSEEN))
             weight_grads = product("NCK,NRK->NCR", keys.value, grad)
             logit_grads = (weights * (weight_grads - inner_of[:, None])).astype(queries.query.dtype)
             value_grads = _add(value_grads, keys.place, product("NCR,NRK->NCK", weights.astype(grad.dtype), grad))

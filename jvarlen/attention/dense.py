@@ -54,7 +54,7 @@ def backward(
     for queries, num_keys in heads.slices():
         logits, mask = heads.logits(queries, num_keys), heads.mask(queries, num_keys)
         query, grad, line, inner_of = (heads.part(x, queries) for x in (heads.query, grads, lines, inner))
-        weights = jnp.where(mask, jnp.exp(logits - line), 0)
+        weights = jnp.exp(jnp.where(mask, logits - line, UNSEEN))
         weight_grads = product("BNRK,BNTK->BNRT", grad, heads.value[:, :, :num_keys])
         logit_grads = (weights * (weight_grads - inner_of)).astype(query.dtype)
         query_grads.append(product("BNRT,BNTK->BNRK", logit_grads, heads.key[:, :, :num_keys]) * how.scale)
