@@ -40,6 +40,7 @@ def supports(how: How, query: jax.ShapeDtypeStruct | Array, key: jax.ShapeDtypeS
     )
 
 
+@jax.enable_x64(False)  # with it, JAX's kernel multiplies int32 by int64
 def forward(
     how: How,
     query: Float[Array, "B Q H K"],
@@ -61,6 +62,7 @@ def forward(
     return output, jnp.moveaxis(jnp.where(sees_BxQxH, log_sums_BxQxH, UNSEEN), 2, 1)
 
 
+@jax.enable_x64(False)
 def backward(
     how: How,
     query: Float[Array, "B Q H K"],

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jvarlen.attention import attend, attention, blocks, dense
+from jvarlen.attention import attend, blocks, dense
 from tests.attention.inputs import random_qkv
 from tests.attention.lowering import lower_for
 from tests.attention.reference import attend_one_by_one, rule
@@ -174,35 +174,27 @@ def test_second_derivatives_are_right_or_refused(implementation):
             forward()
 
 
-KERNELS = {"cpu": (), "cuda": ("gpu.triton",)}
+def on_two_devices(function):
+    mesh = Mesh(np.array(jax.devices()[:2]), "data")
+    return jax.shard_map(function, mesh=mesh, in_specs=P(None, "data"), out_specs=P(None, "data"), check_vma=True)
 
 
-@pytest.mark.parametrize("platform", KERNELS)
-def test_the_platform_that_is_compiled_for_decides_not_the_one_here(platform, monkeypatch):
+@pytest.mark.parametrize("form", [jax.vmap, on_two_devices], ids=["vmap", "shard_map"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_platform_that_is_compiled_for_decides_not_the_one_here(platform, form, monkeypatch):
     def refuse(*_):
         raise AssertionError("asked for the default backend")
 
     monkeypatch.setattr(jax, "default_backend", refuse)
-    row, ids = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-    gradient = jax.grad(lambda x, ids: jnp.sum(attend(x, x, x, segment_ids=ids)))
-    text = lower_for(platform, gradient, row, ids)
-    assert ["gpu.triton" in text, "tpu_custom_call" in text] == [
-        name in KERNELS[platform] for name in ("gpu.triton", "tpu_custom_call")
-    ]
-    assert platform != "cpu" or "custom_call" not in text
+    rows, ids = jax.ShapeDtypeStruct((2, 2, 640, 2, 64), jnp.float32), jax.ShapeDtypeStruct((2, 2, 640), jnp.int32)
 
+    def gradient(x, ids):
+        if form is not jax.vmap:
+            x, ids = x[0], ids[0]
+        grad = jax.grad(lambda x: jnp.sum(attend(x, x, x, segment_ids=ids)))(x)
+        return grad if form is jax.vmap else grad[None]
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_that_checks_varying_axes_takes_no_kernel_and_says_so_once(check_vma, monkeypatch, recwarn):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    attention._say_once.cache_clear()
-    mesh = Mesh(np.array(jax.devices()[:2]), "data")
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    def on_each(x, ids):
-        return attend(x, x, x, segment_ids=ids) + attend(x, x, x, segment_ids=ids, causal=False)
-
-    row, ids = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.float32), jax.ShapeDtypeStruct((2, 1024), jnp.int32)
-    text = lower_for("cuda", on_each, row, ids)
-    assert ("gpu.triton" in text) == (not check_vma)
-    assert len([w for w in recwarn if "check_vma=True" in str(w.message)]) == check_vma
+    text = lower_for(platform, form(gradient), rows, ids)
+    names = {"cuda": "@__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}
+    found = {name: text.count(f"custom_call {name}") for name in names.values()}
+    assert found == {name: 3 * (names.get(platform) == name) for name in names.values()}
