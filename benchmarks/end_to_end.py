@@ -1,11 +1,12 @@
 """How long does each way of batching take to the same held-out bits per byte, compiling included?
 
-The built-in corpus and the built-in model, six ways: jvarlen; a plain Flax and Optax loop padded to the longest, in
-powers of two, and packed by Grain; PyTorch with `group_by_length` of transformers, and with token batches. Run `python
-benchmarks/end_to_end.py [--quick] [--work DIR]`; with `--work`, an interrupted benchmark resumes. `--tune` tries
-budgets and learning rates, and keeps the best of each way in `support/end_to_end_tuned.json`. Prints a table and writes
-it, with versions, hardware and a plot, to `benchmarks/results/`. Needs the extra `benchmarks`. Each run is a process of
-its own: `end_to_end_jax.py` or `end_to_end_torch.py`, in `support/`.
+The built-in corpus and the built-in model: jvarlen by its own choice, packed into one shape, and padded; a plain Flax
+and Optax loop padded to the longest, in powers of two, and packed by Grain; PyTorch with `group_by_length` of
+transformers, with token batches, and packed. Run `python benchmarks/end_to_end.py [--quick] [--seeds N] [--work DIR]`;
+with `--work`, an interrupted benchmark resumes. `--tune` tries budgets and learning rates, and keeps the best of each
+way in `support/end_to_end_tuned.json`. Prints tables and writes them, with versions, hardware and a plot, to
+`benchmarks/results/`. Needs the extra `benchmarks`. Each run is a process of its own: `end_to_end_jax.py` or
+`end_to_end_torch.py`, in `support/`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import dataclasses
 import datetime
 import importlib.util
 import io
-import itertools
 import json
 import math
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import end_to_end_jax
-from support.end_to_end_run import Data, Settings, save_data
+from support import end_to_end_jax, end_to_end_steady
+from support.end_to_end_run import Data, Settings, Turns, save_data
 from support.end_to_end_tables import WAYS, draw, make_report, reached, tuning_table
 from support.reports import commit
-from support.timing import RESULTS, report, versions_and_hardware
+from support.timing import COMPILE_FAST, REPEATS, RESULTS, report, versions_and_hardware
 
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
@@ -42,19 +44,24 @@ from jvarlen.runs.config import FitConfig
 FOLDER = Path(__file__).parent
 TUNED = FOLDER / "support" / "end_to_end_tuned.json"
 DEADLINE_S = 3_600  # of a process that hangs
-NUM_RUNS = 3
-RATES = (1.5e-3, 3e-3, 6e-3)
-OF_JVARLEN = ("jvarlen_cached", "jvarlen_ahead")  # tuned with it
-PARTS_OF_BUDGET = (1, 4)  # the most positions of a batch are divided by
-PILOT = {"eval_every": 20_000, "target": 3.7, "limit_s": 60.0}
-NUM_HELD_OUT = 200  # samples, the same for all: evaluating takes seconds that are not counted
+NUM_SEEDS = 5
+SEED_OF_PILOTS, SEED_BEFORE = 1_000, 1_001  # no run has them
+ONE_RUN = ("longest",)  # takes three times as long as any other
+FIRST_TRIED = {"max_tokens": 1024, "learning_rate": 6e-3}  # where no earlier tuning has chosen
+PILOT = {"eval_every": 25_000, "target": 3.5, "limit_s": 30.0}
+NUM_HELD_OUT, NUM_HELD_OUT_OF_PILOTS = 120, 40  # samples, the same for all: evaluating takes seconds not counted
+STEADY = {"num_shapes": 16, "num_turns": 7, "turn_s": 1.5}
+BUDGETS = (1_024, 4_096, 16_384)  # of steady steps
+IMPORTS = {
+    "jvarlen": "jax, optax, jvarlen, jvarlen.models; jvarlen.make_plan, jvarlen.compile_buckets, jvarlen.load",
+    "flax": "jax, optax, flax.nnx",
+    "torch": "torch, torch._dynamo, torch.utils.data",
+}
 
 DEMO = FitConfig()  # of `make train`
 FULL = {
     "model": {"num_layers": 2, "width": 128, "num_heads": 2},  # what DecoderConfig() is
     "longest": 1024,
-    "max_tokens": DEMO.plan.max_tokens,
-    "max_shapes": 12,
     "length_multiple": DEMO.plan.length_multiple,
     "base_batch_size": 8,
     "horizon": 1_300_000,
@@ -65,8 +72,6 @@ FULL = {
 QUICK = FULL | {
     "model": {"num_layers": 1, "width": 16, "num_heads": 1},
     "longest": 32,
-    "max_tokens": 256,
-    "max_shapes": 1,
     "horizon": 4_000,
     "eval_every": 1_000,
     "target": 7.5,
@@ -95,10 +100,12 @@ def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int) -> Set
     return Settings(way=way, seed=seed, **files, **sizes)
 
 
-def chosen_for(way: str, tuned: dict[str, Any]) -> dict[str, Any]:
-    """What `tune` chose."""
-    way = "jvarlen" if way in OF_JVARLEN else way
-    return {name: tuned["ways"][way][name] for name in ("max_tokens", "learning_rate")}
+CACHED = ("jvarlen_earlier", "jvarlen_cached")
+
+
+def tuned_as(way: str) -> str:
+    """The way whose budget and rate it has."""
+    return "jvarlen" if way in CACHED else way
 
 
 def is_installed(way: str) -> bool:
@@ -109,21 +116,24 @@ def is_installed(way: str) -> bool:
 def figures_of(runs: list[tuple[Settings, Path]], *, cold: bool = True) -> list[dict[str, Any]]:
     """Figures of runs of one framework, in one process; those that a file has of the same settings are read there.
 
-    Planning counts with what numba compiles for it, unless it need not be cold: those of JAX run in this process then.
+    Planning counts with what numba compiles for it, unless an earlier run has left it, or it need not be cold: runs of
+    JAX are made in this process then.
     """
     missing = [(dataclasses.asdict(settings), str(path)) for settings, path in runs if not is_done(settings, path)]
-    if missing and not cold and WAYS[runs[0][0].way].is_jax:
+    is_jax = runs[0][0].way in end_to_end_jax.WAYS
+    if missing and not cold and is_jax:
         end_to_end_jax.answer_all(end_to_end_jax.WAYS, missing)
     elif missing:
-        program = "end_to_end_jax.py" if WAYS[runs[0][0].way].is_jax else "end_to_end_torch.py"
+        program = "end_to_end_jax" if is_jax else "end_to_end_torch"
         # As a module: the programs and this one import what they share by the same names.
-        command = [sys.executable, "-m", f"support.{program.removesuffix('.py')}", json.dumps(missing)]
+        command = [sys.executable, "-m", f"support.{program}", json.dumps(missing)]
         with tempfile.TemporaryDirectory() as empty:
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)]),
                 "JAX_ENABLE_COMPILATION_CACHE": "false",
             }
-            environment |= {"NUMBA_CACHE_DIR": empty} if cold else {}
+            programs = runs[0][0].programs
+            environment |= {"NUMBA_CACHE_DIR": f"{programs}-numba" if programs else empty} if cold else {}
             subprocess.run(command, check=True, timeout=DEADLINE_S, env=environment)
     return [json.loads(path.read_text()) for _, path in runs]
 
@@ -138,54 +148,118 @@ def is_done(settings: Settings, path: Path) -> bool:
 
 def tune(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
     """The budget of positions and the rate that take each way the fewest seconds to the target of a pilot."""
-    seed = NUM_RUNS  # no run has it
-    prepare(folder, sizes, [seed], NUM_HELD_OUT)
-    answer: dict[str, Any] = {"target": PILOT["target"], "limit_s": PILOT["limit_s"], "seed": seed, "ways": {}}
-    for way in filter(is_installed, [way for way in WAYS if way not in OF_JVARLEN]):
+    prepare(folder, sizes, [SEED_OF_PILOTS], NUM_HELD_OUT_OF_PILOTS)
+    answer: dict[str, Any] = {
+        "target": PILOT["target"],
+        "limit_s": PILOT["limit_s"],
+        "seed": SEED_OF_PILOTS,
+        "ways": {},
+    }
+    before = json.loads(TUNED.read_text())["ways"] if TUNED.exists() else {}
+    for way in filter(is_installed, [way for way in WAYS if tuned_as(way) == way]):
         tried: dict[tuple[int, float], float] = {}
-        for part, rate in itertools.product(PARTS_OF_BUDGET, RATES):
-            chosen = {"max_tokens": sizes["max_tokens"] // part, "learning_rate": rate}
-            say(f"{WAYS[way].name}, {chosen['max_tokens']} positions, rate {rate:g}")
-            settings = settings_of(folder, sizes | PILOT | chosen, way, seed)
-            (run,) = figures_of([(settings, folder / f"pilot-{way}-{chosen['max_tokens']}-{rate:g}.json")])
-            tried[chosen["max_tokens"], rate] = seconds_without_compiling(run, PILOT["target"])
-        max_tokens, rate = min(tried, key=tried.__getitem__)
-        pilots = [
-            {"max_tokens": budget, "learning_rate": of, "seconds": None if math.isinf(taken) else taken}
-            for (budget, of), taken in sorted(tried.items())
-        ]
-        answer["ways"][way] = {"max_tokens": max_tokens, "learning_rate": rate, "pilots": pilots}
+        first = before.get(way, FIRST_TRIED)
+        center = first["max_tokens"], first["learning_rate"]
+        best = None
+        while best != center:
+            # Rates before budgets: most often a rate is better, and the budget stays.
+            near = [center, *((center[0], center[1] * factor) for factor in (2.0, 0.5))]
+            near += [
+                (center[0] * 2, center[1]),
+                *([(center[0] // 2, center[1])] if center[0] > sizes["longest"] else []),
+            ]
+            new = [choice for choice in near if choice not in tried]
+            pilots = [
+                (
+                    settings_of(
+                        folder, sizes | PILOT | {"max_tokens": max_tokens, "learning_rate": rate}, way, SEED_OF_PILOTS
+                    ),
+                    folder / f"pilot-{way}-{max_tokens}-{rate:g}.json",
+                )
+                for max_tokens, rate in new
+            ]
+            say(f"{WAYS[way].name}, {', '.join(f'{max_tokens} positions at {rate:g}' for max_tokens, rate in new)}")
+            for choice, run in zip(new, figures_of(pilots), strict=True):
+                tried[choice] = seconds_without_compiling(run, PILOT["target"])
+            best, center = center, min(tried, key=tried.__getitem__)
+        max_tokens, rate = center
+        answer["ways"][way] = {
+            "max_tokens": max_tokens,
+            "learning_rate": rate,
+            "pilots": [
+                {"max_tokens": budget, "learning_rate": of, "seconds": None if math.isinf(taken) else taken}
+                for (budget, of), taken in sorted(tried.items())
+            ],
+        }
     return answer
 
 
 def seconds_without_compiling(run: dict[str, Any], target: float) -> float:
     """To the target, infinite where it was not reached; a pilot is too short for compiling to have its due weight."""
     end = reached(run, target)
-    return end.total_s - end.seconds["compile"] - end.planning_s if end.is_target else math.inf
+    return end.seconds["data"] + end.seconds["steps"] if end.is_target else math.inf
 
 
-def compare(folder: Path, sizes: dict[str, Any], choices: dict[str, Any], *, quick: bool) -> tuple[dict[str, Any], str]:
+def compare(
+    folder: Path, sizes: dict[str, Any], choices: dict[str, Any], num_seeds: int, *, quick: bool
+) -> tuple[dict[str, Any], str]:
     """Figures of all runs of each way that is installed, and how much data there is."""
-    ways, seeds = list(filter(is_installed, WAYS)), range(1 if quick else NUM_RUNS)
-    corpus = prepare(folder, sizes, seeds, 20 if quick else NUM_HELD_OUT)
-    turns = [[(seed, way)] for seed in seeds for way in ways]
+    ways, seeds = list(filter(is_installed, WAYS)), range(num_seeds)
+    corpus = prepare(folder, sizes, [*seeds, SEED_BEFORE], 20 if quick else NUM_HELD_OUT)
+    programs = folder / "programs"
+
+    def run_of(way: str, seed: int) -> tuple[Settings, Path]:
+        given = sizes | choices[tuned_as(way)] | ({"programs": str(programs)} if way in CACHED else {})
+        return settings_of(folder, given, way, seed), folder / f"{way}-{seed}.json"
+
+    before, path = run_of("jvarlen_earlier", SEED_BEFORE)
+    before = dataclasses.replace(before, target=math.inf)  # it need not train
+    if not is_done(before, path):
+        shutil.rmtree(programs, ignore_errors=True)
+        figures_of([(before, path)], cold=not quick)
+    turns = [[(seed, way)] for seed in seeds for way in ways if not (seed and way in ONE_RUN)]
     if quick:  # a process a framework
         turns = [[(0, way) for way in ways if WAYS[way].is_jax == is_jax] for is_jax in (True, False)]
     runs: dict[str, Any] = {way: [] for way in ways}
     for turn in filter(None, turns):
         say(", ".join(f"{WAYS[way].name}, run {seed + 1}" for seed, way in turn))
-        given = [
-            (settings_of(folder, sizes | choices[way], way, seed), folder / f"{way}-{seed}.json") for seed, way in turn
-        ]
+        given = [run_of(way, seed) for seed, way in turn]
         for (_, way), figures in zip(turn, figures_of(given, cold=not quick), strict=True):
             runs[way].append(figures)
     return runs, corpus
+
+
+def steady_turns(folder: Path, sizes: dict[str, Any], *, quick: bool) -> list[Turns]:
+    """Turns of steps at each budget; those that a file has of the same settings are read there."""
+    found = []
+    for max_tokens in (sizes["longest"] * 4,) if quick else BUDGETS:
+        given = sizes | {"max_tokens": max_tokens, "learning_rate": 1e-3}
+        settings, path = settings_of(folder, given, "jvarlen", 0), folder / f"steady-{max_tokens}.json"
+        if not is_done(settings, path):
+            say(f"steps of {max_tokens:,} positions")
+            how = STEADY | ({"num_shapes": 1, "num_turns": 1, "turn_s": 0.01} if quick else {})
+            turns = end_to_end_steady.measure(settings, has_torch=is_installed("packed"), **how)
+            path.write_text(json.dumps({"settings": dataclasses.asdict(settings), "code": commit(), "turns": turns}))
+        found.append(Turns(**json.loads(path.read_text())["turns"]))
+    return found
+
+
+def seconds_to_import(modules: str) -> float:
+    """The median of three processes; not a number where something is not installed."""
+    program = f"import time; begun = time.perf_counter(); import {modules}; print(time.perf_counter() - begun)"
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    runs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        for _ in range(min(REPEATS, 3))
+    ]
+    return statistics.median(float(run.stdout) if run.returncode == 0 else math.nan for run in runs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens, and no report")
     parser.add_argument("--tune", action="store_true", help="try budgets and rates, and keep the best of each way")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, metavar="N", help=f"runs of each way ({NUM_SEEDS})")
     parser.add_argument(
         "--work",
         type=Path,
@@ -194,23 +268,34 @@ def main() -> None:
     )
     options = parser.parse_args()
     quick, sizes = options.quick, QUICK if options.quick else FULL
+    if quick:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COMPILE_FAST}"
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if options.tune:
-            tuned = tune(folder, sizes)
+            (folder / "pilots").mkdir(exist_ok=True)
+            tuned = tune(folder / "pilots", sizes)
             TUNED.write_text(json.dumps(tuned, indent=2) + "\n")
             print("\n".join(tuning_table(tuned)))
             return
         tuned = None if quick else json.loads(TUNED.read_text())
-        chosen = {way: chosen_for(way, tuned) if tuned else {"learning_rate": 1e-2} for way in WAYS}
-        runs, corpus = compare(folder, sizes, chosen, quick=quick)
-    settings = settings_of(folder, sizes | {"learning_rate": chosen["jvarlen"]["learning_rate"]}, "jvarlen", 0)
+        names = ("max_tokens", "learning_rate")
+        of_all = {"max_tokens": 4 * sizes["longest"], "learning_rate": 1e-2}
+        chosen = {
+            way: {name: tuned["ways"].get(way, FIRST_TRIED)[name] for name in names} if tuned else of_all
+            for way in WAYS
+            if tuned_as(way) == way
+        }
+        runs, corpus = compare(folder, sizes, chosen, 1 if quick else options.seeds, quick=quick)
+        steady = steady_turns(folder, sizes, quick=quick)
+        imports_s = {name: seconds_to_import(modules) for name, modules in IMPORTS.items()}
+        settings = settings_of(folder, sizes | chosen["jvarlen"], "jvarlen", 0)
     plot = f"{datetime.date.today()}-end-to-end.png"
     lines = [
         f"# To a fixed held-out bits per byte, {datetime.date.today()}",
         "",
-        *make_report(runs, settings, corpus, tuned, plot),
+        *make_report(runs, settings, corpus, tuned, plot, steady, imports_s),
         "",
         versions_and_hardware("jax", "flax", "optax", "grain", "torch", "transformers"),
     ]

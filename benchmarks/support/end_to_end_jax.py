@@ -1,7 +1,7 @@
 """A JAX process of the end-to-end benchmark: writes the figures of runs to JSON files.
 
-The plain loops are what one writes with Flax and Optax alone; only the model and its loss come from `jvarlen`. Letters:
-B rows, T positions.
+The plain loops are what one writes with Flax and Optax alone, with `jax.nn.dot_product_attention`; only the model and
+its loss come from `jvarlen`. Letters: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import grain  # here, before any watch runs
 import jax
@@ -39,14 +41,18 @@ from support.end_to_end_run import (
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
-from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes, estimate_costs
+from jvarlen.compiling.auto_shapes import Compiler, RunCosts, choose_shapes, estimate_costs, load_costs, save_costs
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import DecoderConfig, make_loss_fn
+from jvarlen.models import DecoderConfig, decoder, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
+from jvarlen.planning.row_lengths import choose_packed_buckets
 from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU
+from jvarlen.training.losses import LossFn
+
+Attend = Callable[..., jax.Array]  # with the arguments of `jvarlen.attend`
 
 PACKING_BINS = 256  # open at a time; few more samples fit with more
 
@@ -58,10 +64,11 @@ def adamw(learning_rate: Any) -> optax.GradientTransformation:
 class JaxRun:
     """The model with its weights on the device, and its evaluation."""
 
-    def __init__(self, settings: Settings, data: Data):
+    def __init__(self, settings: Settings, data: Data, attend: Attend | None = None):
         self.settings = settings
         model = DecoderConfig(**settings.model)
-        self.loss_fn = make_loss_fn(model)
+        self.about: dict[str, Any] = {}
+        self.loss_fn = make_loss_fn(model) if attend is None else with_attention(make_loss_fn(model), attend)
         with np.load(settings.weights) as stored:
             self.params = jax.tree.map(jnp.asarray, params_from_tensors(dict(stored), model))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -78,6 +85,29 @@ class JaxRun:
     def evaluate(self) -> float:
         """Bits per byte of all held-out samples."""
         return bits_per_byte(lambda batch: float(self._eval_step(self.params, batch)), self._held_out, self._num_bytes)
+
+    def close(self) -> None:
+        """Has nothing to note."""
+
+
+def with_attention(loss_fn: LossFn, attend: Attend) -> LossFn:
+    """The loss of a model whose attention is another one."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        # Layers are traced once for all that have the same settings: not for those with another attention.
+        decoder.run_layer.clear_cache()
+        with mock.patch.object(decoder, "attend", attend):
+            sums = loss_fn(params, batch)
+        decoder.run_layer.clear_cache()
+        return sums
+
+    return loss
+
+
+def attend_by_jax(query: Any, key: Any, value: Any, *, segment_ids: Any = None, **_: Any) -> jax.Array:
+    """What one calls without jvarlen, with a mask for packed rows; causal positions see no padding behind them."""
+    mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
 
 @functools.cache
@@ -121,8 +151,10 @@ class PlannedRun(JaxRun):
       settings: of the run.
       data: samples.
       watch: counts the seconds.
-      in_background: choose the number of shapes, and compile them in the background; otherwise `max_shapes` ahead.
-      cache_dir: of compiled programs, which an earlier run has left there; None: no cache.
+      packing: `"auto"`: padded or packed shapes, whichever are predicted to take the fewest seconds; `"best_fit"`: one
+        packed shape; None: padded shapes, as many as are worth compiling.
+      num_shapes: of padded rows, where they are not to be chosen.
+      attend: in place of `jvarlen.attend`.
     """
 
     def __init__(
@@ -131,35 +163,19 @@ class PlannedRun(JaxRun):
         data: Data,
         watch: Stopwatch,
         *,
-        in_background: bool = True,
-        cache_dir: str | None = None,
+        packing: Literal["auto", "best_fit"] | None = "auto",
+        num_shapes: int | None = None,
+        attend: Attend | None = None,
     ):
-        super().__init__(settings, data)
-        self._watch, self._in_background = watch, in_background
-        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        super().__init__(settings, data, attend)
+        self._watch, self._packing, self._num_shapes = watch, packing, num_shapes
+        self._cache_dir = None if settings.programs is None else Path(settings.programs)
+        if self._cache_dir is not None:
+            jax.config.update("jax_enable_compilation_cache", True)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
-        if cache_dir is not None:
-            earlier = PlannedRun(settings, data, Stopwatch(), in_background=in_background)
-            earlier._samples.gate.set()  # its loader must not wait for ever
-            earlier._cache_dir = self._cache_dir
-            jax.config.update("jax_enable_compilation_cache", True)
-            earlier._compile(ahead=True)
-        with watch("data"):
-            lengths = jvarlen.measure_lengths(self._train, progress=False)
-        budget = Budget(max_tokens=settings.max_tokens, length_multiple=settings.length_multiple)
-        if in_background:
-            with watch("compile"):
-                # The programs hold the rates of the plan: the same plan finds them in the cache.
-                choice = self._chosen(lengths, budget) if cache_dir is None else earlier._choice
-            self._choice = choice
-            buckets, spacing = choice.buckets, choice.new_shape_every
-        with watch("data"):
-            if not in_background:
-                buckets, spacing = jvarlen.make_buckets(lengths, budget, max_shapes=settings.max_shapes), 0
-            self.plan = jvarlen.make_plan(
-                lengths, buckets, order=jvarlen.Order("shuffle", new_shape_every=spacing), seed=settings.seed
-            )
+        with watch("planning"):
+            self.plan, reason = self._make_plan()
             rates = jvarlen.scale_by_planned_rate(
                 self.plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
             )
@@ -167,34 +183,64 @@ class PlannedRun(JaxRun):
             self._optimizer = optax.chain(adamw(1.0), rates)
             # A copy: steps take the buffers of their state over.
             self._state = jvarlen.make_train_step(self.loss_fn, self._optimizer).init(self.params)
+        buckets = self.plan.buckets
         self.num_compiled = len(buckets)
-        self._samples = Gated(self._train)
+        self.about = {"shapes": [f"{rows} × {length:,}" for rows, length in buckets], "reason": reason}
+        self.samples = Gated(self._train)
         with watch("data"):
             self.batches = (
                 Batch(batch, buckets[bucket], int(num_tokens))
                 for batch, bucket, num_tokens in zip(
-                    jvarlen.load(self.plan, self._samples), self.plan.step_bucket, self.plan.num_tokens, strict=True
+                    jvarlen.load(self.plan, self.samples), self.plan.step_bucket, self.plan.num_tokens, strict=True
                 )
             )
 
-    def _chosen(self, lengths: np.ndarray, budget: Budget) -> ShapeChoice:
-        """As many shapes as the run is worth, by costs that are estimated here, as in a first run."""
+    def _make_plan(self) -> tuple[jvarlen.Plan, str]:
+        """The plan of an epoch, and why it has these shapes."""
         settings = self.settings
-        optimizer = adamw(1e-3)
-        step = jvarlen.make_train_step(self.loss_fn, optimizer)
-        state = step.init(jax.eval_shape(lambda: self.params))
-        buckets = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
-        step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
-        costs = estimate_costs(step_compiler, buckets, "")
-        return choose_shapes(
+        lengths = jvarlen.measure_lengths(self._train, progress=False)
+        budget = Budget(
+            max_tokens=settings.max_tokens, max_length=settings.longest, length_multiple=settings.length_multiple
+        )
+        plan = functools.partial(jvarlen.make_plan, lengths, seed=settings.seed)
+        if self._packing == "best_fit":
+            return plan(
+                dataclasses.replace(budget, strategy=(settings.longest,)), packing="best_fit"
+            ), "one packed shape"
+        if self._num_shapes is not None:
+            return plan(dataclasses.replace(budget, max_shapes=self._num_shapes)), "padded shapes"
+        costs = self._costs(lengths, budget)
+        pack = functools.partial(
+            choose_packed_buckets, lengths, overlong="error", order=jvarlen.Order("shuffle"), seed=settings.seed
+        )
+        choice = choose_shapes(
             lengths,
             dataclasses.replace(budget, cost=costs.seconds),
             Compiler(costs.compile_seconds, max(1, (os.cpu_count() or 1) // 2), slowdown=SLOWDOWN_ON_CPU),
             num_epochs=settings.horizon / lengths.sum(),
+            max_length=settings.longest,
+            pack=pack if self._packing == "auto" else None,
         )
+        # Some of the shapes come later, so that they are compiled beside the steps before.
+        order = jvarlen.Order("shuffle", new_shape_every=choice.new_shape_every)
+        predicted = (f"{each} in {each.seconds:.0f} s" for each in (choice, *choice.others))
+        return plan(choice.buckets, order=order, packing="best_fit" if choice.is_packed else None), ", ".join(predicted)
 
-    def _compile(self, *, ahead: bool) -> None:
-        when = "ahead" if ahead else "background"
+    def _costs(self, lengths: np.ndarray, budget: Budget) -> RunCosts:
+        """What steps and compiling cost: as an earlier run left it beside its programs, or estimated."""
+        step = jvarlen.make_train_step(self.loss_fn, adamw(1e-3))
+        state = step.init(jax.eval_shape(lambda: self.params))
+        buckets = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
+        step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
+        if self._cache_dir is not None and (known := load_costs(self._cache_dir, step_compiler.device_text, "")):
+            return known
+        costs = estimate_costs(step_compiler, buckets, "")
+        if self._cache_dir is not None:
+            save_costs(costs, self._cache_dir)
+        return costs
+
+    def compile(self, when: Literal["ahead", "background"] = "background") -> None:
+        """Compiles the step in all shapes of the plan, or begins to."""
         self._step = jvarlen.compile_buckets(
             jvarlen.make_train_step(self.loss_fn, self._optimizer),
             self._state,
@@ -208,13 +254,13 @@ class PlannedRun(JaxRun):
 
         The watch does not stop while programs are compiled.
         """
-        self._samples.gate.clear()
+        self.samples.gate.clear()
         is_compiling = self._step is not None and self._step.pending
         try:
             with self._watch("compile") if is_compiling else contextlib.nullcontext():
                 return super().evaluate()
         finally:
-            self._samples.gate.set()
+            self.samples.gate.set()
 
     def compiles(self, batch: Batch) -> bool:
         """The first step starts compiling; later ones wait for their programs."""
@@ -223,17 +269,26 @@ class PlannedRun(JaxRun):
     def step(self, batch: Batch, num_tokens_before: int) -> Any:
         """Calls what was compiled for the shape; the rate is in the plan."""
         if self._step is None:
-            self._compile(ahead=not self._in_background)
+            self.compile()
         self._state, metrics = self._step(self._state, batch.arrays)
         self.params = self._state.params
         return metrics
+
+    def close(self) -> None:
+        """Notes what compiling took."""
+        rows = self._step.report
+        self.about |= {
+            "lower_s": sum(row.lower_s for row in rows),
+            "compile_s": sum(row.compile_s for row in rows),
+            "cache_hits": rows.num_cache_hits,
+        }
 
 
 class PlainRun(JaxRun):
     """A jitted step on whatever comes: each new shape compiles when it comes."""
 
     def __init__(self, settings: Settings, data: Data, watch: Stopwatch, batches: Callable[..., Iterator[Batch]]):
-        super().__init__(settings, data)
+        super().__init__(settings, data, attend_by_jax)
         optimizer = optax.inject_hyperparams(adamw)(learning_rate=settings.learning_rate)
 
         def train_step(params: Any, opt_state: Any, batch: Any, learning_rate: Any) -> tuple[Any, Any, jax.Array]:
@@ -328,15 +383,26 @@ def plain(batches: Callable[..., Iterator[Batch]]) -> Callable[..., PlainRun]:
     return lambda settings, data, watch: PlainRun(settings, data, watch, batches)
 
 
+def earlier(settings: Settings, data: Data, watch: Stopwatch) -> PlannedRun:
+    """Leaves its programs for `jvarlen_cached`, and need not train."""
+    run = PlannedRun(settings, data, watch)
+    run.compile("ahead")
+    return run
+
+
 def cached(settings: Settings, data: Data, watch: Stopwatch) -> PlannedRun:
-    """After an earlier run, whose programs are in a cache."""
-    return PlannedRun(settings, data, watch, cache_dir=tempfile.mkdtemp())
+    """Has the programs of an earlier run, and leaves them as they are."""
+    assert settings.programs is not None
+    programs = shutil.copytree(settings.programs, Path(tempfile.mkdtemp()) / "programs")
+    return PlannedRun(dataclasses.replace(settings, programs=str(programs)), data, watch)
 
 
 WAYS = {
     "jvarlen": PlannedRun,
+    "jvarlen_earlier": earlier,
     "jvarlen_cached": cached,
-    "jvarlen_ahead": functools.partial(PlannedRun, in_background=False),
+    "jvarlen_packed": functools.partial(PlannedRun, packing="best_fit"),
+    "jvarlen_padded": functools.partial(PlannedRun, packing=None),
     "longest": plain(pad_to_longest),
     "powers": plain(pad_to_powers_of_two),
     "grain": plain(pack_by_grain),

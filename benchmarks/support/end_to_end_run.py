@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from support.reports import commit
 
-PARTS = ("compile", "data", "steps")
+PARTS = ("planning", "compile", "data", "steps")
 OPTIMIZER = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
 MAX_GRADIENT_NORM = 1.0
 WARMUP_FRACTION, FINAL_FRACTION = 0.1, 0.05
@@ -38,7 +39,6 @@ class Settings:
       model: `num_layers`, `width` and `num_heads`.
       longest: positions of the longest row; no sample is longer.
       max_tokens: positions of a batch at most, padding included.
-      max_shapes: of a plan.
       length_multiple: of a plan.
       learning_rate: the highest rate; for `jvarlen`, at a batch size of `base_batch_size`.
       base_batch_size: in samples.
@@ -46,6 +46,7 @@ class Settings:
       eval_every: real tokens between evaluations.
       target: bits per byte at which the run ends.
       limit_s: seconds after which the run ends.
+      programs: folder of compiled programs; None: none are kept.
     """
 
     way: str
@@ -55,7 +56,6 @@ class Settings:
     model: dict[str, int]
     longest: int
     max_tokens: int
-    max_shapes: int
     length_multiple: int
     learning_rate: float
     base_batch_size: int
@@ -63,6 +63,7 @@ class Settings:
     eval_every: int
     target: float
     limit_s: float
+    programs: str | None = None
 
     @property
     def fixed_rows(self) -> int:
@@ -107,10 +108,10 @@ def pad(samples: Iterable[np.ndarray], rows: int, length: int) -> tuple[np.ndarr
 
 
 def eval_batches(samples: list[np.ndarray], longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """All samples in four shapes of four times `longest` positions, the same for all ways, as `pad` gives them."""
+    """All samples in two shapes of four times `longest` positions, the same for all ways, as `pad` gives them."""
     batches = []
     lower = 0
-    for length in (longest // 8, longest // 4, longest // 2, longest):
+    for length in (longest // 4, longest):
         fitting, rows = [sample for sample in samples if lower < len(sample) <= length], 4 * longest // length
         batches += [pad(fitting[start : start + rows], rows, length) for start in range(0, len(fitting), rows)]
         lower = length
@@ -156,11 +157,13 @@ class Trainer(Protocol):
       batches: of one epoch.
       num_params: of the model.
       num_compiled: train steps compiled so far.
+      about: what else is to be told of the run.
     """
 
     batches: Iterator[Batch]
     num_params: int
     num_compiled: int
+    about: dict[str, Any]
 
     def step(self, batch: Batch, num_tokens_before: int) -> Any:
         """Takes a step, and gives what `wait` takes; the work may go on behind it."""
@@ -173,6 +176,9 @@ class Trainer(Protocol):
 
     def evaluate(self) -> float:
         """Bits per byte of all held-out samples."""
+
+    def close(self) -> None:
+        """Notes what is known of the run at its end."""
 
 
 def train(trainer: Trainer, watch: Stopwatch, settings: Settings) -> dict[str, Any]:
@@ -214,7 +220,29 @@ def train(trainer: Trainer, watch: Stopwatch, settings: Settings) -> dict[str, A
         shapes.add(batch.shape)
         num_tokens += batch.num_tokens
         num_positions += batch.shape[0] * batch.shape[1]
-    return {"points": points, "end": end, "num_params": trainer.num_params}
+    trainer.close()
+    return {"points": points, "end": end, "num_params": trainer.num_params, "about": trainer.about}
+
+
+class Turns(NamedTuple):
+    """Microseconds a real token of each turn of each way at one budget; names of PyTorch's ways begin with "torch"."""
+
+    max_tokens: int
+    of_ways: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Of one way."""
+        return statistics.median(self.of_ways[name])
+
+    @property
+    def best_of_torch(self) -> str | None:
+        """The way of PyTorch that takes least; None where it is not installed."""
+        return min((name for name in self.of_ways if name.startswith("torch ")), key=self.median, default=None)
+
+    def ratios(self, name: str) -> list[float]:
+        """Of each turn, over the best way of PyTorch."""
+        best = self.best_of_torch
+        return [] if best is None else [a / b for a, b in zip(self.of_ways[name], self.of_ways[best], strict=True)]
 
 
 def answer_all(

@@ -1,6 +1,7 @@
 """A PyTorch process of the end-to-end benchmark: writes the figures of runs to JSON files.
 
-Eager, as PyTorch runs by default, on all cores. Letters: B rows, T positions, V values of a token.
+Eager, as PyTorch runs by default, on all cores. Letters: B rows, T positions, H heads, K head size, D width, V values
+of a token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import torch_ref
+from torch_ref import decoder
 
 GROUPING = "transformers.trainer_pt_utils"
 NO_LABEL = -100  # what `cross_entropy` leaves out by default
@@ -39,6 +42,7 @@ class TorchRun:
     """An eager step on batches that are padded to their own longest sample."""
 
     num_compiled = 0
+    collate: Any = staticmethod(lambda samples: pad_batch(samples))
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class TorchRun:
         batching: Callable[[Settings, list[int]], dict[str, Any]],
     ):
         self._settings = settings
+        self.about: dict[str, Any] = {}
         self.model = torch_ref.Decoder(torch_ref.DecoderConfig(**settings.model))
         with np.load(settings.weights) as stored:
             torch_ref.load_params(self.model, stored)
@@ -62,9 +67,10 @@ class TorchRun:
                 betas=(OPTIMIZER["b1"], OPTIMIZER["b2"]),
                 weight_decay=OPTIMIZER["weight_decay"],
             )
-        with watch("data"):
+        with watch("planning"):
             options = batching(settings, list(map(len, samples)))
-            self.batches = iter(DataLoader(samples, collate_fn=pad_batch, **options))
+        with watch("data"):
+            self.batches = iter(DataLoader(samples, collate_fn=self.collate, **options))
 
     def compiles(self, batch: Batch) -> bool:
         """Nothing compiles."""
@@ -75,7 +81,7 @@ class TorchRun:
         for group in self._optimizer.param_groups:
             group["lr"] = float(self._settings.schedule(num_tokens_before))
         self._optimizer.zero_grad()
-        self._loss(batch.arrays, "mean").backward()
+        self.loss(batch.arrays, "mean").backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
 
@@ -85,13 +91,53 @@ class TorchRun:
     def evaluate(self) -> float:
         """Bits per byte of all held-out samples."""
         with torch.no_grad():
-            return bits_per_byte(lambda batch: self._loss(batch, "sum").item(), self._held_out, self._num_bytes)
+            return bits_per_byte(lambda batch: self._padded_loss(batch, "sum").item(), self._held_out, self._num_bytes)
 
-    def _loss(self, arrays: tuple[torch.Tensor, torch.Tensor], reduction: str) -> torch.Tensor:
+    def close(self) -> None:
+        """Has nothing to note."""
+
+    def loss(self, arrays: Any, reduction: str) -> torch.Tensor:
+        """Of a batch of training."""
+        return self._padded_loss(arrays, reduction)
+
+    def _padded_loss(self, arrays: tuple[torch.Tensor, torch.Tensor], reduction: str) -> torch.Tensor:
         tokens_BxT, labels_BxT = arrays
         inputs_BxT = functional.pad(tokens_BxT[:, :-1], (1, 0), value=self.model.begin_token)
         logits_BxTxV = self.model(inputs_BxT)
         return functional.cross_entropy(logits_BxTxV.flatten(0, 1), labels_BxT.flatten(), reduction=reduction)
+
+
+class PackedRun(TorchRun):
+    """Samples end to end in one row without any padding, and attention sample by sample.
+
+    On a CPU no attention of PyTorch knows where the samples of a row end, but by a mask of T×T.
+    """
+
+    collate: Any = staticmethod(lambda samples: join_samples(samples))
+
+    def loss(self, arrays: Any, reduction: str) -> torch.Tensor:
+        """Of a batch of training."""
+        inputs_1xT, labels_T, positions_T, lengths = arrays
+        trunk = self.model.model
+        rows = decoder.rows_of(trunk.config, inputs_1xT[:, : max(lengths)], None, None)
+        rows = rows._replace(cos=rows.cos[:, :, positions_T], sin=rows.sin[:, :, positions_T])
+        x_1xTxD = trunk.embed_tokens(inputs_1xT)
+        with mock.patch.object(functional, "scaled_dot_product_attention", sample_by_sample(lengths)):
+            for layer in trunk.layers:
+                x_1xTxD = layer(x_1xTxD, rows)
+        logits_TxV = self.model.lm_head(trunk.norm(x_1xTxD))[0]
+        return functional.cross_entropy(logits_TxV, labels_T, reduction=reduction)
+
+
+def sample_by_sample(lengths: list[int]) -> Callable[..., torch.Tensor]:
+    """Causal attention of heads [1, H, T, K] in a row of samples of these lengths."""
+    attend = functional.scaled_dot_product_attention
+
+    def attend_each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        samples = zip(*(heads.split(lengths, dim=2) for heads in (query, key, value)), strict=True)
+        return torch.cat([attend(*heads, is_causal=True) for heads in samples], dim=2)
+
+    return attend_each
 
 
 def labelled(tokens_BxT: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +152,15 @@ def pad_batch(samples: list[torch.Tensor]) -> Batch:
     lengths_B = torch.tensor(list(map(len, samples)))
     shape = (tokens_BxT.shape[0], tokens_BxT.shape[1])
     return Batch(labelled(tokens_BxT, lengths_B), shape, int(lengths_B.sum()))
+
+
+def join_samples(samples: list[torch.Tensor]) -> Batch:
+    """Inputs, labels, positions within samples, and lengths."""
+    lengths = list(map(len, samples))
+    begin = torch.full((1,), torch_ref.DecoderConfig().begin_token)
+    inputs_1xT = torch.cat([part for sample in samples for part in (begin, sample[:-1])])[None]
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    return Batch((inputs_1xT, torch.cat(samples), positions_T, lengths), (1, sum(lengths)), sum(lengths))
 
 
 def group_by_length(settings: Settings, lengths: list[int]) -> dict[str, Any]:
@@ -125,6 +180,12 @@ def token_batches(settings: Settings, lengths: list[int]) -> dict[str, Any]:
     return {"batch_sampler": [parts[i].tolist() for i in order]}
 
 
+def whole_samples(settings: Settings, lengths: list[int]) -> dict[str, Any]:
+    """Shuffled samples, cut where their tokens would exceed the budget."""
+    batches = torch_ref.batch_by_tokens(lengths, settings.max_tokens, order="shuffle", budget="sum", seed=settings.seed)
+    return {"batch_sampler": [ids.tolist() for ids in np.split(batches.sample_ids, batches.offsets[1:-1])]}
+
+
 def train_grouped(settings: Settings, data: Data, watch: Stopwatch) -> TorchRun:
     importlib.import_module(GROUPING)  # before the watch runs
     return TorchRun(settings, data, watch, group_by_length)
@@ -134,7 +195,11 @@ def train_on_token_batches(settings: Settings, data: Data, watch: Stopwatch) -> 
     return TorchRun(settings, data, watch, token_batches)
 
 
-WAYS = {"group_by_length": train_grouped, "token_batches": train_on_token_batches}
+def train_packed(settings: Settings, data: Data, watch: Stopwatch) -> TorchRun:
+    return PackedRun(settings, data, watch, whole_samples)
+
+
+WAYS = {"group_by_length": train_grouped, "token_batches": train_on_token_batches, "packed": train_packed}
 
 if __name__ == "__main__":
     answer_all(WAYS, json.loads(sys.argv[1]))
