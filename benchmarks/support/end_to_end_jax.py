@@ -39,6 +39,7 @@ from support.end_to_end_run import (
 )
 
 import jvarlen
+from jvarlen.attention.attention import WHOLE_BELOW
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
 from jvarlen.compiling.auto_shapes import Compiler, RunCosts, choose_shapes, estimate_costs, load_costs, save_costs
@@ -185,7 +186,7 @@ class PlannedRun(JaxRun):
             self._state = jvarlen.make_train_step(self.loss_fn, self._optimizer).init(self.params)
         buckets = self.plan.buckets
         self.num_compiled = len(buckets)
-        self.about = {"shapes": [f"{rows} × {length:,}" for rows, length in buckets], "reason": reason}
+        self.about = {"reason": reason, "is_packed": self.plan.is_packed}
         self.samples = Gated(self._train)
         with watch("data"):
             self.batches = (
@@ -209,7 +210,7 @@ class PlannedRun(JaxRun):
             ), "one packed shape"
         if self._num_shapes is not None:
             return plan(dataclasses.replace(budget, max_shapes=self._num_shapes)), "padded shapes"
-        costs = self._costs(lengths, budget)
+        costs = self._costs()
         pack = functools.partial(
             choose_packed_buckets, lengths, overlong="error", order=jvarlen.Order("shuffle"), seed=settings.seed
         )
@@ -220,17 +221,20 @@ class PlannedRun(JaxRun):
             num_epochs=settings.horizon / lengths.sum(),
             max_length=settings.longest,
             pack=pack if self._packing == "auto" else None,
+            whole_below=WHOLE_BELOW,
         )
         # Some of the shapes come later, so that they are compiled beside the steps before.
         order = jvarlen.Order("shuffle", new_shape_every=choice.new_shape_every)
         predicted = (f"{each} in {each.seconds:.0f} s" for each in (choice, *choice.others))
         return plan(choice.buckets, order=order, packing="best_fit" if choice.is_packed else None), ", ".join(predicted)
 
-    def _costs(self, lengths: np.ndarray, budget: Budget) -> RunCosts:
+    def _costs(self) -> RunCosts:
         """What steps and compiling cost: as an earlier run left it beside its programs, or estimated."""
         step = jvarlen.make_train_step(self.loss_fn, adamw(1e-3))
         state = step.init(jax.eval_shape(lambda: self.params))
-        buckets = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
+        # Rows that attention computes as a whole: of what it skips by the data, nothing could be counted.
+        longest = min(self.settings.longest, WHOLE_BELOW - self.settings.length_multiple)
+        buckets = [jvarlen.Bucket(self.settings.max_tokens // length, length) for length in (longest // 2, longest)]
         step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
         if self._cache_dir is not None and (known := load_costs(self._cache_dir, step_compiler.device_text, "")):
             return known

@@ -250,7 +250,7 @@ def parts_table(
         seconds = {part: median([run.seconds[part] for run in of_runs]) for part in PARTS}
         max_tokens = runs[way][0]["settings"]["max_tokens"]
         share = next((attention_share(turns) for turns in steady if turns.max_tokens == max_tokens), None)
-        is_packed = all(len(each["shapes"]) == 1 for each in about) and way != "jvarlen_padded"
+        is_packed = all(each["is_packed"] for each in about)
         attention = f"{share * seconds['steps']:.1f}" if share is not None and is_packed else "–"
         rest = f"{(1 - share) * seconds['steps']:.1f}" if share is not None and is_packed else f"{seconds['steps']:.1f}"
         rows.append(
