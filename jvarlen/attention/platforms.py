@@ -49,17 +49,20 @@ def _run(*args: Any, jaxpr: Any, functions: Any) -> Any:
 def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions: Any) -> Any:
     """The program of the function of a platform."""
     devices = context.module_context.axis_context
-    if hasattr(devices, "manual_axes"):  # inside `shard_map`
-        is_split = any(size > 1 and name not in devices.manual_axes for name, size in devices.mesh.shape.items())
-    else:
-        is_split = (getattr(devices, "num_devices", None) or 1) > 1
+    others = set()  # the axes of a mesh that are left to the compiler
+    is_split = (getattr(devices, "num_devices", None) or 1) > 1
+    if hasattr(devices, "mesh"):  # inside `shard_map`
+        others = set(devices.mesh.axis_names) - devices.manual_axes - set(devices.mesh.manual_axes)
+        is_split = any(devices.mesh.shape[name] > 1 for name in others)
 
     def run(*args: Any) -> Any:
         if platform not in dict(functions):
             return _run(*args, jaxpr=jaxpr, functions=functions)
         function = functools.partial(dict(functions)[platform], is_split=is_split)
-        if any(map(varying_axes, args)):  # a `shard_map` that checks them, where kernels do not tell theirs
-            function = jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
+        # Kernels do not tell which axes results vary over, where `shard_map` checks them, and those for TPUs are
+        # refused beside an axis of the compiler, even of one device.
+        if not is_split and (others or any(map(varying_axes, args))):
+            function = jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=others, check_vma=False)
         return function(*args)
 
     return mlir.lower_fun(run)(context, *args)
