@@ -67,6 +67,7 @@ from jvarlen.runs.task import PairLengthsFn, Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
+from jvarlen.training.optimizers import with_known_rates
 from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
@@ -280,7 +281,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     )
     if not checkpoints.is_empty:
         restore = checkpoints.restore_best if config.directory.resume_from == "best" else checkpoints.restore_latest
-        state, place = restore(state)
+        state, place = restore(with_known_rates(state, step.optimizer))
         place = training.resumed_place(place)
     if broken := _nonfinite_arrays(state):
         what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"

@@ -33,6 +33,7 @@ __all__ = [
     "scale_by_batch_size",
     "scale_by_planned_rate",
     "scale_by_rates",
+    "with_known_rates",
     "with_rates_of",
     "without_rates",
 ]
@@ -140,6 +141,25 @@ def with_rates_of(given: Any, state: Any) -> Any:
         return like._replace(count=node.count)
 
     return jax.tree.map(with_rates, given, state, is_leaf=_has_rates)
+
+
+def with_known_rates(state: Any, optimizer: optax.GradientTransformation | optax.MultiSteps) -> Any:
+    """A state, of which planned rates that are shapes become arrays where they lie: no parameter is needed for them."""
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=_has_rates) if _has_rates(node)]
+    if not any(isinstance(node.rates, jax.ShapeDtypeStruct) for node in nodes):
+        return state
+    of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
+    known = (np.asarray(node.rates) for node in of_nothing if _has_rates(node))
+
+    def with_rates(node: Any) -> Any:
+        if not _has_rates(node):
+            return node
+        rates, sharding = next(known), node.rates.sharding
+        if sharding is None:
+            return node._replace(rates=jnp.asarray(rates))
+        return node._replace(rates=jax.make_array_from_callback(rates.shape, sharding, lambda index: rates[index]))
+
+    return jax.tree.map(with_rates, state, is_leaf=_has_rates)
 
 
 def _has_rates(node: Any) -> bool:

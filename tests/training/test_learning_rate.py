@@ -9,10 +9,18 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import lr_scale, lr_sequence, make_plan, make_train_step, no_recompiles, scale_by_batch_size
+from jvarlen import (
+    lr_scale,
+    lr_sequence,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+    scale_by_batch_size,
+    with_float32_master,
+)
 from jvarlen.batches import BatchShapes
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
-from jvarlen.training.optimizers import scale_by_planned_rate
+from jvarlen.training.optimizers import scale_by_planned_rate, with_known_rates
 from jvarlen.training.rates import base_rates, before_each, step_sizes
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -160,6 +168,17 @@ def test_another_rate_and_number_of_steps_take_the_same_programs(layout):
         texts.add(jax.jit(step).lower(state, shapes.spec(shapes.buckets[0])).as_text())
     assert not [each.function for each in count.recompilations if not each.cache_hit]
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("layout", [None, "data2", "data2.zero3", "data1.stage2"])
+def test_planned_rates_are_known_of_a_state_of_shapes(layout):
+    """As that of a run which resumes, whose parameters are in the checkpoint alone."""
+    optimizer = with_float32_master(planned(inner=optax.adamw))
+    step = make_train_step(layered(DECODER), optimizer, layout=layout)
+    state = with_known_rates(step.init(jax.eval_shape(lambda: init_params(DECODER, 0))), optimizer)
+    (rates,) = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    assert rates[:NUM_STEPS].tolist() == TABLE.astype(np.float32).tolist()
+    assert len(rates.sharding.device_set) == (1 if layout is None else 2)
 
 
 # The scale of each step
