@@ -26,11 +26,10 @@ _LOG2_E = math.log2(math.e)  # powers of 2 are what a GPU has
 
 
 def supports(how: How, query: Array, key: Array, seen: Seen) -> bool:
-    """Whether the kernels take such arrays; fewer than 16 queries, most of a block empty, only if asked for by name."""
-    del seen
+    """Whether the kernels take such arrays."""
+    del how, seen
     return (
         query.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
-        and (query.shape[1] >= 16 or how.implementation == "triton")
         and _head_bytes(query) <= 512  # more needs more memory than some multiprocessors have
         and max(query.size, key.size) < 2**31  # what kernels count with int32
     )
