@@ -151,10 +151,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and three shapes, and no report")
     quick = parser.parse_args().quick
-    config = FitConfig(plan=PlanConfig(overlong="truncate"))
+    config = FitConfig(plan=PlanConfig(overlong="truncate", packing="none"))
     if quick:
         tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
-        config = dataclasses.replace(config, decoder=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64))
+        config = dataclasses.replace(
+            config, decoder=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64, packing="none")
+        )
         lengths = np.array([16, 32, 64])
     else:
         train, _ = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
