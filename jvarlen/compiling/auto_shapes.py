@@ -29,7 +29,7 @@ from jvarlen.compiling.lowering import LoweredBucket, StepCompiler
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import Bucket, buckets_by_number
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.candidates import ShapeCandidate, packed_candidates, padded_candidate, with_rows_of
+from jvarlen.planning.candidates import ShapeCandidate, packed_candidates, padded_candidate, shapes_in_words
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import Overlong, fit_lengths
 from jvarlen.planning.packings import Packing
@@ -81,7 +81,7 @@ class ShapeChoice(NamedTuple):
     others: tuple[ShapeChoice, ...] = ()  # that were rejected, one for each kind of shapes
 
     def __str__(self) -> str:
-        return f"{len(self.buckets)} {'packed' if self.is_packed else 'padded'} shape{'s' * (len(self.buckets) > 1)}"
+        return shapes_in_words(len(self.buckets), is_packed=self.is_packed)
 
 
 class _Training(NamedTuple):
@@ -171,9 +171,7 @@ def choose_shapes(
         choices.append(padded)
     if pack is not None:
         known = {tuple(shape) for shape in compiled_packed}
-        packed = packed_candidates(pack, priced, whole_below)
-        packed += [with_rows_of(each, sorted(known), budget, whole_below) for each in packed if known]
-        choices.append([training.choice(each, known) for each in packed])
+        choices.append([training.choice(each, known) for each in packed_candidates(pack, priced, whole_below)])
     best, *others = sorted(
         (min(each, key=lambda choice: choice.seconds) for each in choices), key=lambda choice: choice.seconds
     )

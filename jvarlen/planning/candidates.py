@@ -29,7 +29,7 @@ __all__ = [
     "decided_packing",
     "packed_candidates",
     "padded_candidate",
-    "with_rows_of",
+    "shapes_in_words",
 ]
 
 _LEAST_GAIN = 1e-9  # as a share, so that rounding decides nothing
@@ -50,8 +50,12 @@ class ShapeCandidate(NamedTuple):
         return None if self.packing is None else self.packing.method
 
     def __str__(self) -> str:
-        kind = "padded" if self.packing is None else "packed"
-        return f"{len(self.buckets)} {kind} shape{'s' * (len(self.buckets) > 1)}"
+        return shapes_in_words(len(self.buckets), is_packed=self.packing is not None)
+
+
+def shapes_in_words(number: int, *, is_packed: bool) -> str:
+    """Such as "1 packed shape"."""
+    return f"{number} {'packed' if is_packed else 'padded'} shape{'s' * (number > 1)}"
 
 
 def padded_candidate(lengths: Int64[np.ndarray, " N"], buckets: Buckets[Bucket], budget: Budget) -> ShapeCandidate:
@@ -86,21 +90,6 @@ def packed_candidates(
         if isinstance(budget.cost, CostModel) and padding <= _LEAST_PADDING:
             break  # with pairs of tokens that are the same in all rows, others save no more than that
     return candidates
-
-
-def with_rows_of(
-    candidate: ShapeCandidate, shapes: Sequence[tuple[int, ...]], budget: Budget, whole_below: int = 0
-) -> ShapeCandidate:
-    """The same packed rows, with as many in a microbatch as ascending other shapes have that hold them."""
-    assert candidate.packing is not None
-    caps = budget.row_caps(np.array([bucket.length for bucket in candidate.buckets]))
-    buckets = [
-        next(
-            (Bucket(*shape) for shape in shapes if shape[1] == bucket.length and bucket.rows <= shape[0] <= cap), bucket
-        )
-        for bucket, cap in zip(candidate.buckets, caps.tolist(), strict=True)
-    ]
-    return _packed_candidate(candidate.packing, Buckets(buckets, budget.microbatches_per_step), budget, whole_below)
 
 
 def choose_candidate(
