@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import attend, splash
 from jvarlen.attention.seen import How, Seen
 from tests.attention.lowering import lower_for
-from tests.meshes import data_mesh
 
 HOW = How(causal=True, scale=0.3, window=None, offset=None, is_rows=False, implementation="splash")
 
@@ -197,16 +196,17 @@ def test_programs_for_tpus_hold_the_kernels_in_loops_with_rematerialization_and_
 
     def on_devices(options, x, x_of_layers):
         return jax.shard_map(
-            jax.grad(loss), mesh=data_mesh(2), in_specs=(P("data"), P(None, "data")), out_specs=P("data"), **options
+            jax.grad(loss), mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P("data"), **options
         )(x, x_of_layers)
 
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "tensor"))
     # Where some axes are left to the compiler, as in the library's own layouts, they have one device each.
     mapped = ({"check_vma": True}, {"check_vma": False}, {"check_vma": False, "axis_names": {"data"}})
     x = jnp.ones((2, 600, 2, 64))
     x_of_layers = jnp.stack([x, x])
     for function in (jax.grad(loss), *(functools.partial(on_devices, options) for options in mapped)):
         assert set(kernels_for("tpu", function, x, x_of_layers)) == set(BOTH)
-    shared = jax.device_put(x, NamedSharding(data_mesh(2), P("data")))  # by the compiler, which cannot split kernels
+    shared = jax.device_put(x, NamedSharding(mesh, P("data")))  # by the compiler, which cannot split kernels
     assert not kernels_for("tpu", jax.grad(loss), shared, x_of_layers)
 
 
