@@ -121,6 +121,7 @@ def test_without_gradients_rows_are_whole():
         assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
 
 
+@pytest.mark.usefixtures("in_blocks")
 def test_the_decoder_trains_as_one_device():
     """Packed samples go on in the next slice, and begin within one; tests/golden holds rows of one sample, and ZeRO."""
     segments = np.concatenate([batch.segment_ids for batch in batches_of(8)])
