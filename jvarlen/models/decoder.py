@@ -64,7 +64,7 @@ class Rows(NamedTuple):
       lengths: int[B], tokens of a row that holds one sample; None for packed rows.
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
       positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
-      window: int[], how many tokens a token sees, itself included; None for all before it.
+      window: an int or int[], how many tokens a token sees, itself included; None, or below 1, for all before it.
 
     Where rows are spread over a mesh axis, segments and positions are those of `axes.positions`.
     """
@@ -294,12 +294,17 @@ def graphs_of(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.Gr
 
 
 def window_of(config: DecoderConfig, layer: Any) -> Any:
-    """How many tokens a token sees in a layer; None for all before it. The layer may be traced."""
+    """How many tokens a token sees in a layer; None, or below 1, for all before it. The layer may be traced."""
     if not any(config.windows):
         return None
-    # A number, so that one layer is traced for all.
-    windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-    return windows[layer] if isinstance(layer, int) else jnp.take(jnp.asarray(windows), layer)  # which refuses None
+    if isinstance(layer, int) or len({*config.windows}) == 1:  # kernels skip by windows that are known
+        return _Window(config.windows[layer if isinstance(layer, int) else 0])
+    return jnp.take(jnp.asarray(config.windows, jnp.int32), layer)  # which refuses None
+
+
+@jax.tree_util.register_static
+class _Window(int):
+    """A window that is part of the program."""
 
 
 def _rotate_positions(

@@ -13,7 +13,8 @@ from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train
 from jvarlen._common.pytree import plain_names
 from jvarlen.batches import BatchShapes
 from jvarlen.loading import pack_to_bucket, pad_to_bucket
-from jvarlen.models import DecoderConfig, init_params, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.parallel import layered_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.hand_made import batch_of
 
@@ -174,3 +175,15 @@ def test_parameters_have_the_names_of_their_parts():
     }
     ends = {"embed.embedding": (257, 16), "norm.scale": (16,), "head.kernel": (16, 257)}
     assert shapes == ends | {f"layers.{i}.{name}": shape for i in range(2) for name, shape in of_layer.items()}
+
+
+@pytest.mark.parametrize(("windows", "by_layers", "has_kernel"), [
+    ((256, 256), True, True), ((256, 0), False, True), ((256, 0), True, False),
+])  # fmt: skip
+def test_windows_that_are_known_when_compiling_leave_tpus_their_kernel(windows, by_layers, has_kernel):
+    """Layers in a loop share a program: it knows the window if all have the same."""
+    config = dataclasses.replace(CONFIG, windows=windows)
+    loss_fn = layered_loss_fn(layered(config)) if by_layers else make_loss_fn(config)
+    rows = microbatch([[1] * 512], [512], 512)
+    traced = jax.jit(jax.grad(lambda *args: loss_fn(*args)[0])).trace(init_params(config, seed=0), rows)
+    assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) == has_kernel
