@@ -40,7 +40,7 @@ def make_config(runs_dir, cache_dir=None):
         directory=DirectoryConfig(runs_dir=runs_dir),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=4),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=4, packing="none"),
         decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
 
@@ -106,6 +106,8 @@ def main():
         num_processes=num_processes,
         process_id=rank,
     )
+    # Which process 0 decides, by what steps cost there.
+    config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing="auto"))
     whole = fit(config, data)
     data = make_data_with_gaps()
     # Lengths are read first, once each; then some steps are trained on.
