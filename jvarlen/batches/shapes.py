@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -120,11 +119,13 @@ def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
         kind: Any = PackedPairBatch if is_pairs else PackedBatch
         most: dict[Any, Any] = dict(zip(plan.buckets, plan.samples_per_row, strict=True))
     else:
-        kind, most = PairBatch if is_pairs else Batch, collections.defaultdict(lambda: None)
+        kind, most = PairBatch if is_pairs else Batch, {}
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
         named = fields or (PAIR_TOKENS if is_pairs else TOKENS)
-        arrays = arrays_spec(named, bucket, microbatches_per_step, most[bucket])
+        # Other buckets than the plan's are those that estimates are made from.
+        other = min(bucket.lengths[0], max(plan.samples_per_row)) if plan.is_packed else None
+        arrays = arrays_spec(named, bucket, microbatches_per_step, most.get(bucket, other))
         return arrays if fields else kind(**arrays)
 
     return batch_spec

@@ -14,6 +14,7 @@ from jvarlen.batches import (
     packed_batch_spec,
     token_batch_spec,
 )
+from jvarlen.batches.shapes import plan_specs
 from jvarlen.compiling.unplanned import pad_to_spec
 from jvarlen.testing import assert_finite_on_padding_rows, assert_partition_invariant
 
@@ -101,3 +102,10 @@ def test_checks_of_losses_take_named_fields():
         assert_partition_invariant(wrong, 0.5, batch, num_shards=[1])
     with pytest.raises(AssertionError, match=r"in 1 of 1 buckets\n  2×3: "):
         assert_finite_on_padding_rows(wrong, 0.5, [batch])
+
+
+def test_estimates_get_packed_batches_of_buckets_that_the_plan_lacks():
+    plan = make_plan([3, 5, 8, 8], max_tokens=16, packing="best_fit")
+    batch_spec = plan_specs(plan)
+    assert batch_spec(Bucket(1, 4), 2).ids.shape == (2, 1, min(4, plan.samples_per_row[0]))
+    assert batch_spec(plan.buckets[0], 2).ids.shape[-1] == plan.samples_per_row[0]

@@ -337,7 +337,7 @@ if __name__ == "__main__":
         ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
          "--no-progress", "--compile.cache-dir", "None",
          "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
-         "--microbatches-per-step", "4",
+         "--microbatches-per-step", "4", "--packing", "none",
          "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     ))
 """
