@@ -88,7 +88,7 @@ def scale_by_planned_rate(
       >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_planned_rate(plan, 1e-3, 2))
       >>> updates, state = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())))
       >>> updates, state = optimizer.update(jnp.ones(()), state)
-      >>> float(updates) == -np.float32(2e-3)
+      >>> bool(updates == -np.float32(2e-3))
       True
 
     References:
