@@ -296,7 +296,7 @@ def _decode_layer(
     x: Float[Array, "B 1 D"],
     cache: _Cache,
     positions: Int[Array, " B"],
-    window: Int[Array, ""] | None,
+    window: Any,
 ) -> tuple[Float[Array, "B 1 D"], _Cache]:
     layer: DecoderLayer = nnx.merge(graphdef, params)
     query, *new = layer.project(x, positions[:, None], num_positions=cache.keys.shape[1])
