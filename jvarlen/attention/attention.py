@@ -173,8 +173,8 @@ def _known_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
 def forward(how: How, dtype: Any, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, Array]:
     """What `forward` of the platform's implementation gives, with outputs of this type."""
 
-    def by(module: Any, *args: Any) -> tuple[Array, Array]:
-        output, log_sums = module.forward(how, *args)
+    def by(module: Any, *args: Any, **options: Any) -> tuple[Array, Array]:
+        output, log_sums = module.forward(how, *args, **options)
         return output.astype(dtype), log_sums
 
     return _by_platform(how, by, query, key, value, seen)
@@ -194,8 +194,8 @@ def backward(
 ) -> tuple[Array, ...]:
     """Likewise: the gradients of queries, keys and values, of these types."""
 
-    def by(module: Any, *args: Any) -> tuple[Array, ...]:
-        grads = module.backward(how, *args)
+    def by(module: Any, *args: Any, **options: Any) -> tuple[Array, ...]:
+        grads = module.backward(how, *args, **options)
         return tuple(grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
 
     return _by_platform(how, by, query, key, value, seen, output, log_sums, grad)
@@ -210,7 +210,8 @@ def _by_platform(how: How, by: Any, *args: Any) -> Any:
         name = _name_for(platform, how, query, key, seen, is_split=is_split)
         # Backward passes and kernels are traced later, out of the context that a caller may have set.
         with jax.default_matmul_precision(how.precision):
-            return by(_module(name), query, key, value, seen, *kept)
+            options = {"together": True} if is_split and name == "blocks" else {}
+            return by(_module(name), query, key, value, seen, *kept, **options)
 
     functions = {platform: functools.partial(on, platform) for platform in ("default", *PLATFORMS)}
     return by_platform(*args, **functions)
@@ -231,7 +232,8 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, 
     for name in () if is_split or is_few else _KERNELS.get(platform, ()):
         if _module(name).supports(how, query, key, seen):
             return name
-    return "dense" if is_few or key.shape[1] < WHOLE_BELOW or platform == "cuda" else "blocks"
+    is_explicit = any(axes is not None for axes in jax.typeof(query).sharding.spec)  # blocks merge rows of devices
+    return "dense" if is_few or is_explicit or key.shape[1] < WHOLE_BELOW or platform == "cuda" else "blocks"
 
 
 def _module(name: str) -> Any:

@@ -15,14 +15,14 @@ from jvarlen.attention.seen import varying_axes
 
 __all__ = ["PLATFORMS", "by_platform"]
 
-PLATFORMS = ("cuda", "tpu")
+PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def by_platform(*args: Any, default: Callable[..., Any], **functions: Callable[..., Any]) -> Any:
     """`default(*args)`, or `function(*args, is_split=…)` of one of PLATFORMS, which gives arrays of the same types.
 
     `is_split` says whether the compiler shares operations between devices, as it does outside `shard_map`. It cannot
-    share kernels.
+    share kernels. On a CPU, `default` serves unless it does.
 
     `jax.lax.platform_dependent` traces all functions, and all are counted as operations and memory of a program: here
     `default` stands for all. It is also what is differentiated. The functions take all arrays as arguments.
@@ -56,7 +56,7 @@ def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions:
         is_split = any(devices.mesh.shape[name] > 1 for name in others)
 
     def run(*args: Any) -> Any:
-        if platform not in dict(functions):
+        if platform not in dict(functions) or (platform == "cpu" and not is_split):
             return _run(*args, jaxpr=jaxpr, functions=functions)
         function = functools.partial(dict(functions)[platform], is_split=is_split)
         # Kernels do not tell which axes results vary over, where `shard_map` checks them, and those for TPUs are
