@@ -61,8 +61,9 @@ def attend(
 
     Args:
       query: float[B, Q, H, K].
-      key: float[B, T, N, K]; N divides H, and head h of the queries attends to head h // (H / N).
-      value: float[B, T, N, K].
+      key: float[B, T, N, K], of the type of the queries; N divides H, and head h of the queries attends to head
+        h // (H / N).
+      value: float[B, T, N, K], likewise.
       lengths: int[B] of any integer type, the tokens of rows of one sample each; 0 for a padding row. With neither
         lengths nor segments, all positions are tokens of one sample.
       key_lengths: int[B], those of keys where they are not the same: cross-attention, or a cache.
@@ -84,8 +85,9 @@ def attend(
 
     Raises:
       ValueError: shapes that do not belong together, such as heads of queries that are not a multiple of those of keys;
-        both lengths and segments, or those of queries alone where there are other numbers of queries and keys; a window
-        of attention that is not causal; an unknown implementation, or one that does not support the arrays.
+        arrays of several types, or of integers; both lengths and segments, segments of keys alone, or those of queries
+        alone where there are other numbers of queries and keys; a window of attention that is not causal; an
+        unknown implementation, or one that does not support the arrays.
 
     Example:
       >>> values = jnp.arange(4.0).reshape(1, 4, 1, 1)
@@ -105,6 +107,8 @@ def attend(
     if not is_rows and (lengths is not None or key_lengths is not None):
         raise UserError("rows have either lengths= and key_lengths=, or segment_ids= and key_segment_ids=")
     of_queries, of_keys = (lengths, key_lengths) if is_rows else (segment_ids, key_segment_ids)
+    if not is_rows and segment_ids is None:
+        raise UserError("key_segment_ids= needs segment_ids= beside it: the samples of the queries")
     if of_keys is None and of_queries is not None and num_queries != num_keys:
         names = ("lengths", "key_lengths") if is_rows else ("segment_ids", "key_segment_ids")
         raise UserError(f"{num_queries} queries and {num_keys} keys: {names[0]}= needs {names[1]}= beside it")
@@ -272,8 +276,11 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
     given = {"query": query, "key": key, "value": value}
     shapes = [jnp.shape(array) for array in given.values()]
     fits = all(len(shape) == 4 for shape in shapes) and shapes[1] == shapes[2]
+    listed = ", ".join(f"{name} {describe(array)}" for name, array in given.items())
     if not fits or (shapes[0][0], shapes[0][3]) != (shapes[1][0], shapes[1][3]):
-        listed = ", ".join(f"{name} {describe(array)}" for name, array in given.items())
         raise UserError(f"attention takes query [B, Q, H, K], and key and value [B, T, N, K], not {listed}")
+    dtypes = {array.dtype for array in given.values()}
+    if len(dtypes) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
+        raise UserError(f"attention takes query, key and value of one type of floats, not {listed}")
     if shapes[0][2] % shapes[1][2]:
         raise UserError(f"{shapes[0][2]} heads of queries must be a multiple of the {shapes[1][2]} of keys and values")

@@ -239,6 +239,10 @@ ROW = np.ones((2, 6), np.int32)
         ({"key": SOME[1][..., :2]}, "key"),
         ({"query": SOME[0][:, :4], "lengths": [3, 4]}, "key_lengths"),
         ({"query": SOME[0][:, :4], "segment_ids": ROW[:, :4]}, "key_segment_ids"),
+        ({"key_segment_ids": ROW}, "key_segment_ids.*segment_ids"),
+        ({"query": SOME[0].astype(np.float16)}, "float16.*float32"),
+        ({"value": SOME[2].astype(np.float16)}, "float32.*float16"),
+        (dict(zip(("query", "key", "value"), (x.astype(np.int32) for x in SOME), strict=True)), "floats.*int32"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(options, names):
