@@ -16,7 +16,7 @@ from tests.benchmark_modules import BENCHMARKS, imported
 
 # Those that start many processes or compile for long: two minutes together. `make bench` runs them.
 LONG = {
-    "asynchronous", "background", "bucket_compile", "choice", "code_size", "elastic", "end_to_end", "gpu", "masks",
+    "asynchronous", "background", "bucket_compile", "choice", "code_size", "elastic", "end_to_end", "gpu",
     "overlap", "schedules", "sorting", "step_against_torch", "step_time", "tensor", "zero",
 }  # fmt: skip
 
