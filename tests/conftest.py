@@ -129,7 +129,7 @@ def optimized():
 @pytest.fixture
 def in_blocks(monkeypatch):
     """Attention in loops over blocks of 4 positions, as long rows have it."""
-    for module, values in ((attention, {"WHOLE_BELOW": 0, "_FEW": 0}), (blocks, {"BLOCK": 4})):
+    for module, values in ((attention, {"WHOLE_BELOW": 0, "_FEW": 0, "_FEW_LOGITS": 0}), (blocks, {"BLOCK": 4})):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     jax.clear_caches()

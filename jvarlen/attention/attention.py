@@ -27,6 +27,7 @@ __all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
 
 WHOLE_BELOW = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries, likewise; kernels on any platform would fill up a block of them, as for one token after a cache
+_FEW_LOGITS = 2**26  # of rows of one sample, likewise
 # By platform, the first that supports the arrays.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
@@ -237,7 +238,11 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, 
         if _module(name).supports(how, query, key, seen):
             return name
     is_explicit = any(axes is not None for axes in jax.typeof(query).sharding.spec)  # blocks merge rows of devices
-    return "dense" if is_few or is_explicit or key.shape[1] < WHOLE_BELOW or platform == "cuda" else "blocks"
+    # Of rows of one sample each, loops over blocks could skip little, and they take one core of a CPU.
+    sees_all = how.is_rows and how.window is None and seen.window is None
+    is_whole = sees_all and query.size // query.shape[3] * key.shape[1] <= _FEW_LOGITS
+    is_short = is_few or is_whole or is_explicit or key.shape[1] < WHOLE_BELOW
+    return "dense" if is_short or platform == "cuda" else "blocks"
 
 
 def _module(name: str) -> Any:

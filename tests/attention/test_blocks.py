@@ -91,3 +91,36 @@ def test_many_blocks_lose_no_precision_in_bfloat16():
     exact = key_gradient("xla", jnp.float32)
     errors = [jnp.linalg.norm(key_gradient(name, jnp.bfloat16) - exact) for name in ("blocks", "xla")]
     assert errors[0] < 1.2 * errors[1]
+
+
+@pytest.mark.usefixtures("optimized")
+def test_blocks_are_taken_without_copies_of_their_rows():
+    def both(q, k, v, ids, grad):
+        outputs, pull = jax.vjp(lambda *qkv: attend(*qkv, segment_ids=ids), q, k, v)
+        return outputs, pull(grad)
+
+    rows, ids = jax.ShapeDtypeStruct((2, 2048, 2, 16), jnp.float32), jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+    compiled = jax.jit(both).lower(rows, rows, rows, ids, rows).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < rows.size * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "has_loop"),
+    [
+        (1, {}, False),
+        (1, {"window": 16}, True),
+        (2**12, {}, True),
+        (1, {"query_offset": 1}, True),
+    ],
+    ids=["few logits", "a window skips", "many logits", "queries after keys"],
+)
+def test_rows_of_one_sample_are_computed_whole_where_that_takes_little_memory(rows, options, has_loop):
+    arrays = jax.ShapeDtypeStruct((rows, 1024, 1, 8), jnp.float32)
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def lowered(**where):
+        return jax.jit(lambda q, k, v, where: attend(q, k, v, **where, **options)).lower(*[arrays] * 3, where).as_text()
+
+    assert ("stablehlo.while" in lowered(lengths=lengths)) == has_loop
+    packed = {"segment_ids": jax.ShapeDtypeStruct((rows, 1024), jnp.int32)}
+    assert "stablehlo.while" in lowered(**packed)
