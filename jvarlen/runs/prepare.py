@@ -127,6 +127,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
             _refuse_changed(resumed, data, config.data.tokenizer)
         measure = task.measure
         lengths = measure(data.train, config.progress)
+        if lengths.ndim == 2 and task.loss_fn is None:
+            raise UserError("the built-in decoder takes samples of one length: for samples of two, give a loss_fn")
         task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing_in_force[0] is not None)
         _check_compared(config, task)
         say("Corpus", *data.describe(lengths))

@@ -494,6 +494,11 @@ def test_samples_of_two_lengths_are_trained_on_and_evaluated(tmp_path, data, opt
     assert used == {tuple(bucket): num for bucket, num in plan.steps_of_buckets(0, 5).items()}
 
 
+def test_the_built_in_decoder_refuses_samples_of_two_lengths(tmp_path):
+    with pytest.raises(ValueError, match="two, give a loss_fn"):
+        fit(make_config(tmp_path), Split(*map(WithLengths, PAIR_TUPLES)))
+
+
 @pytest.mark.parametrize("packing", [None, "best_fit"])
 def test_a_resumed_run_on_pairs_has_the_same_steps(tmp_path, packing):
     options = {"fields": PAIR_FIELDS, "optimizer": optax.chain(optax.sgd(1e-3), scale_by_batch_size(8))}
