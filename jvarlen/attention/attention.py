@@ -287,5 +287,7 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
     dtypes = {array.dtype for array in given.values()}
     if len(dtypes) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
         raise UserError(f"attention takes query, key and value of one type of floats, not {listed}")
+    if 0 in shapes[0] or 0 in shapes[1]:
+        raise UserError(f"attention of no rows, positions or heads: query {list(shapes[0])}, key {list(shapes[1])}")
     if shapes[0][2] % shapes[1][2]:
         raise UserError(f"{shapes[0][2]} heads of queries must be a multiple of the {shapes[1][2]} of keys and values")

@@ -202,7 +202,7 @@ class _Blocks(NamedTuple):
         row, block = jnp.divmod(place, len(self.query) // num_rows)
         places = _at(self.offset, row) + block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         query, ids, first, end = (_at(x, place) for x in (self.query, self.query_ids, self.first, self.end))
-        scaled = self.heads(query * jnp.asarray(self.how.scale, query.dtype))
+        scaled = self.heads((query.astype(self.wide) * self.how.scale).astype(query.dtype))
         return _Queries(scaled, ids, places, first, end, row)
 
     def keys_at(self, queries: _Queries, block: Array) -> _Keys:

@@ -74,7 +74,7 @@ class _Heads:
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         self._how, self._shape, self._num_kv_heads = how, query.shape, key.shape[2]
         self.wide = jnp.promote_types(query.dtype, jnp.float32)
-        self.query = self.grouped(query * jnp.asarray(how.scale, query.dtype))
+        self.query = self.grouped((query.astype(self.wide) * how.scale).astype(query.dtype))
         self.key, self.value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
 
     def slices(self) -> Iterator[tuple[slice, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Integer
 
@@ -18,6 +19,7 @@ __all__ = ["attention_mask", "padding_mask", "segment_mask", "window_in_force"]
 
 def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any:
     """The window of rows of this length: None if it hides nothing, an int, or an array of at least 1."""
+    window = int(window) if isinstance(window, np.integer) else window
     if window is None or (isinstance(window, int) and not 0 < window < seq_length):
         return None
     if not causal:

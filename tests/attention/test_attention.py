@@ -211,6 +211,17 @@ def test_large_products_overflow_nothing(implementation):
     check(arrays, rule(PACKED, PACKED), traced={"segment_ids": PACKED}, atol=1e-8, implementation=implementation)
 
 
+@BOTH
+def test_the_scale_is_not_rounded_to_fewer_bits(implementation):
+    """In bfloat16, 1.0039 would be 1: all logits off by as much."""
+    exact = [np.asarray(jnp.asarray(x, "bfloat16").astype("float32")) for x in random_qkv(2, T)[:3]]
+    by_scale = {
+        scale: attend(*(jnp.asarray(x, "bfloat16") for x in exact), scale=scale, implementation=implementation)
+        for scale in (1.0, 1.0039)
+    }
+    assert (by_scale[1.0] != by_scale[1.0039]).any()
+
+
 SOME = random_qkv(2, 6, dtype="float32")[:3]
 ROW = np.ones((2, 6), np.int32)
 
@@ -240,6 +251,7 @@ ROW = np.ones((2, 6), np.int32)
         ({"query": SOME[0][:, :4], "lengths": [3, 4]}, "key_lengths"),
         ({"query": SOME[0][:, :4], "segment_ids": ROW[:, :4]}, "key_segment_ids"),
         ({"key_segment_ids": ROW}, "key_segment_ids.*segment_ids"),
+        ({"query": SOME[0][:0], "key": SOME[1][:0], "value": SOME[2][:0]}, "no rows"),
         ({"query": SOME[0].astype(np.float16)}, "float16.*float32"),
         ({"value": SOME[2].astype(np.float16)}, "float32.*float16"),
         (dict(zip(("query", "key", "value"), (x.astype(np.int32) for x in SOME), strict=True)), "floats.*int32"),

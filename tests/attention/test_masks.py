@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jvarlen.attention import attention_mask, padding_mask
-from jvarlen.attention.masks import segment_mask
+from jvarlen.attention.masks import segment_mask, window_in_force
 
 LENGTHS = jnp.array([5, 3, 0, 1])
 T = 5
@@ -36,3 +36,9 @@ def test_segments_are_those_of_the_samples():
         mask = np.asarray(segment_mask(jnp.array(ids), jnp.array(ids), causal=causal))
         for row, query, key in np.ndindex(mask.shape):
             assert mask[row, query, key] == (ids[row, query] == ids[row, key] and (key <= query or not causal))
+
+
+def test_a_window_of_numpy_is_a_number_that_programs_know():
+    for window, in_force in ((np.int64(3), 3), (np.int32(5), None), (np.int32(0), None)):
+        assert window_in_force(window, 5) == in_force
+        assert not isinstance(window_in_force(window, 5), np.integer)
