@@ -127,12 +127,12 @@ def figures_of(runs: list[tuple[Settings, Path]], *, cold: bool = True) -> list[
         program = "end_to_end_jax" if is_jax else "end_to_end_torch"
         # As a module: the programs and this one import what they share by the same names.
         command = [sys.executable, "-m", f"support.{program}", json.dumps(missing)]
+        programs = runs[0][0].programs
         with tempfile.TemporaryDirectory() as empty:
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)]),
-                "JAX_ENABLE_COMPILATION_CACHE": "false",
+                "JAX_ENABLE_COMPILATION_CACHE": "true" if programs else "false",
             }
-            programs = runs[0][0].programs
             environment |= {"NUMBA_CACHE_DIR": f"{programs}-numba" if programs else empty} if cold else {}
             subprocess.run(command, check=True, timeout=DEADLINE_S, env=environment)
     return [json.loads(path.read_text()) for _, path in runs]
@@ -206,7 +206,7 @@ def compare(
     """Figures of all runs of each way that is installed, and how much data there is."""
     ways, seeds = list(filter(is_installed, WAYS)), range(num_seeds)
     corpus = prepare(folder, sizes, [*seeds, SEED_BEFORE], 20 if quick else NUM_HELD_OUT)
-    programs = folder / "programs"
+    programs, left = folder / "programs", folder / "programs-of-an-earlier-run"
 
     def run_of(way: str, seed: int) -> tuple[Settings, Path]:
         given = sizes | choices[tuned_as(way)] | ({"programs": str(programs)} if way in CACHED else {})
@@ -215,8 +215,10 @@ def compare(
     before, path = run_of("jvarlen_earlier", SEED_BEFORE)
     before = dataclasses.replace(before, target=math.inf)  # it need not train
     if not is_done(before, path):
-        shutil.rmtree(programs, ignore_errors=True)
+        for earlier in (programs, left):
+            shutil.rmtree(earlier, ignore_errors=True)
         figures_of([(before, path)], cold=not quick)
+        shutil.copytree(programs, left)
     turns = [[(seed, way)] for seed in seeds for way in ways if not (seed and way in ONE_RUN)]
     if quick:  # a process a framework
         turns = [[(0, way) for way in ways if WAYS[way].is_jax == is_jax] for is_jax in (True, False)]
@@ -224,6 +226,9 @@ def compare(
     for turn in filter(None, turns):
         say(", ".join(f"{WAYS[way].name}, run {seed + 1}" for seed, way in turn))
         given = [run_of(way, seed) for seed, way in turn]
+        if any(way in CACHED for _, way in turn):  # JAX finds programs where they were compiled, and nowhere else
+            shutil.rmtree(programs)
+            shutil.copytree(left, programs)
         for (_, way), figures in zip(turn, figures_of(given, cold=not quick), strict=True):
             runs[way].append(figures)
     return runs, corpus

@@ -11,9 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,8 +169,6 @@ class PlannedRun(JaxRun):
         super().__init__(settings, data, attend)
         self._watch, self._packing, self._num_shapes = watch, packing, num_shapes
         self._cache_dir = None if settings.programs is None else Path(settings.programs)
-        if self._cache_dir is not None:
-            jax.config.update("jax_enable_compilation_cache", True)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
         with watch("planning"):
@@ -394,17 +390,10 @@ def earlier(settings: Settings, data: Data, watch: Stopwatch) -> PlannedRun:
     return run
 
 
-def cached(settings: Settings, data: Data, watch: Stopwatch) -> PlannedRun:
-    """Has the programs of an earlier run, and leaves them as they are."""
-    assert settings.programs is not None
-    programs = shutil.copytree(settings.programs, Path(tempfile.mkdtemp()) / "programs")
-    return PlannedRun(dataclasses.replace(settings, programs=str(programs)), data, watch)
-
-
 WAYS = {
     "jvarlen": PlannedRun,
     "jvarlen_earlier": earlier,
-    "jvarlen_cached": cached,
+    "jvarlen_cached": PlannedRun,  # with the programs of that one
     "jvarlen_packed": functools.partial(PlannedRun, packing="best_fit"),
     "jvarlen_padded": functools.partial(PlannedRun, packing=None),
     "longest": plain(pad_to_longest),
