@@ -104,7 +104,7 @@ def growth_of_temporaries(attention):
 
 def test_the_report_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
     assert growth_of_temporaries("xla") > 3
-    assert growth_of_temporaries("auto") < 2.1
+    assert growth_of_temporaries("blocks") < 2.1
 
 
 @pytest.mark.parametrize("how", ["padded", "packed", "split"])
