@@ -106,14 +106,15 @@ def main():
         num_processes=num_processes,
         process_id=rank,
     )
-    # Which process 0 decides, by what steps cost there.
-    config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing="auto"))
     whole = fit(config, data)
     data = make_data_with_gaps()
     # Lengths are read first, once each; then some steps are trained on.
     reads = len(data.train) + 100
     train = Interrupting(data.train, reads) if rank == 1 else data.train
     stopped = fit(changed(config, runs_dir=folder / "stopped"), data._replace(train=train))
+    # What process 0 chooses, by what steps cost there, holds on all: otherwise their plans would differ, an error.
+    chosen = changed(config, max_steps=2, runs_dir=folder / "chosen")
+    chosen = fit(dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, packing="auto")), data)
     other_settings = dataclasses.replace(config, seed=rank)
     differing = outcome(lambda: fit(other_settings, data))
     (folder / f"{rank}.json").write_text(
@@ -121,6 +122,7 @@ def main():
             {
                 "whole": [str(whole.run_dir), whole.summary.num_steps, whole.summary.compilations_after_first_step],
                 "stopped": [str(stopped.run_dir), stopped.summary.num_steps, stopped.summary.interrupted],
+                "chosen": chosen.summary.num_steps,
                 "differing": differing,
                 "num_devices": jax.device_count(),
             }

@@ -212,7 +212,8 @@ def test_programs_for_tpus_hold_the_kernels_in_loops_with_rematerialization_and_
 
 def test_what_the_kernel_does_not_take_is_loops_for_tpus_and_refused_by_name():
     x = jnp.ones((1, 600, 2, 300))
-    assert "while" in lower_for("tpu", lambda x: attend(x, x, x), x)
+    ids = jnp.ones((1, 600), jnp.int32)
+    assert "while" in lower_for("tpu", lambda x: attend(x, x, x, segment_ids=ids), x)
     assert kernels_for("tpu", lambda x: attend(x, x, x), x) == []
     with pytest.raises(ValueError, match=r"'splash' does not support query .*300.*heads of 256"):
         attend(x, x, x, implementation="splash")

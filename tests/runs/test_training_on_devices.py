@@ -250,6 +250,7 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
 
+    assert results[0]["chosen"] == 2
     assert results[0]["differing"] == [
         "UserError",
         "processes differ in settings, in the order of processes: seed: 0, 1",
