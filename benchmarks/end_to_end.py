@@ -47,8 +47,12 @@ DEADLINE_S = 3_600  # of a process that hangs
 NUM_SEEDS = 5
 SEED_OF_PILOTS, SEED_BEFORE = 1_000, 1_001  # no run has them
 ONE_RUN = ("longest",)  # takes three times as long as any other
-FIRST_TRIED = {"max_tokens": 1024, "learning_rate": 6e-3}  # where no earlier tuning has chosen
-PILOT = {"eval_every": 25_000, "target": 3.5, "limit_s": 30.0}
+FIRST_TRIED = {"max_tokens": 1024, "learning_rate": 3e-3}  # where no earlier tuning has chosen
+PILOT = {
+    "eval_every": 25_000,
+    "target": 3.15,
+    "limit_s": 40.0,
+}  # near the target of runs: rates that are too high stall before it
 NUM_HELD_OUT, NUM_HELD_OUT_OF_PILOTS = 120, 40  # samples, the same for all: evaluating takes seconds not counted
 STEADY = {"num_shapes": 16, "num_turns": 7, "turn_s": 1.5}
 BUDGETS = (1_024, 4_096, 16_384)  # of steady steps
