@@ -57,8 +57,10 @@ def attend(
     """Attention within the samples of padded or packed rows; no position sees another sample or padding.
 
     Only pairs of blocks of positions that share a sample are computed, and under the diagonal where it is causal. The
-    gradient computes the weights again from the logarithms of their sums: memory grows with Q + T. Padding may hold any
-    finite numbers; it gets no gradient and gives none. Of second derivatives, `jax.jvp` of a gradient serves.
+    gradient computes the weights again from the logarithms of their sums: memory grows with Q + T. Rows of fewer than
+    512 keys on a CPU, longer ones of one sample with at most 2**26 logits there, and on a GPU what no kernel takes are
+    computed whole: these hold logits of all pairs. Padding may hold any finite numbers; it gets no gradient and gives
+    none. Of second derivatives, `jax.jvp` of a gradient serves.
 
     Args:
       query: float[B, Q, H, K].
