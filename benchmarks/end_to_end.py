@@ -37,6 +37,7 @@ from support.timing import COMPILE_FAST, REPEATS, RESULTS, report, versions_and_
 
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.distributed import split_cpu
 from jvarlen.models import DecoderConfig, init_params
 from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.runs.config import FitConfig
@@ -45,6 +46,7 @@ FOLDER = Path(__file__).parent
 TUNED = FOLDER / "support" / "end_to_end_tuned.json"
 DEADLINE_S = 3_600  # of a process that hangs
 NUM_SEEDS = 5
+NUM_DEVICES = os.cpu_count() or 1  # of jvarlen at most: each has rows of its own
 SEED_OF_PILOTS, SEED_BEFORE = 1_000, 1_001  # no run has them
 ONE_RUN = ("longest",)  # takes three times as long as any other
 FIRST_TRIED = {"max_tokens": 1024, "learning_rate": 3e-3}  # where no earlier tuning has chosen
@@ -101,7 +103,9 @@ def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_
 
 def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int) -> Settings:
     files = {"data": str(folder / "data.npz"), "weights": str(folder / f"weights-{seed}.npz")}
-    return Settings(way=way, seed=seed, **files, **sizes)
+    num_rows = sizes["max_tokens"] // sizes["longest"]
+    num_devices = min(NUM_DEVICES, num_rows) if way.startswith("jvarlen") else 1
+    return Settings(way=way, seed=seed, num_devices=num_devices, **files, **sizes)
 
 
 CACHED = ("jvarlen_earlier", "jvarlen_cached")
@@ -276,6 +280,7 @@ def main() -> None:
         help="keep finished runs there, and take over what it has of the same settings",
     )
     options = parser.parse_args()
+    split_cpu(NUM_DEVICES)  # a way on one of them still has the threads of all cores
     quick, sizes = options.quick, QUICK if options.quick else FULL
     if quick:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COMPILE_FAST}"

@@ -43,6 +43,7 @@ from jvarlen.batches.batches import PackedBatch
 from jvarlen.compiling.auto_shapes import Compiler, RunCosts, choose_shapes, estimate_costs, load_costs, save_costs
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
+from jvarlen.distributed import split_cpu
 from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import DecoderConfig, decoder, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
@@ -168,6 +169,7 @@ class PlannedRun(JaxRun):
     ):
         super().__init__(settings, data, attend)
         self._watch, self._packing, self._num_shapes = watch, packing, num_shapes
+        self._layout = None if settings.num_devices == 1 else f"data{settings.num_devices}"
         self._cache_dir = None if settings.programs is None else Path(settings.programs)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
@@ -179,16 +181,20 @@ class PlannedRun(JaxRun):
         with watch("compile"):
             self._optimizer = optax.chain(adamw(1.0), rates)
             # A copy: steps take the buffers of their state over.
-            self._state = jvarlen.make_train_step(self.loss_fn, self._optimizer).init(self.params)
-        buckets = self.plan.buckets
-        self.num_compiled = len(buckets)
+            self._state = self._train_step().init(self.params)
+        # Of all rows of a step.
+        shapes = [(settings.num_devices * bucket.rows, bucket.length) for bucket in self.plan.buckets]
+        self.num_compiled = len(shapes)
         self.about = {"reason": reason, "is_packed": self.plan.is_packed}
         self.samples = Gated(self._train)
         with watch("data"):
             self.batches = (
-                Batch(batch, buckets[bucket], int(num_tokens))
+                Batch(batch, shapes[bucket], int(num_tokens))
                 for batch, bucket, num_tokens in zip(
-                    jvarlen.load(self.plan, self.samples), self.plan.step_bucket, self.plan.num_tokens, strict=True
+                    jvarlen.load(self.plan, self.samples, layout=self._layout),
+                    self.plan.step_bucket,
+                    self.plan.num_tokens,
+                    strict=True,
                 )
             )
 
@@ -197,7 +203,10 @@ class PlannedRun(JaxRun):
         settings = self.settings
         lengths = jvarlen.measure_lengths(self._train, progress=False)
         budget = Budget(
-            max_tokens=settings.max_tokens, max_length=settings.longest, length_multiple=settings.length_multiple
+            max_tokens=settings.max_tokens // settings.num_devices,
+            microbatches_per_step=settings.num_devices,
+            max_length=settings.longest,
+            length_multiple=settings.length_multiple,
         )
         plan = functools.partial(jvarlen.make_plan, lengths, seed=settings.seed)
         if self._packing == "best_fit":
@@ -230,7 +239,8 @@ class PlannedRun(JaxRun):
         state = step.init(jax.eval_shape(lambda: self.params))
         # Rows that attention computes as a whole: of what it skips by the data, nothing could be counted.
         longest = min(self.settings.longest, WHOLE_BELOW - self.settings.length_multiple)
-        buckets = [jvarlen.Bucket(self.settings.max_tokens // length, length) for length in (longest // 2, longest)]
+        max_tokens = self.settings.max_tokens // self.settings.num_devices
+        buckets = [jvarlen.Bucket(max_tokens // length, length) for length in (longest // 2, longest)]
         step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
         if self._cache_dir is not None and (known := load_costs(self._cache_dir, step_compiler.device_text, "")):
             return known
@@ -239,10 +249,13 @@ class PlannedRun(JaxRun):
             save_costs(costs, self._cache_dir)
         return costs
 
+    def _train_step(self) -> Any:
+        return jvarlen.make_train_step(self.loss_fn, self._optimizer, layout=self._layout)
+
     def compile(self, when: Literal["ahead", "background"] = "background") -> None:
         """Compiles the step in all shapes of the plan, or begins to."""
         self._step = jvarlen.compile_buckets(
-            jvarlen.make_train_step(self.loss_fn, self._optimizer),
+            self._train_step(),
             self._state,
             self.plan,
             progress=False,
@@ -272,6 +285,8 @@ class PlannedRun(JaxRun):
             self.compile()
         self._state, metrics = self._step(self._state, batch.arrays)
         self.params = self._state.params
+        if self._layout is not None:  # evaluations are the same for all ways: on one device
+            self.params = jax.tree.map(lambda leaf: leaf.addressable_data(0), self.params)
         return metrics
 
     def close(self) -> None:
@@ -405,4 +420,5 @@ if __name__ == "__main__":
     runs = json.loads(sys.argv[1])
     if all(given["way"].startswith("jvarlen") for given, _ in runs):
         keep_memory_of_steps()
+    split_cpu(max(given["num_devices"] for given, _ in runs))
     answer_all(WAYS, runs)

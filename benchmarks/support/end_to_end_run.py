@@ -47,6 +47,7 @@ class Settings:
       target: bits per byte at which the run ends.
       limit_s: seconds after which the run ends.
       programs: folder of compiled programs; None: none are kept.
+      num_devices: of `jvarlen`: devices of JAX that the CPU is split into, each with a microbatch of its own.
     """
 
     way: str
@@ -64,6 +65,7 @@ class Settings:
     target: float
     limit_s: float
     programs: str | None = None
+    num_devices: int = 1
 
     @property
     def fixed_rows(self) -> int:

@@ -14,6 +14,7 @@ from jvarlen.distributed.launch import keep_memory_of_steps
 
 OURS = {
     "packed": {"packing": "best_fit"},
+    "packed, one device": {"packing": "best_fit"},
     "padded": {"packing": None},
     # What is left is what attention does not take.
     "without attention": {"packing": "best_fit", "attend": lambda query, key, value, **_: query + key + value},
@@ -35,8 +36,9 @@ def measure(settings: Settings, *, num_shapes: int, num_turns: int, turn_s: floa
 def make_trainers(settings: Settings, num_shapes: int, *, has_torch: bool) -> Iterator[tuple[str, Trainer]]:
     data = read_data(settings.data)
     for name, options in OURS.items():
+        given = dataclasses.replace(settings, num_devices=1) if "one device" in name else settings
         shapes = num_shapes if options["packing"] is None else None
-        trainer = end_to_end_jax.PlannedRun(settings, data, Stopwatch(), num_shapes=shapes, **options)
+        trainer = end_to_end_jax.PlannedRun(given, data, Stopwatch(), num_shapes=shapes, **options)
         trainer.compile("ahead")
         yield name, trainer
     if has_torch:

@@ -371,6 +371,8 @@ def make_report(
         'planning; `make_plan`, `compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
         "`scale_by_planned_rate` scales the rate by the square root of samples / "
         f"{settings.base_batch_size}. With programs of an earlier run: of another seed, which left its costs as well. "
+        "A batch of several rows is spread over devices of JAX that the CPU is split into, one a core at most, since "
+        "attention of packed rows takes one core of a device. "
         f'One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: as many as the run is '
         f"worth, lengths rounded to {settings.length_multiple}, `Order(new_shape_every=…)`.",
         "- Flax and Optax: attention is `jax.nn.dot_product_attention`, with a mask of T×T where rows are packed.",

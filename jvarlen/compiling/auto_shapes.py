@@ -341,8 +341,7 @@ def _operations(step_compiler: StepCompiler, lowered: LoweredBucket) -> float:
     """Those of all products of matrices of a step, on any platform; where there are none, what XLA counts."""
     # XLA counts the body of a loop once, and neither what kernels compute nor, on most platforms, anything before it
     # has compiled.
-    shapes = step_compiler.state_spec, step_compiler.shapes.spec(lowered.bucket)
-    products = count_operations(jax.make_jaxpr(step_compiler.step_fn)(*shapes).jaxpr, ())["flops"]
+    products = count_operations(lowered.jaxpr.jaxpr, ())["flops"]
     num_microbatches = step_compiler.shapes.microbatches_per_step
     return float(products or num_microbatches * (lowered.program.cost_analysis() or {}).get("flops", 0.0))
 

@@ -57,6 +57,7 @@ class LoweredBucket(NamedTuple):
     constants: tuple[jax.Array, ...]  # arrays that the step closes over, on the devices that it runs on
     keeps_state: bool  # whether the step returns the very state that it takes, so that the program gives metrics alone
     seconds: float  # of tracing and lowering
+    jaxpr: ClosedJaxpr  # what was lowered
 
 
 class CompiledBucket(NamedTuple):
@@ -161,7 +162,7 @@ class StepCompiler:
                 again = self._jitted(whole, keeps_state=keeps_state)
                 traced = again.trace(self.state_spec, self.shapes.spec(bucket), *([constants] if constants else []))
             lowered = traced.lower()
-        return LoweredBucket(bucket, lowered, constants, keeps_state, time.perf_counter() - start)
+        return LoweredBucket(bucket, lowered, constants, keeps_state, time.perf_counter() - start, traced.jaxpr)
 
     def _jitted(self, step: Callable[..., Any], *, keeps_state: bool = False) -> Any:
         step.__name__ = step.__qualname__ = self.name
