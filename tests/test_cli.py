@@ -90,7 +90,7 @@ def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(l
     seconds.save(tmp_path / "cost.json")
     num_bytes.save(tmp_path / "memory.json")
     models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
-    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "none"]
+    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "None"]
     page = tmp_path / "plan.html"
     assert main(["plan", lengths_file, *models, *limits, "--html", str(page)]) == 0
     budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01, "memory": num_bytes, "max_bytes": 6000}
@@ -232,11 +232,11 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
     ("args", "said"),
     [
         (
-            "plan LENGTHS --max-tokens 4096 --packing none --overlong split",
+            "plan LENGTHS --max-tokens 4096 --packing None --overlong split",
             "--overlong (split) is for packed rows: it needs",
         ),
         (
-            "plan LENGTHS --max-tokens 4096 --packing none --max-samples-per-row 3",
+            "plan LENGTHS --max-tokens 4096 --packing None --max-samples-per-row 3",
             "--max-samples-per-row (3) is for packed rows: it needs --packing best_fit",
         ),
         ("plan LENGTHS --max-tokens 100 --max-length 504", "--max-tokens 100 leaves no row for a bucket"),

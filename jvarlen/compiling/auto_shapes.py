@@ -255,7 +255,7 @@ def estimate_costs(
     if not (operations > 0).all():
         raise UserError(
             "shapes are chosen by seconds, and the operations of this step cannot be counted: give a cost model "
-            '(cost_model), or a number for max_shapes and packing="none"'
+            "(cost_model), or a number for max_shapes and packing=None"
         )
     of_token = operations / step_compiler.shapes.microbatches_per_step / [each.padded_tokens for each in buckets]
     linear, quadratic = _line(np.array([bucket.length for bucket in buckets]), of_token)

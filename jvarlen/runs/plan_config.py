@@ -84,11 +84,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Share of the samples that the first step admits."""
     pacing_stages: int = 5
     """Number of stages of discrete pacing."""
-    packing: PackingMethod | Literal["auto", "none"] | None = None
+    packing: PackingMethod | Literal["auto", "default"] | None = "default"
     """Pack several samples into each row: best_fit keeps samples whole, wrapped lays them end to end and cuts
-    them at the ends of rows, which are max_length long; none has one sample a row. auto takes padded shapes, packed
+    them at the ends of rows, which are max_length long; None has one sample a row. auto takes padded shapes, packed
     shapes or one packed shape, whichever takes least by the seconds that steps and compiling take on this machine;
-    settings that are for one of them decide it. None: auto for the built-in decoder, none for a loss of your own."""
+    settings that are for one of them decide it. default: auto for the built-in decoder, None for a loss of your own."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     max_samples_per_row: int | None = None
@@ -122,7 +122,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             for name in ("pacing", "strategy"):
                 if name in for_single:
                     raise UserError(f"{name} {getattr(self, name)!r} is for single samples, and packed rows mix them")
-        elif self.packing == "none" and for_packed:
+        elif self.packing is None and for_packed:
             name = for_packed[0]
             raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
         _ = self.packing_in_force  # which refuses settings for both
@@ -145,7 +145,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         """How samples are packed, as the settings decide it, and which do; auto where seconds are to decide."""
         if self.packing == "best_fit" or self.packing == "wrapped":
             return self.packing, ""
-        return (None, "") if self.packing == "none" else decided_packing(self._given_for_packed, self._given_for_single)
+        return (None, "") if self.packing is None else decided_packing(self._given_for_packed, self._given_for_single)
 
     @property
     def num_microbatches(self) -> int:

@@ -97,9 +97,9 @@ class Prepared(NamedTuple):
 def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
-    is_packing_said, takes_packed = config.plan.packing is not None, task.loss_fn is None
+    is_packing_said, takes_packed = config.plan.packing != "default", task.loss_fn is None
     if not is_packing_said:  # a loss that ignores segments would attend across samples, in silence
-        packing: Literal["auto", "none"] = "auto" if takes_packed else "none"
+        packing: Literal["auto"] | None = "auto" if takes_packed else None
         config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing=packing))
     if task.collate is not None:
         _check_compared(config, task)

@@ -405,7 +405,7 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
         directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=None),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing="none"),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing=None),
         decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
     first = fit(dataclasses.replace(config, max_steps=3))

@@ -47,7 +47,7 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     model = DecoderConfig(num_layers=1, width=8, num_heads=1)
     means = []
-    for packing in ("none", "best_fit", "wrapped"):
+    for packing in (None, "best_fit", "wrapped"):
         config = config_of(
             path,
             field=("q", "a"),

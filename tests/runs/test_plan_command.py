@@ -60,7 +60,7 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
 
     planned = None
     monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "_open_run", stop)
-    packing = [] if "--packing" in options else ["--packing", "none"]  # which training chooses by seconds
+    packing = [] if "--packing" in options else ["--packing", "None"]  # which training chooses by seconds
     assert main(["plan", *options.split(), *packing, "--no-progress"]) == 0
     printed = capsys.readouterr().out
     data = ["--data"] * bool(options)
@@ -77,13 +77,13 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_file_with_long_samples_is_planned_and_trained_on_by_the_defaults(files, tmp_path, capsys):
-    assert main(["plan", "a.jsonl", "--field", "text", "--packing", "none", "--no-progress"]) == 0
+    assert main(["plan", "a.jsonl", "--field", "text", "--packing", "None", "--no-progress"]) == 0
     digest = digest_of(capsys.readouterr().out)
     settings = [
         "--field",
         "text",
         "--packing",
-        "none",
+        "None",
         "--max-steps",
         "2",
         "--run-dir",

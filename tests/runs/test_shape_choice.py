@@ -39,7 +39,7 @@ def config(tmp_path, cache_dir):
         directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate", packing="none"),
+        plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate", packing=None),
         decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
 
@@ -62,7 +62,7 @@ def with_plan(config, **changes):
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, **changes))
 
 
-@pytest.mark.parametrize("packing", ["none", "best_fit", None])
+@pytest.mark.parametrize("packing", [None, "best_fit", "default"])
 def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cache_dir, capsys, packing):
     config = with_plan(config, packing=packing)
     first = fit(config, split)
@@ -72,13 +72,13 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
     assert chosen.buckets == tuple(map(tuple, plan.buckets))
     assert load_config(first.run_dir / "config.json").plan.max_shapes == "auto", "what was asked for"
     assert plan.is_packed == (chosen.packing is not None)
-    assert packing is None or plan.is_packed == (packing == "best_fit")
+    assert packing == "default" or plan.is_packed == (packing == "best_fit")
     if not plan.is_packed:
         assert set(chosen.eval_lengths) <= {bucket.length for bucket in plan.buckets}
         assert max(chosen.eval_lengths) == plan.buckets[-1].length
     assert f"\n{len(plan.buckets)} {'packed' if plan.is_packed else 'padded'} shape" in told
     assert "estimated)" in told
-    assert ("would take" in told) == (packing is None), "the other kind of shapes"
+    assert ("would take" in told) == (packing == "default"), "the other kind of shapes"
     (path,) = (cache_dir / "costs").iterdir()
     kept = json.loads(path.read_text())
     assert not kept["is_estimate"]
@@ -86,13 +86,13 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
         sorted(tuple(row.bucket) for row in CompileReport.load(first.run_dir / "compile_report.json"))
     ]
     assert kept["seconds"]["linear"] > 0
-    again = fit(with_plan(config, packing=chosen.packing or "none"), split)
+    again = fit(with_plan(config, packing=chosen.packing), split)
     told = capsys.readouterr().out
     assert "measured)" in told
     assert again.summary.num_cache_hits > 0
 
 
-@pytest.mark.parametrize("packing", ["none", "auto"])
+@pytest.mark.parametrize("packing", [None, "auto"])
 def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, split, cache_dir, tmp_path, packing):
     run_dir = tmp_path / "run"
     config = with_plan(config, packing=packing)
@@ -163,7 +163,7 @@ def costing(config, tmp_path, compile_seconds, linear=1e-3, quadratic=0.0):
 
 def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, capsys):
     config = dataclasses.replace(config, compile=CompileOptions(cache_dir=None))
-    config = with_plan(costing(config, tmp_path, 100.0), packing=None)
+    config = with_plan(costing(config, tmp_path, 100.0), packing="default")
     unasked = fit_frequencies(config, split)
     assert "one sample a row: packing=" in capsys.readouterr().out
     asked = fit_frequencies(with_plan(config, packing="auto"), split)
