@@ -280,7 +280,7 @@ def main() -> None:
         help="keep finished runs there, and take over what it has of the same settings",
     )
     options = parser.parse_args()
-    split_cpu(NUM_DEVICES)  # a way on one of them still has the threads of all cores
+    split_cpu(NUM_DEVICES)  # a way on one of them is slower than where the CPU is not split
     quick, sizes = options.quick, QUICK if options.quick else FULL
     if quick:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COMPILE_FAST}"
