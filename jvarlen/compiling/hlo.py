@@ -17,14 +17,25 @@ __all__ = ["Collective", "Collectives", "count_collectives", "groups_along", "li
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # `%name (parameters) -> type {` or `ENTRY %name ... {`, and what such a computation holds, to the brace that ends it.
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+# What kernels carry along has lines that begin with braces as well.
+_COMPUTATION = re.compile(
+    r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{$(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL
+)
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?([\w.\-]+)")
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 # `%name = type kind(operands), attributes`. Asynchronous ones have a start and a done, and are one.
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)$", re.MULTILINE)
+_ASYNC_FUSION = re.compile(r"^\s*(?:ROOT )?%?async-collective-(start|done)\S* = .*\bcalls=%?([\w.\-]+)", re.MULTILINE)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_LOOP = re.compile(r"\bwhile\(.*?\bbody=%?([\w.\-]+)(.*)$", re.MULTILINE)
+_LOOP = re.compile(
+    r"\bwhile\((?:[^%\n]* )?%?([\w.\-]+)\), condition=%?([\w.\-]+), body=%?([\w.\-]+)(.*)$", re.MULTILINE
+)
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# `%name = integer operation(operands), attributes`, and the operands of tuples.
+_SCALAR = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (?:[su]\d+|pred)\[\]\S* ([\w\-]+)\((.*?)\)(.*)$", re.MULTILINE)
+_TUPLE = re.compile(r"^\s*(?:ROOT )?%?(\S+) = \(.*\) tuple\((.*?)\)(?:, .*)?$", re.MULTILINE)
+_ROOT = re.compile(r"^\s*ROOT %?(\S+) = ", re.MULTILINE)
+_NAME = re.compile(r"%([\w.\-]+)")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _STRIDED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_GROUPS = re.compile(
@@ -40,6 +51,7 @@ class Collective(NamedTuple):
     num_bytes: int  # of all arrays: an all-reduce's or all-gather's results, a reduce-scatter's operands, or a message
     groups: tuple[tuple[int, ...], ...]  # devices, by their place in the mesh; of permutes, pairs of source and target
     times: int | None  # in a step, loops multiplied out; None where XLA does not know how often a loop runs
+    is_asynchronous: bool = False  # whether it has a start and a done, between which something else may run
 
 
 class Collectives(NamedTuple):
@@ -57,30 +69,46 @@ class Collectives(NamedTuple):
 def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collectives]:
     """Counts the collectives of a compiled program."""
     counts = {kind: [0, 0] for kind in _KINDS}
-    for _, kind, _, _, times in _instructions(executable):
-        counts[kind][times != 1] += 1
+    for each in _instructions(executable):
+        counts[each.kind][each.times != 1] += 1
     return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
 
 
 def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
     """The collectives of a compiled program, one by one."""
     listed = []
-    for shapes, kind, start, rest, times in _instructions(executable):
-        groups = _groups_of(kind, rest)
-        listed.append(Collective(kind, _num_bytes(kind, shapes, bool(start), groups), groups, times))
+    for shapes, kind, is_start, attributes, times, is_asynchronous in _instructions(executable):
+        groups = _groups_of(kind, attributes)
+        num_bytes = _num_bytes(kind, shapes, is_start, groups)
+        listed.append(Collective(kind, num_bytes, groups, times, is_asynchronous))
     return listed
 
 
-def _instructions(executable: jax.stages.Compiled | str) -> Iterator[tuple[str, str, str, str, int | None]]:
-    """Of each collective the shapes of its result, its kind, "-start", its attributes, and its times in a step."""
+class _Instruction(NamedTuple):
+    shapes: str  # of its result
+    kind: str
+    is_start: bool  # whether it only starts, and its result holds operands as well
+    attributes: str
+    times: int | None  # in a step
+    is_asynchronous: bool
+
+
+def _instructions(executable: jax.stages.Compiled | str) -> Iterator[_Instruction]:
+    """The collectives as they stand in the text."""
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")
     bodies: dict[str, str] = dict(_COMPUTATION.findall(text))
     times = _times_of(bodies)
+    # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with that,
+    # and where it is done.
+    parts = {called: part for body in bodies.values() for part, called in _ASYNC_FUSION.findall(body)}
     for name, body in bodies.items():
-        for found in _INSTRUCTION.findall(body):
-            yield *found, times[name]
+        if parts.get(name) == "done" or name.startswith("async_collective_fusion"):
+            continue
+        for shapes, kind, start, attributes in _INSTRUCTION.findall(body):
+            is_asynchronous = bool(start) or parts.get(name) == "start"
+            yield _Instruction(shapes, kind, bool(start), attributes, times[name], is_asynchronous)
 
 
 def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
@@ -90,9 +118,10 @@ def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
     for name, body in bodies.items():
         for called in _called_by(body) & bodies.keys():
             callers[called].add(name)
-        for loop, attributes in _LOOP.findall(body):
+        for carried, condition, loop, attributes in _LOOP.findall(body):
             found = _TRIP_COUNT.search(attributes)
-            turns[name, loop] = int(found[1]) if found else math.nan
+            known = int(found[1]) if found else _counted_turns(body, carried, bodies[condition], bodies[loop])
+            turns[name, loop] = math.nan if known is None else known
 
     @functools.cache
     def times_of(name: str) -> float:
@@ -103,12 +132,66 @@ def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
     return {name: None if math.isnan(times_of(name)) else int(times_of(name)) for name in bodies}
 
 
+def _counted_turns(caller: str, carried: str, condition: str, loop: str) -> int | None:
+    """The turns of a loop that counts from a constant up to another one by one, where XLA does not tell; else None."""
+    in_caller, in_condition, in_loop = map(_Scalars, (caller, condition, loop))
+    compared = in_condition.get(in_condition.root)
+    if compared is None or compared.kind != "compare" or "direction=LT" not in compared.attributes:
+        return None
+    counter, end = map(in_condition.get, compared.operands)
+    begins, ends = in_caller.tuples.get(carried), in_loop.tuples.get(in_loop.root)
+    if counter is None or end is None or begins is None or ends is None or counter.place is None:
+        return None
+    begin, following = in_caller.get(begins[counter.place]), in_loop.get(ends[counter.place])
+    if begin is None or following is None or following.kind != "add":
+        return None
+    added = sorted(map(in_loop.get, following.operands), key=lambda each: each is None or each.value is None)
+    before = added[-1]
+    counts_by_one = added[0] is not None and added[0].value == 1 and before is not None
+    if not counts_by_one or before is None or before.place != counter.place:
+        return None
+    return None if begin.value is None or end.value is None else max(end.value - begin.value, 0)
+
+
+class _Scalar(NamedTuple):
+    kind: str  # of operation
+    operands: list[str]
+    attributes: str
+    value: int | None  # of a constant
+
+    @property
+    def place(self) -> int | None:
+        """In the tuple that a computation takes; None of anything else."""
+        found = re.search(r"index=(\d+)", self.attributes) if self.kind == "get-tuple-element" else None
+        return int(found[1]) if found else None
+
+
+class _Scalars:
+    """The integers of a computation by name, and its tuples."""
+
+    def __init__(self, body: str):
+        self._found = {name: rest for name, *rest in _SCALAR.findall(body)}
+        self.tuples = {name: _NAME.findall(operands) for name, operands in _TUPLE.findall(body)}
+        self.root = _ROOT.findall(body)[-1]
+
+    def get(self, name: str) -> _Scalar | None:
+        """What gives a number, through copies of it; None where nothing simple does."""
+        while name in self._found:
+            kind, operands, attributes = self._found[name]
+            names = _NAME.findall(operands)
+            if kind not in ("copy", "bitcast"):
+                is_number = kind == "constant" and re.fullmatch(r"-?\d+", operands)
+                return _Scalar(kind, names, attributes, int(operands) if is_number else None)
+            name = names[0]
+        return None
+
+
 def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
     """Of the whole array, from the shapes of the result."""
     sizes = [_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes)]
     if is_start and kind == "collective-permute":
         sizes = sizes[1:2]  # operand, result, and what tells that it is done
-    elif is_start and kind == "all-gather":
+    elif is_start and kind in ("all-gather", "reduce-scatter"):
         sizes = sizes[len(sizes) // 2 :]  # operands, results
     return sum(sizes) * (len(groups[0]) if kind == "reduce-scatter" else 1)
 

@@ -14,7 +14,7 @@ from jvarlen._common.text_table import text_table
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.hlo import Collective, groups_along, list_collectives
 
-__all__ = ["CommunicationEstimate", "Traffic", "estimate_communication"]
+__all__ = ["CommunicationEstimate", "Traffic", "communication_of", "estimate_communication"]
 
 
 class Traffic(NamedTuple):
@@ -26,6 +26,7 @@ class Traffic(NamedTuple):
       times: a step, loops multiplied out.
       num_bytes: of all arrays that are reduced, gathered or sent in a step.
       wire_bytes: that the device which sends the most sends in a step.
+      asynchronous: of the times, those with something else between start and done where the compiler found anything.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Traffic(NamedTuple):
     times: int
     num_bytes: int
     wire_bytes: int
+    asynchronous: int
 
 
 class CommunicationEstimate(tuple[Traffic, ...]):
@@ -45,7 +47,7 @@ class CommunicationEstimate(tuple[Traffic, ...]):
 
     def __str__(self) -> str:
         rows = [[row.kind, ", ".join(row.axes) or "other", *(f"{number:,}" for number in row[2:])] for row in self]
-        header = ["collective", "axes", "times a step", "bytes", "sent by a device"]
+        header = ["collective", "axes", "times a step", "bytes", "sent by a device", "asynchronous"]
         return text_table([header, *rows], align="<<>")
 
 
@@ -65,15 +67,20 @@ def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -
       ValueError: no such bucket; its program was read from a file and has no text; or a collective is in a loop of
         which XLA does not know how often it runs.
     """
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    return communication_of(compiled.program_text(bucket), compiled.mesh)
+
+
+def communication_of(program_text: str, mesh: Mesh | None) -> CommunicationEstimate:
+    """As `estimate_communication`, from the text of a program on the devices of a mesh."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
     unknown: list[str] = []
-    for each in list_collectives(compiled.program_text(bucket)):
+    for each in list_collectives(program_text):
         if each.times is None:
             unknown.append(f"{each.kind} of {each.num_bytes:,} bytes")
             continue
-        axes = () if compiled.mesh is None else _axes_of(each.groups, compiled.mesh, each.kind)
+        axes = () if mesh is None else _axes_of(each.groups, mesh, each.kind)
         total = found[each.kind, axes]
-        for i, number in enumerate((1, each.num_bytes, _wire_bytes(each))):
+        for i, number in enumerate((1, each.num_bytes, _wire_bytes(each), each.is_asynchronous)):
             total[i] += each.times * number
     if unknown:
         raise UserError(

@@ -80,11 +80,23 @@ def test_the_rows_of_an_estimate():
     rows = {row.kind: row for row in estimate}
     assert rows.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     # Forward and backward, in two microbatches.
-    assert rows["all-gather"][2:] == (4 * NUM_LAYERS, 4 * NUM_BYTES, 4 * NUM_BYTES // 2)
-    assert rows["reduce-scatter"][2:] == (2 * NUM_LAYERS, 2 * NUM_BYTES, 2 * NUM_BYTES // 2)
+    assert rows["all-gather"][2:] == (4 * NUM_LAYERS, 4 * NUM_BYTES, 4 * NUM_BYTES // 2, 0)
+    assert rows["reduce-scatter"][2:] == (2 * NUM_LAYERS, 2 * NUM_BYTES, 2 * NUM_BYTES // 2, 0)
     lines = str(estimate).splitlines()
-    assert lines[0].split() == ["collective", "axes", "times", "a", "step", "bytes", "sent", "by", "a", "device"]
-    assert any(line.split() == ["all-gather", "data", "12", "196,608", "98,304"] for line in lines), lines
+    assert lines[0].split() == [
+        "collective",
+        "axes",
+        "times",
+        "a",
+        "step",
+        "bytes",
+        "sent",
+        "by",
+        "a",
+        "device",
+        "asynchronous",
+    ]
+    assert any(line.split() == ["all-gather", "data", "12", "196,608", "98,304", "0"] for line in lines), lines
 
 
 def test_gradient_buckets_send_what_one_reduction_does():
@@ -160,3 +172,94 @@ def test_asynchronous_results_are_counted_once():
         with pytest.raises(ValueError, match="unknown form"):
             list_collectives(text.replace("replica_groups={{0,1}}", f"replica_groups={groups}"))
     assert np.array_equal([each.times for each in list_collectives(text)], [1, 1])
+
+
+def test_an_asynchronous_reduction_lists_what_it_takes_and_gives():
+    text = """ENTRY %main (p: f32[16]) -> f32[8] {
+  %s = (f32[16]{0}, f32[8]{0}) reduce-scatter-start(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+  ROOT %d = f32[8]{0} reduce-scatter-done(%s)
+}
+"""
+    assert list_collectives(text) == [Collective("reduce-scatter", 64, ((0, 1),), 1, is_asynchronous=True)]
+
+
+def test_one_collective_in_three_fusions_of_a_tpu_is_one():
+    gather = "  %g = f32[16]{0:T(128)} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n"
+    bodies = "".join(
+        f"%{name} (p: f32[8]) -> f32[16] {{\n{gather}  ROOT %r = f32[16]{{0}} copy(%g)\n}}\n\n"
+        for name in ("fused.1", "async_collective_fusion.7", "fused.2", "other")
+    )
+    text = f"""{bodies}ENTRY %main (p: f32[8]) -> f32[16] {{
+  %async-collective-start.3 = f32[16]{{0}} fusion(%p), kind=kCustom, calls=%fused.1
+  %k = f32[4]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
+"name": "a kernel",
+}}}}, metadata={{op_name="attend"}}
+  %fusion.7 = f32[16]{{0}} fusion(%k), kind=kCustom, calls=%async_collective_fusion.7
+  %async-collective-done.3 = f32[16]{{0}} fusion(%fusion.7), kind=kCustom, calls=%fused.2
+  ROOT %fusion.8 = f32[16]{{0}} fusion(%async-collective-done.3), kind=kCustom, calls=%other
+}}
+"""
+    expected = Collective("all-gather", 64, ((0, 1),), 1)
+    assert list_collectives(text) == [expected._replace(is_asynchronous=True), expected]
+
+
+LOOP = """%condition (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %n = s32[]{:T(128)} constant(5)
+  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %b = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %x = f32[8]{0} get-tuple-element(%b), index=1
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one), metadata={op_name="while/body/add"}
+  %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %both = (s32[]{:T(128)}, f32[8]{0}) tuple(%next, /*index=1*/%sum)
+}
+
+ENTRY %main (p: f32[8]) -> (s32[], f32[8]) {
+  %zero = s32[]{:T(128)} constant(0)
+  %begin = s32[]{:T(128)} copy(%zero)
+  %t = (s32[]{:T(128)}, f32[8]{0}) tuple(%begin, %p)
+  ROOT %while = (s32[]{:T(128)}, f32[8]{0}) while(%t), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        (("", ""), 5),
+        (("constant(0)", "constant(2)"), 3),
+        (("constant(0)", "constant(7)"), 0),
+        (("add(%i, %one)", "add(%one, %i)"), 5),
+        (("constant(1)", "constant(2)"), None),
+        (("add(%i, %one)", "add(%one, %one)"), None),
+        (("direction=LT", "direction=LE"), None),
+        (("compare(%i, %n)", "compare(%n, %i)"), None),
+        (("add(%i, %one)", "multiply(%i, %one)"), None),
+        (("%n = s32[]{:T(128)} constant(5)", "%n = s32[]{:T(128)} get-tuple-element(%c), index=1"), None),
+        (("%zero = s32[]{:T(128)} constant(0)", "%zero = s32[]{:T(128)} parameter(1)"), None),
+    ],
+)
+def test_turns_that_the_compiler_does_not_tell_are_counted_where_they_are_constant(change, times):
+    text = LOOP.replace(*change, 1) if change[0] else LOOP
+    assert [each.times for each in list_collectives(text)] == [times]
+
+
+def test_turns_are_counted_as_the_compiler_tells_them():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def talk(x):
+        def turn(x, _):
+            return jax.lax.fori_loop(0, 3, lambda i, x: x + jax.lax.psum(x, "a"), x), None
+
+        return jax.lax.scan(turn, x, length=5)[0]
+
+    text = compiled_text(talk, mesh, jnp.ones(4))
+    assert "known_trip_count" in text
+    assert [each.times for each in list_collectives(text)] == [15]
+    assert [each.times for each in list_collectives(text.replace("known_trip_count", "unknown"))] == [15]
