@@ -4,6 +4,7 @@ PLATFORM ?= gpu
 VENV := .venv
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
+TARGETS := .venv-targets
 NEWEST_PYTHON ?= python3.12
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -22,7 +23,7 @@ NEWEST_TESTS := $(addprefix tests/,_common attention compiling data distributed 
 CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
   $(addprefix parity/test_,$(addsuffix .py,batching buckets order plan plan_file pacing lr streams)))
 
-.PHONY: train test others check lint docs lowest newest suite compositions bench gpu clean
+.PHONY: train test others check lint docs lowest newest suite compositions targets bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train --max-shapes auto $(ARGS)
@@ -73,6 +74,17 @@ newest:
 	  beartype dm-haiku equinox grain hypothesis pytest pytest-xdist pyyaml
 	$(NEWEST)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(NEWEST_TESTS)
 
+# Steps compiled for GPUs and TPUs, whose compilers run without them, in an environment of their own.
+targets: $(TARGETS)/installed
+	$(TARGETS)/bin/python -m pytest -q $(ARGS) tests/targets/test_compile_for.py
+
+$(TARGETS)/installed: pyproject.toml
+	rm -rf $(TARGETS)
+	$(PYTHON) -m venv $(TARGETS)
+	$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[target-gpu,target-tpu]' \
+	  beartype hypothesis pytest pytest-xdist
+	touch $@
+
 # Every benchmark in its quick form, and one report of all in benchmarks/results.
 bench: $(VENV)/installed-dev
 	$(VENV)/bin/python benchmarks/run.py --quick $(ARGS)
@@ -94,4 +106,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) docs/_build
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(TARGETS) docs/_build

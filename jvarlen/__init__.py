@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from jvarlen.runs.fit import fit
     from jvarlen.sorting.sample_sort import sample_sort
     from jvarlen.targets.choice import choose_layout
+    from jvarlen.targets.compile_for import compile_for
     from jvarlen.training.master_weights import with_float32_master
     from jvarlen.training.optimizers import scale_by_batch_size, scale_by_planned_rate
     from jvarlen.training.rates import lr_scale, lr_sequence
@@ -55,7 +56,7 @@ __all__ = [
     "Bucket", "Budget", "CompileOptions", "CostModel", "FitConfig", "LayeredModel", "Layout", "MetricSums",
     "Metrics", "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError",
     "WeightedTokens", "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
-    "compile_buckets", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
+    "compile_buckets", "compile_for", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
     "load_compiled", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",
     "make_plan", "make_train_step", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples",
     "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate", "stream_batches",

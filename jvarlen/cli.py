@@ -25,7 +25,12 @@ __all__ = ["COMMANDS", "main", "run"]
 
 _ORDERED = "experimental.ordered_file"
 COMMANDS = {
-    "plan": ("runs.commands", "PlanCommand", "Print the plan by which train trains, or that of any lengths."),
+    "plan": ("runs.plan_commands", "PlanCommand", "Print the plan by which train trains, or that of any lengths."),
+    "compile": (
+        "runs.plan_commands",
+        "CompileCommand",
+        "Compile the train step of every bucket for devices that need not be here.",
+    ),
     "sort": (f"{_ORDERED}.command", "SortCommand", "Sort a file of lengths or other keys on several devices."),
     "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
     "report": ("runs.commands", "ReportCommand", "Report on runs, finished or not."),

@@ -23,7 +23,6 @@ from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.buckets import cost_of_candidates
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
-from jvarlen.runs.commands import PlanCommand
 from jvarlen.runs.config import (
     CheckpointConfig,
     DataConfig,
@@ -34,6 +33,7 @@ from jvarlen.runs.config import (
     PlanConfig,
     save_config,
 )
+from jvarlen.runs.plan_commands import PlanCommand
 
 from . import processes
 
@@ -324,7 +324,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("report .", ". is not the directory of a run: there is no config.json"),
         ("report . --page x.html", "--page"),
         ("train --max-stepz 3", "--max-stepz, 3; perhaps --max-steps"),
-        ("fly", "there is no command fly: the commands are plan, sort, train"),
+        ("fly", "there is no command fly: the commands are plan, compile, sort, train"),
         ("trian", "there is no command trian, perhaps train"),
         ("--devices 2 train", "a command comes first, not --devices"),
         ("", "a command is missing: the commands are plan"),

@@ -18,6 +18,7 @@ BASE = {
     "report": ["run"],
     "sample": ["run", "--prompt", "a"],
     "export": ["run", "model.safetensors"],
+    "compile": ["lengths.npy", "--max-tokens", "512", "--target", "here"],
     "measure": [],
 }
 NO_NUMBERS = ["nan", "-inf", "x", "", "1,2", "0x10", "None?", "\x1b[2J"]

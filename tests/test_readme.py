@@ -21,7 +21,7 @@ import pytest
 import jvarlen
 import torch_ref
 from jvarlen import batches, parallel
-from jvarlen.cli import main
+from jvarlen.cli import COMMANDS, main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
@@ -329,7 +329,7 @@ def test_what_it_names_as_ours_exists():
 def settings():
     """The flags of each command, as its help has them."""
     flags = {}
-    for command in ("plan", "sort", "train", "report", "measure", "sample", "export"):
+    for command in COMMANDS:
         with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
             main([command, "--help"])
         flags[command] = flags_in(shown.getvalue())

@@ -79,8 +79,9 @@ class StepCompiler:
     donate: bool = True  # whether a step writes the next state over the one that it takes
     grad_buckets: BucketBytes | None = None  # in which gradients are reduced; None: all together
     is_timed: bool = False  # whether a step has to return something that can be waited for
+    is_elsewhere: bool = False  # whether the devices are only compiled for: nothing can be placed on them
     clock: CompileClock = dataclasses.field(default_factory=CompileClock, repr=False)
-    _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
+    _placed: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -178,11 +179,14 @@ class StepCompiler:
             return {}
         return {i: self._place(closed.consts[i]) for i, size in sizes.items() if size > _CONSTANT_BYTES}
 
-    def _place(self, constant: Any) -> jax.Array:
-        """One copy for all buckets."""
+    def _place(self, constant: Any) -> Any:
+        """One copy for all buckets; its shape where it can be placed nowhere."""
         if id(constant) not in self._placed:
             if self.mesh is None:
                 placed = jax.device_put(constant)
+            elif self.is_elsewhere:
+                where = NamedSharding(self.mesh, PartitionSpec())
+                placed = jax.ShapeDtypeStruct(constant.shape, constant.dtype, sharding=where)
             elif isinstance(sharding := getattr(constant, "sharding", None), NamedSharding):
                 placed = jax.device_put(constant, with_auto_axes(sharding))
             else:
@@ -223,6 +227,7 @@ def make_step_compiler(
     options: CompileOptions,
     *,
     donate: bool = True,
+    is_elsewhere: bool = False,
 ) -> StepCompiler:
     """What compiles a step, with the arguments of `compile_buckets`."""
     num_shards = 1 if shapes.placement is None else shapes.placement.layout.data
@@ -243,6 +248,7 @@ def make_step_compiler(
         donate=donate,
         grad_buckets=options.grad_buckets,
         is_timed=bool(options.time_steps),
+        is_elsewhere=is_elsewhere,
     )
     check_compiler_options(compiler_options, step_compiler.device)
     return step_compiler

@@ -7,7 +7,7 @@
 - `fit`: all of it, in order, with the loop. `evaluation`: what the loop evaluates.
 - `steps`: the seconds of steps, their display and traces.
 - `directory`, `bad_samples`, `trackers`, `wandb_process`: the files of a run.
-- `commands`: `jvarlen plan`, `report`, `sample`, `export` and `measure`.
+- `plan_commands`: `jvarlen plan` and `compile`. `commands`: `report`, `sample`, `export` and `measure`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands besides `jvarlen train`: `plan`, `report`, `sample`, `export` and `measure`.
+"""The commands of what is trained or measured: `report`, `sample`, `export` and `measure`.
 
 Each is imported for its settings, and imports what it runs when it runs.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from jvarlen import models
 from jvarlen._common.checks import (
@@ -29,7 +29,6 @@ from jvarlen._common.checks import (
 from jvarlen._common.files import (
     check_new_directory,
     check_outputs,
-    load_array,
     read_object,
     regular_file,
     write_atomically,
@@ -44,38 +43,24 @@ from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.planning.lengths import check_lengths
-from jvarlen.planning.order import check_seed
 from jvarlen.planning.packings import PackingMethod
-from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FLAT, DataConfig, FitConfig, files_read, load_config
+from jvarlen.runs.config import DataConfig, files_read, load_config
 from jvarlen.runs.model import (
     MODEL_DIR,
     TOKENIZER,
     decoder_of,
-    model_shapes,
     named_params,
     optimizer_for,
     params_dtype,
-    with_model,
-)
-from jvarlen.runs.plan_config import (
-    PlanConfig,
-    epoch_plan,
-    note_on_balance,
-    note_on_candidates,
-    note_on_overlong,
-    shapes_for,
 )
 
 if TYPE_CHECKING:
-    from jvarlen.targets.cluster import Cluster
+    pass
 
 __all__ = [
     "ExportCommand",
     "MeasureCommand",
     "MeasuredCosts",
-    "PlanCommand",
     "ReportCommand",
     "SampleCommand",
     "measure_costs",
@@ -84,135 +69,6 @@ __all__ = [
 _SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
 
 _WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PlannedData(DataConfig):
-    """The data to plan."""
-
-    files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
-    """What `jvarlen train --data` takes; none for the built-in corpus. Or a .npy file of integers, tokens a sample."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanCommand:
-    """Print the plan by which train trains, or that of any lengths, with baselines; settings are those of train."""
-
-    data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
-    """The data to plan."""
-    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
-    """How samples become steps."""
-    vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
-        default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
-    )
-    """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
-    seed: int = 0
-    """Seed of mixtures and of every shuffle, together with the epoch."""
-    epoch: int = 0
-    """The epoch to plan."""
-    progress: bool = True
-    """Show progress where lengths are measured."""
-    out: Path | None = None
-    """Where to save the plan, a .npz file."""
-    html: Path | None = None
-    """Where to write a page with pictures of the plan: one file that works offline.
-    With cluster, the page shows layouts instead of the plan."""
-    cluster: str | None = None
-    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
-    four hosts. Needs model."""
-    model: Path | None = None
-    """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
-
-    def __post_init__(self):
-        check_counts(self, 1, "vocab_size")
-        check_seed(self.seed, self.epoch)
-
-    def run(self) -> None:
-        """Prints the plan, what there is without it, and layouts, and writes the requested files."""
-        from jvarlen.reports.compare import compare_strategies, comparison_table
-
-        if self.cluster is not None and self.model is None:
-            raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
-        settings = self.plan.of_files()
-        read = *files_read(self.data, self.model), self.cluster, settings.cost_model, settings.memory_model
-        check_outputs({"out": self.out, "html": self.html}, *read)
-        cluster = None
-        if self.cluster is not None:
-            from jvarlen.targets.cluster import Cluster  # here: it imports JAX
-
-            cluster = Cluster.named(self.cluster)
-        decoder = DecoderConfig(vocab_size=self.vocab_size)
-        config = with_model(
-            FitConfig(
-                data=self.data,
-                plan=self.plan,
-                seed=self.seed,
-                progress=self.progress,
-                model=self.model,
-                decoder=decoder,
-            )
-        )
-        lengths, corpus = self._read_lengths(config)
-        shapes = shapes_for(settings, lengths, seed=self.seed)
-        plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
-        if self.out is not None:
-            plan.save(self.out)  # first: the rest only shows it
-        report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
-        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
-        notes = filter(None, (shapes.reason, note_on_candidates(settings, shapes, lengths), *of_plan))
-        say(*corpus, report, *notes, f"digest {plan.digest}")
-        comparison = compare_strategies(plan, lengths, settings.budget)
-        say(f"\n{comparison_table(comparison)}")
-        if self.out is not None:
-            say(self.out)
-        if cluster is not None:
-            self._choose_layout(plan, lengths, cluster, config)
-        elif self.html is not None:
-            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
-
-            write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
-            say(self.html)
-
-    def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
-        """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
-        files = self.data.files
-        if any(str(path).endswith(".npy") for path in files):
-            fields = dataclasses.fields(self.data)
-            given = ((each.name, getattr(self.data, each.name), each.default) for each in fields)
-            if others := [name for name, value, default in given if value not in (files[:1], default)]:
-                listed = list_first(f"{name} must not be given" for name in others)
-                raise UserError(f"a .npy file holds lengths: it is planned alone, {listed}")
-            return check_lengths(load_array(Path(files[0]), "lengths")), []
-        from jvarlen.data.measure import known_lengths
-        from jvarlen.runs.task import open_training_data  # here: it imports JAX
-
-        data = open_training_data(config)
-        lengths = known_lengths(data.train, progress=self.progress)
-        return lengths, [*data.describe(lengths), ""]
-
-    def _choose_layout(self, plan: Plan, lengths: Int64[np.ndarray, " N"], cluster: Cluster, config: FitConfig) -> None:
-        import optax  # here: they import JAX
-
-        from jvarlen.batches.shapes import plan_specs
-        from jvarlen.targets.choice import choose_layout
-
-        params = model_shapes(config.model, config.decoder)
-        choice = choose_layout(
-            plan,
-            models.layered(config.decoder),
-            optimizer_for(params, optax.adamw(1e-3)),
-            cluster,
-            params=params,
-            cost=self.plan.cost,
-            lengths=lengths,
-            batch_spec=plan_specs(plan),
-        )
-        say(f"\n{choice}")
-        if self.html is not None:
-            from jvarlen.reports.choice_page import write_choice_page  # here: it draws with matplotlib
-
-            write_choice_page(self.html, plan, choice, cluster)
-            say(self.html)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

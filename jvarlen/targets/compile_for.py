@@ -1,0 +1,270 @@
+"""A train step compiled for devices that are not here, and what the compiler says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import optax
+from tqdm import tqdm
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.files import write_atomically
+from jvarlen._common.jaxprs import count_operations
+from jvarlen._common.text_table import text_table
+from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.compile_row import CompileRow
+from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
+from jvarlen.distributed.layout import Layout
+from jvarlen.parallel.communication import CommunicationEstimate, communication_of
+from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.train import make_train_step
+from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.steps import PlannedSteps
+from jvarlen.targets.target import Target
+from jvarlen.training.losses import LossFn
+
+__all__ = ["TargetReport", "TargetRow", "compile_for"]
+
+_DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
+# A kernel's own name: of Pallas for GPUs in what the call is given, of Pallas for TPUs that of the call; and cuDNN's.
+_KERNELS = (
+    re.compile(r'xla\.gpu\.triton".*?\bname = \\?"(\w+)'),
+    re.compile(r'^\s*(?:ROOT )?%?([A-Za-z_]\w*)\S* = .*custom_call_target="tpu_custom_call"', re.MULTILINE),
+    re.compile(r'custom_call_target="(__cudnn\$[\w$]+)"'),
+)
+# What a compiler says that finds no room for a program: the bytes that it takes, and those that there are.
+_BYTES = r"([\d.]+)([KMGT]?)"
+_NO_ROOM = re.compile(rf"Used {_BYTES} of {_BYTES} hbm|\({_BYTES}\) exceeds available HBM \({_BYTES}\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetRow:
+    """What the compiler of other devices says of the program of a bucket; bytes are those of one device.
+
+    Attributes:
+      program: the row of the compile report. Its `flops` are counted by this library, not by the compiler: those of
+        all products of a step on one device, loops multiplied out, and attention as of full rows of one sample.
+      cpu_s: seconds of CPU time of compiling, of all threads.
+      host_bytes: of temporaries in the memory of the host.
+      limit_bytes: of memory; None where the device does not tell.
+      communication: the collectives of a step; None where some are in a loop whose turns depend on values.
+      kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
+      needed_bytes: what the program needs, where the compiler found no room for it and made none; else None.
+    """
+
+    program: CompileRow
+    cpu_s: float
+    host_bytes: int
+    limit_bytes: int | None
+    communication: CommunicationEstimate | None
+    kernels: Mapping[str, int]
+    needed_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """That a device holds during a step."""
+        return self.program.total_bytes if self.needed_bytes is None else self.needed_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is within the limit; None where the device does not tell it."""
+        if self.needed_bytes is not None:
+            return False
+        return None if self.limit_bytes is None else self.total_bytes <= self.limit_bytes
+
+
+class TargetReport(tuple[TargetRow, ...]):
+    """A row for each bucket, the largest first; `str` is the table.
+
+    Args:
+      rows: of the buckets.
+      target: what they are compiled for.
+      layout: of the devices.
+    """
+
+    target: str
+    layout: str
+
+    def __new__(cls, rows: Iterable[TargetRow], target: str, layout: str) -> Self:
+        """A tuple of the rows, with what they are for."""
+        report = super().__new__(cls, rows)
+        report.target, report.layout = target, layout
+        return report
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every bucket does; None where the devices do not tell their memory."""
+        told = [row.fits for row in self]
+        return False if False in told else None if None in told else True
+
+    def __str__(self) -> str:
+        """Lines of text: the buckets, and what a step of the largest communicates; GB are 10⁹ bytes."""
+        header = ["bucket", "compile s", "CPU s", "TFLOP", "args GB", "temp GB", "host GB", "total GB", "limit GB"]
+        rows = [[*header, "fits", "kernels"]]
+        for row in self:
+            program = row.program
+            is_made = row.needed_bytes is None
+            sizes = program.argument_bytes, program.temp_bytes, row.host_bytes
+            rows.append(
+                [
+                    str(program.bucket),
+                    f"{program.compile_s:.1f}",
+                    f"{row.cpu_s:.1f}",
+                    f"{program.flops / 1e12:.3g}",
+                    *(f"{size / 1e9:.2f}" if is_made else "–" for size in sizes),
+                    f"{row.total_bytes / 1e9:.2f}",
+                    "–" if row.limit_bytes is None else f"{row.limit_bytes / 1e9:.2f}",
+                    {True: "yes", False: "no", None: "–"}[row.fits],
+                    ", ".join(f"{name} {times}" for name, times in row.kernels.items()) or "–",
+                ]
+            )
+        lines = [f"{self.layout} on {self.target}; figures are those of the compiler, not of devices"]
+        lines.append(text_table(rows, align=">>>>>>>>>><"))
+        told = next((row for row in self if row.communication), None)
+        if told is not None:
+            lines += [f"a step of {told.program.bucket} communicates:", str(told.communication)]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All rows as JSON."""
+        rows = []
+        for row in self:
+            program = {name: None if value != value else value for name, value in vars(row.program).items()}
+            listed = None if row.communication is None else [each._asdict() for each in row.communication]
+            nested = {"program": program | {"bucket": list(row.program.bucket)}, "communication": listed}
+            rows.append(vars(row) | nested | {"total_bytes": row.total_bytes, "fits": row.fits})
+        document = {"target": self.target, "layout": self.layout, "fits": self.fits, "rows": rows}
+        return json.dumps(document, indent=2, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_json` to a file, atomically.
+
+        Args:
+          path: the file; its directory must exist, and an existing file is replaced.
+
+        Raises:
+          OSError: it cannot be written; an existing file stays.
+        """
+        with write_atomically(Path(path)) as file:
+            file.write(self.to_json().encode() + b"\n")
+
+
+def compile_for(
+    target: Target | str,
+    model: LayeredModel | LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    plan: PlannedSteps | BatchShapes,
+    *,
+    layout: Layout | str | None = None,
+    params: Any,
+    extra: Any = None,
+    seed: int | None = None,
+    batch_spec: BatchSpec | None = None,
+    options: CompileOptions = _DEFAULT_OPTIONS,
+    progress: bool = True,
+) -> TargetReport:
+    """Compiles the train step of every bucket for devices that need not be here, and tells what the compiler says.
+
+    Nothing runs: state and batches are shapes. The programs are not kept, since products are not tuned for GPUs that
+    cannot be asked; figures are the compiler's, and no device has confirmed them.
+
+    Args:
+      target: the devices, or their name, as for `Target.parse`.
+      model: as for `make_train_step`.
+      optimizer: as for `make_train_step`.
+      plan: the buckets and M, as for `compile_buckets`; its own layout does not count.
+      layout: of all devices of the target; None: data parallelism over them.
+      params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
+      extra: as for `TrainStep.init`.
+      seed: as for `TrainStep.init`.
+      batch_spec: as for `BatchShapes`, for batches of fields of one's own.
+      options: of the compiler; cache and threads do not count.
+      progress: whether to show a progress bar that names the bucket.
+
+    Returns:
+      `TargetReport`.
+
+    Raises:
+      ValueError: a target that is not known; a layout that its devices do not make, or that is not for such a model;
+        what `compile_buckets` refuses.
+      ModuleNotFoundError: the compiler is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def loss_fn(params, batch):
+      ...     return jnp.sum(params * batch.weights), jnp.sum(batch.weights)
+      >>> shapes = BatchShapes([(2, 4)], microbatches_per_step=len(jax.devices()))
+      >>> report = compile_for("here", loss_fn, optax.sgd(0.1), shapes, params=jnp.float32(1), progress=False)
+      >>> [row.program.bucket for row in report]
+      [Bucket(rows=2, length=4)]
+    """
+    if isinstance(target, str):
+        target = Target.parse(target)
+    layout = Layout(data=len(target.devices)) if layout is None else layout
+    placement = (Layout.parse(layout) if isinstance(layout, str) else layout).on(target.devices)
+    if isinstance(plan, BatchShapes):
+        shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
+    else:
+        shapes = BatchShapes.of_plan(plan, layout=placement, batch_spec=batch_spec)
+    step = make_train_step(model, optimizer, layout=placement)
+    state = step.init(jax.eval_shape(lambda params: params, params), extra=extra, seed=seed)
+    in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
+    compiler = make_step_compiler(step, state, shapes, in_force, is_elsewhere=not target.is_here)
+    rows = []
+    with tqdm(largest_first(shapes.buckets), desc=f"compile for {target.name}", disable=not progress) as buckets:
+        for bucket in buckets:
+            buckets.set_postfix_str(str(bucket))
+            rows.append(_row(compiler, bucket, target))
+    return TargetReport(rows, target.name, str(placement.layout))
+
+
+def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
+    lowered = compiler.lower(bucket)
+    flops = count_operations(lowered.jaxpr.jaxpr, ())["flops"]
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    try:
+        compiled = compiler.compile(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        return _row_without_room(lowered, error, time.perf_counter() - begun, time.process_time() - cpu_begun, target)
+    cpu_s = time.process_time() - cpu_begun
+    text = compiled.executable.as_text() or ""
+    memory = compiled.executable.memory_analysis()
+    assert compiler.mesh is not None
+    try:
+        communication = communication_of(text, compiler.mesh)
+    except UserError:
+        communication = None
+    return TargetRow(
+        program=dataclasses.replace(compiled.row, flops=flops),
+        cpu_s=cpu_s,
+        host_bytes=int(getattr(memory, "host_temp_size_in_bytes", 0)),
+        limit_bytes=target.memory_bytes,
+        communication=communication,
+        kernels=dict(Counter(name for pattern in _KERNELS for name in pattern.findall(text))),
+    )
+
+
+def _row_without_room(
+    lowered: LoweredBucket, error: jax.errors.JaxRuntimeError, compile_s: float, cpu_s: float, target: Target
+) -> TargetRow:
+    """The row of a bucket for whose program the compiler found too little memory; raises any other error."""
+    found = _NO_ROOM.search(str(error))
+    if found is None:
+        raise UserError(f"{target.name}: the program of {lowered.bucket} does not compile: {error}") from error
+    number, unit, of_limit, unit_of_limit = filter(lambda each: each is not None, found.groups())
+    needed, limit = (
+        round(float(size) * 1024 ** " KMGT".index(power or " "))
+        for size, power in ((number, unit), (of_limit, unit_of_limit))
+    )
+    program = CompileRow(lowered.bucket, lowered.seconds, compile_s, False, 0.0, 0, 0, 0, 0, 0)
+    return TargetRow(program, cpu_s, 0, limit, CommunicationEstimate(), {}, needed)

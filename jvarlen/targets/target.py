@@ -1,0 +1,224 @@
+"""Devices that are not here, by XLA's compilers for GPUs and TPUs, which run on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+
+from jvarlen._common.checks import UserError
+
+__all__ = ["Target"]
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    """A GPU as XLA's compiler wants it described; figures of https://github.com/openxla/xla, target_config/specs."""
+
+    name: str
+    memory_bytes: int
+    bytes_per_second: int
+    capability: int  # the major number
+    num_cores: int
+    units_per_core: int  # for products of float32
+    clock_ghz: float
+    shared_bytes_per_core: int
+    l2_bytes: int
+
+    @property
+    def text(self) -> str:
+        """The description, a GpuTargetConfigProto as text."""
+        limits = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 * 2**10,
+            "shared_memory_per_core": self.shared_bytes_per_core,
+            "threads_per_core_limit": 2048,
+            "core_count": self.num_cores,
+            "fpus_per_core": self.units_per_core,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "memory_bandwidth": self.bytes_per_second,
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+            "shared_memory_per_block_optin": self.shared_bytes_per_core - 2**10,
+            "registers_per_core_limit": 2**16,
+            "registers_per_block_limit": 2**16,
+        }
+        of_device = "\n".join(f"  {name}: {value}" for name, value in limits.items())
+        return (
+            f"gpu_device_info {{\n{of_device}\n  cuda_compute_capability {{ major: {self.capability} }}\n}}\n"
+            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 7 }\n'
+            f'device_description_str: "{self.name}"\n'
+        )
+
+
+_H100 = _Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    memory_bytes=84_942_979_072,
+    bytes_per_second=3_352_320_000_000,
+    capability=9,
+    num_cores=132,
+    units_per_core=128,
+    clock_ghz=1.98,
+    shared_bytes_per_core=228 * 2**10,
+    l2_bytes=50 * 2**20,
+)
+_GPUS = {
+    "a100": _Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        memory_bytes=85_100_068_864,
+        bytes_per_second=2_039_040_000_000,
+        capability=8,
+        num_cores=108,
+        units_per_core=64,
+        clock_ghz=1.41,
+        shared_bytes_per_core=164 * 2**10,
+        l2_bytes=40 * 2**20,
+    ),
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100, name="NVIDIA H200 141GB HBM3e", memory_bytes=151_397_597_184, bytes_per_second=4_800_000_000_000
+    ),
+}
+# Memory of a chip, by https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
+_TPU_BYTES = {"v4": 32 * _GIB, "v5e": 16 * _GIB, "v5p": 95 * _GIB, "v6e": 32 * _GIB}
+_NUMBER = r"[1-9]\d*"
+_OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
+_OF_TPUS = re.compile(rf"({'|'.join(_TPU_BYTES)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
+# What libtpu asks of a host, which has none of it; any kind of TPU does, whatever is compiled for.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Devices to compile for, which need not be here.
+
+    Attributes:
+      name: as it was given.
+      devices: JAX's; those of other hosts belong to other processes. Nothing can be placed on them.
+      memory_bytes: of one device; None where it does not tell.
+      is_here: whether they are the devices of this process.
+
+    Example:
+      >>> Target.parse("here").is_here
+      True
+    """
+
+    name: str
+    devices: tuple[jax.Device, ...]
+    memory_bytes: int | None
+    is_here: bool
+
+    FORMS: ClassVar[str] = (
+        f"8xh100 or 2x8xh100, hosts × devices, of {', '.join(_GPUS)}; v5e:2x4 or v5p:2x2x2, of "
+        f"{', '.join(_TPU_BYTES)}; or here"
+    )
+
+    @property
+    def platform(self) -> str:
+        """Such as `"cpu"`, `"cuda"` or `"tpu"`."""
+        return self.devices[0].platform
+
+    @property
+    def xla_options(self) -> tuple[str, ...]:
+        """What XLA must be told since the devices are not here: products are not tuned by timing them."""
+        return () if self.is_here or self.platform == "tpu" else ("xla_gpu_autotune_level=0",)
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """The devices that a text names.
+
+        Args:
+          text: `8xh100` for a host of eight, `2x8xh100` for two of them; `v5e:2x4` for a slice of TPUs by its
+            dimensions; `here` for `jax.devices()`.
+
+        Returns:
+          `Target`.
+
+        Raises:
+          ValueError: no such devices are known.
+          ModuleNotFoundError: their compiler is not installed; the message tells how to.
+
+        References:
+          XLA, https://openxla.org/xla/hermetic_cuda and `jax.experimental.topologies`: compilation for devices that
+          are described rather than present.
+        """
+        if text == "here":
+            return cls._here()
+        if found := _OF_GPUS.fullmatch(text):
+            return cls._of_gpus(text, int(found[1] or 1), int(found[2]), _GPUS[found[3]])
+        if found := _OF_TPUS.fullmatch(text):
+            return cls._of_tpus(text, _TPU_BYTES[found[1]])
+        raise UserError(f"{text!r} names no devices: it is {cls.FORMS}")
+
+    @classmethod
+    def _here(cls) -> Target:
+        devices = tuple(jax.devices())
+        memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        return cls("here", devices, memory_bytes, is_here=True)
+
+    @classmethod
+    def _of_gpus(cls, text: str, num_hosts: int, num_devices: int, gpu: _Gpu) -> Target:
+        _check_installed(text, ("jax_cuda12_plugin", "jax_cuda13_plugin"), "target-gpu")
+        with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+            devices = _topology(
+                text,
+                platform="cuda",
+                topology_name=gpu.name,
+                target_config=gpu.text,
+                topology=f"{num_hosts}x1x{num_devices}",
+            )
+        return cls(text, devices, gpu.memory_bytes, is_here=False)
+
+    @classmethod
+    def _of_tpus(cls, text: str, memory_bytes: int) -> Target:
+        _check_installed(text, ("libtpu",), "target-tpu")
+        num_chips = math.prod(map(int, text.partition(":")[2].split("x")))
+        with _environment(_TPU_ENVIRONMENT):
+            devices = _topology(text, platform="tpu", topology_name=text)
+        return cls(text, devices, memory_bytes * num_chips // len(devices), is_here=False)
+
+
+def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
+    from jax.experimental import topologies
+
+    try:
+        return tuple(topologies.get_topology_desc(**what).devices)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise UserError(f"JAX {jax.__version__} has no devices for target {text!r}: {error}") from error
+
+
+def _check_installed(text: str, modules: tuple[str, ...], extra: str) -> None:
+    if not any(importlib.util.find_spec(module) for module in modules):
+        raise ModuleNotFoundError(
+            f"the compiler for target {text!r} is not installed: pip install 'jvarlen[{extra}]'", name=modules[0]
+        )
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set, and takes them back."""
+    new = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)

@@ -1,0 +1,213 @@
+"""A step compiled for devices, here or elsewhere, without running anything; what the report says of it is so."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import CompileOptions, Layout, UserError, compile_buckets, make_train_step, models
+from jvarlen.batches import BatchShapes
+from jvarlen.batches.batches import packed_batch_spec
+from jvarlen.cli import main
+from jvarlen.models import DecoderConfig
+from jvarlen.parallel import estimate_communication
+from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.target import Target
+
+MODEL = DecoderConfig(num_layers=2, width=64, num_heads=4, vocab_size=300)
+OPTIMIZER = optax.adamw(1e-3)
+BUCKETS = [(2, 32), (1, 64)]
+OF_GPUS = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs is not installed"
+)
+OF_TPUS = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="XLA's compiler for TPUs is not installed"
+)
+
+
+def report_of(target, layout, model=None, buckets=BUCKETS, config=MODEL, **how):
+    layout = Layout.parse(layout)
+    shapes = BatchShapes(buckets, microbatches_per_step=4 * layout.data)
+    how = {"params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False} | how
+    return compile_for(target, model or models.layered(config), OPTIMIZER, shapes, layout=layout, **how)
+
+
+@pytest.mark.parametrize("layout", ["data8", "data4.zero3", "data2.stage2.tensor2.zero1"])
+def test_devices_that_are_here_get_the_programs_of_a_run(layout):
+    report = report_of("here" if Layout.parse(layout).num_devices == 8 else target_of(4), layout)
+    step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=layout)
+    state = step.init(models.init_params(MODEL, 0))
+    shapes = BatchShapes(BUCKETS, microbatches_per_step=4 * Layout.parse(layout).data)
+    compiled = compile_buckets(step, state, shapes, progress=False, options=CompileOptions(cache_dir=None))
+    of_run = {row.bucket: row for row in compiled.report}
+    assert [row.program.bucket for row in report] == list(of_run)
+    for row in report:
+        same = of_run[row.program.bucket]
+        for name in ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"):
+            assert getattr(row.program, name) == getattr(same, name)
+        assert row.total_bytes == same.total_bytes > 0
+        assert row.communication == estimate_communication(compiled, row.program.bucket)
+        assert row.fits is row.limit_bytes is None, "a CPU does not tell its memory"
+    assert report.fits is None
+
+
+def target_of(num_devices):
+    """So many of the devices here."""
+    return Target("some", tuple(jax.devices()[:num_devices]), None, is_here=True)
+
+
+def test_memory_is_held_against_the_limit():
+    target = target_of(2)
+    most = max(row.total_bytes for row in report_of(target, "data2"))
+    for limit in (most - 1, most):
+        report = report_of(dataclasses.replace(target, memory_bytes=limit), "data2")
+        assert [row.fits for row in report] == [row.total_bytes <= limit for row in report]
+        assert report.fits == (limit == most)
+        assert f"{limit / 1e9:.2f}" in str(report)
+
+
+def test_operations_are_those_of_all_turns_of_loops_on_one_device():
+    def loss_fn(params, batch):
+        def body(x, _):
+            return x @ params, None
+
+        x, _ = jax.lax.scan(body, jnp.ones((8, 16)), length=5)
+        return jnp.sum(x) * jnp.sum(batch.weights), jnp.float32(1)
+
+    [row] = report_of(target_of(2), "data2", loss_fn, [(1, 8)], params=jnp.zeros((16, 16)))
+    forward = 4 * 5 * 2 * 8 * 16 * 16  # four microbatches on a device
+    assert row.program.flops == 3 * forward
+
+
+def test_what_a_loss_closes_over_and_fields_of_ones_own_are_shapes_as_well():
+    table = jnp.ones((1024, 512))  # large enough to become an argument
+
+    def loss_fn(params, batch):
+        return jnp.sum(params * table) * jnp.sum(batch["image"]), jnp.float32(1)
+
+    def batch_spec(bucket, num):
+        return {"image": jax.ShapeDtypeStruct((num, bucket.rows, bucket.length), jnp.float32)}
+
+    report = report_of(target_of(2), "data2", loss_fn, [(1, 8)], params=jnp.float32(1), batch_spec=batch_spec)
+    assert report[0].program.argument_bytes >= table.nbytes
+
+
+def test_the_report_as_text_and_json(tmp_path):
+    report = report_of(target_of(2), "data2")
+    lines = str(report).splitlines()
+    assert lines[0] == "data2 on some; figures are those of the compiler, not of devices"
+    assert lines[2].split()[0] == str(report[0].program.bucket)
+    assert "a step of 2×32 communicates:" in lines
+    report.save(tmp_path / "report.json")
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert (kept["target"], kept["layout"], kept["fits"]) == ("some", "data2", None)
+    assert kept["rows"][0]["total_bytes"] == report[0].total_bytes
+    assert kept["rows"][0]["program"]["bucket"] == [2, 32]
+    assert kept["rows"][0]["communication"][0]["kind"] == report[0].communication[0].kind
+
+
+@pytest.mark.parametrize("text", ["h100", "8xb100", "0xh100", "v5e", "v5e:2", "v9:2x2", "v6e:0x2", "there"])
+def test_unknown_targets(text):
+    with pytest.raises(UserError, match=f"'{text}' names no devices"):
+        Target.parse(text)
+
+
+@pytest.mark.parametrize(("text", "extra"), [("8xh100", "target-gpu"), ("v5e:2x4", "target-tpu")])
+def test_a_compiler_that_is_not_installed_is_named(monkeypatch, text, extra):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=rf"target '{text}' .* pip install 'jvarlen\[{extra}\]'"):
+        Target.parse(text)
+
+
+def test_a_layout_of_other_devices_is_refused():
+    with pytest.raises(UserError, match="2"):
+        report_of(target_of(2), "data4")
+
+
+def test_the_command(tmp_path, capsys):
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(1, 100, 200))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 300,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": False,
+            }
+        )
+    )
+    files = [str(tmp_path / "lengths.npy"), "--model", str(tmp_path / "config.json")]
+    how = ["--max-tokens", "256", "--max-shapes", "2", "--packing", "None"]
+    out = tmp_path / "report.json"
+    assert main(["compile", *files, *how, "--target", "here", "--out", str(out), "--no-progress"]) == 0
+    told = capsys.readouterr().out
+    assert "data8 on here" in told
+    assert len(json.loads(out.read_text())["rows"]) == 2
+    assert main(["compile", *files, "--target", "8xb100"]) == 2
+    assert "'8xb100' names no devices" in capsys.readouterr().err
+
+
+WIDE = DecoderConfig(num_layers=2, width=512, num_heads=4, vocab_size=300, compute_dtype="bfloat16")
+LAYOUTS = ["data8", "data8.zero3", "data2.tensor4", "data4.stage2.zero1"]
+
+
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_for_gpus(layout):
+    [row] = report_of("8xh100", layout, buckets=[(1, 512)], config=WIDE)
+    assert row.fits
+    assert row.kernels.keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert row.communication
+    assert all(each.asynchronous == each.times for each in row.communication)
+
+
+def packed_spec(bucket, num):
+    return packed_batch_spec(bucket, num, samples_per_row=4)
+
+
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_packed_rows_for_gpus_take_the_kernel_that_skips():
+    [row] = report_of("8xh100", "data8", buckets=[(1, 512)], config=WIDE, batch_spec=packed_spec)
+    assert row.kernels == {"_forward_kernel": 1, "_dq_kernel": 1, "_dkv_kernel": 1}
+
+
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_for_hosts_of_gpus_from_one_process():
+    [row] = report_of("2x8xh100", "data16", buckets=[(1, 512)], config=WIDE)
+    assert row.fits
+
+
+@OF_TPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_for_tpus(layout):
+    [row] = report_of("v5e:2x4", layout, buckets=[(1, 512)], config=WIDE)
+    assert row.fits
+    assert {name.split("_")[2] for name in row.kernels} == {"fwd", "dq", "dkv"}
+    assert row.communication
+
+
+@OF_TPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_a_program_that_a_tpu_has_no_room_for():
+    [row] = report_of("v5e:2x4", "data8", buckets=[(2**16, 1024)], config=WIDE)
+    assert row.fits is False
+    assert row.total_bytes > row.limit_bytes
