@@ -408,4 +408,6 @@ def test_what_was_chosen_for_every_way_took_the_fewest_seconds(benchmark, tables
             for pilot in way["pilots"]
             if pilot["seconds"] is not None
         }
-        assert (way["max_tokens"], way["learning_rate"]) == min(seconds, key=seconds.__getitem__), name
+        assert seconds or name == "longest", "only rows of the longest take longer than a pilot lasts"
+        if seconds:
+            assert (way["max_tokens"], way["learning_rate"]) == min(seconds, key=seconds.__getitem__), name
