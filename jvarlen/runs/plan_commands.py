@@ -200,7 +200,7 @@ class CompileCommand(_Planned):
         settings = self.plan.of_files()
         read = *files_read(self.data, self.model), settings.cost_model, settings.memory_model
         check_outputs({"out": self.out}, *read)
-        if self.target != "here" and jax.config.jax_platforms is None:
+        if self.target != "here" and getattr(jax.config, "jax_platforms", None) is None:
             jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
         target = Target.parse(self.target)
         layout = Layout(data=len(target.devices)) if self.parallel is None else Layout.parse(self.parallel)
