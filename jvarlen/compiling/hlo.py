@@ -188,10 +188,12 @@ class _Scalars:
 
 def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
     """Of the whole array, from the shapes of the result."""
-    sizes = [_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes)]
-    if is_start and kind == "collective-permute":
-        sizes = sizes[1:2]  # operand, result, and what tells that it is done
-    elif is_start and kind in ("all-gather", "reduce-scatter"):
+    # What tells that a permute is done is a number without dimensions.
+    arrays = (
+        each for each in _ARRAY.findall(shapes) if not (is_start and kind == "collective-permute" and each[1] == "")
+    )
+    sizes = [_bytes_of(dtype, dims) for dtype, dims in arrays]
+    if is_start and kind != "all-reduce":
         sizes = sizes[len(sizes) // 2 :]  # operands, results
     return sum(sizes) * (len(groups[0]) if kind == "reduce-scatter" else 1)
 

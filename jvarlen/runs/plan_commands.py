@@ -203,13 +203,15 @@ class CompileCommand(_Planned):
         if self.target != "here" and getattr(jax.config, "jax_platforms", None) is None:
             jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
         target = Target.parse(self.target)
-        layout = Layout(data=len(target.devices)) if self.parallel is None else Layout.parse(self.parallel)
-        settings = settings.of_shards(layout.data * layout.stage)
+        layout = Layout() if self.parallel is None else Layout.parse(self.parallel)
+        layout = layout.for_devices(len(target.devices))
+        settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
         config = self._config()
         lengths, corpus = self._read_lengths(config)
         shapes = shapes_for(settings, lengths, seed=self.seed)
         plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
         say(*corpus, *filter(None, (shapes.reason, note_on_overlong(plan, lengths))))
+        say(f"{plan.microbatches_per_step} microbatches a step, {plan.num_steps:,} steps, digest {plan.digest}")
         params, own = model_shapes(config.model, config.decoder), config.optimizer
         adamw = optax.adamw(1e-3, b1=own.b1, b2=own.b2, weight_decay=own.weight_decay)
         report = compile_for(

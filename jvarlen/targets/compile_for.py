@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import time
@@ -23,7 +24,8 @@ from jvarlen._common.text_table import text_table
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compile_row import CompileRow
-from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
+from jvarlen.compiling.lowering import StepCompiler, largest_first, make_step_compiler
+from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.communication import CommunicationEstimate, communication_of
 from jvarlen.parallel.layers import LayeredModel
@@ -53,13 +55,16 @@ class TargetRow:
 
     Attributes:
       program: the row of the compile report. Its `flops` are counted by this library, not by the compiler: those of
-        all products of a step on one device, loops multiplied out, and attention as of full rows of one sample.
+        all products of a step on one device, attention as of full rows of one sample. Loops are multiplied out; those
+        whose turns depend on values count once. NaN with stages, whose devices take different branches.
       cpu_s: seconds of CPU time of compiling, of all threads.
       host_bytes: of temporaries in the memory of the host.
       limit_bytes: of memory; None where the device does not tell.
-      communication: the collectives of a step; None where some are in a loop whose turns depend on values.
+      communication: the collectives of a step; None where some are in a loop whose turns depend on values, or where
+        there is no program.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
-      needed_bytes: what the program needs, where the compiler found no room for it and made none; else None.
+      needed_bytes: what the program needs, where the compiler found no room for it and made none; else None. Then the
+        other bytes are 0, and the limit is the compiler's own.
     """
 
     program: CompileRow
@@ -84,7 +89,7 @@ class TargetRow:
 
 
 class TargetReport(tuple[TargetRow, ...]):
-    """A row for each bucket, the largest first; `str` is the table.
+    """A row for each bucket, those with the most positions first; `str` is the table.
 
     Args:
       rows: of the buckets.
@@ -108,7 +113,7 @@ class TargetReport(tuple[TargetRow, ...]):
         return False if False in told else None if None in told else True
 
     def __str__(self) -> str:
-        """Lines of text: the buckets, and what a step of the largest communicates; GB are 10⁹ bytes."""
+        """Lines of text: the buckets, and what a step of the first one communicates; GB are 10⁹ bytes."""
         header = ["bucket", "compile s", "CPU s", "TFLOP", "args GB", "temp GB", "host GB", "total GB", "limit GB"]
         rows = [[*header, "fits", "kernels"]]
         for row in self:
@@ -120,7 +125,7 @@ class TargetReport(tuple[TargetRow, ...]):
                     str(program.bucket),
                     f"{program.compile_s:.1f}",
                     f"{row.cpu_s:.1f}",
-                    f"{program.flops / 1e12:.3g}",
+                    "–" if math.isnan(program.flops) else f"{program.flops / 1e12:.3g}",
                     *(f"{size / 1e9:.2f}" if is_made else "–" for size in sizes),
                     f"{row.total_bytes / 1e9:.2f}",
                     "–" if row.limit_bytes is None else f"{row.limit_bytes / 1e9:.2f}",
@@ -130,6 +135,9 @@ class TargetReport(tuple[TargetRow, ...]):
             )
         lines = [f"{self.layout} on {self.target}; figures are those of the compiler, not of devices"]
         lines.append(text_table(rows, align=">>>>>>>>>><"))
+        for row in self:
+            if row.communication is None:
+                lines.append(f"what a step of {row.program.bucket} communicates is not known")
         told = next((row for row in self if row.communication), None)
         if told is not None:
             lines += [f"a step of {told.program.bucket} communicates:", str(told.communication)]
@@ -140,6 +148,8 @@ class TargetReport(tuple[TargetRow, ...]):
         rows = []
         for row in self:
             program = {name: None if value != value else value for name, value in vars(row.program).items()}
+            if row.needed_bytes is not None:
+                program |= {name: None for name in program if name.endswith("_bytes")}
             listed = None if row.communication is None else [each._asdict() for each in row.communication]
             nested = {"program": program | {"bucket": list(row.program.bucket)}, "communication": listed}
             rows.append(vars(row) | nested | {"total_bytes": row.total_bytes, "fits": row.fits})
@@ -221,7 +231,8 @@ def compile_for(
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
     compiler = make_step_compiler(step, state, shapes, in_force, is_elsewhere=not target.is_here)
     rows = []
-    with tqdm(largest_first(shapes.buckets), desc=f"compile for {target.name}", disable=not progress) as buckets:
+    bar = tqdm(largest_first(shapes.buckets), desc=f"compile for {target.name}", disable=not progress)
+    with without_compilation_cache(), bar as buckets:
         for bucket in buckets:
             buckets.set_postfix_str(str(bucket))
             rows.append(_row(compiler, bucket, target))
@@ -230,16 +241,20 @@ def compile_for(
 
 def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
     lowered = compiler.lower(bucket)
-    flops = count_operations(lowered.jaxpr.jaxpr, ())["flops"]
+    placement = compiler.shapes.placement
+    assert placement is not None
+    assert compiler.mesh is not None
+    # Of branches the largest counts, and stages take another one in most ticks.
+    flops = math.nan if placement.layout.stage > 1 else count_operations(lowered.jaxpr.jaxpr, ())["flops"]
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:
         compiled = compiler.compile(lowered)
     except jax.errors.JaxRuntimeError as error:
-        return _row_without_room(lowered, error, time.perf_counter() - begun, time.process_time() - cpu_begun, target)
+        row = CompileRow(lowered.bucket, lowered.seconds, time.perf_counter() - begun, False, flops, 0, 0, 0, 0, 0)
+        return _row_without_room(row, time.process_time() - cpu_begun, error, target)
     cpu_s = time.process_time() - cpu_begun
     text = compiled.executable.as_text() or ""
     memory = compiled.executable.memory_analysis()
-    assert compiler.mesh is not None
     try:
         communication = communication_of(text, compiler.mesh)
     except UserError:
@@ -255,16 +270,15 @@ def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow
 
 
 def _row_without_room(
-    lowered: LoweredBucket, error: jax.errors.JaxRuntimeError, compile_s: float, cpu_s: float, target: Target
+    program: CompileRow, cpu_s: float, error: jax.errors.JaxRuntimeError, target: Target
 ) -> TargetRow:
     """The row of a bucket for whose program the compiler found too little memory; raises any other error."""
     found = _NO_ROOM.search(str(error))
     if found is None:
-        raise UserError(f"{target.name}: the program of {lowered.bucket} does not compile: {error}") from error
+        raise UserError(f"{target.name}: the program of {program.bucket} does not compile: {error}") from error
     number, unit, of_limit, unit_of_limit = filter(lambda each: each is not None, found.groups())
     needed, limit = (
         round(float(size) * 1024 ** " KMGT".index(power or " "))
         for size, power in ((number, unit), (of_limit, unit_of_limit))
     )
-    program = CompileRow(lowered.bucket, lowered.seconds, compile_s, False, 0.0, 0, 0, 0, 0, 0)
-    return TargetRow(program, cpu_s, 0, limit, CommunicationEstimate(), {}, needed)
+    return TargetRow(program, cpu_s, 0, limit, None, {}, needed)

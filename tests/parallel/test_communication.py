@@ -183,6 +183,20 @@ def test_an_asynchronous_reduction_lists_what_it_takes_and_gives():
     assert list_collectives(text) == [Collective("reduce-scatter", 64, ((0, 1),), 1, is_asynchronous=True)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "shapes", "groups"),
+    [
+        ("all-to-all", "((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}))", "replica_groups={{0,1}}"),
+        ("collective-permute", "((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}))", "source_target_pairs={{0,1},{1,0}}"),
+        ("collective-permute", "(f32[12]{0}, f32[12]{0}, u32[]{:S(2)}, u32[])", "source_target_pairs={{0,1},{1,0}}"),
+        ("all-reduce", "(f32[8]{0}, f32[4]{0})", "replica_groups={{0,1}}"),
+    ],
+)
+def test_several_arrays_of_an_asynchronous_collective_are_counted_once(kind, shapes, groups):
+    text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %s = {shapes} {kind}-start(%p), {groups}\n}}\n"
+    assert [each.num_bytes for each in list_collectives(text)] == [48]
+
+
 def test_one_collective_in_three_fusions_of_a_tpu_is_one():
     gather = "  %g = f32[16]{0:T(128)} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n"
     bodies = "".join(

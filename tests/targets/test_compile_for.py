@@ -124,6 +124,13 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch, text, extra):
         Target.parse(text)
 
 
+def test_operations_are_not_told_with_stages():
+    report = report_of(target_of(2), "data1.stage2")
+    assert all(np.isnan(row.program.flops) for row in report)
+    assert [each["program"]["flops"] for each in json.loads(report.to_json())["rows"]] == [None, None]
+    assert str(report).splitlines()[2].split()[3] == "–"
+
+
 def test_a_layout_of_other_devices_is_refused():
     with pytest.raises(UserError, match="2"):
         report_of(target_of(2), "data4")
@@ -153,6 +160,10 @@ def test_the_command(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "data8 on here" in told
     assert len(json.loads(out.read_text())["rows"]) == 2
+    assert main(["compile", *files, *how, "--target", "here", "--parallel", "tensor2", "--no-progress"]) == 0
+    assert "data4.tensor2 on here" in capsys.readouterr().out
+    assert main(["compile", *files, *how, "--target", "here", "--parallel", "data4"]) == 2
+    assert "data4 takes 4" in capsys.readouterr().err
     assert main(["compile", *files, "--target", "8xb100"]) == 2
     assert "'8xb100' names no devices" in capsys.readouterr().err
 
@@ -208,6 +219,11 @@ def test_for_tpus(layout):
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_a_program_that_a_tpu_has_no_room_for():
-    [row] = report_of("v5e:2x4", "data8", buckets=[(2**16, 1024)], config=WIDE)
+    report = report_of("v5e:2x4", "data8", buckets=[(2**16, 1024)], config=WIDE)
+    [row] = report
     assert row.fits is False
+    assert row.communication is None
+    assert row.program.flops > 1e12
+    assert "is not known" in str(report)
+    assert json.loads(report.to_json())["rows"][0]["program"]["temp_bytes"] is None
     assert row.total_bytes > row.limit_bytes
