@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import math
 import os
@@ -97,6 +98,7 @@ _TPU_BYTES = {"v4": 32 * _GIB, "v5e": 16 * _GIB, "v5p": 95 * _GIB, "v6e": 32 * _
 _NUMBER = r"[1-9]\d*"
 _OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
 _OF_TPUS = re.compile(rf"({'|'.join(_TPU_BYTES)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
+_CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # What libtpu asks of a host, which has none of it; any kind of TPU does, whatever is compiled for.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -176,7 +178,7 @@ class Target:
 
     @classmethod
     def _of_gpus(cls, text: str, num_hosts: int, num_devices: int, gpu: _Gpu) -> Target:
-        _check_installed(text, ("jax_cuda12_plugin", "jax_cuda13_plugin"), "target-gpu")
+        _check_installed(text, _CUDA_PLUGINS, "target-gpu")
         with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
             devices = _topology(
                 text,
@@ -200,7 +202,15 @@ def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     try:
-        return tuple(topologies.get_topology_desc(**what).devices)
+        try:
+            return tuple(topologies.get_topology_desc(**what).devices)
+        except NotImplementedError:
+            if what["platform"] != "cuda":
+                raise
+            # Where JAX has been used before, it found no driver and left its plugin out.
+            [name] = [name for name in _CUDA_PLUGINS if importlib.util.find_spec(name)][:1]
+            importlib.import_module(f"jax_plugins.xla_{name.removeprefix('jax_').removesuffix('_plugin')}").initialize()
+            return tuple(topologies.get_topology_desc(**what).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(f"JAX {jax.__version__} has no devices for target {text!r}: {error}") from error
 
