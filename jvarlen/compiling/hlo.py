@@ -34,6 +34,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # `%name = integer operation(operands), attributes`, and the operands of tuples.
 _SCALAR = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (?:[su]\d+|pred)\[\]\S* ([\w\-]+)\((.*?)\)(.*)$", re.MULTILINE)
 _TUPLE = re.compile(r"^\s*(?:ROOT )?%?(\S+) = \(.*\) tuple\((.*?)\)(?:, .*)?$", re.MULTILINE)
+_TAKEN = re.compile(r"^\s*%?(\S+) = \(.*\) parameter\(0\)", re.MULTILINE)
 _ROOT = re.compile(r"^\s*ROOT %?(\S+) = ", re.MULTILINE)
 _NAME = re.compile(r"%([\w.\-]+)")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
@@ -158,12 +159,7 @@ class _Scalar(NamedTuple):
     operands: list[str]
     attributes: str
     value: int | None  # of a constant
-
-    @property
-    def place(self) -> int | None:
-        """In the tuple that a computation takes; None of anything else."""
-        found = re.search(r"index=(\d+)", self.attributes) if self.kind == "get-tuple-element" else None
-        return int(found[1]) if found else None
+    place: int | None  # in the tuple that the computation takes
 
 
 class _Scalars:
@@ -173,6 +169,7 @@ class _Scalars:
         self._found = {name: rest for name, *rest in _SCALAR.findall(body)}
         self.tuples = {name: _NAME.findall(operands) for name, operands in _TUPLE.findall(body)}
         self.root = _ROOT.findall(body)[-1]
+        self._taken = _TAKEN.findall(body)
 
     def get(self, name: str) -> _Scalar | None:
         """What gives a number, through copies of it; None where nothing simple does."""
@@ -181,7 +178,10 @@ class _Scalars:
             names = _NAME.findall(operands)
             if kind not in ("copy", "bitcast"):
                 is_number = kind == "constant" and re.fullmatch(r"-?\d+", operands)
-                return _Scalar(kind, names, attributes, int(operands) if is_number else None)
+                is_taken = kind == "get-tuple-element" and names == self._taken
+                place = re.search(r"index=(\d+)", attributes) if is_taken else None
+                value = int(operands) if is_number else None
+                return _Scalar(kind, names, attributes, value, int(place[1]) if place else None)
             name = names[0]
         return None
 

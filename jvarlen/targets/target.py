@@ -134,14 +134,9 @@ class Target:
     )
 
     @property
-    def platform(self) -> str:
-        """Such as `"cpu"`, `"cuda"` or `"tpu"`."""
-        return self.devices[0].platform
-
-    @property
     def xla_options(self) -> tuple[str, ...]:
         """What XLA must be told since the devices are not here: products are not tuned by timing them."""
-        return () if self.is_here or self.platform == "tpu" else ("xla_gpu_autotune_level=0",)
+        return () if self.is_here or self.devices[0].platform == "tpu" else ("xla_gpu_autotune_level=0",)
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -157,10 +152,6 @@ class Target:
         Raises:
           ValueError: no such devices are known.
           ModuleNotFoundError: their compiler is not installed; the message tells how to.
-
-        References:
-          XLA, https://openxla.org/xla/hermetic_cuda and `jax.experimental.topologies`: compilation for devices that
-          are described rather than present.
         """
         if text == "here":
             return cls._here()
@@ -208,7 +199,7 @@ def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
             if what["platform"] != "cuda":
                 raise
             # Where JAX has been used before, it found no driver and left its plugin out.
-            [name] = [name for name in _CUDA_PLUGINS if importlib.util.find_spec(name)][:1]
+            name = next(filter(importlib.util.find_spec, _CUDA_PLUGINS))
             importlib.import_module(f"jax_plugins.xla_{name.removeprefix('jax_').removesuffix('_plugin')}").initialize()
             return tuple(topologies.get_topology_desc(**what).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:

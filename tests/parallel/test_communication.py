@@ -253,6 +253,8 @@ ENTRY %main (p: f32[8]) -> (s32[], f32[8]) {
         (("constant(1)", "constant(2)"), None),
         (("add(%i, %one)", "add(%one, %one)"), None),
         (("direction=LT", "direction=LE"), None),
+        (("get-tuple-element(%b), index=0", "get-tuple-element(%inner), index=0"), None),
+        (("get-tuple-element(%c), index=0", "get-tuple-element(%inner), index=0"), None),
         (("compare(%i, %n)", "compare(%n, %i)"), None),
         (("add(%i, %one)", "multiply(%i, %one)"), None),
         (("%n = s32[]{:T(128)} constant(5)", "%n = s32[]{:T(128)} get-tuple-element(%c), index=1"), None),
