@@ -1,6 +1,7 @@
 """Devices that are elsewhere: the seconds and bytes of a layout there, before training, and the choice of a layout.
 
-- `target`: devices that are only compiled for. `compile_for`: a step compiled for them, and its report.
+- `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: what the
+  compiler says of it. `dump`: the texts in which it does.
 - `cluster`: devices, memory and links, from presets or files.
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
@@ -17,8 +18,8 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
-    from jvarlen.targets.compile_for import TargetReport, TargetRow
     from jvarlen.targets.links import measure_cluster
+    from jvarlen.targets.report import TargetReport, TargetRow
     from jvarlen.targets.target import Target
 
 __all__ = [
