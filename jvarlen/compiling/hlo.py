@@ -6,12 +6,14 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import numpy as np
 
 from jvarlen._common.checks import UserError
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["Collective", "Collectives", "count_collectives", "groups_along", "list_collectives"]
 

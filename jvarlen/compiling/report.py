@@ -6,29 +6,21 @@ It imports no JAX: a saved report can be read on a machine without devices.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
-from jvarlen._common.checks import UserError, is_integer, is_number
-from jvarlen._common.files import read_object, write_atomically
+from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
+from jvarlen.compiling.bucket_report import UNKNOWN, BucketReport, Column, figure_text
 from jvarlen.compiling.compile_row import CompileRow
-from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
 
 __all__ = ["CompileReport", "CompileRow"]
 
-_UNKNOWN = "–"
-_FORMAT = 2
-# Follow from the fields; in the file for those who read it by other means.
-_DERIVED = ("total_bytes",)
 
-
-class CompileReport(tuple[CompileRow, ...]):
+class CompileReport(BucketReport[CompileRow]):
     """Rows of buckets, in the order of compilation; `str` is the table.
 
     Args:
@@ -52,6 +44,9 @@ class CompileReport(tuple[CompileRow, ...]):
       compiling: 2.5 s wall, 4 s CPU
       never used: 4×4
     """
+
+    _what, _format, _row_type = "compile report", 2, CompileRow
+    _derived_of_row = ("total_bytes",)
 
     wall_s: float
     cpu_s: float
@@ -123,93 +118,16 @@ class CompileReport(tuple[CompileRow, ...]):
             return "no bucket was compiled"
         columns = [["bucket", *(str(row.bucket) for row in self), "total"]]
         for column in _COLUMNS:
-            figures = [column.of_row(row) for row in self]
-            texts = [_text(figure, column.unit) for figure in figures]
-            total = "" if column.of_all is None else _text(column.of_all(figures), column.unit)
-            if any(text != _UNKNOWN for text in texts):
+            texts, of_all = column.cells(self), column.of_all
+            total = "" if of_all is None else figure_text(of_all([column.of_row(row) for row in self]), column.unit)
+            if any(text != UNKNOWN for text in texts):
                 columns.append([column.header, *texts, total])
         lines = [text_table(list(zip(*columns, strict=True)), align=">")]
         if not math.isnan(self.wall_s + self.cpu_s):
-            lines.append(f"compiling: {_text(self.wall_s, 1)} s wall, {_text(self.cpu_s, 1)} s CPU")
+            lines.append(f"compiling: {figure_text(self.wall_s)} s wall, {figure_text(self.cpu_s)} s CPU")
         if self.unused:
             lines.append(f"never used: {', '.join(map(str, self.unused))}")
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """All rows as JSON, with the figures that follow from them; unknown figures are null."""
-        rows = [
-            {**vars(row), **{name: getattr(row, name) for name in _DERIVED}, "bucket": list(row.bucket)} for row in self
-        ]
-        document = {"format": _FORMAT, **_without_nan(vars(self)), "rows": list(map(_without_nan, rows))}
-        return json.dumps(document, indent=2, allow_nan=False)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_json` to a file, atomically.
-
-        Args:
-          path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          OSError: it cannot be written; an existing file stays.
-        """
-        with write_atomically(Path(path)) as file:
-            file.write(self.to_json().encode() + b"\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> CompileReport:
-        """Reads what `save` wrote.
-
-        Args:
-          path: the file.
-
-        Returns:
-          A report of the same rows.
-
-        Raises:
-          FileNotFoundError: there is no such file.
-          ValueError: it holds no compile report; the message says what is wrong.
-        """
-        try:
-            document = read_object(Path(path))
-            if document["format"] != _FORMAT:
-                raise UserError(f"its format is {document['format']}, and this version of jvarlen reads {_FORMAT}")
-            seconds = {name: math.nan if (value := document[name]) is None else value for name in ("wall_s", "cpu_s")}
-            if wrong := [name for name, value in seconds.items() if not is_number(value)]:
-                raise UserError(f"{wrong[0]} is {seconds[wrong[0]]!r}")
-            return cls(map(_row_from, document["rows"]), **seconds)
-        except (ValueError, LookupError, TypeError, OverflowError) as error:
-            raise UserError(f"{path} holds no compile report: {error!r}") from error
-
-
-def _without_nan(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value != value else value for name, value in figures.items()}
-
-
-def _row_from(fields: dict[str, Any]) -> CompileRow:
-    figures = {name: value for name, value in dict(fields).items() if name not in _DERIVED}
-    figures |= {name: math.nan for name in ("flops", "step_s") if figures[name] is None}
-    figures["bucket"] = check_buckets([figures["bucket"]])[0]
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "float": lambda value: is_number(value) and not (is_integer(value) and abs(value) >= 2**63),
-        "int": lambda value: is_integer(value) and 0 <= value < 2**63,
-        "bool": lambda value: isinstance(value, bool),
-    }
-    for field in dataclasses.fields(CompileRow):
-        kind, *others = str(field.type).split(" | ")
-        value = figures.get(field.name, field.default)
-        if kind in kinds and not kinds[kind](value) and not (value is None and others):
-            raise UserError(f"{field.name} is {value!r}")
-    return CompileRow(**figures)
-
-
-def _text(figure: float | str | None, unit: float) -> str:
-    """A number of units with three digits, or all of those before the point; text as it is."""
-    if isinstance(figure, str):
-        return figure
-    if figure is None or math.isnan(figure):
-        return _UNKNOWN
-    scaled = figure / unit
-    return f"{scaled:,.0f}" if abs(scaled) >= 100 else f"{scaled:.3g}"
 
 
 def _sum(figures: Sequence[Any]) -> float:
@@ -217,29 +135,22 @@ def _sum(figures: Sequence[Any]) -> float:
     return sum(filter(None, figures))
 
 
-class _Column(NamedTuple):
-    header: str
-    of_row: Callable[[CompileRow], float | str | None]
-    unit: float = 1.0
-    of_all: Callable[[Sequence[Any]], float | str] | None = None  # most figures have no meaningful sum
-
-
 _MB = 1e6
 
 _COLUMNS = (
-    _Column("lower s", lambda row: row.lower_s),
-    _Column("compile s", lambda row: row.compile_s),
-    _Column("stall s", lambda row: row.stall_s or None, of_all=_sum),
-    _Column("cache", lambda row: "hit" if row.cache_hit else "miss", of_all=lambda told: f"{told.count('hit'):,} hit"),
-    _Column("GFLOP", lambda row: row.flops, 1e9),
-    _Column("args MB", lambda row: row.argument_bytes, _MB),
-    _Column("out MB", lambda row: row.output_bytes, _MB),
-    _Column("temp MB", lambda row: row.temp_bytes, _MB),
-    _Column("aliased MB", lambda row: row.alias_bytes, _MB),
-    _Column("peak MB", lambda row: row.peak_bytes, _MB),
-    _Column("step ms", lambda row: row.step_s, 1e-3),
-    _Column("used", lambda row: row.times_used, of_all=_sum),
-    _Column("in plan", lambda row: row.planned_steps, of_all=_sum),
-    _Column("padding", lambda row: None if row.padding is None else f"{row.padding:.2%}"),
-    _Column("let go", lambda row: None if row.is_live else "yes", of_all=lambda told: told.count("yes")),
+    Column("lower s", lambda row: row.lower_s),
+    Column("compile s", lambda row: row.compile_s),
+    Column("stall s", lambda row: row.stall_s or None, of_all=_sum),
+    Column("cache", lambda row: "hit" if row.cache_hit else "miss", of_all=lambda told: f"{told.count('hit'):,} hit"),
+    Column("GFLOP", lambda row: row.flops, 1e9),
+    Column("args MB", lambda row: row.argument_bytes, _MB),
+    Column("out MB", lambda row: row.output_bytes, _MB),
+    Column("temp MB", lambda row: row.temp_bytes, _MB),
+    Column("aliased MB", lambda row: row.alias_bytes, _MB),
+    Column("peak MB", lambda row: row.peak_bytes, _MB),
+    Column("step ms", lambda row: row.step_s, 1e-3),
+    Column("used", lambda row: row.times_used, of_all=_sum),
+    Column("in plan", lambda row: row.planned_steps, of_all=_sum),
+    Column("padding", lambda row: None if row.padding is None else f"{row.padding:.2%}"),
+    Column("let go", lambda row: None if row.is_live else "yes", of_all=lambda told: told.count("yes")),
 )

@@ -1,18 +1,24 @@
-"""What a step communicates, from its compiled program, before it runs."""
+"""What a step communicates, from its compiled program, before it runs.
+
+It imports no JAX: a saved report can be read on a machine without devices.
+"""
 
 from __future__ import annotations
 
 import collections
 import itertools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.hlo import Collective, groups_along, list_collectives
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jvarlen.compiling.compiled_buckets import CompiledBuckets
 
 __all__ = ["CommunicationEstimate", "Traffic", "communication_of", "estimate_communication"]
 

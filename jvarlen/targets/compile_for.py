@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import count_operations
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.compile_row import CompileRow
 from jvarlen.compiling.lowering import StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
@@ -91,7 +89,7 @@ def compile_for(
       ...     return jnp.sum(params * batch.weights), jnp.sum(batch.weights)
       >>> shapes = BatchShapes([(2, 4)], microbatches_per_step=len(jax.devices()))
       >>> report = compile_for("here", loss_fn, optax.sgd(0.1), shapes, params=jnp.float32(1), progress=False)
-      >>> [row.program.bucket for row in report]
+      >>> [row.bucket for row in report]
       [Bucket(rows=2, length=4)]
     """
     if isinstance(target, str):
@@ -121,39 +119,41 @@ def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow
     assert placement is not None
     assert compiler.mesh is not None
     # Of branches the largest counts, and stages take another one in most ticks.
-    flops = math.nan if placement.layout.stage > 1 else count_operations(lowered.jaxpr.jaxpr, ())["flops"]
+    flops = None if placement.layout.stage > 1 else count_operations(lowered.jaxpr.jaxpr, ())["flops"]
+    known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops}
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:
         compiled, dump = compile_with_dump(compiler, lowered)
     except jax.errors.JaxRuntimeError as error:
-        row = CompileRow(lowered.bucket, lowered.seconds, time.perf_counter() - begun, False, flops, 0, 0, 0, 0, 0)
-        return _row_without_room(row, time.process_time() - cpu_begun, error, target)
-    cpu_s = time.process_time() - cpu_begun
-    memory = compiled.executable.memory_analysis()
+        known |= {"compile_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu_begun}
+        needed_bytes, limit_bytes = _needed_and_limit(error, target, bucket)
+        return TargetRow(**known, total_bytes=needed_bytes, limit_bytes=limit_bytes)
+    known |= {"compile_s": compiled.row.compile_s, "cpu_s": time.process_time() - cpu_begun}
     try:
         communication = communication_of(dump.program, compiler.mesh)
     except UserError:
         communication = None
     return TargetRow(
-        program=dataclasses.replace(compiled.row, flops=flops),
-        cpu_s=cpu_s,
-        host_bytes=int(getattr(memory, "host_temp_size_in_bytes", 0)),
+        **known,
+        argument_bytes=compiled.row.argument_bytes,
+        output_bytes=compiled.row.output_bytes - compiled.row.alias_bytes,
+        temp_bytes=compiled.row.temp_bytes,
+        host_bytes=int(getattr(compiled.executable.memory_analysis(), "host_temp_size_in_bytes", 0)),
+        total_bytes=compiled.row.total_bytes,
         limit_bytes=target.memory_bytes,
         communication=communication,
         kernels=dict(Counter(name for pattern in _KERNELS for name in pattern.findall(dump.program))),
     )
 
 
-def _row_without_room(
-    program: CompileRow, cpu_s: float, error: jax.errors.JaxRuntimeError, target: Target
-) -> TargetRow:
-    """The row of a bucket for whose program the compiler found too little memory; raises any other error."""
+def _needed_and_limit(error: jax.errors.JaxRuntimeError, target: Target, bucket: AnyBucket) -> tuple[int, int]:
+    """The bytes of a program for which the compiler found too little memory, and those there are; or another error."""
     found = _NO_ROOM.search(str(error))
     if found is None:
-        raise UserError(f"{target.name}: the program of {program.bucket} does not compile: {error}") from error
+        raise UserError(f"{target.name}: the program of {bucket} does not compile: {error}") from error
     number, unit, of_limit, unit_of_limit = filter(lambda each: each is not None, found.groups())
     needed, limit = (
         round(float(size) * 1024 ** " KMGT".index(power or " "))
         for size, power in ((number, unit), (of_limit, unit_of_limit))
     )
-    return TargetRow(program, cpu_s, 0, limit, None, {}, needed)
+    return needed, limit

@@ -1,63 +1,77 @@
-"""What the compiler of other devices says of a step: a row for each bucket, as a table and as JSON."""
+"""What the compiler of other devices says of a step: a row for each bucket, as a table and as JSON.
+
+It imports no JAX: a saved report can be read on a machine without devices.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Self
 
-from jvarlen._common.files import write_atomically
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.compile_row import CompileRow
+from jvarlen.compiling.bucket_report import BucketReport, Column
 from jvarlen.parallel.communication import CommunicationEstimate
+from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["TargetReport", "TargetRow"]
+__all__ = ["COLUMNS", "SOURCE", "TargetReport", "TargetRow"]
+
+SOURCE = "All figures come from compilers, not from devices."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetRow:
     """What the compiler of other devices says of the program of a bucket; bytes are those of one device.
 
+    Where the compiler finds no room for a program it makes none: then `total_bytes` is what it asks for, and what else
+    a program would tell is None.
+
     Attributes:
-      program: the row of the compile report. Its `flops` are counted by this library, not by the compiler: those of
-        all products of a step on one device, attention as of full rows of one sample. Loops are multiplied out; those
-        whose turns depend on values count once. NaN with stages, whose devices take different branches.
-      cpu_s: seconds of CPU time of compiling, of all threads.
+      bucket: its shape.
+      lower_s: seconds of tracing and lowering.
+      compile_s: seconds in the compiler.
+      cpu_s: seconds of CPU time meanwhile, of all threads.
+      flops: operations of all products of a step on one device, counted by this library, not by the compiler; attention
+        as of full rows of one sample. Loops are multiplied out; those whose turns depend on values count once. None
+        with stages, whose devices take different branches.
+      argument_bytes: of state and batch.
+      output_bytes: of the results that do not take the place of arguments.
+      temp_bytes: of temporaries.
       host_bytes: of temporaries in the memory of the host.
-      limit_bytes: of memory; None where the device does not tell.
-      communication: the collectives of a step; None where some are in a loop whose turns depend on values, or where
-        there is no program.
+      total_bytes: that a device holds during a step: arguments, output and temporaries.
+      limit_bytes: that a process can have of a device's memory; None where the device does not tell.
+      communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
-      needed_bytes: what the program needs, where the compiler found no room for it and made none; else None. Then the
-        other bytes are 0, and the limit is the compiler's own.
     """
 
-    program: CompileRow
+    bucket: AnyBucket
+    lower_s: float
+    compile_s: float
     cpu_s: float
-    host_bytes: int
+    flops: float | None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temp_bytes: int | None = None
+    host_bytes: int | None = None
+    total_bytes: int
     limit_bytes: int | None
-    communication: CommunicationEstimate | None
-    kernels: Mapping[str, int]
-    needed_bytes: int | None = None
+    communication: CommunicationEstimate | None = None
+    kernels: Mapping[str, int] | None = None
 
     @property
-    def total_bytes(self) -> int:
-        """That a device holds during a step."""
-        return self.program.total_bytes if self.needed_bytes is None else self.needed_bytes
+    def has_program(self) -> bool:
+        """Whether the compiler made one."""
+        return self.argument_bytes is not None
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is within the limit; None where the device does not tell it."""
-        if self.needed_bytes is not None:
+        """Whether the total is within the limit; None where the device does not tell it."""
+        if not self.has_program:
             return False
         return None if self.limit_bytes is None else self.total_bytes <= self.limit_bytes
 
 
-class TargetReport(tuple[TargetRow, ...]):
+class TargetReport(BucketReport[TargetRow]):
     """A row for each bucket, those with the most positions first; `str` is the table.
 
     Args:
@@ -65,6 +79,9 @@ class TargetReport(tuple[TargetRow, ...]):
       target: what they are compiled for.
       layout: of the devices.
     """
+
+    _what, _format, _row_type = "target report", 1, TargetRow
+    _derived, _derived_of_row = ("fits",), ("fits",)
 
     target: str
     layout: str
@@ -83,56 +100,32 @@ class TargetReport(tuple[TargetRow, ...]):
 
     def __str__(self) -> str:
         """Lines of text: the buckets, and what a step of the first one communicates; GB are 10⁹ bytes."""
-        header = ["bucket", "compile s", "CPU s", "TFLOP", "args GB", "temp GB", "host GB", "total GB", "limit GB"]
-        rows = [[*header, "fits", "kernels"]]
-        for row in self:
-            program = row.program
-            is_made = row.needed_bytes is None
-            sizes = program.argument_bytes, program.temp_bytes, row.host_bytes
-            rows.append(
-                [
-                    str(program.bucket),
-                    f"{program.compile_s:.1f}",
-                    f"{row.cpu_s:.1f}",
-                    "–" if math.isnan(program.flops) else f"{program.flops / 1e12:.3g}",
-                    *(f"{size / 1e9:.2f}" if is_made else "–" for size in sizes),
-                    f"{row.total_bytes / 1e9:.2f}",
-                    "–" if row.limit_bytes is None else f"{row.limit_bytes / 1e9:.2f}",
-                    {True: "yes", False: "no", None: "–"}[row.fits],
-                    ", ".join(f"{name} {times}" for name, times in row.kernels.items()) or "–",
-                ]
-            )
-        lines = [f"{self.layout} on {self.target}; figures are those of the compiler, not of devices"]
-        lines.append(text_table(rows, align=">>>>>>>>>><"))
+        header = [column.header for column in COLUMNS]
+        rows = zip(*(column.cells(self) for column in COLUMNS), strict=True)
+        lines = [f"{self.layout} on {self.target}. {SOURCE}", text_table([header, *rows], align=_ALIGN)]
         for row in self:
             if row.communication is None:
-                lines.append(f"what a step of {row.program.bucket} communicates is not known")
+                lines.append(f"what a step of {row.bucket} communicates is not known")
         told = next((row for row in self if row.communication), None)
         if told is not None:
-            lines += [f"a step of {told.program.bucket} communicates:", str(told.communication)]
+            lines += [f"a step of {told.bucket} communicates:", str(told.communication)]
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """All rows as JSON."""
-        rows = []
-        for row in self:
-            program = {name: None if value != value else value for name, value in vars(row.program).items()}
-            if row.needed_bytes is not None:
-                program |= {name: None for name in program if name.endswith("_bytes")}
-            listed = None if row.communication is None else [each._asdict() for each in row.communication]
-            nested = {"program": program | {"bucket": list(row.program.bucket)}, "communication": listed}
-            rows.append(vars(row) | nested | {"total_bytes": row.total_bytes, "fits": row.fits})
-        document = {"target": self.target, "layout": self.layout, "fits": self.fits, "rows": rows}
-        return json.dumps(document, indent=2, allow_nan=False)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_json` to a file, atomically.
+_GB = 1e9
 
-        Args:
-          path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          OSError: it cannot be written; an existing file stays.
-        """
-        with write_atomically(Path(path)) as file:
-            file.write(self.to_json().encode() + b"\n")
+COLUMNS = (
+    Column("bucket", lambda row: str(row.bucket)),
+    Column("fits", lambda row: {True: "yes", False: "no", None: None}[row.fits]),
+    Column("total GB", lambda row: row.total_bytes, _GB),
+    Column("limit GB", lambda row: row.limit_bytes, _GB),
+    Column("arguments GB", lambda row: row.argument_bytes, _GB),
+    Column("output GB", lambda row: row.output_bytes, _GB),
+    Column("temporaries GB", lambda row: row.temp_bytes, _GB),
+    Column("host GB", lambda row: row.host_bytes, _GB),
+    Column("TFLOP", lambda row: row.flops, 1e12),
+    Column("compile s", lambda row: row.compile_s),
+    Column("CPU s", lambda row: row.cpu_s),
+    Column("kernels", lambda row: ", ".join(f"{name} {times}" for name, times in (row.kernels or {}).items()) or None),
+)
+_ALIGN = ">" * (len(COLUMNS) - 1) + "<"
