@@ -39,7 +39,7 @@ class TargetRow:
       temp_bytes: of temporaries.
       host_bytes: of temporaries in the memory of the host.
       total_bytes: that a device holds during a step: arguments, output and temporaries.
-      limit_bytes: that a process can have of a device's memory; None where the device does not tell.
+      limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where it does not tell.
       communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
     """

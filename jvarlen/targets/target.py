@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ class _Gpu:
 
     name: str
     memory_bytes: int
+    visible_gib: float  # of these, the least that drivers report
     bytes_per_second: int
     capability: int  # the major number
     num_cores: int
@@ -68,6 +68,7 @@ class _Gpu:
 _H100 = _Gpu(
     name="NVIDIA H100 80GB HBM3",
     memory_bytes=84_942_979_072,
+    visible_gib=79.1,
     bytes_per_second=3_352_320_000_000,
     capability=9,
     num_cores=132,
@@ -80,6 +81,7 @@ _GPUS = {
     "a100": _Gpu(
         name="NVIDIA A100-SXM4-80GB",
         memory_bytes=85_100_068_864,
+        visible_gib=79.1,
         bytes_per_second=2_039_040_000_000,
         capability=8,
         num_cores=108,
@@ -90,14 +92,18 @@ _GPUS = {
     ),
     "h100": _H100,
     "h200": dataclasses.replace(
-        _H100, name="NVIDIA H200 141GB HBM3e", memory_bytes=151_397_597_184, bytes_per_second=4_800_000_000_000
+        _H100,
+        name="NVIDIA H200 141GB HBM3e",
+        memory_bytes=151_397_597_184,
+        visible_gib=139.7,
+        bytes_per_second=4_800_000_000_000,
     ),
 }
-# Memory of a chip, by https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
-_TPU_BYTES = {"v4": 32 * _GIB, "v5e": 16 * _GIB, "v5p": 95 * _GIB, "v6e": 32 * _GIB}
+# Memory that programs can have of a device, in GiB, as libtpu 0.0.42 says where it does not suffice.
+_TPU_GIB = {"v4": 15.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 _NUMBER = r"[1-9]\d*"
 _OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
-_OF_TPUS = re.compile(rf"({'|'.join(_TPU_BYTES)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
+_OF_TPUS = re.compile(rf"({'|'.join(_TPU_GIB)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # What libtpu asks of a host, which has none of it; any kind of TPU does, whatever is compiled for.
 _TPU_ENVIRONMENT = {
@@ -115,7 +121,8 @@ class Target:
     Attributes:
       name: as it was given.
       devices: JAX's; those of other hosts belong to other processes. Nothing can be placed on them.
-      memory_bytes: of one device; None where it does not tell.
+      memory_bytes: that this process could have of one device: of a GPU three quarters, or the share in
+        `XLA_CLIENT_MEM_FRACTION`, as JAX does. None where the device does not tell.
       is_here: whether they are the devices of this process.
 
     Example:
@@ -130,7 +137,7 @@ class Target:
 
     FORMS: ClassVar[str] = (
         f"8xh100 or 2x8xh100, hosts × devices, of {', '.join(_GPUS)}; v5e:2x4 or v5p:2x2x2, of "
-        f"{', '.join(_TPU_BYTES)}; or here"
+        f"{', '.join(_TPU_GIB)}; or here"
     )
 
     @property
@@ -158,7 +165,7 @@ class Target:
         if found := _OF_GPUS.fullmatch(text):
             return cls._of_gpus(text, int(found[1] or 1), int(found[2]), _GPUS[found[3]])
         if found := _OF_TPUS.fullmatch(text):
-            return cls._of_tpus(text, _TPU_BYTES[found[1]])
+            return cls._of_tpus(text, found[1])
         raise UserError(f"{text!r} names no devices: it is {cls.FORMS}")
 
     @classmethod
@@ -178,15 +185,14 @@ class Target:
                 target_config=gpu.text,
                 topology=f"{num_hosts}x1x{num_devices}",
             )
-        return cls(text, devices, gpu.memory_bytes, is_here=False)
+        return cls(text, devices, int(_share_of_gpus() * gpu.visible_gib * _GIB), is_here=False)
 
     @classmethod
-    def _of_tpus(cls, text: str, memory_bytes: int) -> Target:
+    def _of_tpus(cls, text: str, kind: str) -> Target:
         _check_installed(text, ("libtpu",), "target-tpu")
-        num_chips = math.prod(map(int, text.partition(":")[2].split("x")))
         with _environment(_TPU_ENVIRONMENT):
             devices = _topology(text, platform="tpu", topology_name=text)
-        return cls(text, devices, memory_bytes * num_chips // len(devices), is_here=False)
+        return cls(text, devices, int(_TPU_GIB[kind] * _GIB), is_here=False)
 
 
 def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
@@ -204,6 +210,17 @@ def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
             return tuple(topologies.get_topology_desc(**what).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(f"JAX {jax.__version__} has no devices for target {text!r}: {error}") from error
+
+
+def _share_of_gpus() -> float:
+    """Of a GPU's memory, that JAX gives a process."""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        if given := os.environ.get(name):
+            try:
+                return float(given)
+            except ValueError:
+                raise UserError(f"{name}={given!r} is not a number") from None
+    return 0.75
 
 
 def _check_installed(text: str, modules: tuple[str, ...], extra: str) -> None:

@@ -109,6 +109,28 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch, text, extra):
         Target.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "settings", "gib"),
+    [
+        ("8xh100", {}, 0.75 * 79.1),
+        ("8xh200", {}, 0.75 * 139.7),
+        ("2x8xa100", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}, 0.9 * 79.1),
+        ("1xh100", {"XLA_CLIENT_MEM_FRACTION": ".5"}, 0.5 * 79.1),
+        ("v5e:2x4", {"XLA_CLIENT_MEM_FRACTION": ".5"}, 15.75),
+    ],
+)
+def test_the_limit_is_what_jax_gives_a_process(monkeypatch, text, settings, gib):
+    monkeypatch.setattr("jvarlen.targets.target._check_installed", lambda *_: None)
+    monkeypatch.setattr("jvarlen.targets.target._topology", lambda *_, **__: tuple(jax.devices()))
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, settings.get(name, ""))
+    assert Target.parse(text).memory_bytes == int(gib * 2**30)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    if "h100" in text:
+        with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most' is not a number"):
+            Target.parse(text)
+
+
 def test_operations_are_not_told_with_stages():
     assert [row.flops for row in report_of(target_of(2), "data1.stage2")] == [None, None]
 
@@ -211,4 +233,4 @@ def test_a_program_that_a_tpu_has_no_room_for():
     assert row.communication is None
     assert row.flops > 1e12
     assert row.temp_bytes is row.kernels is None
-    assert row.total_bytes > row.limit_bytes
+    assert row.total_bytes > row.limit_bytes == Target.parse("v5e:2x4").memory_bytes
