@@ -25,9 +25,12 @@ _COMPUTATION = re.compile(
 )
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?([\w.\-]+)")
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-# `%name = type kind(operands), attributes`. Asynchronous ones have a start and a done, and are one.
-_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)$", re.MULTILINE)
-_ASYNC_FUSION = re.compile(r"^\s*(?:ROOT )?%?async-collective-(start|done)\S* = .*\bcalls=%?([\w.\-]+)", re.MULTILINE)
+# `%name = type operation(operands), attributes`.
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+# Matrix products (convolutions for TPUs) and the kernels of cuBLAS, cuDNN and Pallas, which mostly compute some.
+_PRODUCT = re.compile(
+    r" (?:dot|convolution)\(|custom_call_target=\"[^\"]*(?:cublas|cudnn|onednn|triton|mosaic|tpu_custom_call)"
+)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _LOOP = re.compile(
     r"\bwhile\((?:[^%\n]* )?%?([\w.\-]+)\), condition=%?([\w.\-]+), body=%?([\w.\-]+)(.*)$", re.MULTILINE
@@ -55,6 +58,7 @@ class Collective(NamedTuple):
     groups: tuple[tuple[int, ...], ...]  # devices, by their place in the mesh; of permutes, pairs of source and target
     times: int | None  # in a step, loops multiplied out; None where XLA does not know how often a loop runs
     is_asynchronous: bool = False  # whether it has a start and a done, between which something else may run
+    products: int = 0  # matrix products, kernels and loops of them that are scheduled between start and done
 
 
 class Collectives(NamedTuple):
@@ -72,7 +76,7 @@ class Collectives(NamedTuple):
 def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collectives]:
     """Counts the collectives of a compiled program."""
     counts = {kind: [0, 0] for kind in _KINDS}
-    for each in _instructions(executable):
+    for each in _collectives(executable):
         counts[each.kind][each.times != 1] += 1
     return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
 
@@ -80,38 +84,84 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
 def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
     """The collectives of a compiled program, one by one."""
     listed = []
-    for shapes, kind, is_start, attributes, times, is_asynchronous in _instructions(executable):
-        groups = _groups_of(kind, attributes)
-        num_bytes = _num_bytes(kind, shapes, is_start, groups)
-        listed.append(Collective(kind, num_bytes, groups, times, is_asynchronous))
+    for each, kind, is_start, times, products in _collectives(executable):
+        groups = _groups_of(kind, each.rest)
+        num_bytes = _num_bytes(kind, each.shapes, is_start, groups)
+        listed.append(Collective(kind, num_bytes, groups, times, products is not None, products or 0))
     return listed
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
     shapes: str  # of its result
+    operation: str
+    rest: str  # operands and attributes
+
+
+def instructions_of(body: str) -> list[Instruction]:
+    """The instructions of a computation; of a compiled program, in the order in which they run."""
+    return [Instruction(*found) for found in _INSTRUCTION.findall(body)]
+
+
+class _Found(NamedTuple):
+    instruction: Instruction
     kind: str
     is_start: bool  # whether it only starts, and its result holds operands as well
-    attributes: str
     times: int | None  # in a step
-    is_asynchronous: bool
+    products: int | None  # between start and done; None where it has none
 
 
-def _instructions(executable: jax.stages.Compiled | str) -> Iterator[_Instruction]:
-    """The collectives as they stand in the text."""
+def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
+    """The collectives as they stand in the text. An asynchronous one has a start and a done, and is one."""
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")
     bodies: dict[str, str] = dict(_COMPUTATION.findall(text))
     times = _times_of(bodies)
-    # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with that,
-    # and where it is done.
-    parts = {called: part for body in bodies.values() for part, called in _ASYNC_FUSION.findall(body)}
-    for name, body in bodies.items():
-        if parts.get(name) == "done" or name.startswith("async_collective_fusion"):
+    listed = {name: instructions_of(body) for name, body in bodies.items()}
+
+    @functools.cache
+    def has_product(name: str) -> bool:
+        return bool(_PRODUCT.search(bodies[name])) or any(map(has_product, _called_by(bodies[name]) & bodies.keys()))
+
+    def is_product(each: Instruction) -> bool:
+        line = f" {each.operation}({each.rest}"
+        return bool(_PRODUCT.search(line)) or any(map(has_product, _called_by(line) & bodies.keys()))
+
+    # Where a start only calls a computation that holds the collective, and how many products run until it is done.
+    started: dict[str, int] = {}
+    done: set[str] = set()
+    between: dict[str, int] = {}  # of starts, by name
+    for instructions in listed.values():
+        for i, each in enumerate(instructions):
+            if each.operation.endswith("-done") or each.name.startswith("async-collective-done"):
+                done |= _called_by(each.rest)
+            if not (each.operation.endswith("-start") or each.name.startswith("async-collective-start")):
+                continue
+            following = instructions[i + 1 :]
+            ends = next((j for j, later in enumerate(following) if _is_done(later, each)), 0)
+            between[each.name] = sum(map(is_product, following[:ends]))
+            started |= dict.fromkeys(_called_by(each.rest), between[each.name])
+    for name, instructions in listed.items():
+        # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with
+        # that, and where it is done.
+        if name in done - started.keys() or name.startswith("async_collective_fusion"):
             continue
-        for shapes, kind, start, attributes in _INSTRUCTION.findall(body):
-            is_asynchronous = bool(start) or parts.get(name) == "start"
-            yield _Instruction(shapes, kind, bool(start), attributes, times[name], is_asynchronous)
+        for each in instructions:
+            kind = each.operation.removesuffix("-start")
+            if kind in _KINDS:
+                is_start = kind != each.operation
+                products = between[each.name] if is_start else started.get(name)
+                yield _Found(each, kind, is_start, times[name], products)
+
+
+def _is_done(later: Instruction, start: Instruction) -> bool:
+    """Whether this waits for what has been started."""
+    if start.operation == "fusion":
+        return later.name == start.name.replace("-start", "-done")
+    return later.operation.endswith("-done") and _NAME.findall(later.rest)[:1] == [start.name]
 
 
 def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:

@@ -32,7 +32,8 @@ class Traffic(NamedTuple):
       times: a step, loops multiplied out.
       num_bytes: of all arrays that are reduced, gathered or sent in a step.
       wire_bytes: that the device which sends the most sends in a step.
-      asynchronous: of the times, those with something else between start and done where the compiler found anything.
+      asynchronous: of the times, those with a start and a done, between which something else may run.
+      overlapped: of those, the ones with a matrix product or a kernel of attention scheduled between start and done.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Traffic(NamedTuple):
     num_bytes: int
     wire_bytes: int
     asynchronous: int
+    overlapped: int
 
 
 class CommunicationEstimate(tuple[Traffic, ...]):
@@ -53,7 +55,7 @@ class CommunicationEstimate(tuple[Traffic, ...]):
 
     def __str__(self) -> str:
         rows = [[row.kind, ", ".join(row.axes) or "other", *(f"{number:,}" for number in row[2:])] for row in self]
-        header = ["collective", "axes", "times a step", "bytes", "sent by a device", "asynchronous"]
+        header = ["collective", "axes", "times a step", "bytes", "sent by a device", "asynchronous", "overlapped"]
         return text_table([header, *rows], align="<<>")
 
 
@@ -78,7 +80,7 @@ def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -
 
 def communication_of(program_text: str, mesh: Mesh | None) -> CommunicationEstimate:
     """As `estimate_communication`, from the text of a program on the devices of a mesh."""
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0] * 5)
     unknown: list[str] = []
     for each in list_collectives(program_text):
         if each.times is None:
@@ -86,7 +88,8 @@ def communication_of(program_text: str, mesh: Mesh | None) -> CommunicationEstim
             continue
         axes = () if mesh is None else _axes_of(each.groups, mesh, each.kind)
         total = found[each.kind, axes]
-        for i, number in enumerate((1, each.num_bytes, _wire_bytes(each), each.is_asynchronous)):
+        counted = 1, each.num_bytes, _wire_bytes(each), each.is_asynchronous, each.products > 0
+        for i, number in enumerate(counted):
             total[i] += each.times * number
     if unknown:
         raise UserError(

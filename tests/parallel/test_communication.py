@@ -11,6 +11,7 @@ from jvarlen import CompileOptions, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collective, list_collectives
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, estimate_communication
+from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.train import make_train_step
 
 NUM_LAYERS, WIDTH = 3, 64
@@ -80,8 +81,8 @@ def test_the_rows_of_an_estimate():
     rows = {row.kind: row for row in estimate}
     assert rows.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     # Forward and backward, in two microbatches.
-    assert rows["all-gather"][2:] == (4 * NUM_LAYERS, 4 * NUM_BYTES, 4 * NUM_BYTES // 2, 0)
-    assert rows["reduce-scatter"][2:] == (2 * NUM_LAYERS, 2 * NUM_BYTES, 2 * NUM_BYTES // 2, 0)
+    assert rows["all-gather"][2:] == (4 * NUM_LAYERS, 4 * NUM_BYTES, 4 * NUM_BYTES // 2, 0, 0)
+    assert rows["reduce-scatter"][2:] == (2 * NUM_LAYERS, 2 * NUM_BYTES, 2 * NUM_BYTES // 2, 0, 0)
     lines = str(estimate).splitlines()
     assert lines[0].split() == [
         "collective",
@@ -95,8 +96,9 @@ def test_the_rows_of_an_estimate():
         "a",
         "device",
         "asynchronous",
+        "overlapped",
     ]
-    assert any(line.split() == ["all-gather", "data", "12", "196,608", "98,304", "0"] for line in lines), lines
+    assert any(line.split() == ["all-gather", "data", "12", "196,608", "98,304", "0", "0"] for line in lines), lines
 
 
 def test_gradient_buckets_send_what_one_reduction_does():
@@ -214,7 +216,78 @@ def test_one_collective_in_three_fusions_of_a_tpu_is_one():
 }}
 """
     expected = Collective("all-gather", 64, ((0, 1),), 1)
-    assert list_collectives(text) == [expected._replace(is_asynchronous=True), expected]
+    assert list_collectives(text) == [expected._replace(is_asynchronous=True, products=1), expected]
+
+
+BETWEEN = """%gemm_fusion (l: bf16[8,8], r: bf16[8,8]) -> bf16[8,8] {
+  %l = bf16[8,8]{1,0} parameter(0)
+  %r = bf16[8,8]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,8]{1,0} dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%elementwise (e: bf16[8,8]) -> bf16[8,8] {
+  %e = bf16[8,8]{1,0} parameter(0)
+  ROOT %twice = bf16[8,8]{1,0} add(%e, %e)
+}
+
+%condition (c: (bf16[8,8])) -> pred[] {
+  %c = (bf16[8,8]{1,0}) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+%turn (b: (bf16[8,8])) -> (bf16[8,8]) {
+  %b = (bf16[8,8]{1,0}) parameter(0)
+  %x = bf16[8,8]{1,0} get-tuple-element(%b), index=0
+  %all-gather-start.1 = (bf16[4,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %first = bf16[8,8]{1,0} OPERATION
+  %all-gather-done.7 = bf16[8,8]{1,0} all-gather-done(%all-gather-start.1)
+  %after = bf16[8,8]{1,0} fusion(%first, %all-gather-done.7), kind=kCustom, calls=%gemm_fusion
+  ROOT %both = (bf16[8,8]{1,0}) tuple(%after)
+}
+
+%wrapped (w: bf16[8,8]) -> bf16[4,8] {
+  %w = bf16[8,8]{1,0} parameter(0)
+  ROOT %rs = bf16[4,8]{1,0} reduce-scatter(%w), replica_groups={{0,1}}, dimensions={0}, to_apply=%elementwise
+}
+
+ENTRY %main (p: bf16[8,8]) -> (bf16[8,8]) {
+  %p = bf16[8,8]{1,0} parameter(0)
+  %before = bf16[8,8]{1,0} fusion(%p, %p), kind=kCustom, calls=%gemm_fusion
+  %t = (bf16[8,8]{1,0}) tuple(%before)
+  %async-start.2 = ((bf16[8,8]{1,0}), bf16[4,8]{1,0}) async-start(%before), calls=%wrapped
+  %all-reduce-start = bf16[8,8]{1,0} all-reduce-start(%before), replica_groups={{0,1}}, to_apply=%elementwise
+  %all-reduce-done = bf16[8,8]{1,0} all-reduce-done(%all-reduce-start)
+  ROOT %while = (bf16[8,8]{1,0}) while(%t), condition=%condition, body=%turn, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %async-done.1 = bf16[4,8]{1,0} async-done(%async-start.2)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "products"),
+    [
+        ("fusion(%x, %x), kind=kCustom, calls=%gemm_fusion", 1),
+        ("fusion(%x), kind=kLoop, calls=%elementwise", 0),
+        ("copy(%x)", 0),
+        ("dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 1),
+        ("convolution(%x, %x), dim_labels=bf_io->bf", 1),
+        ('custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"', 1),
+        ('custom-call(%x, %x), custom_call_target="__cudnn$fmhaSoftmax"', 1),
+        ('custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"', 1),
+        ('custom-call(%x), custom_call_target="tpu_custom_call"', 1),
+        ('custom-call(), custom_call_target="AllocateBuffer"', 0),
+    ],
+)
+def test_products_between_the_start_and_the_done_of_a_collective(operation, products):
+    found = {each.kind: each for each in list_collectives(BETWEEN.replace("OPERATION", operation))}
+    assert all(each.is_asynchronous for each in found.values())
+    assert found["all-gather"].products == products
+    assert found["all-reduce"].products == 0, "what runs before the start or after the done does not count"
+    assert found["reduce-scatter"].products == 1, "a loop that holds products"
+    rows = {row.kind: row for row in communication_of(BETWEEN.replace("OPERATION", operation), None)}
+    assert rows["all-gather"][-2:] == (5, 5 * products)
+    assert rows["all-reduce"][-2:] == (1, 0)
 
 
 LOOP = """%condition (c: (s32[], f32[8])) -> pred[] {

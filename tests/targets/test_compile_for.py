@@ -190,6 +190,8 @@ def test_for_gpus(layout):
     assert row.kernels.keys() == (of_cudnn if importlib.util.find_spec("nvidia.cudnn") else of_triton)
     assert row.communication
     assert all(each.asynchronous == each.times for each in row.communication)
+    if layout == "data8.zero3":
+        assert any(each.overlapped for each in row.communication)
 
 
 def packed_spec(bucket, num):
@@ -221,6 +223,8 @@ def test_for_tpus(layout):
     assert row.fits
     assert {name.split("_")[2] for name in row.kernels} == {"fwd", "dq", "dkv"}
     assert row.communication
+    if layout == "data8.zero3":
+        assert any(each.overlapped == each.asynchronous > 0 for each in row.communication)
 
 
 @OF_TPUS

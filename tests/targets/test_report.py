@@ -26,7 +26,7 @@ ROW = TargetRow(
     host_bytes=0,
     total_bytes=56 * GB + GB // 4,
     limit_bytes=63 * GB,
-    communication=CommunicationEstimate([Traffic("all-gather", ("data",), 64, 7 * GB, 6 * GB, 60)]),
+    communication=CommunicationEstimate([Traffic("all-gather", ("data",), 64, 7 * GB, 6 * GB, 60, 48)]),
     kernels={"__cudnn$fmhaSoftmax": 32, "__cudnn$fmhaSoftmaxBackward": 32},
 )
 TOO_LARGE = dataclasses.replace(ROW, bucket=Bucket(8, 1024), temp_bytes=50 * GB, total_bytes=70 * GB + GB // 4)
