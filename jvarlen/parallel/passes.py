@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from jvarlen._common.jaxprs import is_attention
+
 __all__ = ["Passes", "floats_of", "split_passes", "with_floats"]
 
 _ALWAYS = -1
@@ -141,14 +143,18 @@ def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> li
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with the equations of jitted functions in place of their calls, which could not be cut."""
+    """The same with the equations of jitted functions in place of their calls, which could not be cut.
+
+    Attention is of one pass, and stays what `count_operations` knows by its name.
+    """
 
     def always(eqn: JaxprEqn) -> Any:
         kind = type(eqn.params["inline"])  # a bool; since JAX 0.11 an enumeration
         return True if kind is bool else kind["JAX_EARLY"]
 
     def is_call(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name in ("jit", "pjit") and eqn.params["inline"] != always(eqn)
+        is_jitted = eqn.primitive.name in ("jit", "pjit") and not is_attention(eqn)
+        return is_jitted and eqn.params["inline"] != always(eqn)
 
     while any(map(is_call, closed.jaxpr.eqns)):  # what is called may call in turn
         eqns = [

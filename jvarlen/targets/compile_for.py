@@ -13,12 +13,13 @@ import optax
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.jaxprs import count_operations
+from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.train import make_train_step
@@ -118,8 +119,7 @@ def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow
     placement = compiler.shapes.placement
     assert placement is not None
     assert compiler.mesh is not None
-    # Of branches the largest counts, and stages take another one in most ticks.
-    flops = None if placement.layout.stage > 1 else count_operations(lowered.jaxpr.jaxpr, ())["flops"]
+    flops = float(flops_along(lowered.jaxpr, STAGE_AXIS, placement.layout.stage).max())
     known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops}
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jvarlen import CompileOptions, Layout, UserError, compile_buckets, make_train_step, models
+from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import packed_batch_spec
 from jvarlen.cli import main
@@ -20,6 +21,7 @@ from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.target import Target
 
 MODEL = DecoderConfig(num_layers=2, width=64, num_heads=4, vocab_size=300)
+DEEP = dataclasses.replace(MODEL, num_layers=4)
 OPTIMIZER = optax.adamw(1e-3)
 BUCKETS = [(2, 32), (1, 64)]
 OF_GPUS = pytest.mark.skipif(
@@ -131,8 +133,43 @@ def test_the_limit_is_what_jax_gives_a_process(monkeypatch, text, settings, gib)
             Target.parse(text)
 
 
-def test_operations_are_not_told_with_stages():
-    assert [row.flops for row in report_of(target_of(2), "data1.stage2")] == [None, None]
+@pytest.fixture(scope="module")
+def flops_without_stages():
+    [row] = report_of(target_of(1), "data1", buckets=[(1, 32)], config=DEEP)
+    return row.flops
+
+
+@pytest.mark.parametrize(
+    ("words", "num_again"),
+    [
+        ("gpipe.remat_none", 0),
+        ("zero_bubble.remat_none", 0),
+        # All layers but those of the last part run again: of that the backward pass is the first to run them.
+        ("1f1b", 2),
+        ("interleaved.virtual2", 3),
+    ],
+)
+def test_operations_with_stages_are_those_of_the_stage_that_does_most(
+    words, num_again, flops_without_stages, monkeypatch
+):
+    of_stages = []
+
+    def noted(*args):
+        of_stages.append(flops_along(*args))
+        return of_stages[-1]
+
+    monkeypatch.setattr("jvarlen.targets.compile_for.flops_along", noted)
+    monkeypatch.setattr("jvarlen.targets.compile_for.compile_with_dump", no_room)
+    [row] = report_of(target_of(2), f"data1.stage2.{words}", buckets=[(1, 32)], config=DEEP)
+    [each] = of_stages
+    assert row.flops == each.max() > each.min()
+    products, attention = 4 * 64**2 + 3 * 64 * 176, 2 * 32 * 64 / 2  # attention has two, of half of the pairs
+    of_layer = 2 * 32 * (products + attention)
+    assert each.sum() == flops_without_stages + 4 * num_again * of_layer
+
+
+def no_room(*_):
+    raise jax.errors.JaxRuntimeError("Used 2.0G of 1.0G hbm")
 
 
 def test_a_layout_of_other_devices_is_refused():
