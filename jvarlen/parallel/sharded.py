@@ -228,12 +228,13 @@ def sum_on_layout(
     state: TrainState,
     batch: Any,
     *,
-    layout: Layout,
+    placement: Placement,
     accumulates_shards: bool = False,
     trained_of: TrainedOf | None,
     **options: Any,
 ) -> StepSums:
     """The sums of a step of a model on the layout's axes."""
+    layout = placement.layout
     recomputes = layout.remat_in_force == "full"
     options["trained_of"] = trained_of
     if layout.stage > 1:
@@ -242,6 +243,7 @@ def sum_on_layout(
         assert isinstance(model, LayeredModel)
         options |= {"schedule": layout.schedule, "num_chunks": layout.virtual, "remat": layout.remat_in_force}
         return sum_scheduled(model, **options)(state, batch)
+    options["layout_axes"] = placement.axes  # the program's mesh has them by the names of the layout
     if layout.zero < 3:
         if isinstance(model, LayeredModel):
             model = layered_loss_fn(rematerialized(model) if recomputes and trained_of is not None else model)

@@ -285,7 +285,7 @@ def make_train_step(
     else:
         from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
 
-        sum_of = functools.partial(sum_on_layout, layout=placement.layout, accumulates_shards=in_shards)
+        sum_of = functools.partial(sum_on_layout, placement=placement, accumulates_shards=in_shards)
         function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms, trainable=trainable)
     return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement, trainable=trainable)
 
@@ -329,7 +329,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
         from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
 
         check_model(model, placement.layout)
-        sum_of = functools.partial(sum_on_layout, layout=placement.layout)
+        sum_of = functools.partial(sum_on_layout, placement=placement)
         sums_of = sums_on_layout(model, placement, sum_of, trained_of=None)
 
     def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
@@ -352,7 +352,10 @@ def _sum_step(
         return sum_step(loss_fn, trained_of=trained_of)
     from jvarlen.training.reduction import sum_over_shards
 
-    return sum_over_shards(loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, trained_of=trained_of)
+    own_axes = placement.axes.values()
+    return sum_over_shards(
+        loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, layout_axes=own_axes, trained_of=trained_of
+    )
 
 
 def _sharding_on(leaf: Any) -> NamedSharding | None:

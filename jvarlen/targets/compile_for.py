@@ -12,14 +12,14 @@ import jax
 import optax
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import STAGE_AXIS
+from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_of, placement_of
 from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.train import make_train_step
@@ -50,7 +50,7 @@ def compile_for(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: PlannedSteps | BatchShapes,
     *,
-    layout: Layout | str | None = None,
+    layout: LayoutLike = None,
     params: Any,
     extra: Any = None,
     seed: int | None = None,
@@ -68,7 +68,8 @@ def compile_for(
       model: as for `make_train_step`.
       optimizer: as for `make_train_step`.
       plan: the buckets and M, as for `compile_buckets`; its own layout does not count.
-      layout: of all devices of the target; None: data parallelism over them.
+      layout: as for `make_train_step`, on all devices of the target; a placement or a mesh is of such devices,
+        `Target.parse("8xh100").devices`. None: data parallelism over all.
       params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
       extra: as for `TrainStep.init`.
       seed: as for `TrainStep.init`.
@@ -95,8 +96,7 @@ def compile_for(
     """
     if isinstance(target, str):
         target = Target.parse(target)
-    layout = Layout(data=len(target.devices)) if layout is None else layout
-    placement = (Layout.parse(layout) if isinstance(layout, str) else layout).on(target.devices)
+    placement = _placed(layout, target)
     if isinstance(plan, BatchShapes):
         shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
     else:
@@ -112,6 +112,22 @@ def compile_for(
             buckets.set_postfix_str(str(bucket))
             rows.append(_row(compiler, bucket, target))
     return TargetReport(rows, target.name, str(placement.layout))
+
+
+def _placed(layout: LayoutLike, target: Target) -> Placement:
+    """Where a step runs on a target; raises ValueError for other devices."""
+    if layout is None or isinstance(layout, str):
+        layout = Layout() if layout is None else Layout.parse(layout)
+    if isinstance(layout, Layout):
+        return layout.on(target.devices)
+    placement = placement_of(layout)
+    assert placement is not None
+    if others := [device for device in devices_of(placement.mesh) if device not in target.devices]:
+        raise UserError(
+            f"layout has devices that are not of the target {target.name}, whose are Target.parse(…).devices: "
+            f"{list_first(others)}"
+        )
+    return placement
 
 
 def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:

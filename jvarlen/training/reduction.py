@@ -6,7 +6,7 @@ Letters: M microbatches of a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ def sum_over_shards(
     *,
     mesh: Mesh,
     axis_name: str | tuple[str, ...] = "data",  # or several axes, over all of which sums are reduced
+    layout_axes: Iterable[str] = (),  # of the mesh; axes that are neither here nor in `axis_name` are the compiler's
     rows_along: str | None = None,  # of these, the axis along which the loss computes on parts of rows
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
     param_specs: Any = None,  # what of each parameter lies along the axis: the loss gets its shard, and gathers it
@@ -91,19 +92,19 @@ def sum_over_shards(
             return reduce_sums(sums, axis_name, dims, buckets, unbucketed)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
-        # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
+        # the gradient's all-reduce inside the loop. An axis that is left to the compiler, even of one device, is one
+        # that kernels such as cuDNN's cannot be compiled beside.
         split, replicated = PartitionSpec(over), PartitionSpec()
         state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
         sums_specs: Any = StepSums._make([replicated] * 6)
         if grad_specs is not None and trained_of is not None:
             sums_specs = sums_specs._replace(grads=grad_specs)
-        axes_of_params = (axis for spec in jax.tree.leaves(param_specs) for axis in axes_in(spec))
         shards = jax.shard_map(
             on_shard,
             mesh=mesh,
             in_specs=(state_specs, split),
             out_specs=sums_specs,
-            axis_names={*axes_in(axis_name), *axes_of_params},
+            axis_names={*axes_in(axis_name), *layout_axes},
             check_vma=False,
         )
         return shards(state._replace(opt_state=None), (microbatches, keys))

@@ -83,6 +83,13 @@ def test_sharded_parameters_train_as_in_a_plain_loop_and_halve_the_operations(lo
             assert trained.collectives == {"all-reduce": Collectives(3, 1)}
 
 
+@pytest.mark.parametrize("loss_fn", [with_a_constraint, by_a_nested_shard_map])
+def test_a_loss_may_name_a_second_axis_of_one_device(loss_fn):
+    with jax.enable_x64(True):
+        mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
+        assert_same_course(train(make_model(loss_fn, mesh), mesh).course, trained_plainly())
+
+
 @pytest.mark.parametrize("spec", [None, PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("data")])
 def test_frozen_weights_stay_where_they_were_put(spec):
     """Those of a teacher that the loss closes over, large enough to become an argument of the program."""

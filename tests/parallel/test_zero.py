@@ -471,3 +471,39 @@ def test_a_mesh_of_one_axis_serves_a_layout_of_data():
     whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))
     _, expected = whole(new_state(simple_params(np.float32), optimizer), simple_batch(dtype=np.float32))
     np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "axes", "left"),
+    [
+        ("data4.zero1", None, None, set()),
+        ("data4.zero3", None, None, set()),
+        ("data2.context2.zero1", None, None, set()),
+        ("data2.tensor2", None, None, set()),
+        ("data1.stage2", None, None, set()),
+        ("data4.zero1", {"data": 4, "tensor": 1}, None, set()),
+        ("data4", {"data": 4, "model": 1}, {"data": "data", "tensor": "model"}, set()),
+        ("data4", {"data": 4, "model": 1}, {"data": "data"}, {"model"}),  # a loss may name it
+    ],
+)
+def test_no_axis_of_a_layout_is_left_to_the_compiler(text, sizes, axes, left):
+    """Of one device neither: kernels that `custom_partitioning` makes, such as cuDNN's, cannot be beside one."""
+    layout, found = Layout.parse(text), []
+
+    def loss_fn(ends, x, batch, on_axes):
+        mesh = jax.sharding.get_abstract_mesh()
+        found.append({*mesh.axis_names} - {*mesh.manual_axes})
+        return layered(MODEL).loss(ends, x, batch, on_axes)
+
+    devices = jax.devices()[: layout.num_devices]
+    mesh = None if sizes is None else jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+    placement = layout.on(devices if mesh is None else mesh, axes=axes)
+    model = layered(MODEL)._replace(loss=loss_fn)
+    step = make_train_step(model, optax.sgd(1.0), layout=placement)
+    state = step.init(jax.eval_shape(lambda: init_params(MODEL, 0)))
+    batch = BatchShapes([(1, 8)], microbatches_per_step=4, layout=placement)
+    for each in (step, make_eval_step(model, layout=placement)):
+        found.clear()
+        jax.eval_shape(each, state, batch.spec(batch.buckets[0]))
+        assert found
+        assert all(names == left for names in found)

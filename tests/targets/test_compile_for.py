@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, Layout, UserError, compile_buckets, make_train_step, models
+from jvarlen import CompileOptions, Layout, UserError, compile_buckets, make_eval_step, make_train_step, models
 from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import packed_batch_spec
 from jvarlen.cli import main
+from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.models import DecoderConfig
 from jvarlen.parallel import estimate_communication
 from jvarlen.targets.compile_for import compile_for
@@ -27,6 +28,8 @@ BUCKETS = [(2, 32), (1, 64)]
 OF_GPUS = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs is not installed"
 )
+HAS_CUDNN = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+OF_CUDNN = pytest.mark.skipif(not HAS_CUDNN, reason="cuDNN is not installed")
 OF_TPUS = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="XLA's compiler for TPUs is not installed"
 )
@@ -224,7 +227,7 @@ def test_for_gpus(layout):
         {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"},
         {"_forward_kernel", "_dq_kernel", "_dkv_kernel"},
     )
-    assert row.kernels.keys() == (of_cudnn if importlib.util.find_spec("nvidia.cudnn") else of_triton)
+    assert row.kernels.keys() == (of_cudnn if HAS_CUDNN else of_triton)
     assert row.communication
     assert all(each.asynchronous == each.times for each in row.communication)
     if layout == "data8.zero3":
@@ -241,6 +244,37 @@ def packed_spec(bucket, num):
 def test_packed_rows_for_gpus_take_the_kernel_that_skips():
     [row] = report_of("8xh100", "data8", buckets=[(1, 512)], config=WIDE, batch_spec=packed_spec)
     assert row.kernels == {"_forward_kernel": 1, "_dq_kernel": 1, "_dkv_kernel": 1}
+
+
+@OF_GPUS
+@OF_CUDNN
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    ("layout", "sizes", "make"),
+    [
+        ("data8.zero1", None, make_train_step),
+        ("data8.zero1", None, make_eval_step),
+        ("data8", (8, 1), make_train_step),
+    ],
+)
+def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layout, sizes, make):
+    def loss_fn(params, batch):
+        x = params["table"][batch.tokens]
+        out = jax.nn.dot_product_attention(*(x * params[name] for name in "qkv"), implementation="cudnn")
+        return jnp.sum(out.astype(jnp.float32) * batch.weights[..., None, None]), jnp.sum(batch.weights)
+
+    shapes = {"table": (300, 2, 64), "q": (2, 64), "k": (2, 64), "v": (2, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    devices = Target.parse("8xh100").devices[: Layout.parse(layout).num_devices]
+    where = devices if sizes is None else jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
+    placement = Layout.parse(layout).on(where)
+    step = make_train_step(loss_fn, OPTIMIZER, layout=placement)
+    batches = BatchShapes([(1, 512)], microbatches_per_step=8, layout=placement)
+    options = CompileOptions(cache_dir=None, xla_options=("xla_gpu_autotune_level=0",))
+    of_step = step if make is make_train_step else make_eval_step(loss_fn, layout=placement)
+    compiler = make_step_compiler(of_step, step.init(params), batches, options, is_elsewhere=True)
+    assert "__cudnn$fmhaSoftmax" in compiler.compile(compiler.lower(batches.buckets[0])).executable.as_text()
 
 
 @OF_GPUS
