@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
@@ -195,6 +196,7 @@ class Target:
         return cls(text, devices, int(_TPU_GIB[kind] * _GIB), is_here=False)
 
 
+@functools.cache  # so that a target has the same devices, by whomever it is named
 def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 

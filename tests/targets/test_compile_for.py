@@ -180,6 +180,22 @@ def test_a_layout_of_other_devices_is_refused():
         report_of(target_of(2), "data4")
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda devices: Layout(data=2).on(devices), lambda devices: jax.make_mesh((2,), ("rows",), devices=devices)],
+)
+def test_a_placement_and_a_mesh_are_layouts_of_devices_of_the_target(make):
+    target = target_of(2)
+    of_text = report_of(target, "data2")
+    shapes = BatchShapes(BUCKETS, microbatches_per_step=8)
+    how = {"params": jax.eval_shape(lambda: models.init_params(MODEL, 0)), "progress": False}
+    report = compile_for(target, models.layered(MODEL), OPTIMIZER, shapes, layout=make(jax.devices()[:2]), **how)
+    assert report.layout == "data2"
+    assert [row.total_bytes for row in report] == [row.total_bytes for row in of_text]
+    with pytest.raises(UserError, match=r"layout has devices that are not of the target some.*: .*3"):
+        compile_for(target, models.layered(MODEL), OPTIMIZER, shapes, layout=make(jax.devices()[2:4]), **how)
+
+
 def test_the_command(tmp_path, capsys):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(1, 100, 200))
     (tmp_path / "config.json").write_text(
