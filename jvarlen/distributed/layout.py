@@ -35,13 +35,6 @@ _WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number
     **{f"remat_{name}": ("remat", name) for name in get_args(Remat)},
 }
 _WORD_OF = {setting: word for word, setting in _WORDS.items()}
-_NOW = {  # earlier words
-    "sequence_from": "context_from",
-    "sequence": "context",
-    "chunks": "virtual",
-    "keep_inputs": "remat_full",
-    "keep_residuals": "remat_none",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +118,7 @@ class Layout:
         """
         given: dict[str, list[str]] = {}
         values: dict[str, Any] = {}
-        unknown, now = [], []
+        unknown = []
         for word in text.split("."):
             if match := re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word):
                 name, value = match[1], int(match[2])
@@ -133,14 +126,9 @@ class Layout:
                 name, value = _WORDS[word]
             else:
                 unknown.append(repr(word))
-                earlier = word.rstrip("0123456789")
-                if earlier in _NOW:
-                    now.append(f"{word} is now {_NOW[earlier]}{word.removeprefix(earlier)}")
                 continue
             given.setdefault(name, []).append(word)
             values[name] = value
-        if now:
-            raise UserError(f"{list_first(now)} in the layout {text!r}")
         if unknown:
             known = ", ".join([*_WORDS, *(f"{name}N" for name in _NUMBERED)])
             raise UserError(f"a layout has no word {list_first(unknown)}; its words are {known}")
