@@ -31,11 +31,9 @@ nitpick_ignore = [  # in signatures, and in no page
     ("py:class", name)
     for name in (
         "jvarlen.batches.shapes.HasShapes",
-        "jvarlen.loading.loader.Readable",
         "jvarlen.loading.plan_source.ReadStep",
         "jvarlen.parallel.portable.PortableForm",
         "jvarlen.planning.steps.OwnRows",
-        "jvarlen.planning.steps.ReadPlan",
         "jvarlen.runs.config.Annotated",
         "jvarlen.runs.plan_config.Annotated",
         "jvarlen.targets.layout_table.LayoutTable",

@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.loading.forward import only_iterates
 from jvarlen.planning.samples import field_names, fields_of, has_fields, value_of
-from jvarlen.planning.steps import ReadPlan
+from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan"]
 
@@ -74,7 +74,7 @@ def find_fields(
 
 
 def find_fields_of_plan(
-    plan: ReadPlan, dataset: Any, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
+    plan: PlannedSteps, dataset: Any, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
 ) -> tuple[Fields | None, Any]:
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
     if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _read(dataset: Any, i: int) -> Any | None:
         return None
 
 
-def _different_samples(plan: ReadPlan, lengths: npt.ArrayLike | None) -> Iterator[int]:
+def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Iterator[int]:
     """Samples whose lengths are as different as those of any."""
     if lengths is not None:
         planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.planning.steps import ReadPlan
+from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["ForwardReader", "IterationError", "check_iterator_of_stream", "only_iterates", "reader_of_plan"]
 
@@ -71,7 +71,7 @@ class ForwardReader:
 
 def reader_of_plan(
     dataset: Iterable[Any],
-    plan: ReadPlan,
+    plan: PlannedSteps,
     microbatches: Int64[np.ndarray, " m"] | None,
     start_step: int,
     num_lengths: int | None,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -50,23 +50,16 @@ from jvarlen.loading.plan_source import (
 )
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import DataSource, check_random_access
+from jvarlen.planning.lengths import check_random_access
 from jvarlen.planning.samples import OnBadSample
-from jvarlen.planning.steps import PlannedSteps, ReadPlan
+from jvarlen.planning.steps import PlannedSteps
 
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
 
-__all__ = ["Loader", "Readable", "load", "put"]
+__all__ = ["Loader", "load", "put"]
 
 _MOST_KEPT = 1000  # skipped samples of a loader
-
-
-@runtime_checkable
-class Readable(Protocol):
-    """What a stream is loaded from: samples by id."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Loader(Iterator[Any]):
@@ -154,8 +147,8 @@ class Loader(Iterator[Any]):
 
 
 def load(
-    plan: ReadPlan | Callable[[int], ReadPlan] | StreamBatches,
-    dataset: DataSource | Readable | Iterable[Any],
+    plan: PlannedSteps | Callable[[int], PlannedSteps] | StreamBatches,
+    dataset: Any,
     *,
     layout: LayoutLike = None,
     epoch: int = 0,
@@ -263,7 +256,7 @@ def load(
         }
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
-        return _load_stream(cast("StreamBatches", plan), dataset, placement, collate, fields)
+        return _load_stream(plan, dataset, placement, collate, fields)
     check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
     check_at_least_one(**if_given(num_epochs=num_epochs))
     if not is_number(max_bad_fraction) or not 0 <= max_bad_fraction <= 1:
@@ -281,18 +274,17 @@ def load(
             "begins anew for each"
         )
     last_epoch = epoch if num_epochs is None else num_epochs - 1
-    first = cast(PlannedSteps, plan(min(epoch, last_epoch)) if callable(plan) else plan)
+    first = plan(min(epoch, last_epoch)) if callable(plan) else plan
     if epoch > last_epoch:  # a training that is over
         start_step = first.num_steps
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
         placement.batch_shardings(np.empty(first.microbatches_per_step))
-    read_plan = cast(ReadPlan, first)
     batch_spec: BatchSpec | None = None
     if collate is None:
         collate = collate_for(len(first.buckets[0].lengths), first.is_packed)
-        found, dataset = find_fields_of_plan(read_plan, dataset, fields, lengths, start_step)
+        found, dataset = find_fields_of_plan(first, dataset, fields, lengths, start_step)
         if placement is not None and placement.mesh.is_multi_process:
             from jvarlen.distributed.processes import agree
 
@@ -302,7 +294,7 @@ def load(
     if isinstance(collate, CollateFields):
         batch_spec = plan_specs(first, collate.fields)
     elif not is_own(collate):
-        batch_spec = spec_of_steps({read_plan: cast(DataSource, dataset)}, collate, on_bad_sample)
+        batch_spec = spec_of_steps({first: dataset}, collate, on_bad_sample)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch,
@@ -318,7 +310,7 @@ def load(
         max_bad_fraction=max_bad_fraction,
         num_values=num_values or {},
     )
-    reading = read(cast(ReadPlan, first), epoch=epoch, start_step=start_step)
+    reading = read(first, epoch=epoch, start_step=start_step)
     if not callable(plan):
         return Loader(shapes, reading)
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
@@ -330,13 +322,13 @@ def load(
 
 
 def _plan_ahead(
-    plan_of_epoch: Callable[[int], ReadPlan], epochs: Iterator[int], planner: ThreadPoolExecutor
-) -> Iterator[ReadPlan]:
+    plan_of_epoch: Callable[[int], PlannedSteps], epochs: Iterator[int], planner: ThreadPoolExecutor
+) -> Iterator[PlannedSteps]:
     """The plans of epochs, each made while the epoch before it is used, the first from now on."""
     submitted = (planner.submit(plan_of_epoch, epoch) for epoch in epochs)
     planned = next(submitted, None)
 
-    def plans() -> Iterator[ReadPlan]:
+    def plans() -> Iterator[PlannedSteps]:
         nonlocal planned
         while planned is not None:
             plan, planned = planned.result(), next(submitted, None)
@@ -392,7 +384,7 @@ def _load_stream(
 
 
 def _read_epoch(
-    plan: ReadPlan,
+    plan: PlannedSteps,
     dataset: Any,
     *,
     epoch: int,
@@ -445,7 +437,7 @@ def _read_epoch(
     return ReadAhead((source.read(step) for step in steps), deliver)
 
 
-def _check_ids(plan: ReadPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
+def _check_ids(plan: PlannedSteps, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
     """Raises RuntimeError where other samples were read than planned."""
     ids_MxB = plan.own_rows(step.step, microbatches).ids
     planned = ids_MxB[ids_MxB >= 0]

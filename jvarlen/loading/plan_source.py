@@ -35,7 +35,7 @@ from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, samples_at_once
-from jvarlen.planning.steps import OwnRows, ReadPlan
+from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
     "IdsDigest",
@@ -116,7 +116,7 @@ class PlanSource:
 
     def __init__(
         self,
-        plan: ReadPlan,
+        plan: PlannedSteps,
         dataset: DataSource,
         collate: CollateFn | None = None,
         microbatches: Int64[np.ndarray, " m"] | None = None,
@@ -397,7 +397,7 @@ def _reason(error: Exception) -> str:
 
 
 def spec_of_steps(
-    datasets: Mapping[ReadPlan, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
+    datasets: Mapping[PlannedSteps, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
 ) -> BatchSpec:
     """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
 
@@ -438,7 +438,7 @@ class IdsDigest:
 
 
 def planned_ids_digest(
-    plan: ReadPlan,
+    plan: PlannedSteps,
     microbatches: Int64[np.ndarray, " m"] | None = None,
     *,
     start_step: int = 0,

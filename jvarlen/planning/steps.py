@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
-__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures", "cost_of_plan"]
+__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "StepPlan", "bucket_figures", "cost_of_plan"]
 
 
 @runtime_checkable
@@ -46,45 +46,6 @@ class OwnRows(NamedTuple):
     starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.pieces` has them
     num_tokens: int | None  # None where that is not known
     stops: Int64[np.ndarray, "m B P"] | None = None  # where each piece ends, as `Plan.piece_stops` says
-
-
-class ReadPlan(StepPlan, Protocol):
-    """What loading needs of a plan of any kind, beside that."""
-
-    @property
-    def buckets(self) -> tuple[AnyBucket, ...]:
-        """The static shapes."""
-
-    @property
-    def microbatches_per_step(self) -> int:
-        """M."""
-
-    @property
-    def step_bucket(self) -> Int32[np.ndarray, " S"]:
-        """int32[S], the bucket of each step."""
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether a row can hold several samples."""
-
-    @property
-    def samples_per_row(self) -> tuple[int, ...]:
-        """The most samples that a row of each bucket can hold."""
-
-    @property
-    def overlong(self) -> PackedOverlong:
-        """The rule for samples longer than the longest bucket."""
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal batches, on all processes."""
-
-    @property
-    def largest_id(self) -> int:
-        """The largest id of a sample that this process may read."""
-
-    def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
-        """The rows of a step in these microbatches; None: in all that this process has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,6 +113,19 @@ class PlannedSteps:
     def is_packed(self) -> bool:
         """Whether a row can hold several samples."""
         return False
+
+    if TYPE_CHECKING:  # each kind of plan knows these in its own way
+
+        @property
+        def digest(self) -> str:
+            """Equal for equal batches, on all processes."""
+
+        @property
+        def largest_id(self) -> int:
+            """The largest id of a sample that this process may read."""
+
+        def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
+            """The rows of a step in these microbatches; None: in all that this process has."""
 
     @functools.cached_property
     def num_sequences(self) -> Int64[np.ndarray, " S"]:
