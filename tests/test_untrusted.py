@@ -203,12 +203,10 @@ def test_any_bytes_are_samples_or_refused_by_name(folder, content, ending):
 
 def read_shards(path):
     """Reads two shards of a directory of which `path` is a file."""
-    words, is_float = np.zeros(6, np.int64), np.zeros(6, bool)
-    shards = ShardFiles(
-        path.parent, words, is_float, shard_size=3, quantity="lengths", function=len, check=lambda words, _: words
-    )
-    missing = shards.read()
-    return shards, words.tolist(), missing
+    shards = ShardFiles(path.parent, 6, shard_size=3, quantity="lengths", function=len, check=lambda values: values)
+    kept = {}
+    missing = shards.read(lambda samples, values: kept.update({samples: values.tolist()}))
+    return shards, kept, missing
 
 
 def save_shards(path):
@@ -216,9 +214,8 @@ def save_shards(path):
     for file in path.parent.iterdir():
         file.unlink()
     shards, _, missing = read_shards(path)
-    shards._words[:] = range(1, 7)
     for samples in missing:
-        shards.add(samples)
+        shards.add(samples, np.arange(1, 7))
 
 
 def read_shards_or_refused(path):

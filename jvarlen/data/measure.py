@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import (
     UserError,
@@ -30,12 +30,12 @@ from jvarlen._common.checks import (
 )
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.sample_ranges import IsFloat, Words, Work, measure_ranges
+from jvarlen.data.sample_ranges import Values, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths, check_random_access
 from jvarlen.planning.samples import OnBadSample, field_names, fields_of, value_of
 
 if TYPE_CHECKING:
-    from jvarlen.data.shard_files import Check, Values
+    from jvarlen.data.shard_files import Check
 
 __all__ = ["LengthFn", "PairLengths", "known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
 
@@ -142,8 +142,8 @@ def measure_difficulty(
       int64[N] if every difficulty is an int; float64[N] if any is a float.
 
     Raises:
-      ValueError: as in `measure_lengths`; a value that is not a number, or an int that does not fit int64. NaN, and
-        ints beyond ±2**53 among floats, which float64 cannot represent, are listed at the end.
+      ValueError: as in `measure_lengths`; a value that is not a number, or an int that does not fit int64; ints
+        beyond ±2**53 among floats, which float64 cannot represent; NaN, listed at the end.
       RuntimeError: as in `measure_lengths`.
 
     Example:
@@ -217,22 +217,22 @@ class _Quantity(NamedTuple):
     shape: tuple[int, ...] = ()  # of the value of one sample
     value_of_bad: Any = None  # as `Work` has it
 
-    def to_words(self, values: list[Any], samples: range) -> tuple[Words, IsFloat]:
-        """Values of a range of samples as words, and which are floats; raises ValueError that lists all others."""
+    def to_array(self, values: list[Any], samples: range) -> Values:
+        """Values of a range of samples, int64 if all are integers; raises ValueError that lists what are no numbers."""
         types = set(map(type, values))
         if types == {int}:
             with contextlib.suppress(OverflowError):  # listed below
-                return np.fromiter(values, np.int64, len(values)), False
+                return np.fromiter(values, np.int64, len(values))
         if types == {float} and self.is_allowed(0.0):
-            return np.fromiter(values, np.float64, len(values)).view(np.int64), True
+            return np.fromiter(values, np.float64, len(values))
         if types == {tuple} and self.shape:
-            return np.array(values, np.int64), False
+            return np.array(values, np.int64)
         # The Python numbers in NumPy scalars and 0-d arrays of any library.
         numbers = [v.item() if getattr(v, "shape", None) == () and hasattr(v, "item") else v for v in values]
         unmeasured = {i: value for i, value in zip(samples, values, strict=True) if isinstance(value, _Unmeasured)}
         if self.value_of_bad is not None and any(value.is_bad for value in unmeasured.values()):
             bad = (isinstance(value, _Unmeasured) and value.is_bad for value in values)
-            return self.to_words(
+            return self.to_array(
                 [self.value_of_bad if is_bad else v for v, is_bad in zip(values, bad, strict=True)], samples
             )
         if unmeasured:
@@ -249,11 +249,10 @@ class _Quantity(NamedTuple):
             shown = np.array([reprlib.repr(numbers[place]) for place in refused])
             offenders = list_offenders(np.array(refused) + samples.start, shown)
             raise UserError(f"{self.name} must be {self.wanted}: {offenders}")
-        is_float = np.array([not is_integer(number) for number in numbers])
-        words = np.empty(len(numbers), np.int64)
-        words[~is_float] = [int(number) for number in numbers if is_integer(number)]
-        words.view(np.float64)[is_float] = [float(number) for number in numbers if not is_integer(number)]
-        return words, is_float
+        if all(map(is_integer, numbers)):
+            return np.array(numbers, np.int64)
+        _as_floats(np.array([number if is_integer(number) else 0 for number in numbers], np.int64), samples.start)
+        return np.array(numbers, np.float64)
 
 
 class _Unmeasured(NamedTuple):
@@ -330,44 +329,35 @@ def _told_fields(sample: Any) -> str:
     return f"{type(sample).__name__} of {', '.join(told)}" if told else type(sample).__name__
 
 
-def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:  # workers pickle it
-    return words
+def _unchecked(values: Values) -> Values:  # workers pickle it
+    return values
 
 
-def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    return check_lengths(words)
-
-
-def _check_pair_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, "n 2"]:
-    return check_pair_lengths(words)
-
-
-def _check_but_empty(check: Check, words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
+def _check_but_empty(check: Check, values: Values) -> Values:
     """The checked lengths, 1 for samples without a token."""
-    is_empty = np.flatnonzero(~words.reshape(len(words), -1).any(axis=1))
-    words = words.copy()
-    words[is_empty] = 1
-    return check(words, is_float)
+    is_empty = ~values.reshape(len(values), -1).any(axis=1)
+    values = values.copy()
+    values[is_empty] = 1
+    return check(values)
 
 
-def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
-    if not is_float.any():
-        return words
-    values = words.view(np.float64)
-    if not is_float.all():
-        is_inexact = ~is_float & ((words > _MAX_EXACT_INT) | (words < -_MAX_EXACT_INT))
-        if is_inexact.any():
-            offenders = list_offenders(np.flatnonzero(is_inexact), words[is_inexact], "±2**53")
-            raise UserError(f"among floats, ints must be exact as floats: {offenders}")
-        values = np.where(is_float, values, words)
-    is_nan = np.isnan(values)
-    if is_nan.any():
+def _check_difficulties(values: Values) -> Values:
+    if (is_nan := np.isnan(values)).any():
         raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan), values[is_nan])}")
     return values
 
 
-_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_lengths)
-_PAIR_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_pair_lengths, shape=(2,))
+def _as_floats(ints: Int64[np.ndarray, " n"], first_id: int) -> Float64[np.ndarray, " n"]:
+    """Integers among floats; raises ValueError that lists those that floats do not hold exactly."""
+    is_inexact = (ints > _MAX_EXACT_INT) | (ints < -_MAX_EXACT_INT)
+    if is_inexact.any():
+        offenders = list_offenders(np.flatnonzero(is_inexact) + first_id, ints[is_inexact], "±2**53")
+        raise UserError(f"among floats, ints must be exact as floats: {offenders}")
+    return ints.astype(np.float64)
+
+
+_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, check_lengths)
+_PAIR_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, check_pair_lengths, shape=(2,))
 _DIFFICULTIES = _Quantity("difficulty", "floats, or integers that fit int64", is_number, _check_difficulties)
 
 
@@ -391,24 +381,30 @@ def _measure(
     num_samples = len(dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")
-    words, is_float = np.empty((num_samples, *quantity.shape), np.int64), np.zeros(num_samples, bool)
+    values: Values = np.zeros((num_samples, *quantity.shape), np.int64)
+
+    def store(samples: range, part: Values) -> None:
+        nonlocal values
+        if part.dtype == np.float64 and values.dtype == np.int64:
+            values = _as_floats(values, 0)
+        values[samples.start : samples.stop] = part if part.dtype == values.dtype else _as_floats(part, samples.start)
+
     files, missing = None, [range(num_samples)]
     if shards is not None:
         from jvarlen.data.shard_files import ShardFiles
 
-        files = ShardFiles(Path(shards), words, is_float, int(shard_size), quantity.name, function, quantity.check)
-        missing = files.read()
+        files = ShardFiles(Path(shards), num_samples, int(shard_size), quantity.name, function, quantity.check)
+        missing = files.read(store)
     careful = _len_of_tokens if function is len else None
-    work = Work(dataset, function, quantity.to_words, careful, read_values, quantity.value_of_bad)
+    work = Work(dataset, function, quantity.to_array, careful, read_values, quantity.value_of_bad)
     num_known = num_samples - sum(map(len, missing))
     bar = progress_bar(total=num_samples, initial=num_known, desc=quantity.name, unit="sample", progress=progress)
     parts = measure_ranges(work, missing, num_workers, executor, timeout_s)
     with contextlib.closing(parts), bar as shown:
         for part in parts:
-            there = slice(part.samples.start, part.samples.stop)
-            words[there], is_float[there] = part.words, part.is_float
+            store(part.samples, part.values)
             if files is not None:
-                files.add(part.samples)
+                files.add(part.samples, values)
             shown.update(len(part.samples))
             raise_if_interrupted()
-    return quantity.check(words, is_float)
+    return quantity.check(values)

@@ -8,14 +8,13 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Float64, Int64
 
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["IsFloat", "MeasuredRange", "Ranges", "Words", "Work", "measure_range", "measure_ranges"]
+__all__ = ["MeasuredRange", "Ranges", "Values", "Work", "measure_range", "measure_ranges"]
 
-Words = Int64[np.ndarray, " n"]  # ints as they are, floats as their bits
-IsFloat = bool | Bool[np.ndarray, " n"]  # one for all, or one each
+Values = Int64[np.ndarray, " n"] | Float64[np.ndarray, " n"]
 
 _SECONDS_PER_RANGE = 0.25  # long against handing a range over, short to wait for
 _FIRST_RANGE = 16  # samples
@@ -31,7 +30,7 @@ class Work(NamedTuple):
 
     dataset: DataSource
     function: Callable[[Any], Any]
-    to_words: Callable[[list[Any], range], tuple[Words, IsFloat]]  # raises ValueError that lists rejected values
+    to_array: Callable[[list[Any], range], Values]  # raises ValueError that lists rejected values
     careful_function: Callable[[Any], Any] | None = None  # for a few of the samples: inspecting all takes too long
     read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
     value_of_bad: Any = None  # of samples that cannot be measured; None: they are an error
@@ -41,8 +40,7 @@ class MeasuredRange(NamedTuple):
     """The values of a range of samples, and the seconds that measuring them took."""
 
     samples: range
-    words: Words
-    is_float: IsFloat
+    values: Values
     seconds: float
 
 
@@ -106,7 +104,7 @@ def measure_range(work: Work, samples: range) -> MeasuredRange:
             told = f"samples {samples.start} to {samples.stop - 1} could not be measured: {error!r}"
             raise RuntimeError(told) from error
         if known is not None:
-            return MeasuredRange(samples, *work.to_words(known, samples), time.perf_counter() - start)
+            return MeasuredRange(samples, work.to_array(known, samples), time.perf_counter() - start)
     values: list[Any] = []
     size = -(-len(samples) // _PIECES)
     try:
@@ -127,4 +125,4 @@ def measure_range(work: Work, samples: range) -> MeasuredRange:
     except Exception as error:
         raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
     samples = samples[: len(values)]
-    return MeasuredRange(samples, *work.to_words(values, samples), time.perf_counter() - start)
+    return MeasuredRange(samples, work.to_array(values, samples), time.perf_counter() - start)

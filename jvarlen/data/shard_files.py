@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
+from jvarlen.data.sample_ranges import Values
 
-__all__ = ["Check", "ShardFiles", "ShardsError", "Values"]
+__all__ = ["Check", "ShardFiles", "ShardsError"]
 
-Values = Int64[np.ndarray, " n"] | Float64[np.ndarray, " n"]
-Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
+Check = Callable[[Values], Values]
 
 _SHARDS_VERSION = 1
 _SEAL_BYTES = hashlib.sha256().digest_size
@@ -32,27 +31,23 @@ class ShardsError(UserError):
 class ShardFiles:
     """The files of a measurement: a manifest, and a sealed `.npy` for every complete shard, int64[n] or float64[n]."""
 
-    # `words` holds the values of all samples, ints as they are and floats as their bits. A seal is the SHA-256 of the
-    # manifest, the file's name and its array, and follows the array, where NumPy does not look: no file is mistaken for
-    # another.
+    # A seal is the SHA-256 of the manifest, the file's name and its array, and follows the array, where NumPy does not
+    # look: no file is mistaken for another.
 
     def __init__(
         self,
         directory: Path,
-        words: Int64[np.ndarray, " N"],
-        is_float: Bool[np.ndarray, " N"],
+        num_samples: int,
         shard_size: int,
         quantity: str,
         function: Callable[..., Any],
         check: Check,
     ):
-        num_samples = len(words)
         while isinstance(function, functools.partial):
             function = function.func
         named = function if hasattr(function, "__qualname__") else type(function)
         self._directory = directory
         self._check = check
-        self._words, self._is_float = words, is_float
         self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
         self._num_missing = np.array(list(map(len, self._shards)))
         self._manifest: dict[str, Any] = {
@@ -64,8 +59,8 @@ class ShardFiles:
         }
         self._written_manifest = (json.dumps(self._manifest, indent=2) + "\n").encode()
 
-    def read(self) -> list[range]:
-        """Reads existing shards into the arrays, or begins a directory; returns the samples of each missing shard."""
+    def read(self, store: Callable[[range, Values], object]) -> list[range]:
+        """Hands existing shards to `store`, or begins a directory; returns the samples of each missing shard."""
         self._directory.mkdir(parents=True, exist_ok=True)
         manifest = self._directory / "manifest.json"
         if manifest.exists():
@@ -76,7 +71,7 @@ class ShardFiles:
         damaged = []
         for index in range(len(self._shards)):
             path = self._path(index)
-            if path.exists() and not self._read_shard(index, path):
+            if path.exists() and not self._read_shard(index, path, store):
                 damaged.append(path.name)
         if damaged:
             raise self._refusal(
@@ -85,15 +80,15 @@ class ShardFiles:
             )
         return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
 
-    def add(self, samples: range) -> None:
-        """Notes that the arrays hold samples of a missing shard; writes it once it is whole and passes the check."""
+    def add(self, samples: range, values: Values) -> None:
+        """Notes that all values hold these samples of a shard; writes it once it is whole and passes the check."""
         index = samples.start // self._manifest["shard_size"]
         self._num_missing[index] -= len(samples)
         if self._num_missing[index]:
             return
-        shard = self._slice(index)
+        shard = self._shards[index]
         try:
-            values = self._check(self._words[shard], self._is_float[shard])
+            values = self._check(values[shard.start : shard.stop])
         except ValueError:  # the check of all values lists the offenders of all shards
             return
         body = io.BytesIO()
@@ -102,13 +97,12 @@ class ShardFiles:
         with write_atomically(path) as file:
             file.write(body.getvalue() + self._seal(path, body.getvalue()))
 
-    def _read_shard(self, index: int, path: Path) -> bool:
+    def _read_shard(self, index: int, path: Path, store: Callable[[range, Values], object]) -> bool:
         content = path.read_bytes()
         body, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
         if seal != self._seal(path, body):
             return False
-        values, shard = np.load(io.BytesIO(body), allow_pickle=False), self._slice(index)
-        self._words[shard], self._is_float[shard] = values.view(np.int64), values.dtype == np.float64
+        store(self._shards[index], np.load(io.BytesIO(body), allow_pickle=False))
         self._num_missing[index] = 0
         return True
 
@@ -124,9 +118,6 @@ class ShardFiles:
         ]
         if differences:
             raise self._refusal(f"is of another measuring: {'; '.join(differences)}")
-
-    def _slice(self, index: int) -> slice:
-        return slice(self._shards[index].start, self._shards[index].stop)
 
     def _path(self, index: int) -> Path:
         return self._directory / f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # names sort as the shards do

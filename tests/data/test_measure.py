@@ -91,7 +91,7 @@ def test_ints_among_floats_are_exact_or_refused(tmp_path, shard_size):
     assert is_same(measure(samples, shards=tmp_path / "exact", **options), np.array(samples, np.float64))
     assert is_same(measure(samples, shards=tmp_path / "exact", **options), np.array(samples, np.float64))
     for _ in range(2):  # whether measured or read
-        with pytest.raises(ValueError, match=rf"id 0: {2**53 + 1}, id 2: {-(2**53) - 1} \(limit ±2\*\*53\)"):
+        with pytest.raises(ValueError, match=rf"id 0: {2**53 + 1}.* \(limit ±2\*\*53\)"):
             measure([2**53 + 1, 0.5, -(2**53) - 1], shards=tmp_path / "inexact", **options)
 
 

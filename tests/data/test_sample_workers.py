@@ -18,11 +18,11 @@ from jvarlen.data import sample_ranges, sample_workers
 from jvarlen.data.sample_ranges import MeasuredRange, Ranges, Work, measure_ranges
 
 
-def to_words(values, samples):
+def to_array(values, samples):
     """Ints alone; the range tells which others there are."""
     if not all(isinstance(value, int) for value in values):
         raise ValueError(f"samples {samples.start} to {samples.stop - 1} are not all ints")
-    return np.array(values, np.int64), False
+    return np.array(values, np.int64)
 
 
 def identity(sample):
@@ -30,7 +30,7 @@ def identity(sample):
 
 
 def measure(dataset, num_workers, function=identity):
-    return list(measure_ranges(Work(dataset, function, to_words), [range(len(dataset))], num_workers))
+    return list(measure_ranges(Work(dataset, function, to_array), [range(len(dataset))], num_workers))
 
 
 @given(sizes=st.lists(st.integers(0, 2_000), max_size=6), seconds=st.lists(st.floats(0, 10), max_size=20))
@@ -40,7 +40,7 @@ def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, second
     cut, ranges = [], Ranges(missing)
     for took, samples in zip(seconds, ranges, strict=False):
         cut.append(samples)
-        ranges.adapt(MeasuredRange(samples, np.zeros(len(samples), int), False, took), samples)
+        ranges.adapt(MeasuredRange(samples, np.zeros(len(samples), int), took), samples)
     cut += ranges
     assert [i for samples in cut for i in samples] == [i for shard in missing for i in shard]
     assert all(samples.start // 5_000 == (samples.stop - 1) // 5_000 for samples in cut)
@@ -54,7 +54,7 @@ def test_ranges_of_slow_samples_are_short():
         if len(lengths) == 20:
             break
         seconds_per_sample = 1e-7 if len(lengths) < 15 else 0.1
-        ranges.adapt(MeasuredRange(samples, np.zeros(0, int), False, len(samples) * seconds_per_sample), samples)
+        ranges.adapt(MeasuredRange(samples, np.zeros(0, int), len(samples) * seconds_per_sample), samples)
     assert max(lengths) == 32_768
     assert lengths[-1] == 2
 
@@ -65,9 +65,9 @@ def test_ranges_of_slow_samples_are_short():
 def test_missing_samples_are_measured_once_and_no_others(num_workers):
     missing = [range(3, 3), range(5, 100), range(200, 201), range(300, 1_000)]
     dataset = [i * i if any(i in shard for shard in missing) else "not to be read" for i in range(1_000)]
-    parts = list(measure_ranges(Work(dataset, identity, to_words), missing, num_workers))
+    parts = list(measure_ranges(Work(dataset, identity, to_array), missing, num_workers))
     assert sorted(i for part in parts for i in part.samples) == [i for shard in missing for i in shard]
-    assert all(part.words.tolist() == [i * i for i in part.samples] for part in parts)
+    assert all(part.values.tolist() == [i * i for i in part.samples] for part in parts)
     assert all(any(set(part.samples) <= set(shard) for shard in missing) for part in parts)
 
 
@@ -143,14 +143,14 @@ def test_workers_need_what_pickles():
 
 
 def test_nothing_to_measure_starts_no_worker():
-    assert not list(measure_ranges(Work(Unpicklable([1]), identity, to_words), [range(0)], 2))
+    assert not list(measure_ranges(Work(Unpicklable([1]), identity, to_array), [range(0)], 2))
 
 
 def in_order(parts):
     """The values of all samples; every sample is measured once."""
     parts = sorted(parts, key=lambda part: part.samples.start)
     assert [i for part in parts for i in part.samples] == list(range(parts[-1].samples.stop))
-    return [word for part in parts for word in part.words.tolist()]
+    return [value for part in parts for value in part.values.tolist()]
 
 
 class SlowAfter(list):
@@ -184,7 +184,7 @@ def test_processes_of_an_executor_are_handed_the_dataset_a_few_times(monkeypatch
     monkeypatch.setattr(sample_ranges, "_LARGEST_RANGE", 100)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
         for _ in range(3):  # one after the other in the same processes
-            work = Work(PicklesNoted(range(10_000)), identity, to_words)
+            work = Work(PicklesNoted(range(10_000)), identity, to_array)
             PicklesNoted.num_pickled = 0
             parts = list(measure_ranges(work, [range(10_000)], 4, executor))
             assert in_order(parts) == list(range(10_000))
@@ -208,13 +208,13 @@ class Restarting(Executor):
 
 
 def test_a_new_process_of_an_executor_asks_for_the_dataset():
-    parts = measure_ranges(Work(list(range(9_999)), identity, to_words), [range(9_999)], 2, Restarting())
+    parts = measure_ranges(Work(list(range(9_999)), identity, to_array), [range(9_999)], 2, Restarting())
     assert in_order(parts) == list(range(9_999))
 
 
 def test_nothing_stays_in_a_process_whose_threads_measured():
     with ThreadPoolExecutor(2) as executor:
-        parts = list(measure_ranges(Work(list(range(999)), identity, to_words), [range(999)], 2, executor))
+        parts = list(measure_ranges(Work(list(range(999)), identity, to_array), [range(999)], 2, executor))
     assert in_order(parts) == list(range(999))
     assert not sample_workers._kept
 
@@ -244,7 +244,7 @@ def test_an_error_whose_type_is_not_importable_here_tells_its_sample():
     with mock.patch.dict(copyreg.dispatch_table):
         pickling.install()  # as Dask does: errors pickle with their causes
         with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
-            list(measure_ranges(Work([7], fail_there, to_words), [range(1)], 1, OfOtherMachine()))
+            list(measure_ranges(Work([7], fail_there, to_array), [range(1)], 1, OfOtherMachine()))
     assert type(told.value.__cause__) is RuntimeError
     assert "fail_there" in told.value.__cause__.__notes__[-1]
 
@@ -254,7 +254,7 @@ def test_an_error_in_samples_that_are_read_at_once_tells_which():
         raise OSError("no such block")
 
     with pytest.raises(RuntimeError, match=r"samples 0 to 1 could not be measured: OSError\('no such block'\)"):
-        list(measure_ranges(Work([1, 2], identity, to_words, read_values=fail), [range(2)], 0))
+        list(measure_ranges(Work([1, 2], identity, to_array, read_values=fail), [range(2)], 0))
 
 
 class Stopped(Executor):
@@ -276,10 +276,10 @@ def test_a_cancelled_task_is_seen_at_once():
     with pytest.raises(
         RuntimeError, match=r"Stopped failed: CancelledError\(\); it had samples 16 to 19\. .* 4 samples"
     ):
-        list(measure_ranges(Work(list(range(20)), identity, to_words), [range(20)], 2, Stopped(), 1.0))
+        list(measure_ranges(Work(list(range(20)), identity, to_array), [range(20)], 2, Stopped(), 1.0))
 
 
 def test_an_endless_timeout_waits_for_ever():
     with ThreadPoolExecutor(1) as executor:
-        parts = measure_ranges(Work(list(range(99)), identity, to_words), [range(99)], 1, executor, float("inf"))
+        parts = measure_ranges(Work(list(range(99)), identity, to_array), [range(99)], 1, executor, float("inf"))
         assert in_order(parts) == list(range(99))

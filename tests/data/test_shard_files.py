@@ -15,26 +15,24 @@ from jvarlen.data.shard_files import ShardFiles
 NUM_SAMPLES, SHARD_SIZE = 10, 2
 
 
-def as_kept(words, is_float):
-    """Shards of ints alone, or of floats alone."""
-    return words.view(np.float64) if is_float.all() else words
-
-
 def shard_files(directory, num_samples=NUM_SAMPLES, shard_size=SHARD_SIZE, *, function=abs, **options):
-    """Files of a measuring, and the arrays that they fill."""
-    words, is_float = np.full(num_samples, -1), np.zeros(num_samples, bool)
-    options = {"quantity": "difficulty", "check": as_kept} | options
-    files = ShardFiles(directory, words, is_float, shard_size=shard_size, function=function, **options)
-    return files, words, is_float
+    """Files of a measuring."""
+    options = {"quantity": "difficulty", "check": lambda values: values} | options
+    return ShardFiles(directory, num_samples, shard_size=shard_size, function=function, **options)
+
+
+def read(files):
+    """The samples of each missing shard, and the values of the others."""
+    kept = {}
+    return files.read(kept.__setitem__), kept
 
 
 def keep(directory, num_kept, **options):
     """Begins a directory and keeps the first samples, which are 1, 2, …"""
-    files, words, _ = shard_files(directory, **options)
-    missing = files.read()
-    words[:num_kept] = np.arange(1, num_kept + 1)
-    for shard in missing:
-        files.add(shard[: max(0, num_kept - shard.start)])
+    files = shard_files(directory, **options)
+    values = np.arange(1, options.get("num_samples", NUM_SAMPLES) + 1)
+    for shard in read(files)[0]:
+        files.add(shard[: max(0, num_kept - shard.start)], values)
 
 
 @pytest.fixture
@@ -46,29 +44,36 @@ def directory(tmp_path):
 
 def test_whole_shards_are_kept_and_read(directory):
     assert sorted(path.name for path in directory.iterdir()) == ["0.npy", "1.npy", "2.npy", "manifest.json"]
-    files, words, is_float = shard_files(directory)
-    assert files.read() == [range(6, 8), range(8, 10)]
-    assert words.tolist() == [1, 2, 3, 4, 5, 6, -1, -1, -1, -1]
-    assert not is_float.any()
+    missing, kept = read(shard_files(directory))
+    assert missing == [range(6, 8), range(8, 10)]
+    assert {shard: values.tolist() for shard, values in kept.items()} == {
+        range(2): [1, 2], range(2, 4): [3, 4], range(4, 6): [5, 6]
+    }  # fmt: skip
+    assert {values.dtype for values in kept.values()} == {np.dtype(np.int64)}
 
 
-@given(kinds=st.lists(st.booleans(), min_size=1, max_size=30), shard_size=st.integers(1, 8), data=st.data())
+@given(
+    dtype=st.sampled_from([np.int64, np.float64]),
+    num_shards=st.integers(1, 30),
+    shard_size=st.integers(1, 8),
+    data=st.data(),
+)
 @settings(max_examples=40, deadline=None)
-def test_samples_added_in_any_order_are_read_bit_by_bit(tmp_path_factory, kinds, shard_size, data):
+def test_samples_added_in_any_order_are_read_bit_by_bit(tmp_path_factory, dtype, num_shards, shard_size, data):
     directory = tmp_path_factory.mktemp("shards")
-    bits = np.random.default_rng(0).integers(-(2**63), 2**63, len(kinds) * shard_size)  # NaNs and subnormals are kept
-    files, words, is_float = shard_files(directory, len(bits), shard_size)
-    assert len(files.read()) == len(kinds)
+    bits = np.random.default_rng(0).integers(-(2**63), 2**63, num_shards * shard_size)  # NaNs and subnormals are kept
+    files = shard_files(directory, len(bits), shard_size)
+    assert len(read(files)[0]) == num_shards
     added = data.draw(st.lists(st.sampled_from(range(len(bits))), unique=True))
     for i in added:
-        words[i], is_float[i] = bits[i], kinds[i // shard_size]
-        files.add(range(i, i + 1))
-    reader, read_words, read_is_float = shard_files(directory, len(bits), shard_size)
-    missing = {i for shard in reader.read() for i in shard}
-    assert missing == {i for i in range(len(bits)) if not set(shard_of(i, shard_size)) <= set(added)}
-    kept = np.setdiff1d(np.arange(len(bits)), list(missing))
-    assert (read_words[kept] == bits[kept]).all()
-    assert (read_is_float == is_float)[kept].all()
+        files.add(range(i, i + 1), bits.view(dtype))
+    missing, kept = read(shard_files(directory, len(bits), shard_size))
+    assert {i for shard in missing for i in shard} == {
+        i for i in range(len(bits)) if not set(shard_of(i, shard_size)) <= set(added)
+    }
+    for shard, values in kept.items():
+        assert values.dtype == dtype
+        assert (values.view(np.int64) == bits[shard.start : shard.stop]).all()
 
 
 def shard_of(sample_id, shard_size):
@@ -84,13 +89,13 @@ def test_more_than_ten_shards_sort_by_name(tmp_path):
 
 
 def test_a_shard_that_the_check_refuses_is_left_out(tmp_path):
-    def check(words, is_float):
-        if 3 in words:
+    def check(values):
+        if 3 in values:
             raise ValueError("three is no difficulty")
-        return words
+        return values
 
     keep(tmp_path, 10, check=check)
-    assert shard_files(tmp_path)[0].read() == [range(2, 4)]
+    assert read(shard_files(tmp_path))[0] == [range(2, 4)]
 
 
 def flip_a_bit(directory):
