@@ -66,6 +66,12 @@ def test_plan_prints_saves_and_compares_the_plan(lengths_file, tmp_path, capsys)
     assert "packed rows" in page.read_text()
 
 
+def test_lengths_in_json_give_the_plan_of_the_same_lengths(tmp_path, capsys):
+    (tmp_path / "lengths.json").write_text(json.dumps(LENGTHS.tolist()))
+    assert main(["plan", str(tmp_path / "lengths.json")]) == 0
+    assert f"digest {make_plan(LENGTHS, **USUAL).digest}" in capsys.readouterr().out
+
+
 def test_plan_says_how_many_samples_are_cut(lengths_file, capsys):
     assert main(["plan", lengths_file, "--max-length", "400"]) == 0
     num_long = (LENGTHS > 400).sum()
@@ -263,7 +269,9 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "cost.json: model_type (None) must be one of llama, qwen2, qwen3, mistral",
         ),
         ("plan LENGTHS --max-shapes auto", "--max-shapes 'auto' is chosen by a training run"),
-        ("plan LENGTHS TEXT", "a .npy file holds lengths: it is planned alone"),
+        ("plan LENGTHS TEXT", "a .npy or .json file holds lengths: it is planned alone"),
+        ("plan COST", "cost.json holds no list of integers, tokens a sample; samples are lines of a .jsonl file"),
+        ("plan nowhere.json", "there is no lengths file "),
         ("plan LENGTHS --field body", "planned alone, --field must not be given"),
         ("plan nowhere.jsonl", "nowhere.jsonl"),
         ("plan LENGTHS --max-tokens 4096 --html LENGTHS", "which is read"),

@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError, is_integer, is_number
 from jvarlen._common.files import read_object, write_atomically
 from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets
 
-__all__ = ["UNKNOWN", "BucketReport", "Column", "figure_text"]
+__all__ = ["UNKNOWN", "BucketReport", "Column", "figure_text", "table_of"]
 
 UNKNOWN = "–"
 _Row = TypeVar("_Row")
@@ -160,3 +160,8 @@ class Column(NamedTuple):
     def cells(self, rows: Iterable[Any]) -> list[str]:
         """The text of each row."""
         return [figure_text(self.of_row(row), self.unit) for row in rows]
+
+
+def table_of(rows: Sequence[Any], *columns: Column) -> list[tuple[str, ...]]:
+    """The headers, and the cells of each row."""
+    return list(zip(*([column.header, *column.cells(rows)] for column in columns), strict=True))

@@ -53,10 +53,14 @@ class CommunicationEstimate(tuple[Traffic, ...]):
         """Bytes that the device which sends the most sends in a step, in all collectives."""
         return sum(row.wire_bytes for row in self)
 
-    def __str__(self) -> str:
+    def cells(self) -> list[list[str]]:
+        """Of the table: a header, and a row for each kind and axes."""
         rows = [[row.kind, ", ".join(row.axes) or "other", *(f"{number:,}" for number in row[2:])] for row in self]
         header = ["collective", "axes", "times a step", "bytes", "sent by a device", "asynchronous", "overlapped"]
-        return text_table([header, *rows], align="<<>")
+        return [header, *rows]
+
+    def __str__(self) -> str:
+        return text_table(self.cells(), align="<<>")
 
 
 def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationEstimate:

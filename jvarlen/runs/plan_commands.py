@@ -6,6 +6,7 @@ Each is imported for its settings, and imports what it runs when it runs.
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +15,8 @@ import tyro
 from jaxtyping import Int64
 
 from jvarlen import models
-from jvarlen._common.checks import UserError, check_counts, list_first
-from jvarlen._common.files import check_outputs, load_array
+from jvarlen._common.checks import UserError, check_counts, is_integer, list_first
+from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.terminal import say
 from jvarlen.models.config import DecoderConfig
 from jvarlen.planning.lengths import check_lengths
@@ -43,7 +44,8 @@ class _PlannedData(DataConfig):
     """The data to plan."""
 
     files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
-    """What `jvarlen train --data` takes; none for the built-in corpus. Or a .npy file of integers, tokens a sample."""
+    """What `jvarlen train --data` takes; none for the built-in corpus. Or integers, tokens a sample, in a .npy or .json
+    file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,19 +89,33 @@ class _Planned:
     def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
         """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
         files = self.data.files
-        if any(str(path).endswith(".npy") for path in files):
+        if any(str(path).endswith((".npy", ".json")) for path in files):
             fields = dataclasses.fields(self.data)
             given = ((each.name, getattr(self.data, each.name), each.default) for each in fields)
             if others := [name for name, value, default in given if value not in (files[:1], default)]:
                 listed = list_first(f"{name} must not be given" for name in others)
-                raise UserError(f"a .npy file holds lengths: it is planned alone, {listed}")
-            return check_lengths(load_array(Path(files[0]), "lengths")), []
+                raise UserError(f"a .npy or .json file holds lengths: it is planned alone, {listed}")
+            return check_lengths(_load_lengths(Path(files[0]))), []
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX
 
         data = open_training_data(config)
         lengths = known_lengths(data.train, progress=self.progress)
         return lengths, [*data.describe(lengths), ""]
+
+
+def _load_lengths(path: Path) -> np.ndarray | list[int]:
+    if path.suffix == ".npy":
+        return load_array(path, "lengths")
+    try:
+        lengths = json.loads(regular_file(path).read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no lengths file {path}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
+        raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
+    return lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +203,8 @@ class CompileCommand(_Planned):
     """How a step spreads over the devices, such as data8.zero3; None: data parallelism."""
     out: Path | None = None
     """Where to save the report, a .json file."""
+    html: Path | None = None
+    """Where to write a page that shows what fits: one file that works offline."""
 
     def run(self) -> None:
         """Plans, compiles, prints what the compiler says, and saves it."""
@@ -199,7 +217,7 @@ class CompileCommand(_Planned):
 
         settings = self.plan.of_files()
         read = *files_read(self.data, self.model), settings.cost_model, settings.memory_model
-        check_outputs({"out": self.out}, *read)
+        check_outputs({"out": self.out, "html": self.html}, *read)
         if self.target != "here" and getattr(jax.config, "jax_platforms", None) is None:
             jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
         target = Target.parse(self.target)
@@ -227,3 +245,8 @@ class CompileCommand(_Planned):
         if self.out is not None:
             report.save(self.out)
             say(self.out)
+        if self.html is not None:
+            from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
+
+            write_target_page(self.html, report)
+            say(self.html)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import Self
 
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.bucket_report import BucketReport, Column
+from jvarlen.compiling.bucket_report import BucketReport, Column, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["COLUMNS", "SOURCE", "TargetReport", "TargetRow"]
+__all__ = ["COLUMNS", "KERNELS", "SOURCE", "TargetReport", "TargetRow"]
 
 SOURCE = "All figures come from compilers, not from devices."
 
@@ -100,9 +100,8 @@ class TargetReport(BucketReport[TargetRow]):
 
     def __str__(self) -> str:
         """Lines of text: the buckets, and what a step of the first one communicates; GB are 10⁹ bytes."""
-        header = [column.header for column in COLUMNS]
-        rows = zip(*(column.cells(self) for column in COLUMNS), strict=True)
-        lines = [f"{self.layout} on {self.target}. {SOURCE}", text_table([header, *rows], align=_ALIGN)]
+        table = text_table(table_of(self, *COLUMNS, KERNELS), align=">" * len(COLUMNS) + "<")
+        lines = [f"{self.layout} on {self.target}. {SOURCE}", table]
         for row in self:
             if row.communication is None:
                 lines.append(f"what a step of {row.bucket} communicates is not known")
@@ -126,6 +125,13 @@ COLUMNS = (
     Column("TFLOP", lambda row: row.flops, 1e12),
     Column("compile s", lambda row: row.compile_s),
     Column("CPU s", lambda row: row.cpu_s),
-    Column("kernels", lambda row: ", ".join(f"{name} {times}" for name, times in (row.kernels or {}).items()) or None),
 )
-_ALIGN = ">" * (len(COLUMNS) - 1) + "<"
+
+
+def _kernels(row: TargetRow) -> str | None:
+    if row.kernels is None:
+        return None
+    return ", ".join(f"{name} {times}" for name, times in row.kernels.items()) or "none"
+
+
+KERNELS = Column("kernels", _kernels)

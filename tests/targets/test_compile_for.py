@@ -19,6 +19,7 @@ from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.models import DecoderConfig
 from jvarlen.parallel import estimate_communication
 from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
 
 MODEL = DecoderConfig(num_layers=2, width=64, num_heads=4, vocab_size=300)
@@ -215,11 +216,13 @@ def test_the_command(tmp_path, capsys):
     )
     files = [str(tmp_path / "lengths.npy"), "--model", str(tmp_path / "config.json")]
     how = ["--max-tokens", "256", "--max-shapes", "2", "--packing", "None"]
-    out = tmp_path / "report.json"
-    assert main(["compile", *files, *how, "--target", "here", "--out", str(out), "--no-progress"]) == 0
+    out, page = tmp_path / "report.json", tmp_path / "page.html"
+    written = ["--out", str(out), "--html", str(page)]
+    assert main(["compile", *files, *how, "--target", "here", *written, "--no-progress"]) == 0
     told = capsys.readouterr().out
+    assert told.endswith(f"{TargetReport.load(out)}\n{out}\n{page}\n")
     assert "data8 on here" in told
-    assert len(json.loads(out.read_text())["rows"]) == 2
+    assert "2 buckets on here" in page.read_text()
     assert main(["compile", *files, *how, "--target", "here", "--parallel", "tensor2", "--no-progress"]) == 0
     assert "data4.tensor2 on here" in capsys.readouterr().out
     assert main(["compile", *files, *how, "--target", "here", "--parallel", "data4"]) == 2

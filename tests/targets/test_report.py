@@ -47,7 +47,7 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
     assert row.split() == [*figures, "__cudnn$fmhaSoftmax", "32,", "__cudnn$fmhaSoftmaxBackward", "32"]
     assert too_large.split()[:7] == ["8×1024", "no", "70.2", "63", "20", "0.25", "50"]
     assert no_room.split() == ["64×512", "no", "17", "17", "–", "–", "–", "–", "–", "2", "3", "–"]
-    assert [unknown_limit.split()[place] for place in (1, 2, 3, -1)] == ["–", "56.2", "–", "–"]
+    assert [unknown_limit.split()[place] for place in (1, 2, 3, -1)] == ["–", "56.2", "–", "none"]
     assert rest[:2] == [f"what a step of {bucket} communicates is not known" for bucket in ("64×512", "4×2048")]
     assert rest[2] == "a step of 4×2048 communicates:"
     assert "all-gather" in rest[4]

@@ -1,0 +1,106 @@
+"""What fits on devices that are elsewhere, as one HTML file that loads nothing and works offline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jvarlen.compiling.bucket_report import UNKNOWN, figure_text, table_of
+from jvarlen.parallel.communication import CommunicationEstimate
+from jvarlen.reports.figures import Picture
+from jvarlen.reports.layout_figures import draw_layout_bars
+from jvarlen.reports.page import Table, write_page
+from jvarlen.targets.report import COLUMNS, KERNELS, SOURCE, TargetReport, TargetRow
+
+__all__ = ["write_target_page"]
+
+_GB = 1e9
+_KERNELS = "How many places of the program call each; a place in a loop counts once."
+_LIMIT = (
+    "Bytes are those of one device; GB are 10⁹ bytes. The limit is what a process can have of its memory: of a GPU "
+    "three quarters, as JAX takes by default, or the share in XLA_CLIENT_MEM_FRACTION."
+)
+
+
+def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> None:
+    """Writes a page that shows which buckets fit on a target, what takes memory there, and what a step communicates.
+
+    Args:
+      path: the file; its directory must exist, and an existing file is replaced.
+      report: of one bucket or more, from `compile_for` or `TargetReport.load`.
+    """
+    fullest = max(report, key=lambda row: row.total_bytes)
+    header, *rows = table_of(report, *COLUMNS)
+    header_of_kernels, *kernels = table_of(report, COLUMNS[0], KERNELS)
+    write_page(
+        path,
+        title=f"{len(report):,} bucket{'' if len(report) == 1 else 's'} on {report.target}",
+        summary=f"The train step of each bucket, compiled for layout {report.layout}. {SOURCE}",
+        key_figures=_key_figures(report, fullest),
+        first_table=Table("buckets", "Buckets", header, rows, note=_LIMIT),
+        pictures=[_memory_picture(report)],
+        tables=[
+            Table("kernels", "Kernels that XLA did not make", header_of_kernels, kernels, note=_KERNELS, is_wide=True),
+            *_tables("collectives", "What a step communicates", report, fullest, _collectives),
+        ],
+    )
+
+
+def _key_figures(report: TargetReport, fullest: TargetRow) -> list[tuple[str, str, str]]:
+    num_fitting, limit = sum(row.fits is True for row in report), fullest.limit_bytes
+    is_known = all(row.fits is not None for row in report)
+    share = f": {fullest.total_bytes / limit:.0%} of {figure_text(limit, _GB)}" if limit else ""
+    seconds = sum(row.lower_s + row.compile_s for row in report)
+    cpu_s = sum(row.cpu_s for row in report)
+    return [
+        ("Fit", f"{num_fitting:,} of {len(report):,}" if is_known else UNKNOWN, "buckets"),
+        ("Fullest", f"{figure_text(fullest.total_bytes, _GB)} GB", f"{fullest.bucket}{share}"),
+        ("Compiled in", f"{figure_text(seconds)} s", f"{figure_text(cpu_s)} s of CPU time in the compiler"),
+    ]
+
+
+def _memory_picture(report: TargetReport) -> Picture:
+    parts = {
+        "arguments": [row.argument_bytes or 0 for row in report],
+        "no program": [0 if row.has_program else row.total_bytes for row in report],
+        "temporaries": [row.temp_bytes or 0 for row in report],
+        "output": [row.output_bytes or 0 for row in report],
+    }
+    limits = [row.limit_bytes for row in report if row.limit_bytes is not None]
+    bars = draw_layout_bars(
+        [f"{row.bucket}, does not fit" if row.fits is False else str(row.bucket) for row in report],
+        {name: np.array(sizes) / _GB for name, sizes in parts.items()},
+        "GB",
+        limit=min(limits) / _GB if limits else None,
+    )
+    line = "The line is the limit." if limits else "The limit is not known."
+    return Picture("memory", "Memory of a device", f"During a step of each bucket. {line}", bars)
+
+
+def _tables(
+    name: str,
+    title: str,
+    report: TargetReport,
+    fullest: TargetRow,
+    cells_of: Callable[[TargetRow], Sequence[Sequence[str]]],
+) -> list[Table]:
+    """Cells of the fullest bucket, and folded those of the others; the first row of cells is the header."""
+
+    def table(name: str, title: str, of_rows: Sequence[TargetRow], is_closed: bool = False) -> Table:
+        cells = {str(row.bucket): cells_of(row) for row in of_rows}
+        header = ["bucket", *next(iter(cells.values()))[0]]
+        lines = [[bucket, *line] for bucket, each in cells.items() for line in each[1:] or [["none"]]]
+        return Table(name, title, header, lines, is_closed=is_closed, is_wide=True)
+
+    tables = [table(name, title, [fullest])]
+    if others := [row for row in report if row is not fullest]:
+        tables.append(table(f"{name}-of-others", f"{title}, in the other buckets", others, is_closed=True))
+    return tables
+
+
+def _collectives(row: TargetRow) -> list[list[str]]:
+    if row.communication is None:
+        return [*CommunicationEstimate().cells(), ["not known"]]
+    return row.communication.cells()
