@@ -98,6 +98,7 @@ def collective_cells(case: Case, report: TargetReport) -> list[list[str]]:
             digits(each.num_bytes / 1e9),
             digits(each.wire_bytes / 1e9),
             f"{each.asynchronous:,}",
+            f"{each.overlapped:,}",
         ]
         for each in row.communication or ()
     ]
@@ -134,7 +135,7 @@ def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
         "## Collectives of a step",
         "",
         *table(
-            "layout|target|collective|axes|times a step|GB|GB sent by a device|asynchronous",
+            "layout|target|collective|axes|times a step|GB|GB sent by a device|asynchronous|overlapped",
             [cells for case, report in reports.items() for cells in collective_cells(case, report)],
         ),
         *(line for text in left_out for line in ("", f"Left out: {text}")),

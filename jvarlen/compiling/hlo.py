@@ -47,6 +47,7 @@ _STRIDED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
 )
+_WAITS = '"is_sync":true'  # of GPUs: done as soon as it starts; older versions of XLA write both all the same
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
@@ -154,6 +155,8 @@ def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
             if kind in _KINDS:
                 is_start = kind != each.operation
                 products = between[each.name] if is_start else started.get(name)
+                if _WAITS in each.rest:
+                    products = None
                 yield _Found(each, kind, is_start, times[name], products)
 
 

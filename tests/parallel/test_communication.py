@@ -185,6 +185,17 @@ def test_an_asynchronous_reduction_lists_what_it_takes_and_gives():
     assert list_collectives(text) == [Collective("reduce-scatter", 64, ((0, 1),), 1, is_asynchronous=True)]
 
 
+@pytest.mark.parametrize("is_sync", [False, True])
+def test_one_that_xla_marks_as_synchronous_is_not_asynchronous(is_sync):
+    marked = f'backend_config={{"collective_backend_config":{{"is_sync":{str(is_sync).lower()}}}}}'
+    text = f"""ENTRY %main (p: f32[8]) -> f32[8] {{
+  %s = f32[8]{{0}} all-reduce-start(%p), replica_groups={{{{0,1}}}}, to_apply=%add, {marked}
+  ROOT %d = f32[8]{{0}} all-reduce-done(%s)
+}}
+"""
+    assert list_collectives(text) == [Collective("all-reduce", 32, ((0, 1),), 1, is_asynchronous=not is_sync)]
+
+
 @pytest.mark.parametrize(
     ("kind", "shapes", "groups"),
     [
