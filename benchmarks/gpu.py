@@ -1,7 +1,8 @@
 """How near to its matrix rate does a GPU train on samples of different lengths, and what do few shapes cost there?
 
 A model of about 100 million parameters in bfloat16, lengths up to 4,096, 65,536 tokens a microbatch, on one GPU; JAX
-and, where it is installed, PyTorch, each in a process of its own: `gpu_jax.py` and `gpu_torch.py`, in `support/`. Run
+and, where it is installed, PyTorch, each in a process of its own: `gpu_jax.py` and `gpu_torch.py`, in `support/`. A
+third one, `gpu_targets.py`, holds the bytes and seconds that `compile_for` tells of such a GPU against it. Run
 `python benchmarks/gpu.py [--quick]` in a checkout, installed or not; it takes some minutes. Prints tables and writes
 them, with versions and hardware, to `benchmarks/results/`. The exit code is 1 without a GPU, or where a part failed;
 the report still has what the other parts measured. `--quick` runs a tiny model on the CPU.
@@ -71,13 +72,12 @@ def main() -> None:
     quick = parser.parse_args().quick
     if not quick and not is_true("jax", "(jax.default_backend() == 'gpu')"):
         sys.exit("no GPU: nothing to do (--quick runs a tiny model on the CPU)")
-    of_jax = ask("gpu_jax", quick=quick)
+    of_jax, of_targets = ask("gpu_jax", quick=quick), ask("gpu_targets", quick=quick)
     missing = why_no_torch(quick=quick)
     of_torch = {"missing": missing} if missing else ask("gpu_torch", quick=quick)
-    report("gpu", make_lines(QUICK if quick else FULL, of_jax, of_torch, quick=quick), write=not quick)
-    failed = [
-        f"{name}: {part}" for name, of in (("JAX", of_jax), ("PyTorch", of_torch)) for part in of.get("failed", {})
-    ]
+    report("gpu", make_lines(QUICK if quick else FULL, of_jax, of_torch, of_targets, quick=quick), write=not quick)
+    answers = {"JAX": of_jax, "PyTorch": of_torch, "targets": of_targets}
+    failed = [f"{name}: {part}" for name, of in answers.items() for part in of.get("failed", {})]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

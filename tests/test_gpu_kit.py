@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -177,9 +178,53 @@ def test_what_attends_to_other_samples_is_seen_in_the_comparison(sizes, tables, 
     assert "RuntimeError: not / here" in text
 
 
+targets = imported("support.gpu_targets")
+
+
+def test_bytes_and_seconds_that_are_told_stand_beside_those_of_the_device(sizes, tables, targets):
+    in_use = iter([100, 200, 200, 200])  # the second shape does not raise what was in use
+
+    answer, saved = {}, []
+    targets.compare(
+        sizes.QUICK._replace(longest=64),
+        answer,
+        lambda: saved.append(len(answer["shapes"])),
+        lambda device: next(in_use),
+    )
+    first, second = answer["shapes"]
+    assert 0 < first["told_bytes"] <= second["told_bytes"]
+    assert first["step_s"] > 0
+    assert (first["peak_bytes"], second["peak_bytes"], saved) == (200, None, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("NVIDIA H100 80GB HBM3", "1xh100"), ("NVIDIA A100-SXM4-40GB", "1xa100"), ("NVIDIA L4", None)]
+)
+def test_the_target_of_a_device_is_one_of_its_kind(targets, monkeypatch, kind, name):
+    monkeypatch.setattr(targets.Target, "parse", lambda text: text)
+    assert targets.target_of(types.SimpleNamespace(platform="gpu", device_kind=kind)) == name
+
+
+def test_the_report_says_how_far_off_the_compiler_was(tables):
+    shapes = [
+        {"shape": [16, 4096], "told_bytes": 4e9, "peak_bytes": 5e9, "told_s": 0.2, "step_s": 0.25},
+        {"shape": [8, 128], "told_bytes": 6e9, "peak_bytes": None, "told_s": None, "step_s": 0.1},
+        {"shape": [1, 32], "told_bytes": 8e9, "peak_bytes": 8e9, "told_s": 0.1, "step_s": 0.2},
+        {"shape": [1, 64], "told_bytes": 9e9, "told_s": 0.1, "error": "XlaRuntimeError: a | b"},
+    ]
+    answers = {"targets": {"device": "a GPU", "target": "1xgpu", "shapes": shapes}}
+    text = "\n".join(tables.target_table(answers))
+    assert "| 16×4,096 | 4 | 5 | 1.250 | 200 | 250 | 1.250 |" in text
+    assert "| 8×128 | 6 | – | – | – | 100 | – |" in text
+    assert "bytes 1.000 to 1.250 times what is told, seconds 1.250 to 2.000 times what is told" in text
+    assert "**1×64**: XlaRuntimeError: a / b" in text
+    assert tables.target_table({}) == []
+    assert tables.target_table({"targets": {"device": "a GPU", "target": None}}) == ["No target is known for a GPU."]
+
+
 def test_what_failed_or_is_missing_is_in_the_report(sizes, tables):
     of_jax = {"machine": {"device": "a device", "versions": {}}, "failed": {"matrices": "ValueError: a | b"}}
-    text = "\n".join(tables.make_lines(sizes.FULL, of_jax, {"missing": "it is not installed"}, quick=False))
+    text = "\n".join(tables.make_lines(sizes.FULL, of_jax, {"missing": "it is not installed"}, {}, quick=False))
     assert "“matrices” failed**: ValueError: a / b" in text
     assert "PyTorch: left out, it is not installed." in text
 

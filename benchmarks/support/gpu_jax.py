@@ -48,8 +48,9 @@ class Trainer:
             attention=attention,
         )
         self._config = config
-        self._optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
-        self._step_fn = jvarlen.make_train_step(make_loss_fn(config), self._optimizer)
+        self.loss_fn = make_loss_fn(config)
+        self.optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
+        self._step_fn = jvarlen.make_train_step(self.loss_fn, self.optimizer)
         self.begin()
         self.first: tuple[jvarlen.Plan, jvarlen.compiling.CompiledBuckets] | None = (
             None  # the first plan, and its executables

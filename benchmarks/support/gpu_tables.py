@@ -14,20 +14,21 @@ TERA = 1e12
 Answers = dict[str, Any]
 
 
-def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, *, quick: bool) -> list[str]:
+def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, of_targets: Answers, *, quick: bool) -> list[str]:
     """The report; `of_torch` holds "missing" where PyTorch could not be asked."""
     device = of_jax.get("machine", {}).get("device", "unknown device")
     lines = [f"# Training on {device}, {datetime.date.today()}", ""]
     if quick:
         lines += ["**no GPU: CPU figures, quick form**", ""]
     lines += [describe_model(sizes, of_jax), ""]
-    lines += [*failures({"JAX": of_jax, "PyTorch": of_torch})]
+    lines += [*failures({"JAX": of_jax, "PyTorch": of_torch, "targets": of_targets})]
     peak = best_rate(of_jax)
     sections = {
         "Matrix products": rate_table(of_jax, of_torch),
         "Attention alone": kernel_table(of_jax),
         "Attention": attention_table(of_jax),
         "Shapes": shape_table(sizes, of_jax, peak),
+        "What `compile_for` tells of the device": target_table(of_targets),
         "Epochs": epoch_table(of_jax, peak),
         "A training loop": describe_loop(sizes, of_jax, peak),
         "Command buffers": buffer_table(of_jax),
@@ -146,6 +147,44 @@ def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
         "",
         f"Several shapes are compiled at a time: {digits(sum(epochs['compile_wall_s']))} s passed in all. XLA does not "
         "count what it hands to libraries, and the body of a loop once.",
+        *(line for text in failed for line in ("", text)),
+    ]
+
+
+def target_table(of_targets: Answers) -> list[str]:
+    """What is told of each shape beside what the device does."""
+    found = of_targets.get("targets", {})
+    if not found:
+        return []
+    if found["target"] is None:
+        return [f"No target is known for {found['device']}."]
+    rows, failed, ratios = [], [], {"bytes": [], "seconds": []}
+    for of in found["shapes"]:
+        shape = "×".join(f"{number:,}" for number in of["shape"])
+        if "error" in of:
+            failed.append(f"**{shape}**: {of['error'].replace('|', '/')}")
+            continue
+        cells = [shape]
+        pairs = {
+            "bytes": (of["told_bytes"], of.get("peak_bytes"), 1e-9),
+            "seconds": (of["told_s"], of.get("step_s"), 1e3),
+        }
+        for name, (told, measured, scale) in pairs.items():
+            is_known = told is not None and measured is not None
+            ratios[name] += [measured / told] if is_known else []
+            cells += ["–" if each is None else digits(each * scale) for each in (told, measured)]
+            cells.append(f"{measured / told:.3f}" if is_known else "–")
+        rows.append(cells)
+    off = [f"{name} {min(of):.3f} to {max(of):.3f} times what is told" for name, of in ratios.items() if of]
+    return [
+        *table(
+            "rows × length|GB, told|GB, in use at most|in use / told|ms a step, estimate|ms a step|taken / estimate",
+            rows,
+        ),
+        "",
+        f"Told by `compile_for` for {found['target']}, on this machine; measured on {found['device']}"
+        f"{': ' if off else '; not comparable there'}{', '.join(off)}. The device tells the most bytes that were ever "
+        "in use: of a shape that does not raise them, nothing is known.",
         *(line for text in failed for line in ("", text)),
     ]
 
