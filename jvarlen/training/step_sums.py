@@ -5,13 +5,13 @@ They are divided once, after `reduction`, so every split of a step has the same 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
@@ -157,10 +157,21 @@ def sum_microbatch(
 
 def sums_of_one(loss_fn: LossFn, state: TrainState, trained_of: TrainedOf | None) -> Callable[[Any], StepSums]:
     """`sum_microbatch` of a microbatch and its key; traced once, for the shapes of its sums and for the loop."""
+    traced: dict[Any, Any] = {}
 
-    @functools.partial(jax.jit, inline=True)
-    def one(microbatch_and_key: Any) -> StepSums:
+    def whole(microbatch_and_key: Any) -> StepSums:
         return sum_microbatch(loss_fn, state, *microbatch_and_key, trained_of=trained_of)
+
+    def one(microbatch_and_key: Any) -> StepSums:
+        leaves, structure = jax.tree.flatten(microbatch_and_key)
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return jax.jit(whole)(microbatch_and_key)
+        # Evaluated anew rather than inlined by JAX, which gives all operations the line of this call.
+        shapes = structure, *map(jax.typeof, leaves)
+        if shapes not in traced:
+            traced[shapes] = jax.make_jaxpr(whole, return_shape=True)(microbatch_and_key)
+        jaxpr, returned = traced[shapes]
+        return jax.tree.unflatten(jax.tree.structure(returned), jaxpr_as_fun(jaxpr)(*leaves))
 
     return one
 
