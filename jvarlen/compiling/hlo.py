@@ -15,7 +15,16 @@ from jvarlen._common.checks import UserError
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Collective", "Collectives", "count_collectives", "groups_along", "list_collectives"]
+__all__ = [
+    "Collective",
+    "Collectives",
+    "Instruction",
+    "computations_of",
+    "count_collectives",
+    "groups_along",
+    "instructions_of",
+    "list_collectives",
+]
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # `%name (parameters) -> type {` or `ENTRY %name ... {`, and what such a computation holds, to the brace that ends it.
@@ -26,7 +35,7 @@ _COMPUTATION = re.compile(
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?([\w.\-]+)")
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 # `%name = type operation(operands), attributes`.
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
 # Matrix products (convolutions for TPUs) and the kernels of cuBLAS, cuDNN and Pallas, which mostly compute some.
 _PRODUCT = re.compile(
     r" (?:dot|convolution)\(|custom_call_target=\"[^\"]*(?:cublas|cudnn|onednn|triton|mosaic|tpu_custom_call)"
@@ -95,15 +104,21 @@ def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
 class Instruction(NamedTuple):
     """A line of a computation."""
 
+    is_root: bool
     name: str
     shapes: str  # of its result
     operation: str
     rest: str  # operands and attributes
 
 
+def computations_of(text: str) -> dict[str, str]:
+    """The computations of a program by name, as lines of text."""
+    return dict(_COMPUTATION.findall(text))
+
+
 def instructions_of(body: str) -> list[Instruction]:
     """The instructions of a computation; of a compiled program, in the order in which they run."""
-    return [Instruction(*found) for found in _INSTRUCTION.findall(body)]
+    return [Instruction(bool(root), *rest) for root, *rest in _INSTRUCTION.findall(body)]
 
 
 class _Found(NamedTuple):
@@ -119,7 +134,7 @@ def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")
-    bodies: dict[str, str] = dict(_COMPUTATION.findall(text))
+    bodies = computations_of(text)
     times = _times_of(bodies)
     listed = {name: instructions_of(body) for name, body in bodies.items()}
 

@@ -1,7 +1,7 @@
 """Devices that are elsewhere: the seconds and bytes of a layout there, before training, and the choice of a layout.
 
 - `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: what the
-  compiler says of it. `dump`: the texts in which it does.
+  compiler says of it. `dump`: the texts in which it does. `buffers`: what fills the memory.
 - `cluster`: devices, memory and links, from presets or files.
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.

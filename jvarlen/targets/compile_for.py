@@ -25,6 +25,7 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.train import make_train_step
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.targets.buffers import largest_buffers
 from jvarlen.targets.dump import compile_with_dump
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
@@ -159,6 +160,7 @@ def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow
         limit_bytes=target.memory_bytes,
         communication=communication,
         kernels=dict(Counter(name for pattern in _KERNELS for name in pattern.findall(dump.program))),
+        buffers=largest_buffers(dump),
     )
 
 

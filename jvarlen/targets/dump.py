@@ -13,6 +13,7 @@ __all__ = ["Dump", "compile_with_dump"]
 
 _FILES = {
     "buffers": "*after_optimizations-buffer-assignment.txt",
+    "lifetimes": "*after_optimizations-live-range.txt",
     "schedule": "*.schedule.txt",
     "launches": "*.thunk_sequence_after_thunk_passes.txt",
 }
@@ -23,6 +24,7 @@ class Dump(NamedTuple):
 
     program: str  # optimized and scheduled HLO
     buffers: str = ""  # each allocation, with the values that lie in it and where
+    lifetimes: str = ""  # of each of those values: when it begins and ends
     schedule: str = ""  # of the latency-hiding scheduler: begin and end of each instruction
     launches: str = ""  # of GPUs: what the host launches, in order
 

@@ -13,8 +13,9 @@ from jvarlen._common.text_table import text_table
 from jvarlen.compiling.bucket_report import BucketReport, Column, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.targets.buffers import Buffer
 
-__all__ = ["COLUMNS", "KERNELS", "SOURCE", "TargetReport", "TargetRow"]
+__all__ = ["BUFFERS", "COLUMNS", "KERNELS", "SOURCE", "TargetReport", "TargetRow"]
 
 SOURCE = "All figures come from compilers, not from devices."
 
@@ -42,6 +43,8 @@ class TargetRow:
       limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where it does not tell.
       communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
+      buffers: the ten largest buffers that a device holds when the step holds the most; None also where XLA does not
+        tell them.
     """
 
     bucket: AnyBucket
@@ -57,6 +60,7 @@ class TargetRow:
     limit_bytes: int | None
     communication: CommunicationEstimate | None = None
     kernels: Mapping[str, int] | None = None
+    buffers: tuple[Buffer, ...] | None = None
 
     @property
     def has_program(self) -> bool:
@@ -99,7 +103,7 @@ class TargetReport(BucketReport[TargetRow]):
         return False if False in told else None if None in told else True
 
     def __str__(self) -> str:
-        """Lines of text: the buckets, and what a step of the first one communicates; GB are 10⁹ bytes."""
+        """Lines of text: the buckets, and what a step of the first one communicates and holds; GB are 10⁹ bytes."""
         table = text_table(table_of(self, *COLUMNS, KERNELS), align=">" * len(COLUMNS) + "<")
         lines = [f"{self.layout} on {self.target}. {SOURCE}", table]
         for row in self:
@@ -108,6 +112,11 @@ class TargetReport(BucketReport[TargetRow]):
         told = next((row for row in self if row.communication), None)
         if told is not None:
             lines += [f"a step of {told.bucket} communicates:", str(told.communication)]
+        for bucket, buffers in [(row.bucket, row.buffers) for row in self if row.buffers][:1]:
+            lines += [
+                f"the largest buffers of a step of {bucket}:",
+                text_table(table_of(buffers, *BUFFERS), align="><"),
+            ]
         return "\n".join(lines)
 
 
@@ -135,3 +144,11 @@ def _kernels(row: TargetRow) -> str | None:
 
 
 KERNELS = Column("kernels", _kernels)
+
+BUFFERS = (
+    Column("GB", lambda buffer: buffer.num_bytes, _GB),
+    Column("kind", lambda buffer: buffer.kind),
+    Column("shape", lambda buffer: buffer.shape),
+    Column("operation", lambda buffer: buffer.operation),
+    Column("line", lambda buffer: buffer.source),
+)

@@ -11,6 +11,7 @@ import pytest
 
 from jvarlen.parallel.communication import CommunicationEstimate, Traffic
 from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 
 GB = 10**9
@@ -28,6 +29,10 @@ ROW = TargetRow(
     limit_bytes=63 * GB,
     communication=CommunicationEstimate([Traffic("all-gather", ("data",), 64, 7 * GB, 6 * GB, 60, 48)]),
     kernels={"__cudnn$fmhaSoftmax": 32, "__cudnn$fmhaSoftmaxBackward": 32},
+    buffers=(
+        Buffer(5 * GB, "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn", 2),
+        Buffer(2 * GB, "argument", "f32[32000,4096]", "state.params['embed']", None, 1),
+    ),
 )
 TOO_LARGE = dataclasses.replace(ROW, bucket=Bucket(8, 1024), temp_bytes=50 * GB, total_bytes=70 * GB + GB // 4)
 NO_ROOM = TargetRow(
@@ -51,6 +56,9 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
     assert rest[:2] == [f"what a step of {bucket} communicates is not known" for bucket in ("64×512", "4×2048")]
     assert rest[2] == "a step of 4×2048 communicates:"
     assert "all-gather" in rest[4]
+    assert rest[5] == "the largest buffers of a step of 4×2048:"
+    assert rest[7].split() == ["5", "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30", "loss_fn"]
+    assert rest[8].split() == ["2", "argument", "f32[32000,4096]", "state.params['embed']", "–"]
 
 
 @pytest.mark.parametrize(("rows", "fits"), [([ROW], True), ([ROW, UNKNOWN_LIMIT], None), (ALL, False), ([], True)])
