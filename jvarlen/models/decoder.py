@@ -105,9 +105,9 @@ def _multiply(
     # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
     rows = x.reshape(-1, x.shape[-1])
     if in_bfloat16:
-        from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+        from jvarlen.models.mixed_precision import multiply_in_bfloat16
 
-        product = dot_general_in_bfloat16(rows, kernel, (((1,), (0,)), ((), ())))
+        product = multiply_in_bfloat16(rows, kernel)
     else:
         product = rows @ kernel
     return product.reshape(*x.shape[:-1], kernel.shape[1])

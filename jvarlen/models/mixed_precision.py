@@ -1,20 +1,16 @@
-"""Products in bfloat16 that are summed in float32, for Flax."""
+"""Products in bfloat16 that are summed in float32."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32
 
-__all__ = ["dot_general_in_bfloat16"]
+__all__ = ["multiply_in_bfloat16"]
 
 
-def dot_general_in_bfloat16(
-    inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"], dimension_numbers: Any, **options: Any
-) -> Float[Array, "*batch F"]:
-    """A `dot_general` for `nnx.Linear` that multiplies in bfloat16, also backward, and sums in float32 at least."""
+def multiply_in_bfloat16(inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
+    """The product with factors in bfloat16, also backward, and sums in float32 at least."""
     # Also the kernel's gradient is summed in float32 over all positions, so that it depends on the split of rows into
     # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
     # Inside shard_map `_multiply` needs both to vary over the same axes, as its gradients do. XLA drops zeros added.

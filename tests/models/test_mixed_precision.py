@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import make_train_step
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
-from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+from jvarlen.models.mixed_precision import multiply_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.train_state import new_state
 from tests.hand_made import batch_of
@@ -147,7 +147,7 @@ def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
     inputs, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 4), (4, 5)))
 
     def total(inputs, kernel):
-        return jnp.sum(jnp.sin(dot_general_in_bfloat16(inputs, kernel, None)))
+        return jnp.sum(jnp.sin(multiply_in_bfloat16(inputs, kernel)))
 
     shards, whole = PartitionSpec("data"), PartitionSpec()
     over_shards = jax.shard_map(
@@ -199,7 +199,7 @@ def test_products_are_sums_of_rounded_factors():
     )
 
     def total(inputs, kernel):
-        outputs = dot_general_in_bfloat16(inputs, kernel, None)
+        outputs = multiply_in_bfloat16(inputs, kernel)
         return jnp.sum(outputs * weights), outputs
 
     x, w, g = (array.astype(jnp.bfloat16).astype(np.float64) for array in (inputs, kernel, weights))
