@@ -104,7 +104,7 @@ def batch_by_tokens(
     fit_lengths(ordered, max_tokens, "error", ids, problem="samples longer than max_tokens")
     # The compiled loop multiplies in int64; Python's integers know no bounds.
     fits_int64 = int(ordered.max()) * len(ordered) < 2**63
-    close = close_by_budget if fits_int64 else getattr(close_by_budget, "py_func", close_by_budget)
+    close = close_by_budget if fits_int64 else close_by_budget.py_func
     ends = close(
         ordered if fits_int64 else ordered.tolist(),
         int(max_tokens),
