@@ -350,6 +350,7 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
     return nnx.split(Decoder(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
 
 
+@functools.cache
 def param_shapes(config: DecoderConfig) -> nnx.State:
     """What `init_params` gives, as `jax.ShapeDtypeStruct`; only one layer is traced."""
     one_layer = dataclasses.replace(config, num_layers=1, windows=())

@@ -5,7 +5,6 @@ References: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import mmap
@@ -96,7 +95,8 @@ def hugging_face_tensors(params: nnx.State, config: DecoderConfig) -> dict[str, 
       ValueError: these are not the parameters of the decoder, or lie on devices of several processes.
     """
     leaves = dict(zip(plain_names(params), jax.tree.leaves(params), strict=True))
-    if spread := [n for n, leaf in leaves.items() if isinstance(leaf, jax.Array) and not _is_here(leaf)]:
+    placed = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    if spread := [n for n, x in placed.items() if not (x.is_fully_addressable or x.is_fully_replicated)]:
         raise UserError(f"parameters lie on several processes; pass those of gather_params: {list_first(spread)}")
     tensors = {}
     for name, leaf in leaves.items():
@@ -131,7 +131,7 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
     if len(tensors) < config.num_layers:  # before they are counted up
         raise UserError(f"{len(tensors)} tensors are too few for {config.num_layers:,} layers")
     _check_tensors(tensors, config)
-    expected = _shapes(config)
+    expected = param_shapes(config)
     names = [name.removesuffix(".value") for name in plain_names(expected)]
     arrays = [tensors[_tensor_name(name)] for name in names]
     leaves = [array.T if name.endswith(".kernel") else array for name, array in zip(names, arrays, strict=True)]
@@ -303,11 +303,6 @@ def _safetensors() -> Any:
     return safetensors
 
 
-@functools.lru_cache(maxsize=8)
-def _shapes(config: DecoderConfig) -> Any:
-    return param_shapes(config)
-
-
 def _tensor_name(own_name: str) -> str:
     """The name at Hugging Face of a parameter such as `layers.0.attention.q.kernel`."""
     name = ".".join(_PARTS.get(part, part) for part in own_name.split("."))
@@ -316,7 +311,8 @@ def _tensor_name(own_name: str) -> str:
 
 def _check_tensors(tensors: Mapping[str, Any], config: DecoderConfig) -> None:
     expected = {}
-    for name, leaf in zip(plain_names(_shapes(config)), jax.tree.leaves(_shapes(config)), strict=True):
+    shapes = param_shapes(config)
+    for name, leaf in zip(plain_names(shapes), jax.tree.leaves(shapes), strict=True):
         own_name = name.removesuffix(".value")
         expected[_tensor_name(own_name)] = leaf.shape[::-1] if own_name.endswith(".kernel") else leaf.shape
     kinds = {
@@ -337,7 +333,3 @@ def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
         return True
     rows = range(0, len(one), 4096)  # so that little is read at once
     return one.shape == other.shape and all(np.array_equal(one[i : i + 4096], other[i : i + 4096]) for i in rows)
-
-
-def _is_here(array: jax.Array) -> bool:
-    return array.is_fully_addressable or array.is_fully_replicated
