@@ -21,19 +21,7 @@ from jvarlen.planning.lengths import check_pair_lengths, fit_lengths, row_sizes,
 
 __all__ = ["check_pair_fields", "make_pair_buckets"]
 
-_FIELDS = (
-    "max_tokens",
-    "max_shapes",
-    "max_length",
-    "microbatches_per_step",
-    "row_multiple",
-    "length_multiple",
-    "max_sequences",
-    "cost",
-    "compile_seconds",
-    "pair_size",
-)
-
+_UNUSED = ("strategy", "max_cost", "max_bytes", "memory")
 _TOO_LONG = 'pairs with a side above max_length (overlong="drop" allows them)'
 _UNREACHABLE = np.iinfo(np.int64).max // 4
 
@@ -119,11 +107,10 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
     """Raises ValueError for a budget with fields that pairs, or rows of several, have no use for."""
-    names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "pair_size")]
-    others = [field for field in dataclasses.fields(Budget) if field.name not in names]
-    if unfit := [field.name for field in others if getattr(budget, field.name) != field.default]:
-        what = "packed rows" if packed else "buckets"
-        raise UserError(f"{what} of pairs are chosen by {', '.join(names)}, not by {', '.join(unfit)}")
+    names = (*_UNUSED, "cost", "compile_seconds", "pair_size") if packed else _UNUSED
+    defaults = {field.name: field.default for field in dataclasses.fields(Budget)}
+    if unfit := [name for name in names if getattr(budget, name) != defaults[name]]:
+        raise UserError(f"{'packed rows' if packed else 'buckets'} of pairs are not chosen by {', '.join(unfit)}")
 
 
 class _Found(NamedTuple):

@@ -996,9 +996,9 @@ def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, be
         ([[30, 2], [3, 40], [50, 60]], {"max_tokens": 100}, r"50.*60"),
         ([[30, 2], [3, 40]], {"max_tokens": 60}, r"30.*40"),
         ([[30, 2], [3, 40]], {"max_tokens": 100, "max_length": 32}, "40"),
-        ([[30, 2]], {"max_tokens": 100, "cost": dyadic_cost}, r"by max_tokens, .*, not by cost$"),
-        ([[30, 2]], {"max_tokens": 100, "pair_size": "product"}, r"by max_tokens, .*, not by pair_size$"),
-        ([[30, 2]], {"max_tokens": 100, "strategy": [32, 64]}, r"by max_tokens, .*, not by strategy$"),
+        ([[30, 2]], {"max_tokens": 100, "cost": dyadic_cost}, r"not (chosen )?by cost$"),
+        ([[30, 2]], {"max_tokens": 100, "pair_size": "product"}, r"not (chosen )?by pair_size$"),
+        ([[30, 2]], {"max_tokens": 100, "strategy": [32, 64]}, r"not (chosen )?by strategy$"),
     ],
 )
 def test_what_rows_of_pairs_cannot_be_is_told(package, pairs, options, named):

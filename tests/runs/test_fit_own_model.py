@@ -549,7 +549,7 @@ def test_pairs_beyond_the_longest_bucket_are_dropped_and_told(tmp_path, packing,
         ({"buckets": ((2, 16),)}, "takes no buckets"),
         ({"packing": "best_fit", "row_lengths": (16,)}, "takes no row_lengths"),
         ({"overlong": "truncate"}, r"takes no overlong \(truncate\)"),
-        ({"strategy": "quantile"}, "buckets of pairs are chosen by max_tokens, .*, not by strategy"),
+        ({"strategy": "quantile"}, "buckets of pairs are not chosen by strategy"),
         ({"max_length": 8}, "pairs|12"),
     ],
 )
