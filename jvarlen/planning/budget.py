@@ -29,6 +29,7 @@ __all__ = [
     "checked_cost",
     "given_microbatches",
     "in_place_of_buckets",
+    "limits_of_rows",
     "num_steps",
     "round_up",
     "rounded_caps",
@@ -150,10 +151,7 @@ class Budget(BudgetSettings):
         Raises:
           ValueError: a cost that is not finite or below 0.
         """
-        most = self.max_tokens // length
-        for limit in _limits(self):
-            most = _most_rows_within(limit, length, most)
-        return rounded_caps(self, most)
+        return rounded_caps(self, _most_rows(self, length)[-1][1])
 
 
 class _Limit(NamedTuple):
@@ -163,6 +161,22 @@ class _Limit(NamedTuple):
     value: Any
     source: str
     function: Any
+
+
+def _most_rows(budget: Budget, length: Int64[np.ndarray, " *n"]) -> list[tuple[str, Int64[np.ndarray, " *n"]]]:
+    """The most rows within the first limit, within the first two and so on, with the name of the last of them."""
+    most = [("tokens", budget.max_tokens // length)]
+    for limit in _limits(budget):
+        most.append((limit.source, _most_rows_within(limit, length, most[-1][1])))
+    return most
+
+
+def limits_of_rows(budget: Budget, length: Int64[np.ndarray, " n"]) -> list[str]:
+    """Which limit sets the most rows of each length: tokens, cost, memory or sequences; of equal ones the first."""
+    within = _most_rows(budget, length)
+    if budget.max_sequences is not None:
+        within.append(("sequences", np.minimum(within[-1][1], budget.max_sequences)))
+    return [within[k][0] for k in np.argmin([most for _, most in within], axis=0)]
 
 
 def _limits(budget: Budget) -> list[_Limit]:

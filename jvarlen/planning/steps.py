@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jaxtyping import Float, Float64, Int32, Int64
 
 from jvarlen.planning.buckets import AnyBucket, Buckets
-from jvarlen.planning.budget import CostFn, checked_cost
+from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
@@ -155,6 +155,19 @@ class PlannedSteps:
         """The share of tokens with padding that are none, padding rows included, in [0, 1)."""
         return 1.0 - int(self.num_tokens.sum()) / int(self.padded_tokens_per_step.sum())
 
+    def limits(self, budget: Budget) -> list[str]:
+        """What set the rows of each bucket, of those that a budget chose.
+
+        Args:
+          budget: it.
+
+        Returns:
+          Of each bucket "tokens", "cost", "memory" or "sequences"; "samples" where these are one step of fewer rows.
+        """
+        rows, sizes = np.array([bucket.rows for bucket in self.buckets]), self.buckets.row_sizes
+        is_one = (np.array(list(self.steps_of_buckets().values())) <= 1) & (rows < budget.row_caps(sizes))
+        return ["samples" if one else limit for one, limit in zip(is_one, limits_of_rows(budget, sizes), strict=True)]
+
     def report(
         self,
         learning_rates: Float[np.ndarray, " S"] | None = None,
@@ -162,6 +175,7 @@ class PlannedSteps:
         cost: CostFn | None = None,
         lengths: npt.ArrayLike | None = None,
         compile_seconds: float | None = None,
+        budget: Budget | None = None,
     ) -> str:
         """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
 
@@ -172,6 +186,8 @@ class PlannedSteps:
           cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
           lengths: integers[N], tokens a sample, as it was planned; only a `CostModel` of packed rows needs them.
           compile_seconds: seconds of compiling one bucket, shown with the prediction.
+          budget: that chose the buckets: which of its limits set the rows of each is shown, or "samples" where
+            those of the bucket fit into one step of fewer rows.
 
         Returns:
           Lines of text.
@@ -192,9 +208,11 @@ class PlannedSteps:
         if seconds is not None:
             predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
             rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
+        if budget is not None:
+            rows = [[*row, cell] for row, cell in zip(rows, ["limit", *self.limits(budget), ""], strict=True)]
         from jvarlen._common.text_table import text_table
 
-        lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
+        lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12, 9)[: len(rows[0])], gap=" ")]
         num_tokens, padded_tokens = int(self.num_tokens.sum()), int(self.padded_tokens_per_step.sum())
         lines.append(
             f"{num_tokens:,} {self.buckets.unit}, {padded_tokens:,} with padding; "

@@ -2,6 +2,7 @@
 
 - `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: what the
   compiler says of it. `dump`: the texts in which it does. `buffers`: what fills the memory.
+  `row_choice`: the rows of buckets that fit, by programs compiled for them.
 - `cluster`: devices, memory and links, from presets or files.
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
     from jvarlen.targets.links import measure_cluster
     from jvarlen.targets.report import TargetReport, TargetRow
+    from jvarlen.targets.row_choice import RowChoice, choose_rows
     from jvarlen.targets.target import Target
 
 __all__ = [
     "Cluster",
+    "RowChoice",
     "Target",
     "TargetReport",
     "TargetRow",
+    "choose_rows",
     "measure_cluster",
 ]
 

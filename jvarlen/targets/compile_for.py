@@ -31,9 +31,9 @@ from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
 
-__all__ = ["compile_for"]
+__all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]
 
-_DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
+DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
 # A kernel's own name: of Pallas for GPUs in what the call is given, of Pallas for TPUs that of the call; and cuDNN's.
 _KERNELS = (
     re.compile(r'xla\.gpu\.triton".*?\bname = \\?"(\w+)'),
@@ -56,7 +56,7 @@ def compile_for(
     extra: Any = None,
     seed: int | None = None,
     batch_spec: BatchSpec | None = None,
-    options: CompileOptions = _DEFAULT_OPTIONS,
+    options: CompileOptions = DEFAULT_OPTIONS,
     progress: bool = True,
 ) -> TargetReport:
     """Compiles the train step of every bucket for devices that need not be here, and tells what the compiler says.
@@ -97,6 +97,32 @@ def compile_for(
     """
     if isinstance(target, str):
         target = Target.parse(target)
+    state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
+    how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
+    compiler = target_compiler(target, model, optimizer, plan, **state, **how)
+    rows = []
+    bar = tqdm(largest_first(compiler.shapes.buckets), desc=f"compile for {target.name}", disable=not progress)
+    with without_compilation_cache(), bar as buckets:
+        for bucket in buckets:
+            buckets.set_postfix_str(str(bucket))
+            rows.append(compile_bucket(compiler, bucket, target))
+    return TargetReport(rows, target.name, layout_text(compiler))
+
+
+def target_compiler(
+    target: Target,
+    model: LayeredModel | LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    plan: PlannedSteps | BatchShapes,
+    *,
+    layout: LayoutLike,
+    params: Any,
+    extra: Any,
+    seed: int | None,
+    batch_spec: BatchSpec | None,
+    options: CompileOptions,
+) -> StepCompiler:
+    """What compiles the train step, with the arguments of `compile_for`."""
     placement = _placed(layout, target)
     if isinstance(plan, BatchShapes):
         shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
@@ -105,14 +131,7 @@ def compile_for(
     step = make_train_step(model, optimizer, layout=placement)
     state = step.init(jax.eval_shape(lambda params: params, params), extra=extra, seed=seed)
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
-    compiler = make_step_compiler(step, state, shapes, in_force, is_elsewhere=not target.is_here)
-    rows = []
-    bar = tqdm(largest_first(shapes.buckets), desc=f"compile for {target.name}", disable=not progress)
-    with without_compilation_cache(), bar as buckets:
-        for bucket in buckets:
-            buckets.set_postfix_str(str(bucket))
-            rows.append(_row(compiler, bucket, target))
-    return TargetReport(rows, target.name, str(placement.layout))
+    return make_step_compiler(step, state, shapes, in_force, is_elsewhere=not target.is_here)
 
 
 def _placed(layout: LayoutLike, target: Target) -> Placement:
@@ -131,7 +150,14 @@ def _placed(layout: LayoutLike, target: Target) -> Placement:
     return placement
 
 
-def _row(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
+def layout_text(compiler: StepCompiler) -> str:
+    """The layout of a step that was made by `target_compiler`."""
+    assert compiler.shapes.placement is not None
+    return str(compiler.shapes.placement.layout)
+
+
+def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
+    """What the compiler says of the program of a bucket."""
     lowered = compiler.lower(bucket)
     placement = compiler.shapes.placement
     assert placement is not None

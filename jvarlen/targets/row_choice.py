@@ -1,0 +1,370 @@
+"""The most rows of each bucket that fit into a device's memory, by programs that are compiled for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import optax
+from jaxtyping import Float64, Int64
+from tqdm import tqdm
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.text_table import text_table
+from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.lowering import StepCompiler, largest_first
+from jvarlen.compiling.program_store import without_compilation_cache
+from jvarlen.distributed.mesh import LayoutLike
+from jvarlen.parallel.layers import LayeredModel
+from jvarlen.planning.buckets import Bucket, Buckets
+from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, rounded_caps, steps_and_rows
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.plan import Plan
+from jvarlen.targets.compile_for import DEFAULT_OPTIONS, compile_bucket, layout_text, target_compiler
+from jvarlen.targets.report import TargetReport, TargetRow
+from jvarlen.targets.target import Target
+from jvarlen.training.losses import LossFn
+
+__all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
+
+_MOST_PROGRAMS = 3  # of one length
+_FIRST_TOKENS = 2**15  # of the first program
+_MOST_TIMES = 8  # as many tokens as all programs so far had may the next one have
+_NEAR = 0.05  # of the limit: programs so near it count most in the fit
+
+
+class CompiledBytes:
+    """Bytes of a device during a step, `memory` of a `Budget`: between compiled programs interpolated, else fitted.
+
+    Args:
+      max_bytes: the limit, near which the fit is closest.
+    """
+
+    def __init__(self, max_bytes: float):
+        self._max_bytes = max_bytes
+        self._compiled: dict[Bucket, int] = {}
+        self._fit = CostModel(0.0, 0.0, 0.0, "bytes")
+
+    def add(self, bucket: Bucket, num_bytes: int, state_bytes: int) -> None:
+        """Takes note of a program, and of what it holds whatever its rows."""
+        self._compiled[bucket] = num_bytes
+        shapes = dict(self._compiled)
+        if len(shapes) == 1:  # which does not tell how the bytes grow
+            shapes[Bucket(0, bucket.length)] = state_bytes
+        self._fit = _fitted(shapes, self._max_bytes)
+
+    def __call__(self, rows: npt.ArrayLike, length: npt.ArrayLike) -> Float64[np.ndarray, ...]:
+        """The bytes.
+
+        Args:
+          rows: integers[...].
+          length: integers[...]; both broadcast.
+
+        Returns:
+          float64[...], which do not fall as rows grow.
+        """
+        rows, length = np.broadcast_arrays(rows, length)
+        values = np.array(self._fit(rows, length))
+        for known in sorted({bucket.length for bucket in self._compiled}, reverse=True):
+            of_rows = sorted((b.rows, each) for b, each in self._compiled.items() if b.length == known)
+            compiled, num_bytes = np.array(of_rows, np.float64).T
+            # More rows can take less, where XLA begins to fuse: fewer then count as if they took no more than that.
+            num_bytes = np.minimum.accumulate(num_bytes[::-1])[::-1]
+            constant = min(self._fit.constant, num_bytes[0])
+            more = np.maximum(rows - compiled[-1], 0) * (num_bytes[-1] - constant) / compiled[-1]
+            of_length = np.interp(rows, [0, *compiled], [constant, *num_bytes]) + more
+            values = np.where(
+                length == known, of_length, np.where(length < known, np.minimum(values, of_length), values)
+            )
+        return values
+
+
+def _fitted(values: Mapping[Bucket, float], near: float) -> CostModel:
+    """Constant, tokens and pairs of tokens, with the least errors where values are near one."""
+    import scipy.optimize  # here: importing it takes long
+
+    rows, length = np.array(list(values), np.float64).T
+    goal = np.array(list(values.values()), np.float64)
+    weights = 1 / (np.abs(goal / near - 1) + _NEAR) / goal
+    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1) * weights[:, None]
+    terms[:, 2] *= len({*length}) > 1  # rows of one length do not tell tokens from pairs of them
+    scale = np.maximum(terms.max(axis=0), np.finfo(float).tiny)
+    return CostModel(*(scipy.optimize.nnls(terms / scale, goal * weights)[0] / scale).tolist())
+
+
+class BucketRows(NamedTuple):
+    """How many rows of a length fit, and what set those of its bucket.
+
+    Attributes:
+      bucket: the chosen shape, whose program was compiled and fits.
+      most_rows: the most that the limits allow; the bucket has fewer where its samples fill whole steps of fewer.
+      limit: what set them, as in `Plan.limits`.
+      num_bytes: of its program, on a device.
+      num_programs: of this length that were compiled.
+    """
+
+    bucket: Bucket
+    most_rows: int
+    limit: str
+    num_bytes: int
+    num_programs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowChoice:
+    """A plan whose buckets have the most rows that fit; `str` is a table of them.
+
+    Attributes:
+      plan: the plan.
+      rows: of each bucket of the plan.
+      report: what the compiler says of the programs of these buckets.
+      budget: the given one, with a `memory` that knows the compiled programs, and with `max_bytes`.
+      token_budget: the given one, with the largest `max_tokens` with which all buckets fit without that.
+      token_plan: its plan. The program of its fullest bucket was compiled as well.
+    """
+
+    plan: Plan
+    rows: tuple[BucketRows, ...]
+    report: TargetReport
+    budget: Budget
+    token_budget: Budget
+    token_plan: Plan
+
+    def __str__(self) -> str:
+        """The buckets with their bytes, and both plans beside each other."""
+        max_bytes = self.budget.max_bytes
+        assert max_bytes is not None
+        cells = [["bucket", "most rows", "limit", "GB", "of the limit", "programs"]]
+        for each in self.rows:
+            share = f"{each.num_bytes / max_bytes:.1%}"
+            size = f"{each.num_bytes / 1e9:.3g}"
+            cells.append([str(each.bucket), f"{each.most_rows:,}", each.limit, size, share, str(each.num_programs)])
+        plans = [["rows by", "padding", "steps"]]
+        for name, plan in (("memory", self.plan), (f"max_tokens {self.token_budget.max_tokens:,}", self.token_plan)):
+            plans.append([name, f"{plan.padding:.2%}", f"{plan.num_steps:,}"])
+        where = f"{self.report.layout} on {self.report.target}, of {max_bytes / 1e9:.3g} GB a device"
+        return (
+            f"{where}; figures are those of the compiler, not of devices\n{text_table(cells, align='>>>>>>')}\n"
+            f"the best single budget of tokens that fits, beside it:\n{text_table(plans)}"
+        )
+
+
+def choose_rows(
+    target: Target | str,
+    model: LayeredModel | LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    plan: Callable[[Budget | Buckets[Bucket]], Plan],
+    budget: Budget,
+    *,
+    layout: LayoutLike = None,
+    params: Any,
+    max_bytes: float | None = None,
+    extra: Any = None,
+    seed: int | None = None,
+    batch_spec: BatchSpec | None = None,
+    options: CompileOptions = DEFAULT_OPTIONS,
+    progress: bool = True,
+) -> RowChoice:
+    """Chooses the buckets of a plan with the most rows that fit into the memory of devices that need not be here.
+
+    Bytes are those of programs that are compiled for the devices. First come two of the longest length; by what they
+    take for a token the lengths of the other buckets are chosen. Then the rows of each are sought, from the longest to
+    the shortest, with at most three programs of a length, the first two included. More are compiled only where none of
+    three fits. The program of every bucket of the plan is among them, and fits.
+
+    Args:
+      target: as for `compile_for`.
+      model: as for `compile_for`.
+      optimizer: as for `compile_for`.
+      plan: makes the plan of a budget, or of buckets: `functools.partial(make_plan, lengths, packing="best_fit")`.
+      budget: its other limits hold as well. `max_tokens` may be so large that it limits nothing.
+      layout: as for `compile_for`.
+      params: as for `compile_for`.
+      max_bytes: that a device may hold during a step; None: what a process can have of the target's memory.
+      extra: as for `compile_for`.
+      seed: as for `compile_for`.
+      batch_spec: as for `compile_for`.
+      options: as for `compile_for`.
+      progress: as for `compile_for`.
+
+    Returns:
+      `RowChoice`. Its plan's buckets, given to `plan`, make the same plan.
+
+    Raises:
+      ValueError: not one row of some length fits; samples of such are listed. The target does not tell its memory, and
+        `max_bytes` is not given. A budget with a `memory` of its own, or for pairs. What `compile_for` refuses.
+      ModuleNotFoundError: the compiler is not installed.
+
+    Example:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> from jvarlen.planning.plan import make_plan
+      >>> def loss_fn(params, batch):
+      ...     return jnp.sum(jnp.sin(params[batch.tokens]) * batch.weights[..., None]), jnp.sum(batch.weights)
+      >>> params, M = jax.ShapeDtypeStruct((256, 64), "float32"), len(jax.devices())
+      >>> budget = Budget(max_tokens=2**20, max_shapes=2, microbatches_per_step=M, row_multiple=8)
+      >>> make = functools.partial(make_plan, [3, 4, 4, 9, 16] * 2**12)
+      >>> how = {"params": params, "max_bytes": 1e6, "progress": False}
+      >>> chosen = choose_rows("here", loss_fn, optax.sgd(0.1), make, budget, **how)
+      >>> [each.num_bytes <= 1e6 for each in chosen.rows], [each.limit for each in chosen.rows]
+      ([True, True], ['memory', 'memory'])
+    """
+    if isinstance(target, str):
+        target = Target.parse(target)
+    if budget.memory is not None:
+        raise UserError("the memory= of the budget is what is found here: leave it out")
+    max_bytes = target.memory_bytes if max_bytes is None else max_bytes
+    if max_bytes is None:
+        raise UserError(f"target {target.name!r} does not tell its memory: max_bytes is needed")
+    target = dataclasses.replace(target, memory_bytes=int(max_bytes))
+    limits = dataclasses.replace(budget, memory=CompiledBytes(max_bytes), max_bytes=max_bytes)
+    longest = plan(dataclasses.replace(budget, max_sequences=1, max_shapes=1))
+    if len(longest.buckets[0].lengths) > 1:
+        raise UserError("rows are chosen by memory for samples of one length each; these have two")
+    state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
+    how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
+    compiler = target_compiler(target, model, optimizer, longest, **state, **how)
+    bar = tqdm(desc=f"rows that fit on {target.name}", unit=" programs", disable=not progress)
+    with without_compilation_cache(), bar:
+        search = _Search(target, compiler, batch_spec, limits, bar)
+        search.compile_longest(longest, budget)
+        lengths_chosen = plan(limits)
+        sought = [search.seek(lengths_chosen, k) for k in reversed(range(len(lengths_chosen.buckets)))][::-1]
+        buckets, most_rows = zip(*sought, strict=True)
+        num_programs = [len(search.compiled(bucket.length)) for bucket in buckets]
+        chosen = plan(Buckets(buckets, budget.microbatches_per_step))
+        token_budget, token_plan = search.seek_max_tokens(plan, budget, chosen)
+    rows = tuple(
+        BucketRows(bucket, most, limit, search.programs[bucket].total_bytes, num)
+        for bucket, most, limit, num in zip(buckets, most_rows, chosen.limits(limits), num_programs, strict=True)
+    )
+    programs = [search.programs[cast("Bucket", bucket)] for bucket in largest_first(buckets)]
+    report = TargetReport(programs, target.name, layout_text(compiler))
+    return RowChoice(chosen, rows, report, limits, token_budget, token_plan)
+
+
+class _Search:
+    """Compiles programs until the most rows of every length are known."""
+
+    def __init__(self, target: Target, compiler: StepCompiler, batch_spec: BatchSpec | None, budget: Budget, bar: Any):
+        self._target, self._compiler, self._batch_spec, self._bar = target, compiler, batch_spec, bar
+        self._budget, self._memory = budget, cast("CompiledBytes", budget.memory)
+        self.programs: dict[Bucket, TargetRow] = {}
+
+    def compile_longest(self, single: Plan, without_memory: Budget) -> None:
+        """Compiles two programs of the longest length, which a plan of single rows has."""
+        length, held = _buckets_of(single)[-1].length, np.array([single.num_rows])
+        _, [most] = steps_and_rows(without_memory, held, without_memory.row_caps(np.array([length])))
+        rows = self._rounded(_FIRST_TOKENS // length)
+        while (rows := min(rows, int(most))) not in self.compiled(length):
+            self._compile(single, Bucket(rows, length))
+            if len(self.programs) > 1 and self._budget.row_caps(np.array([length]))[0]:
+                break
+            rows = self._most_rows(length)
+
+    def seek(self, plan: Plan, k: int) -> tuple[Bucket, int]:
+        """The bucket of the k-th length of a plan, and the most rows of it that fit."""
+        length, held = _buckets_of(plan)[k].length, _rows_held(plan)[k]
+
+        def rows_of(most: int) -> tuple[int, int]:
+            """The steps, and the rows that they need."""
+            steps, rows = steps_and_rows(self._budget, held, np.array(most))
+            return int(steps), int(rows)
+
+        while len(compiled := self.compiled(length)) < _MOST_PROGRAMS or not self._fitting(length):
+            most = self._most_rows(length)
+            if not self._fitting(length) and len(compiled) >= _MOST_PROGRAMS - 1:  # better too few than none
+                most = self._rounded(min(most, *compiled) - self._budget.row_multiple)
+            steps, rows = rows_of(most)
+            if rows in compiled:
+                is_sure = steps <= 1 or limits_of_rows(self._budget, np.array([length])) != ["memory"]
+                rows = rows if is_sure else most
+            if rows in compiled:
+                break
+            self._compile(plan, Bucket(rows, length))
+        fitting = self._fitting(length)
+        if not fitting:
+            broken = broken_by_one_row(self._budget, length)
+            raise UserError(f"{broken} leaves no row for a bucket of {length} tokens")
+        rows = min(fitting, key=lambda rows: (rows_of(rows)[0], rows)) if held else max(fitting)
+        return Bucket(rows, length), self._most_rows(length)
+
+    def seek_max_tokens(
+        self, plan: Callable[[Budget | Buckets[Bucket]], Plan], budget: Budget, chosen: Plan
+    ) -> tuple[Budget, Plan]:
+        """The largest budget of tokens with which every bucket fits, and its plan."""
+        buckets = _buckets_of(chosen)
+        longest, max_tokens = buckets[-1].length, self._most_tokens(buckets)
+        while True:
+            of_tokens = dataclasses.replace(budget, max_tokens=max_tokens)
+            planned = plan(of_tokens)
+            buckets = _buckets_of(planned)
+            fullest = max(buckets, key=lambda bucket: self._memory(*bucket))
+            if self._fits(fullest) and fullest not in self.programs:
+                self._compile(planned, fullest)
+            too_large = [bucket for bucket in buckets if not self._fits(bucket)]
+            if not too_large or max_tokens <= longest:
+                return of_tokens, planned
+            max_tokens = max(longest, min(max_tokens - 1, self._most_tokens(too_large)))
+
+    def _most_tokens(self, buckets: Sequence[Bucket]) -> int:
+        """The largest budget of tokens with which buckets of these lengths have no more rows than fit."""
+        length = np.array([bucket.length for bucket in buckets])
+        most, multiple = self._budget.row_caps(length), self._budget.row_multiple
+        within = (most + np.where(most < multiple, 1, multiple)) * length - 1
+        is_memory = np.array(limits_of_rows(self._budget, length)) == "memory"
+        return int(within[is_memory].min(initial=self._budget.max_tokens))
+
+    def compiled(self, length: int) -> set[int]:
+        """The rows of the programs of a length."""
+        return {bucket.rows for bucket in self.programs if bucket.length == length}
+
+    def _fitting(self, length: int) -> set[int]:
+        return {rows for rows in self.compiled(length) if self._fits(Bucket(rows, length))}
+
+    def _fits(self, bucket: Bucket) -> bool | None:
+        """Whether a bucket does by its program, or where there is none by what is known."""
+        if bucket in self.programs:
+            return self.programs[bucket].fits
+        return bool(self._memory(*bucket) <= self._budget.max_bytes)
+
+    def _most_rows(self, length: int) -> int:
+        """The most rows of a length that fit by what is known, at least one."""
+        most_tokens = _MOST_TIMES * max(bucket.padded_tokens for bucket in self.programs)
+        most = int(self._budget.row_caps(np.array([length]))[0])
+        return min(most, self._rounded(most_tokens // length)) if most else 1
+
+    def _rounded(self, rows: int) -> int:
+        return int(rounded_caps(self._budget, np.array(max(rows, 1))))
+
+    def _compile(self, plan: Plan, bucket: Bucket) -> None:
+        """Compiles the program of a bucket that is as long as one of the plan's."""
+        self._bar.set_postfix_str(str(bucket))
+        others = (each if each.length != bucket.length else bucket for each in _buckets_of(plan))
+        as_long = dataclasses.replace(plan, buckets=Buckets(others, plan.microbatches_per_step))
+        layout = self._compiler.shapes.layout
+        shapes = BatchShapes.of_plan(as_long, layout=layout, batch_spec=self._batch_spec)
+        row = compile_bucket(dataclasses.replace(self._compiler, shapes=shapes), bucket, self._target)
+        self.programs[bucket] = row
+        least = 0 if row.fits else int(cast("float", self._budget.max_bytes)) + 1
+        self._memory.add(bucket, max(row.total_bytes, least), row.argument_bytes or 0)
+        self._bar.update()
+
+
+def _buckets_of(plan: Plan) -> Sequence[Bucket]:
+    """Those of a plan of rows of one length."""
+    return cast("Sequence[Bucket]", plan.buckets)
+
+
+def _rows_held(plan: Plan) -> Int64[np.ndarray, " K"]:
+    """How many rows with samples each bucket holds."""
+    offsets = plan.step_offsets
+    if plan.row_offsets is not None:
+        offsets = np.searchsorted(plan.row_offsets, offsets)
+    held = np.zeros(len(plan.buckets), np.int64)
+    np.add.at(held, plan.step_bucket, np.diff(offsets))
+    return held

@@ -1,0 +1,179 @@
+"""The most rows that fit: of the bytes of compiled programs, here, elsewhere, and of made-up ones."""
+
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen import Budget, UserError, compile_for, make_plan, models
+from jvarlen.models import DecoderConfig
+from jvarlen.planning.buckets import Bucket
+from jvarlen.targets import row_choice
+from jvarlen.targets.report import TargetRow
+from jvarlen.targets.row_choice import CompiledBytes, choose_rows
+from jvarlen.targets.target import Target
+from tests.targets.test_compile_for import OF_GPUS, target_of
+
+LENGTHS = np.minimum(np.exp(np.random.default_rng(0).normal(3, 0.8, 3000)).astype(int) + 1, 200)
+NO_LIMIT = 2**40  # of tokens
+
+
+def loss_fn(params, batch):
+    x = params[batch.tokens]
+    attention = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x))
+    return jnp.sum(jnp.sin(jnp.einsum("bts,bsd->btd", attention, x) @ params.T)), jnp.sum(batch.weights)
+
+
+@pytest.mark.parametrize(
+    ("packing", "multiple", "max_bytes"), [(None, 1, 3e6), ("best_fit", 2, 4e6)], ids=["padded", "packed"]
+)
+def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_bytes):
+    make = functools.partial(make_plan, LENGTHS, packing=packing)
+    budget = Budget(
+        max_tokens=NO_LIMIT, max_shapes=3, microbatches_per_step=2, row_multiple=multiple, length_multiple=8,
+        cost=lambda rows, length: 1.0 * rows * length,
+    )  # fmt: skip
+    target = dataclasses.replace(target_of(2), memory_bytes=int(max_bytes))
+    how = {"params": jnp.zeros((64, 16)), "progress": False}
+    chosen = choose_rows(target, loss_fn, optax.sgd(0.1), make, budget, **how)
+    of_run = {row.bucket: row for row in compile_for(target, loss_fn, optax.sgd(0.1), chosen.plan, **how)}
+    assert of_run.keys() == {row.bucket for row in chosen.report} == {each.bucket for each in chosen.rows}
+    for each in chosen.rows:
+        assert each.num_bytes == of_run[each.bucket].total_bytes <= max_bytes
+        assert each.num_programs <= 3
+        assert each.bucket.rows <= each.most_rows
+    of_memory = [each for each in chosen.rows if each.limit == "memory"]
+    assert of_memory
+    assert all(each.limit == "samples" for each in chosen.rows if each not in of_memory)
+    more = [Bucket(each.most_rows + multiple, each.bucket.length) for each in of_memory]
+    as_large = [next((large for large in more if large.length == b.length), b) for b in chosen.plan.buckets]
+    larger = dataclasses.replace(chosen.plan, buckets=as_large)
+    assert [row.fits for row in compile_for(target, loss_fn, optax.sgd(0.1), larger, **how) if row.bucket in more] == [
+        False
+    ] * len(more)
+    assert make(chosen.plan.buckets).digest == chosen.plan.digest
+    assert all(row.fits for row in compile_for(target, loss_fn, optax.sgd(0.1), chosen.token_plan, **how))
+    assert chosen.token_plan.digest == make(chosen.token_budget).digest
+    lines = str(chosen).splitlines()
+    assert lines[1].split() == ["bucket", "most", "rows", "limit", "GB", "of", "the", "limit", "programs"]
+    assert lines[2].split()[0] == str(chosen.rows[0].bucket)
+    assert f"{chosen.token_budget.max_tokens:,}" in lines[-1]
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Bytes of programs by a function, in place of a compiler."""
+
+    def choose(num_bytes, make, budget, max_bytes):
+        def compile_bucket(compiler, bucket, target):
+            total = math.ceil(num_bytes(*bucket))
+            fields = dict.fromkeys(("output_bytes", "temp_bytes", "host_bytes"), 0)
+            seconds = dict.fromkeys(("lower_s", "compile_s", "cpu_s"), 0.0)
+            sizes = {"total_bytes": total, "argument_bytes": min(total, 1000), "limit_bytes": target.memory_bytes}
+            return TargetRow(bucket=bucket, flops=None, **fields, **seconds, **sizes)
+
+        @dataclasses.dataclass
+        class Compiler:
+            shapes: object
+
+        monkeypatch.setattr(row_choice, "compile_bucket", compile_bucket)
+        monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
+        monkeypatch.setattr(row_choice, "layout_text", lambda compiler: "data")
+        target = Target("some", (), None, is_here=True)
+        how = {"params": None, "max_bytes": max_bytes, "progress": False}
+        return choose_rows(target, loss_fn, optax.sgd(0.1), make, budget, **how)
+
+    return choose
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit", "wrapped"])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, multiple):
+    def num_bytes(rows, length):
+        tokens = rows * length
+        return max(2e7, 1e7 + tokens * (900 + length) * (0.85 if tokens > 2**14 else 1))
+
+    many = np.tile(LENGTHS, 8)
+    cost = (lambda rows, length: 1.0 * rows * length) if packing == "best_fit" else None
+    shape = {"max_shapes": 3, "row_multiple": multiple, "length_multiple": 8, "max_length": 200}
+    budget = Budget(max_tokens=NO_LIMIT, microbatches_per_step=2, cost=cost, **shape)
+    chosen = made_up(num_bytes, functools.partial(make_plan, many, packing=packing), budget, 3.2e7)
+    limits = {each.limit for each in chosen.rows}
+    assert "memory" in limits
+    for each in chosen.rows:
+        assert num_bytes(*each.bucket) <= 3.2e7
+        assert each.num_programs <= 3
+        if each.limit == "memory":
+            assert num_bytes(each.most_rows, each.bucket.length) <= 3.2e7
+            assert num_bytes(each.most_rows + multiple, each.bucket.length) > 3.2e7
+    assert all(num_bytes(*bucket) <= 3.2e7 for bucket in chosen.token_plan.buckets)
+
+
+def test_the_limit_that_set_the_rows_is_named(made_up):
+    make = functools.partial(make_plan, LENGTHS)
+    limits = {"max_tokens": 2400, "max_sequences": 60, "strategy": (24, 48, 96, 200)}
+    chosen = made_up(lambda rows, length: 1000 + rows * length**1.5, make, Budget(**limits), 20_000)
+    assert [each.limit for each in chosen.rows] == ["sequences", "tokens", "memory", "memory"]
+    lines = chosen.plan.report(budget=chosen.budget).splitlines()
+    assert [line.split()[-1] for line in lines[:5]] == ["limit", *(each.limit for each in chosen.rows)]
+    few = made_up(
+        lambda rows, length: 1000 + rows * length, functools.partial(make_plan, [3, 9]), Budget(max_tokens=99), 2000
+    )
+    assert [each.limit for each in few.rows] == ["samples", "samples"]
+
+
+def test_what_does_not_fit_is_told(made_up):
+    make, budget = functools.partial(make_plan, [3, 64, 4, 64]), Budget(max_tokens=NO_LIMIT)
+    with pytest.raises(UserError, match=r"max_bytes 1000 \(one row needs 6400\).*bucket of 64 .*id 1: 64, id 3: 64$"):
+        made_up(lambda rows, length: 100 * rows * length, make, budget, 1000)
+    with pytest.raises(UserError, match=r"target 'here' does not tell its memory: max_bytes"):
+        choose_rows("here", loss_fn, optax.sgd(0.1), make, budget, params=jnp.zeros((64, 16)))
+    with pytest.raises(UserError, match="memory= of the budget"):
+        made_up(None, make, dataclasses.replace(budget, memory=lambda rows, length: rows), 1000)
+    with pytest.raises(UserError, match="these have two"):
+        made_up(None, functools.partial(make_plan, [[3, 4]]), budget, 1000)
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.builds(Bucket, st.integers(1, 300), st.sampled_from([8, 64, 72])), st.integers(1000, 10**9), min_size=1
+    )
+)
+def test_bytes_are_those_of_programs_and_never_fall_as_rows_grow(compiled):
+    memory = CompiledBytes(10**8)
+    for bucket, num_bytes in compiled.items():
+        memory.add(bucket, num_bytes, 1000)
+    rows, length = np.arange(1, 400)[:, None], np.array([5, 8, 40, 64, 70, 72, 100])
+    values = memory(rows, length)
+    assert values.shape == (399, 7)
+    assert (np.diff(values, axis=0) >= -1e-6 * values[:-1]).all()
+    for bucket, num_bytes in compiled.items():
+        of_more = [each for b, each in compiled.items() if b.length == bucket.length and b.rows > bucket.rows]
+        assert memory(*bucket) == pytest.approx(min([num_bytes, *of_more]))
+
+
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("layout", ["data8.zero3", "data2.tensor4"])
+def test_for_gpus(layout):
+    config = DecoderConfig(num_layers=2, width=256, num_heads=4, vocab_size=2048, compute_dtype="bfloat16")
+    how = {"layout": layout, "params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False}
+    optimizer, max_bytes, M = optax.adamw(1e-3), 2e9, 8 if layout.startswith("data8") else 2
+    budget = Budget(max_tokens=NO_LIMIT, max_shapes=2, microbatches_per_step=M, length_multiple=64)
+    make = functools.partial(make_plan, np.tile([200, 250, 500, 512], 2000))
+    chosen = choose_rows("8xh100", models.layered(config), optimizer, make, budget, max_bytes=max_bytes, **how)
+    assert [each.limit for each in chosen.rows] == ["memory", "memory"]
+    as_large = [Bucket(each.most_rows + 1, each.bucket.length) for each in chosen.rows]
+    for plan, fits in ((chosen.plan, True), (dataclasses.replace(chosen.plan, buckets=as_large), False)):
+        for row in compile_for("8xh100", models.layered(config), optimizer, plan, **how):
+            assert (row.total_bytes <= max_bytes) == fits
