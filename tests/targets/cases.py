@@ -1,0 +1,78 @@
+"""The steps that are compiled for devices which are not here: a fixed list. What cannot be so spread stands apart."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import optax
+
+from jvarlen import Layout, models
+from jvarlen.batches import BatchShapes
+from jvarlen.batches.batches import packed_batch_spec
+from jvarlen.models import DecoderConfig
+from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.report import TargetReport
+
+TARGETS = ("8xh100", "v5e:2x4")
+MODELS = {
+    "demo": DecoderConfig(),
+    "llama": DecoderConfig(
+        num_layers=4, width=128, mlp_width=256, num_heads=8, num_kv_heads=4, head_size=32, vocab_size=256,
+        compute_dtype="bfloat16",
+    ),
+}  # fmt: skip
+LAYOUTS = (
+    "data8",
+    "data8.zero1",
+    "data8.zero2",
+    "data8.zero3",
+    "data4.tensor2",
+    "data2.tensor4",
+    "data4.stage2.gpipe",
+    "data4.stage2.1f1b",
+    "data4.stage2.eager_1f1b",
+    "data4.stage2.interleaved.virtual2",
+    "data4.stage2.zero_bubble",
+    "data4.context2",
+    "data2.stage2.tensor2.zero1",
+)
+BUCKETS = ((2, 256), (1, 512))
+REFUSED = {
+    ("demo", "data2.tensor4"): "heads",  # it has two
+    ("demo", "data4.stage2.interleaved.virtual2"): "layers",  # likewise
+}
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+class Case(NamedTuple):
+    """A step for every bucket."""
+
+    target: str
+    model: str
+    layout: str
+    packing: str  # "padded" or "packed"
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+    def compile(self) -> TargetReport:
+        """The report, a row a bucket, those with the most positions first."""
+        layout, config = Layout.parse(self.layout), MODELS[self.model]
+        return compile_for(
+            self.target,
+            models.layered(config),
+            OPTIMIZER,
+            BatchShapes(BUCKETS, microbatches_per_step=4 * layout.data),
+            layout=layout,
+            params=jax.eval_shape(lambda: models.init_params(config, 0)),
+            batch_spec=functools.partial(packed_batch_spec, samples_per_row=4) if self.packing == "packed" else None,
+            progress=False,
+        )
+
+
+PACKINGS = ("padded", "packed")
+CASES = [
+    *(Case(*each) for each in itertools.product(TARGETS, MODELS, LAYOUTS, PACKINGS) if each[1:3] not in REFUSED),
+    *(Case("1xh100", model, "data1", packing) for model, packing in itertools.product(MODELS, PACKINGS)),
+]
