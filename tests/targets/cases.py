@@ -42,6 +42,7 @@ REFUSED = {
     ("demo", "data2.tensor4"): "heads",  # it has two
     ("demo", "data4.stage2.interleaved.virtual2"): "layers",  # likewise
 }
+PACKINGS = ("padded", "packed")
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
@@ -52,9 +53,10 @@ class Case(NamedTuple):
     model: str
     layout: str
     packing: str  # "padded" or "packed"
+    microbatches: int  # of a data shard in a step
 
     def __str__(self) -> str:
-        return "-".join(self)
+        return f"{self.target}-{self.model}-{self.layout}-{self.packing}-{self.microbatches}"
 
     def compile(self) -> TargetReport:
         """The report, a row a bucket, those with the most positions first."""
@@ -63,7 +65,7 @@ class Case(NamedTuple):
             self.target,
             models.layered(config),
             OPTIMIZER,
-            BatchShapes(BUCKETS, microbatches_per_step=4 * layout.data),
+            BatchShapes(BUCKETS, microbatches_per_step=self.microbatches * layout.data),
             layout=layout,
             params=jax.eval_shape(lambda: models.init_params(config, 0)),
             batch_spec=functools.partial(packed_batch_spec, samples_per_row=4) if self.packing == "packed" else None,
@@ -71,8 +73,6 @@ class Case(NamedTuple):
         )
 
 
-PACKINGS = ("padded", "packed")
-CASES = [
-    *(Case(*each) for each in itertools.product(TARGETS, MODELS, LAYOUTS, PACKINGS) if each[1:3] not in REFUSED),
-    *(Case("1xh100", model, "data1", packing) for model, packing in itertools.product(MODELS, PACKINGS)),
-]
+_EIGHT = itertools.product(TARGETS, MODELS, LAYOUTS, PACKINGS, (4,))
+_ONE = itertools.product(("1xh100",), MODELS, ("data1",), PACKINGS, (1, 4))
+CASES = [Case(*each) for each in (*_ONE, *_EIGHT) if each[1:3] not in REFUSED]
