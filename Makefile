@@ -23,7 +23,7 @@ NEWEST_TESTS := $(addprefix tests/,_common attention compiling data distributed 
 CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
   $(addprefix parity/test_,$(addsuffix .py,batching buckets order plan plan_file pacing lr streams)))
 
-.PHONY: train test others check lint docs lowest newest suite compositions targets bench gpu clean
+.PHONY: train test others check lint docs lowest newest suite compositions targets few-targets bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train --max-shapes auto $(ARGS)
@@ -33,7 +33,7 @@ test: $(VENV)/installed-dev
 
 # Tests of several processes often wait; meanwhile these run. What they say comes in one piece.
 others: $(VENV)/installed-dev
-	nice $(MAKE) --jobs 1 lint docs lowest >$(VENV)/others.log 2>&1; status=$$?; cat $(VENV)/others.log; exit $$status
+	nice $(MAKE) --jobs 1 lint docs lowest few-targets >$(VENV)/others.log 2>&1; status=$$?; cat $(VENV)/others.log; exit $$status
 
 # Before a commit: lint, types and the quick tests, in a minute and a half.
 check: lint
@@ -74,9 +74,15 @@ newest:
 	  beartype dm-haiku equinox grain hypothesis pytest pytest-xdist pyyaml
 	$(NEWEST)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(NEWEST_TESTS)
 
-# Steps compiled for GPUs and TPUs, whose compilers run without them, in an environment of their own.
+# Steps compiled for GPUs and TPUs, whose compilers run without them, in an environment of their own; with CUDNN=1
+# also those whose attention is by cuDNN, 1.1 GB more.
 targets: $(TARGETS)/installed
-	$(TARGETS)/bin/python -m pytest -q $(ARGS) tests/targets/test_compile_for.py
+	$(if $(CUDNN),$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile nvidia-cudnn-cu12)
+	JAX_PLATFORMS=cpu $(TARGETS)/bin/python -m pytest -q --numprocesses 2 $(ARGS) tests/targets/test_compile_for.py tests/targets/test_programs.py
+
+# A few of them, by compilers that are kept outside of this clone, where they can be had.
+few-targets: $(VENV)/installed-dev
+	$(VENV)/bin/python -m tests.targets.compilers -q -m 'not slow' tests/targets/test_programs.py
 
 $(TARGETS)/installed: pyproject.toml
 	rm -rf $(TARGETS)

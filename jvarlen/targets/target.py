@@ -58,7 +58,9 @@ class _Gpu:
             "registers_per_core_limit": 2**16,
             "registers_per_block_limit": 2**16,
         }
-        of_device = "\n".join(f"  {name}: {value}" for name, value in limits.items())
+        # Without them XLA takes the driver for one that knows no loops in CUDA graphs.
+        versions = {name: '"12.9.0"' for name in ("driver_version", "runtime_version", "compile_time_toolkit_version")}
+        of_device = "\n".join(f"  {name}: {value}" for name, value in (limits | versions).items())
         return (
             f"gpu_device_info {{\n{of_device}\n  cuda_compute_capability {{ major: {self.capability} }}\n}}\n"
             'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 7 }\n'

@@ -1,6 +1,6 @@
 """Runs pytest with XLA's compilers for GPUs and TPUs, which are downloaded once and kept among the user's caches.
 
-Usage: python -m tests.targets.compilers ARGUMENTS OF PYTEST. Where one cannot be had, it says why, and that is no failure.
+Usage: python -m tests.targets.compilers ARGUMENTS OF PYTEST. Where one cannot be had, it says why and does without.
 """
 
 import hashlib
