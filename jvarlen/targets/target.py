@@ -59,7 +59,7 @@ class _Gpu:
             "registers_per_block_limit": 2**16,
         }
         # Without them XLA takes the driver for one that knows no loops in CUDA graphs.
-        versions = {name: '"12.9.0"' for name in ("driver_version", "runtime_version", "compile_time_toolkit_version")}
+        versions = dict.fromkeys(("driver_version", "runtime_version", "compile_time_toolkit_version"), '"12.9.0"')
         of_device = "\n".join(f"  {name}: {value}" for name, value in (limits | versions).items())
         return (
             f"gpu_device_info {{\n{of_device}\n  cuda_compute_capability {{ major: {self.capability} }}\n}}\n"
