@@ -18,6 +18,11 @@ __all__ = ["write_target_page"]
 
 _GB = 1e9
 _KERNELS = "How many places of the program call each; a place in a loop counts once."
+_COLLECTIVES = (
+    "Loops are multiplied out. Asynchronous ones have a start and a done; overlapped ones have a matrix product or a "
+    "kernel of attention in between."
+)
+_NO_PROGRAM = " Where the compiler found no room it made no program, and the total is what it asked for."
 _LIMIT = (
     "Bytes are those of one device; GB are 10⁹ bytes. The limit is what a process can have of its memory: of a GPU "
     "three quarters, as JAX takes by default, or the share in XLA_CLIENT_MEM_FRACTION."
@@ -33,17 +38,17 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
     """
     fullest = max(report, key=lambda row: row.total_bytes)
     header, *rows = table_of(report, *COLUMNS)
-    header_of_kernels, *kernels = table_of(report, COLUMNS[0], KERNELS)
+    note = _LIMIT if all(row.has_program for row in report) else _LIMIT + _NO_PROGRAM
     write_page(
         path,
         title=f"{len(report):,} bucket{'' if len(report) == 1 else 's'} on {report.target}",
         summary=f"The train step of each bucket, compiled for layout {report.layout}. {SOURCE}",
         key_figures=_key_figures(report, fullest),
-        first_table=Table("buckets", "Buckets", header, rows, note=_LIMIT),
+        first_table=Table("buckets", "Buckets", header, rows, note=note),
         pictures=[_memory_picture(report)],
         tables=[
-            Table("kernels", "Kernels that XLA did not make", header_of_kernels, kernels, note=_KERNELS, is_wide=True),
-            *_tables("collectives", "What a step communicates", report, fullest, _collectives),
+            *_tables("collectives", "What a step communicates", _COLLECTIVES, report, fullest, _collectives),
+            _kernels(report),
         ],
     )
 
@@ -79,9 +84,19 @@ def _memory_picture(report: TargetReport) -> Picture:
     return Picture("memory", "Memory of a device", f"During a step of each bucket. {line}", bars)
 
 
+def _kernels(report: TargetReport) -> Table:
+    """Buckets of the same kernels in one row."""
+    buckets: dict[str, list[str]] = {}
+    for row, kernels in zip(report, KERNELS.cells(report), strict=True):
+        buckets.setdefault(kernels, []).append(str(row.bucket))
+    rows = [["all" if len(buckets) == 1 else ", ".join(of), kernels] for kernels, of in buckets.items()]
+    return Table("kernels", "Kernels that XLA did not make", ["buckets", "kernels"], rows, note=_KERNELS, is_wide=True)
+
+
 def _tables(
     name: str,
     title: str,
+    note: str,
     report: TargetReport,
     fullest: TargetRow,
     cells_of: Callable[[TargetRow], Sequence[Sequence[str]]],
@@ -92,7 +107,7 @@ def _tables(
         cells = {str(row.bucket): cells_of(row) for row in of_rows}
         header = ["bucket", *next(iter(cells.values()))[0]]
         lines = [[bucket, *line] for bucket, each in cells.items() for line in each[1:] or [["none"]]]
-        return Table(name, title, header, lines, is_closed=is_closed, is_wide=True)
+        return Table(name, title, header, lines, note=note, is_closed=is_closed, is_wide=True)
 
     tables = [table(name, title, [fullest])]
     if others := [row for row in report if row is not fullest]:
