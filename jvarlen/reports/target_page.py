@@ -12,12 +12,13 @@ from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.reports.figures import Picture
 from jvarlen.reports.layout_figures import draw_layout_bars
 from jvarlen.reports.page import Table, write_page
-from jvarlen.targets.report import COLUMNS, KERNELS, SOURCE, TargetReport, TargetRow
+from jvarlen.targets.report import BUFFERS, COLUMNS, KERNELS, SOURCE, TargetReport, TargetRow
 
 __all__ = ["write_target_page"]
 
 _GB = 1e9
 _KERNELS = "How many places of the program call each; a place in a loop counts once."
+_BUFFERS = "When a step holds the most; with what made each, and at which line of Python."
 _COLLECTIVES = (
     "Loops are multiplied out. Asynchronous ones have a start and a done; overlapped ones have a matrix product or a "
     "kernel of attention in between."
@@ -47,6 +48,7 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
         first_table=Table("buckets", "Buckets", header, rows, note=note),
         pictures=[_memory_picture(report)],
         tables=[
+            *_tables("buffers", "The largest buffers of a step", _BUFFERS, report, fullest, _buffers),
             *_tables("collectives", "What a step communicates", _COLLECTIVES, report, fullest, _collectives),
             _kernels(report),
         ],
@@ -119,3 +121,7 @@ def _collectives(row: TargetRow) -> list[list[str]]:
     if row.communication is None:
         return [*CommunicationEstimate().cells(), ["not known"]]
     return row.communication.cells()
+
+
+def _buffers(row: TargetRow) -> Sequence[Sequence[str]]:
+    return [*table_of(row.buffers or (), *BUFFERS), *([["not known"]] if row.buffers is None else [])]

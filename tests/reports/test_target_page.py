@@ -50,6 +50,11 @@ def test_the_tables_hold_the_figures_of_every_bucket(tmp_path):
     assert "no room" in page.text
     kernels = "__cudnn$fmhaSoftmax 32, __cudnn$fmhaSoftmaxBackward 32"
     assert cells_of(page, "kernels") == [["8×1024, 4×2048", kernels], ["64×512", "–"]]
+    assert cells_of(page, "buffers") == [
+        ["8×1024", "5", "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn"],
+        ["8×1024", "2", "argument", "f32[32000,4096]", "state.params['embed']", "–"],
+    ]
+    assert cells_of(page, "buffers-of-others")[2] == ["64×512", "not known"]
     [traffic] = ROW.communication.cells()[1:]
     assert cells_of(page, "collectives") == [["8×1024", *traffic]]
     assert cells_of(page, "collectives-of-others") == [["4×2048", *traffic], ["64×512", "not known"]]
