@@ -53,6 +53,7 @@ __all__ = [
     "HardwareConfig",
     "OptimizerConfig",
     "PlanConfig",
+    "ProgramConfig",
     "TrackerName",
     "changed_contents",
     "changes_between",
@@ -281,8 +282,8 @@ class DirectoryConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
+class ProgramConfig:
+    """What decides the programs of a run, besides data and devices; and where they are only compiled for."""
 
     max_steps: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps to train, over as many epochs as they take. None for all steps of num_epochs."""
@@ -294,35 +295,15 @@ class FitConfig:
     trainable: tuple[str, ...] = ()
     """Patterns of the names of parameters that are trained, such as "layers.*.attention.*"; none for all. The others
     stay as they are."""
-    eval_every: int | None = dataclasses.field(default=None, metadata=_RESUMED)
-    """Steps between evaluations; None evaluates only before the first step and after the last."""
-    stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
-    """Several processes all end when none has taken a step for this many seconds.
-    Must exceed the time of an evaluation."""
-    verify: bool = dataclasses.field(default=True, metadata=_RESUMED)
-    """Check at every step that the samples read are the planned ones."""
-    trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_RESUMED)
-    """Also log to TensorBoard, or to Weights & Biases offline; metrics.jsonl is always written."""
-    profile: int = dataclasses.field(default=0, metadata=_CALL)
-    """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     progress: bool = dataclasses.field(default=True, metadata=_PROCESS)
     """Show progress: bars on a terminal, otherwise a line now and then."""
-    dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
-    """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
-    """The data to train and evaluate on."""
-    hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
-        default_factory=HardwareConfig, metadata=FLAT
-    )
-    """The devices and processes that train, and how a step spreads over them."""
-    checkpoints: tyro.conf.OmitArgPrefixes[CheckpointConfig] = dataclasses.field(
-        default_factory=CheckpointConfig, metadata=FLAT | _RESUMED
-    )
-    """When checkpoints are written, and which of them stay."""
-    directory: tyro.conf.OmitArgPrefixes[DirectoryConfig] = dataclasses.field(
-        default_factory=DirectoryConfig, metadata=FLAT | _CALL
-    )
-    """Where a run writes, and which run it resumes."""
+    target: str | None = dataclasses.field(default=None, metadata=_CALL)
+    """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
+    a100, h100 or h200; v5e:2x4, of v4, v5e, v5p or v6e; or here. Of them, a run takes the first devices, or all."""
+    out: Path | None = dataclasses.field(default=None, metadata=_CALL)
+    """Where to save what the compiler for target says, a .json file."""
+    html: Path | None = dataclasses.field(default=None, metadata=_CALL)
+    """Where to write a page that shows it: one file that works offline."""
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
@@ -338,17 +319,60 @@ class FitConfig:
     def __post_init__(self):
         if isinstance(self.trainable, str):
             object.__setattr__(self, "trainable", (self.trainable,))
-        check_counts(self, 1, "max_steps", "num_epochs", "eval_every")
-        check_counts(self, 0, "profile")
+        check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
             object.__setattr__(self, "model", Path(self.model).absolute())
         check_seed(self.seed, epoch=0)
+        for name in ("out", "html"):
+            if (path := getattr(self, name)) is not None and self.target is None:
+                raise UserError(f"{name} ({path}) needs target=: what its compiler says is written there")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig(ProgramConfig):
+    """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
+
+    eval_every: int | None = dataclasses.field(default=None, metadata=_RESUMED)
+    """Steps between evaluations; None evaluates only before the first step and after the last."""
+    stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
+    """Several processes all end when none has taken a step for this many seconds.
+    Must exceed the time of an evaluation."""
+    verify: bool = dataclasses.field(default=True, metadata=_RESUMED)
+    """Check at every step that the samples read are the planned ones."""
+    trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_RESUMED)
+    """Also log to TensorBoard, or to Weights & Biases offline; metrics.jsonl is always written."""
+    profile: int = dataclasses.field(default=0, metadata=_CALL)
+    """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
+    dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
+    """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing. With target,
+    compile the steps of all shapes for it."""
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
+    """The data to train and evaluate on."""
+    hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
+        default_factory=HardwareConfig, metadata=FLAT
+    )
+    """The devices and processes that train, and how a step spreads over them."""
+    checkpoints: tyro.conf.OmitArgPrefixes[CheckpointConfig] = dataclasses.field(
+        default_factory=CheckpointConfig, metadata=FLAT | _RESUMED
+    )
+    """When checkpoints are written, and which of them stay."""
+    directory: tyro.conf.OmitArgPrefixes[DirectoryConfig] = dataclasses.field(
+        default_factory=DirectoryConfig, metadata=FLAT | _CALL
+    )
+    """Where a run writes, and which run it resumes."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, 1, "eval_every")
+        check_counts(self, 0, "profile")
         most = threading.TIMEOUT_MAX
         check_setting(self, ("stall_timeout_s",), lambda seconds: 0 < seconds <= most, f"above 0 and at most {most:g}")
         if self.checkpoints.keep_best and self.eval_every is None:
             raise UserError(
                 f"keep_best ({self.checkpoints.keep_best}) needs eval_every: which is best only evaluations tell"
             )
+        if self.target is not None and not self.dry_run:
+            raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")
 
     @property
     def has_processes(self) -> bool:

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Int64
 
 from jvarlen._common import terminal
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import leaves_by_name
@@ -51,7 +54,7 @@ from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, check_bad_samples, open_bad_samples
-from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, load_config, saved_settings
+from jvarlen.runs.config import AUTO, FitConfig, files_read, is_run_dir, load_config, saved_settings
 from jvarlen.runs.directory import (
     Summary,
     continue_run,
@@ -61,10 +64,12 @@ from jvarlen.runs.directory import (
     write_summary,
 )
 from jvarlen.runs.evaluation import Evaluator, is_interrupted_at, means_of
-from jvarlen.runs.prepare import Prepared, prepare, say, show_estimates
+from jvarlen.runs.prepare import Prepared, compile_run_for, prepare, say, show_estimates
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
-from jvarlen.runs.task import PairLengthsFn, Task
+from jvarlen.runs.task import PairLengthsFn, SamplesOfLengths, Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
+from jvarlen.targets.report import TargetReport
+from jvarlen.targets.target import Target
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
 from jvarlen.training.optimizers import with_known_rates
@@ -185,11 +190,49 @@ def fit(
         return FitResult(summary, run.run_dir, trained.state if run.form is None else run.form.save(trained.state))
 
 
-def dry_run(config: FitConfig) -> None:
-    """Prints the plan of a training of the built-in model, and what a step of its largest shape holds and sends."""
-    config, placement = _launched(config, None, None)
+def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport | None:
+    """Prints the plan of a training of the built-in model, and what a step of its largest shape holds and sends.
+
+    With `config.target`, it compiles the steps of all shapes for these devices and tells what the compiler says. With
+    lengths, these are the tokens of the samples that are trained on, and there are no others.
+    """
+    read = *files_read(config.data, config.model), config.plan.cost_model, config.plan.memory_model
+    check_outputs({"out": config.out, "html": config.html}, *read)
+    target = None if config.target is None else _target_of(config)
+    where = None if target is None else (config.hardware.layout or Layout()).on(target.devices)
+    config, placement = _launched(config, None, where)
+    given = None if lengths is None else SamplesOfLengths(lengths)
     with remembered_interrupts():
-        show_estimates(prepare(config, Task(trainable=config.trainable or None), None, placement))
+        prepared = prepare(config, Task(trainable=config.trainable or None), given, placement)
+        if target is None:
+            show_estimates(prepared)
+            return None
+        report = compile_run_for(target, prepared)
+    say(f"Compiled for {target.name}", str(report))
+    if config.out is not None:
+        report.save(config.out)
+        terminal.say(config.out)
+    if config.html is not None:
+        from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
+
+        write_target_page(config.html, report)
+        terminal.say(config.html)
+    return report
+
+
+def _target_of(config: FitConfig) -> Target:
+    """The devices of a run that is only compiled; nothing looks for others, whose drivers may not be here."""
+    assert config.target is not None
+    layout, num_devices = config.hardware.layout, config.hardware.devices
+    if config.target != "here":
+        if getattr(jax.config, "jax_platforms", None) is None:
+            jax.config.update("jax_platforms", "cpu")
+    elif num_devices is not None:
+        split_cpu(num_devices, again=False)
+    elif layout is not None and layout.data != -1:
+        split_cpu(layout.num_devices, again=False)
+    target = Target.parse(config.target)
+    return dataclasses.replace(target, devices=target.devices[:num_devices])
 
 
 def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple[FitConfig, Placement | None]:
@@ -199,7 +242,7 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
     has_processes = hardware.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
     placement = None
     if where is not None:
-        if layout is None:
+        if layout is None or config.target is not None:
             placement = placement_of(where)
         elif isinstance(where, Mesh):
             placement = layout.on(where)

@@ -136,7 +136,10 @@ def has_checkpoint(run_dir: Path | None) -> bool:
 
 
 def initial_params(config: FitConfig) -> Any:
-    """The parameters that a run of the built-in model begins with; shapes, if a checkpoint has those of its `model`."""
+    """The parameters that a run of the built-in model begins with.
+
+    Shapes, if a checkpoint has those of its `model`, or if they are random and only compiled for.
+    """
     import jax  # here: settings are read without it
 
     from jvarlen.models import init_params
@@ -144,6 +147,8 @@ def initial_params(config: FitConfig) -> Any:
     from jvarlen.training.checkpoint import read_shapes
 
     model, resumed = config.model, config.directory.resumed
+    if config.target is not None and not has_weights(model):
+        return model_shapes(model, config.decoder)
     if model is None:
         return init_params(config.decoder, config.seed)
     if resumed is not None and has_checkpoint(resumed):

@@ -22,7 +22,7 @@ from jvarlen.models.config import DecoderConfig
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FLAT, DataConfig, FitConfig, files_read
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig, files_read
 from jvarlen.runs.model import model_shapes, optimizer_for, with_model
 from jvarlen.runs.plan_config import (
     PlanConfig,
@@ -47,10 +47,35 @@ class _PlannedData(DataConfig):
     """What `jvarlen train --data` takes; none for the built-in corpus. Or integers, tokens a sample, in a .npy or .json
     file."""
 
+    def read_lengths(self) -> Int64[np.ndarray, " N"] | None:
+        """The tokens of each sample, of a file of lengths; None for data."""
+        files = self.files
+        if not any(str(path).endswith((".npy", ".json")) for path in files):
+            return None
+        given = ((each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self))
+        if others := [name for name, value, default in given if value not in (files[:1], default)]:
+            listed = list_first(f"{name} must not be given" for name in others)
+            raise UserError(f"a .npy or .json file holds lengths: it is planned alone, {listed}")
+        return check_lengths(_load_lengths(Path(files[0])))
+
+
+def _load_lengths(path: Path) -> np.ndarray | list[int]:
+    if path.suffix == ".npy":
+        return load_array(path, "lengths")
+    try:
+        lengths = json.loads(regular_file(path).read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no lengths file {path}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
+        raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
+    return lengths
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Planned:
-    """What decides a plan, for the commands that make one."""
+class PlanCommand:
+    """Print the plan by which train trains, or that of any lengths, with baselines; settings are those of train."""
 
     data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
     """The data to plan."""
@@ -65,9 +90,17 @@ class _Planned:
     epoch: int = 0
     """The epoch to plan."""
     progress: bool = True
-    """Show progress where lengths are measured and programs compiled."""
+    """Show progress where lengths are measured."""
     model: Path | None = None
     """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
+    out: Path | None = None
+    """Where to save the plan, a .npz file."""
+    html: Path | None = None
+    """Where to write a page with pictures of the plan: one file that works offline.
+    With cluster, the page shows layouts instead of the plan."""
+    cluster: str | None = None
+    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
+    four hosts. Needs model."""
 
     def __post_init__(self):
         check_counts(self, 1, "vocab_size")
@@ -88,48 +121,14 @@ class _Planned:
 
     def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
         """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
-        files = self.data.files
-        if any(str(path).endswith((".npy", ".json")) for path in files):
-            fields = dataclasses.fields(self.data)
-            given = ((each.name, getattr(self.data, each.name), each.default) for each in fields)
-            if others := [name for name, value, default in given if value not in (files[:1], default)]:
-                listed = list_first(f"{name} must not be given" for name in others)
-                raise UserError(f"a .npy or .json file holds lengths: it is planned alone, {listed}")
-            return check_lengths(_load_lengths(Path(files[0]))), []
+        if (lengths := self.data.read_lengths()) is not None:
+            return lengths, []
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.task import open_training_data  # here: it imports JAX
 
         data = open_training_data(config)
         lengths = known_lengths(data.train, progress=self.progress)
         return lengths, [*data.describe(lengths), ""]
-
-
-def _load_lengths(path: Path) -> np.ndarray | list[int]:
-    if path.suffix == ".npy":
-        return load_array(path, "lengths")
-    try:
-        lengths = json.loads(regular_file(path).read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no lengths file {path}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
-        raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
-    return lengths
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanCommand(_Planned):
-    """Print the plan by which train trains, or that of any lengths, with baselines; settings are those of train."""
-
-    out: Path | None = None
-    """Where to save the plan, a .npz file."""
-    html: Path | None = None
-    """Where to write a page with pictures of the plan: one file that works offline.
-    With cluster, the page shows layouts instead of the plan."""
-    cluster: str | None = None
-    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
-    four hosts. Needs model."""
 
     def run(self) -> None:
         """Prints the plan, what there is without it, and layouts, and writes the requested files."""
@@ -193,60 +192,28 @@ class PlanCommand(_Planned):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileCommand(_Planned):
+class CompileCommand(ProgramConfig):
     """Compile the train step of every bucket for devices that need not be here, and tell what fits."""
 
-    target: str
+    target: str = dataclasses.field()  # which hides the default
     """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v4, v5e, v5p or v6e; or
     here. Their compilers come with the extras target-gpu and target-tpu."""
+    data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
+    """The data to plan."""
     parallel: str | None = None
-    """How a step spreads over the devices, such as data8.zero3; None: data parallelism."""
-    out: Path | None = None
-    """Where to save the report, a .json file."""
-    html: Path | None = None
-    """Where to write a page that shows what fits: one file that works offline."""
+    """As for train, on all devices of target; auto needs cluster."""
+    cluster: str | None = None
+    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
+    """
 
     def run(self) -> None:
         """Plans, compiles, prints what the compiler says, and saves it."""
-        import jax  # here, as what imports it
-        import optax
+        from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
-        from jvarlen.distributed.layout import Layout
-        from jvarlen.targets.compile_for import compile_for
-        from jvarlen.targets.target import Target
-
-        settings = self.plan.of_files()
-        read = *files_read(self.data, self.model), settings.cost_model, settings.memory_model
-        check_outputs({"out": self.out, "html": self.html}, *read)
-        if self.target != "here" and getattr(jax.config, "jax_platforms", None) is None:
-            jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
-        target = Target.parse(self.target)
-        layout = Layout() if self.parallel is None else Layout.parse(self.parallel)
-        layout = layout.for_devices(len(target.devices))
-        settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
-        config = self._config()
-        lengths, corpus = self._read_lengths(config)
-        shapes = shapes_for(settings, lengths, seed=self.seed)
-        plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
-        say(*corpus, *filter(None, (shapes.reason, note_on_overlong(plan, lengths))))
-        say(f"{plan.microbatches_per_step} microbatches a step, {plan.num_steps:,} steps, digest {plan.digest}")
-        params, own = model_shapes(config.model, config.decoder), config.optimizer
-        adamw = optax.adamw(1e-3, b1=own.b1, b2=own.b2, weight_decay=own.weight_decay)
-        report = compile_for(
-            target,
-            models.layered(config.decoder),
-            optimizer_for(params, optax.chain(optax.clip_by_global_norm(own.max_gradient_norm), adamw)),
-            plan,
-            layout=layout,
-            params=params,
-            progress=self.progress,
-        )
-        say(report)
-        if self.out is not None:
-            report.save(self.out)
-            say(self.out)
-        if self.html is not None:
-            from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
-
-            write_target_page(self.html, report)
-            say(self.html)
+        check_outputs({"out": self.out, "html": self.html}, *files_read(self.data))
+        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(ProgramConfig)}
+        hardware = HardwareConfig(parallel=self.parallel, cluster=self.cluster)
+        lengths = self.data.read_lengths()
+        if lengths is None:
+            given["data"] = self.data
+        dry_run(FitConfig(**given, hardware=hardware, dry_run=True), lengths)

@@ -375,6 +375,8 @@ def evaluation_plans(
     plan: PlanConfig, shapes: ChosenShapes, lengths: Mapping[str, Int64[np.ndarray, " H"]]
 ) -> dict[str, Plan]:
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
+    if not lengths:
+        return {}
     buckets: Any = Buckets(check_buckets(shapes.buckets), plan.num_microbatches)
     overlong = "error" if shapes.packing else plan.padded_overlong
     if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side

@@ -37,14 +37,17 @@ from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, l
 from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
 from jvarlen.runs.plan_config import ChosenShapes, note_on_balance, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import ShapeChooser
-from jvarlen.runs.task import Task, TrainingData, open_training_data
+from jvarlen.runs.task import SamplesOfLengths, Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.links import measure_cluster
+from jvarlen.targets.report import TargetReport
+from jvarlen.targets.target import Target
 from jvarlen.training.trainable import select_trained
 
-__all__ = ["Prepared", "prepare", "say", "show_estimates"]
+__all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
 
 _ONE_A_ROW = 'one sample a row: packing="auto" or "best_fit" packs several, for a loss that keeps to segment_ids'
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
@@ -94,7 +97,9 @@ class Prepared(NamedTuple):
         )
 
 
-def prepare(config: FitConfig, task: Task, given: Split | None, placement: Placement | None) -> Prepared:
+def prepare(
+    config: FitConfig, task: Task, given: Split | SamplesOfLengths | None, placement: Placement | None
+) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
     is_packing_said, takes_packed = config.plan.packing != "default", task.loss_fn is None
@@ -116,7 +121,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, placement: Place
         task.check_layout(layout, config.decoder)
     # Which raises ValueError for names that no parameter has.
     select_trained(model_shapes(None, config.decoder) if task.loss_fn is None else task.shapes, task.trainable)
-    if config.compile.cache_dir is not None:
+    if config.compile.cache_dir is not None and config.target is None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
         data = open_training_data(config, given)
@@ -219,6 +224,11 @@ def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:
     """The fastest layout that takes the optimizer and the steps of evaluations; the same on all processes."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
+    if cluster is None and config.target is not None:
+        raise UserError(
+            f"parallel='auto' on target ({config.target}) needs cluster=: links are not measured of devices that are "
+            "only compiled for"
+        )
     if cluster is None:
         narrow = "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(task.shapes)}
         dtype: Any = config.decoder.compute_dtype or ("bfloat16" if narrow else "float32")
@@ -321,6 +331,29 @@ def show_estimates(prepared: Prepared) -> None:
         options=dataclasses.replace(config.compile, when="ahead"),
     )
     say("Communication of this step", str(estimate_communication(compiled, bucket)))
+
+
+def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
+    """The programs of all training steps of a run, compiled for the devices that it is placed on."""
+    config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
+    assert task.loss_fn is not None  # there is one after `with_decoder`
+    shapes = BatchShapes(
+        training_plan.buckets,
+        microbatches_per_step=config.plan.num_microbatches,
+        layout=prepared.placement,
+        batch_spec=prepared.batch_spec(),
+    )
+    return compile_for(
+        target,
+        task.loss_fn,
+        training_plan.optimizer,
+        shapes,
+        layout=prepared.placement,
+        params=task.params,
+        trainable=task.trainable,
+        options=config.compile,
+        progress=config.progress,
+    )
 
 
 def say(title: str, *texts: str) -> None:

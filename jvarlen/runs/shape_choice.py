@@ -71,6 +71,8 @@ class ShapeChooser:
                 return shapes_for(plan, lengths, seed=self._config.seed)
         if run_dir is not None and is_run_dir(run_dir):
             return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
+        if self._config.target is not None:  # of whose seconds nothing is known here
+            return shapes_for(plan, lengths, seed=self._config.seed)
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
             # What the settings give is not remembered.

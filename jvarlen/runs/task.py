@@ -47,7 +47,7 @@ from jvarlen.training.train_state import Metrics, TrainState
 
 PairLengthsFn = Callable[[Any], tuple[int, int]]
 
-__all__ = ["PairLengthsFn", "Task", "TrainingData", "open_training_data", "whole_loss"]
+__all__ = ["PairLengthsFn", "SamplesOfLengths", "Task", "TrainingData", "open_training_data", "whole_loss"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,16 +224,31 @@ class TrainingData(NamedTuple):
         # A second length may be 0, but not both.
         histogram = length_histogram(lengths if lengths.ndim == 1 else lengths.sum(axis=1))
         both = ["of both lengths together:"] if lengths.ndim == 2 else []
-        return [*both, histogram, f"evaluated on other samples: {others}", *left_out]
+        evaluated = [f"evaluated on other samples: {others}"] if others else []
+        return [*both, histogram, *evaluated, *left_out]
 
 
-def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
+class SamplesOfLengths:
+    """Stand for samples to train on of which only the lengths are known, int64[N]; nothing is held out."""
+
+    def __init__(self, lengths: Int64[np.ndarray, " N"]):
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.zeros(self.lengths[i], np.int32)
+
+
+def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None = None) -> TrainingData:
     """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
     own, num_values = config.data, config.decoder.num_values
     if given is not None and own.files:
         raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")
     if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
         raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
+    split: Split | SamplesOfLengths
     opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
     if own.files:
         splits = [_split(path, opened[path], own.held_out_fraction) for path in own.files]
@@ -252,9 +267,10 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))
     if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
         keys[str(config.model)] = model_key(config.model)
+    sets: dict[str, DataSource] = {evaluation_name(path): opened[path] for path in own.eval_data}
     return TrainingData(
-        train=split.train,
-        evaluation={HELD_OUT: split.held_out} | {evaluation_name(path): opened[path] for path in own.eval_data},
+        train=split if isinstance(split, SamplesOfLengths) else split.train,
+        evaluation=sets if isinstance(split, SamplesOfLengths) else {HELD_OUT: split.held_out} | sets,
         num_values=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
         skipped=[

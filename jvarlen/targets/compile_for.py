@@ -22,7 +22,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_of, placement_of
 from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.train import make_train_step
+from jvarlen.parallel.train import Accumulate, make_train_step
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.buffers import largest_buffers
@@ -30,6 +30,7 @@ from jvarlen.targets.dump import compile_with_dump
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
+from jvarlen.training.trainable import Trainable
 
 __all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]
 
@@ -53,6 +54,8 @@ def compile_for(
     *,
     layout: LayoutLike = None,
     params: Any,
+    trainable: Trainable = None,
+    accumulate: Accumulate | None = None,
     extra: Any = None,
     seed: int | None = None,
     batch_spec: BatchSpec | None = None,
@@ -72,6 +75,8 @@ def compile_for(
       layout: as for `make_train_step`, on all devices of the target; a placement or a mesh is of such devices,
         `Target.parse("8xh100").devices`. None: data parallelism over all.
       params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
+      trainable: as for `make_train_step`.
+      accumulate: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       seed: as for `TrainStep.init`.
       batch_spec: as for `BatchShapes`, for batches of fields of one's own.
@@ -99,6 +104,7 @@ def compile_for(
         target = Target.parse(target)
     state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
+    how |= {"trainable": trainable, "accumulate": accumulate}
     compiler = target_compiler(target, model, optimizer, plan, **state, **how)
     rows = []
     bar = tqdm(largest_first(compiler.shapes.buckets), desc=f"compile for {target.name}", disable=not progress)
@@ -121,6 +127,8 @@ def target_compiler(
     seed: int | None,
     batch_spec: BatchSpec | None,
     options: CompileOptions,
+    trainable: Trainable = None,
+    accumulate: Accumulate | None = None,
 ) -> StepCompiler:
     """What compiles the train step, with the arguments of `compile_for`."""
     placement = _placed(layout, target)
@@ -128,7 +136,7 @@ def target_compiler(
         shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
     else:
         shapes = BatchShapes.of_plan(plan, layout=placement, batch_spec=batch_spec)
-    step = make_train_step(model, optimizer, layout=placement)
+    step = make_train_step(model, optimizer, layout=placement, trainable=trainable, accumulate=accumulate)
     state = step.init(jax.eval_shape(lambda params: params, params), extra=extra, seed=seed)
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
     return make_step_compiler(step, state, shapes, in_force, is_elsewhere=not target.is_here)

@@ -78,7 +78,7 @@ def test_paths_may_be_texts():
         (lambda: FitConfig(data=DataConfig(held_out_fraction=1.5)), "held_out_fraction"),
         (lambda: FitConfig(max_steps=0), r"max_steps \(0\)"),
         (lambda: FitConfig(seed=-1), r"seed \(-1\)"),
-        (lambda: FitConfig(eval_every=0, max_steps=0), r"max_steps \(0\), eval_every \(0\)"),
+        (lambda: FitConfig(num_epochs=0, max_steps=0), r"max_steps \(0\), num_epochs \(0\)"),
         (lambda: CheckpointConfig(checkpoint_every=0, keep_last=0), r"checkpoint_every \(0\), keep_last \(0\)"),
         (lambda: FitConfig(checkpoints=CheckpointConfig(keep_best=1)), r"keep_best \(1\) needs eval_every"),
         (lambda: FitConfig(directory=DirectoryConfig(resume_from="best")), "resume_from='best' needs resume"),

@@ -12,13 +12,15 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import FitConfig, cli, fit
+from jvarlen import FitConfig, UserError, cli, fit
+from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import DecoderConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import HardwareConfig, load_config
+from jvarlen.targets.target import Target
 from tests import forks, run_fit
 from tests.meshes import data_mesh
 from tests.processes import COMPILE_FAST, ROOT, run, started
@@ -293,3 +295,62 @@ def test_processes_are_no_setting_to_keep(tmp_path):
     assert not FitConfig(hardware=HardwareConfig(devices=2)).has_processes
     with pytest.raises(ValueError, match=r"devices \(0\)"):
         FitConfig(hardware=HardwareConfig(devices=0))
+
+
+OF_RUN = [
+    "--buckets", "4", "16", "2", "32", "--max-steps", "30", "--decoder.num-layers", "2", "--decoder.width", "16",
+    "--decoder.num-heads", "2", "--no-progress",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("devices", "given"),
+    [
+        (
+            "4",
+            [
+                "--parallel",
+                "data2.tensor2.zero1",
+                "--decoder.compute-dtype",
+                "bfloat16",
+                "--decoder.attention",
+                "xla",
+            ],
+        ),
+        ("2", ["--trainable", "*mlp*", "--compile.grad-bucket-bytes", "4096", "--optimizer.batch-size-rule", "none"]),
+    ],
+)
+def test_a_target_gets_the_programs_of_the_run(devices, given, tmp_path, monkeypatch):
+    """Of the same settings, whether they are those of train or of compile, and of samples or of lengths."""
+    (tmp_path / "lines.txt").write_text("".join(f"{'x' * (i % 30 + 1)}{i}\n" for i in range(300)))
+    np.save(tmp_path / "lengths.npy", np.arange(1, 33))
+    programs = {}
+
+    def lowered(compiler, bucket):
+        program = compiler.lower(bucket).program.as_text(), dict(compiler.compiler_options)
+        programs[bucket] = program
+        if len(programs) == 2:
+            raise UserError("enough")
+
+    def of_run(step, state, shapes, *, options, progress):
+        for bucket in shapes.buckets:
+            lowered(make_step_compiler(step, state, shapes, options), bucket)
+
+    monkeypatch.setattr("jvarlen.runs.fit.compile_buckets", of_run)
+    monkeypatch.setattr(
+        "jvarlen.targets.compile_for.compile_bucket", lambda compiler, bucket, target: lowered(compiler, bucket)
+    )
+    on = jax.devices()[: int(devices)]
+    monkeypatch.setattr(Target, "_here", classmethod(lambda cls: cls("here", tuple(on), None, is_here=True)))
+    data, found = str(tmp_path / "lines.txt"), []
+    for command in (
+        ["train", "--data", data, "--runs-dir", str(tmp_path / "runs"), "--devices", devices],
+        ["train", "--data", data, "--devices", devices, "--dry-run", "--target", "here"],
+        ["compile", data, "--target", "here"],
+        ["compile", str(tmp_path / "lengths.npy"), "--target", "here"],
+    ):
+        programs.clear()
+        assert cli.main([*command, *OF_RUN, *given]) == 2
+        found.append(dict(programs))
+    assert len(found[0]) == 2
+    assert found[1:] == found[:1] * 3
