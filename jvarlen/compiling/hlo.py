@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     import jax
 
 __all__ = [
-    "Collective",
-    "Collectives",
-    "Instruction",
-    "computations_of",
-    "count_collectives",
-    "groups_along",
-    "instructions_of",
-    "list_collectives",
-]
+    "Collective", "Collectives", "Instruction", "arrays_in", "bytes_in", "called_by", "collective_of",
+    "computations_of", "count_collectives", "groups_along", "instructions_of", "is_done", "list_collectives",
+    "names_in", "operands_of", "turns_of",
+]  # fmt: skip
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # `%name (parameters) -> type {` or `ENTRY %name ... {`, and what such a computation holds, to the brace that ends it.
@@ -112,13 +107,42 @@ class Instruction(NamedTuple):
 
 
 def computations_of(text: str) -> dict[str, str]:
-    """The computations of a program by name, as lines of text."""
+    """The computations of a program by name, as lines of text; that of the whole is the last."""
     return dict(_COMPUTATION.findall(text))
 
 
 def instructions_of(body: str) -> list[Instruction]:
     """The instructions of a computation; of a compiled program, in the order in which they run."""
     return [Instruction(bool(root), *rest) for root, *rest in _INSTRUCTION.findall(body)]
+
+
+def collective_of(each: Instruction) -> Collective | None:
+    """The collective that an instruction is or starts, once; None where it is none."""
+    kind = each.operation.removesuffix("-start")
+    if kind not in _KINDS:
+        return None
+    groups, is_start = _groups_of(kind, each.rest), kind != each.operation
+    return Collective(kind, _num_bytes(kind, each.shapes, is_start, groups), groups, 1, is_start)
+
+
+def names_in(text: str) -> list[str]:
+    """Of instructions and computations, in order."""
+    return _NAME.findall(text)
+
+
+def operands_of(each: Instruction) -> list[str]:
+    """The names of what an instruction takes."""
+    return names_in(each.rest.partition(")")[0])
+
+
+def arrays_in(shapes: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The arrays of a type: dtype and dimensions."""
+    return [(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(shapes)]
+
+
+def bytes_in(shapes: str) -> int:
+    """Of all arrays of a type."""
+    return sum(_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes))
 
 
 class _Found(NamedTuple):
@@ -140,11 +164,11 @@ def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
 
     @functools.cache
     def has_product(name: str) -> bool:
-        return bool(_PRODUCT.search(bodies[name])) or any(map(has_product, _called_by(bodies[name]) & bodies.keys()))
+        return bool(_PRODUCT.search(bodies[name])) or any(map(has_product, called_by(bodies[name]) & bodies.keys()))
 
     def is_product(each: Instruction) -> bool:
         line = f" {each.operation}({each.rest}"
-        return bool(_PRODUCT.search(line)) or any(map(has_product, _called_by(line) & bodies.keys()))
+        return bool(_PRODUCT.search(line)) or any(map(has_product, called_by(line) & bodies.keys()))
 
     # Where a start only calls a computation that holds the collective, and how many products run until it is done.
     started: dict[str, int] = {}
@@ -153,13 +177,13 @@ def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
     for instructions in listed.values():
         for i, each in enumerate(instructions):
             if each.operation.endswith("-done") or each.name.startswith("async-collective-done"):
-                done |= _called_by(each.rest)
+                done |= called_by(each.rest)
             if not (each.operation.endswith("-start") or each.name.startswith("async-collective-start")):
                 continue
             following = instructions[i + 1 :]
-            ends = next((j for j, later in enumerate(following) if _is_done(later, each)), 0)
+            ends = next((j for j, later in enumerate(following) if is_done(later, each)), 0)
             between[each.name] = sum(map(is_product, following[:ends]))
-            started |= dict.fromkeys(_called_by(each.rest), between[each.name])
+            started |= dict.fromkeys(called_by(each.rest), between[each.name])
     for name, instructions in listed.items():
         # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with
         # that, and where it is done.
@@ -175,24 +199,31 @@ def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
                 yield _Found(each, kind, is_start, times[name], products)
 
 
-def _is_done(later: Instruction, start: Instruction) -> bool:
+def is_done(later: Instruction, start: Instruction) -> bool:
     """Whether this waits for what has been started."""
     if start.operation == "fusion":
         return later.name == start.name.replace("-start", "-done")
     return later.operation.endswith("-done") and _NAME.findall(later.rest)[:1] == [start.name]
 
 
-def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
-    """How often each computation runs in a step; None: unknown. Branches count as if all were taken."""
+def turns_of(bodies: Mapping[str, str]) -> dict[tuple[str, str], float]:
+    """How often each loop turns, by the computation that it is in and its body; NaN: unknown."""
     turns: dict[tuple[str, str], float] = {}
-    callers: dict[str, set[str]] = {name: set() for name in bodies}
     for name, body in bodies.items():
-        for called in _called_by(body) & bodies.keys():
-            callers[called].add(name)
         for carried, condition, loop, attributes in _LOOP.findall(body):
             found = _TRIP_COUNT.search(attributes)
             known = int(found[1]) if found else _counted_turns(body, carried, bodies[condition], bodies[loop])
             turns[name, loop] = math.nan if known is None else known
+    return turns
+
+
+def _times_of(bodies: Mapping[str, str]) -> dict[str, int | None]:
+    """How often each computation runs in a step; None: unknown. Branches count as if all were taken."""
+    turns = turns_of(bodies)
+    callers: dict[str, set[str]] = {name: set() for name in bodies}
+    for name, body in bodies.items():
+        for called in called_by(body) & bodies.keys():
+            callers[called].add(name)
 
     @functools.cache
     def times_of(name: str) -> float:
@@ -305,6 +336,7 @@ def _rows(devices: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, devices.tolist()))
 
 
-def _called_by(body: str) -> set[str]:
+def called_by(body: str) -> set[str]:
+    """The computations that these lines call, by name."""
     listed = {name.strip().lstrip("%") for names in _LISTED.findall(body) for name in names.split(",")}
     return listed | set(_CALLED.findall(body))

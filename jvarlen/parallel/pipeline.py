@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.jaxprs import primitives_in
@@ -45,8 +46,8 @@ from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
-    "add_trees", "buffer_of", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros", "write_slot",
-    "zeros_of_shapes",
+    "add_trees", "branches_of_ticks", "buffer_of", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros",
+    "write_slot", "zeros_of_shapes",
 ]  # fmt: skip
 
 
@@ -196,6 +197,13 @@ def _plan_of(schedule: Schedule, remat: layout.Remat) -> _Plan:
     num_kept, num_outputs = tables.num_activations, len(last_slots) - (not is_last.all())
     num_slots = tables.num_inputs, num_kept, num_kept, num_outputs, tables.num_gradients
     return _Plan(rows, num_parts, schedule.num_chunks, num_slots, True, "W" in schedule.kinds, remat)
+
+
+def branches_of_ticks(
+    schedule: layout.ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int, remat: layout.Remat
+) -> Int32[np.ndarray, "T S"]:
+    """Which branch of the program each stage takes in each tick, for so many microbatches of a data shard."""
+    return _plan_of(make_schedule(schedule, num_stages, num_microbatches, num_chunks), remat).rows["kind"] + 1
 
 
 class _Buffers(NamedTuple):

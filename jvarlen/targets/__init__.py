@@ -2,6 +2,7 @@
 
 - `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: what the
   compiler says of it. `dump`: the texts in which it does. `buffers`: what fills the memory.
+  `program_seconds`: the time of a compiled step.
   `row_choice`: the rows of buckets that fit, by programs compiled for them.
 - `cluster`: devices, memory and links, from presets or files.
 - `links`: a cluster from measurements of the devices at hand.

@@ -229,6 +229,29 @@ PRESETS = {
             f"NVIDIA DGX H100 datasheet (8 × 400 Gbit/s). {_ASSUMED}.",
         ),
         Cluster(
+            name="dgx-h200",
+            devices_per_host=8,
+            memory_bytes=141 * 10**9,
+            flops_per_second=989.4e12,
+            memory_bytes_per_second=4.8e12,
+            link=Link(450e9, 3e-6),
+            host_link=Link(50e9, 8e-6),
+            sources="NVIDIA H200 datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
+            f"NVIDIA DGX H200 datasheet (8 × 400 Gbit/s). {_ASSUMED}.",
+        ),
+        Cluster(
+            name="tpu-v4",
+            devices_per_host=8192,
+            memory_bytes=16 * 2**30,
+            flops_per_second=137.5e12,
+            memory_bytes_per_second=600e9,
+            link=Link(50e9, 2e-6),
+            host_link=Link(3.1e9, 20e-6),
+            sources="Google Cloud TPU v4 documentation (4,096 chips a pod, bfloat16, 2,400 Gbit/s a chip in six links, "
+            "of which a ring uses two); a device is one of the two cores of a chip and has half of it. The links "
+            f"between pods are an assumption. {_ASSUMED}.",
+        ),
+        Cluster(
             name="tpu-v5e-256",
             devices_per_host=256,
             memory_bytes=16 * 2**30,
@@ -238,6 +261,28 @@ PRESETS = {
             host_link=Link(3.1e9, 20e-6),
             sources="Google Cloud TPU v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four links, "
             f"of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
+        ),
+        Cluster(
+            name="tpu-v5p",
+            devices_per_host=8960,
+            memory_bytes=95 * 10**9,
+            flops_per_second=459e12,
+            memory_bytes_per_second=2.765e12,
+            link=Link(200e9, 2e-6),
+            host_link=Link(3.1e9, 20e-6),
+            sources="Google Cloud TPU v5p documentation (8,960 chips a pod, bfloat16, 4,800 Gbit/s a chip in six "
+            f"links, of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
+        ),
+        Cluster(
+            name="tpu-v6e-256",
+            devices_per_host=256,
+            memory_bytes=32 * 2**30,
+            flops_per_second=918e12,
+            memory_bytes_per_second=1.638e12,
+            link=Link(200e9, 2e-6),
+            host_link=Link(3.1e9, 20e-6),
+            sources="Google Cloud TPU v6e documentation (256 chips a pod, bfloat16, 800 GB/s a chip in both directions "
+            f"in four links, of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
         ),
     )
 }

@@ -22,11 +22,13 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_of, placement_of
 from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.pipeline import branches_of_ticks
 from jvarlen.parallel.train import Accumulate, make_train_step
-from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.buffers import largest_buffers
 from jvarlen.targets.dump import compile_with_dump
+from jvarlen.targets.program_seconds import ProgramSeconds, program_seconds
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
@@ -184,6 +186,7 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
         communication = communication_of(dump.program, compiler.mesh)
     except UserError:
         communication = None
+    seconds = _predicted_seconds(dump.program, compiler, bucket, target)
     return TargetRow(
         **known,
         argument_bytes=compiled.row.argument_bytes,
@@ -193,9 +196,32 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
         total_bytes=compiled.row.total_bytes,
         limit_bytes=target.memory_bytes,
         communication=communication,
+        seconds=seconds and seconds.total,
+        exposed_s=seconds and seconds.exposed,
         kernels=dict(Counter(name for pattern in _KERNELS for name in pattern.findall(dump.program))),
         buffers=largest_buffers(dump),
     )
+
+
+def _predicted_seconds(
+    program: str, compiler: StepCompiler, bucket: AnyBucket, target: Target
+) -> ProgramSeconds | None:
+    if target.cluster is None:
+        return None
+    placement = compiler.shapes.placement
+    assert placement is not None
+    layout, ticks = placement.layout, None
+    if layout.stage > 1:
+        is_spread = isinstance(bucket, PairBucket) or bucket.length >= layout.context_from
+        num_shards = layout.data * (1 if is_spread else layout.context)
+        num_microbatches = compiler.shapes.microbatches_per_step // num_shards
+        ticks = branches_of_ticks(
+            layout.schedule, layout.stage, num_microbatches, layout.virtual, layout.remat_in_force
+        )
+    places = {device: place for place, device in enumerate(target.devices)}
+    hosts = [places[device] // target.cluster.devices_per_host for device in placement.mesh.devices.flat]
+    is_tpu = target.devices[0].platform == "tpu"
+    return program_seconds(program, target.cluster, is_tpu=is_tpu, hosts=hosts, ticks=ticks)
 
 
 def _needed_and_limit(error: jax.errors.JaxRuntimeError, target: Target, bucket: AnyBucket) -> tuple[int, int]:

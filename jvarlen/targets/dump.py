@@ -1,4 +1,4 @@
-"""What XLA writes down while it compiles: the program, its buffers, its schedule, and what is launched."""
+"""What XLA writes down while it compiles: the program, its buffers, and what is launched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ __all__ = ["Dump", "compile_with_dump"]
 _FILES = {
     "buffers": "*after_optimizations-buffer-assignment.txt",
     "lifetimes": "*after_optimizations-live-range.txt",
-    "schedule": "*.schedule.txt",
     "launches": "*.thunk_sequence_after_thunk_passes.txt",
 }
 
@@ -25,7 +24,6 @@ class Dump(NamedTuple):
     program: str  # optimized and scheduled HLO
     buffers: str = ""  # each allocation, with the values that lie in it and where
     lifetimes: str = ""  # of each of those values: when it begins and ends
-    schedule: str = ""  # of the latency-hiding scheduler: begin and end of each instruction
     launches: str = ""  # of GPUs: what the host launches, in order
 
 
@@ -36,7 +34,6 @@ def compile_with_dump(compiler: StepCompiler, lowered: LoweredBucket) -> tuple[C
             **compiler.compiler_options,
             "xla_dump_to": directory,
             "xla_dump_hlo_as_text": True,
-            "xla_dump_latency_hiding_schedule": True,
         }
         compiled = dataclasses.replace(compiler, compiler_options=options).compile(lowered)
         # Of all programs that are compiled for it, the step's is the largest.

@@ -42,6 +42,9 @@ class TargetRow:
       total_bytes: that a device holds during a step: arguments, output and temporaries.
       limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where it does not tell.
       communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
+      seconds: of a step, an estimate: `program_seconds` says how each part is priced. None where that cannot be told,
+        and for devices that are here.
+      exposed_s: of these, in which a device waits for communication; an estimate.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
       buffers: the ten largest buffers that a device holds when the step holds the most; None also where XLA does not
         tell them.
@@ -59,6 +62,8 @@ class TargetRow:
     total_bytes: int
     limit_bytes: int | None
     communication: CommunicationEstimate | None = None
+    seconds: float | None = None
+    exposed_s: float | None = None
     kernels: Mapping[str, int] | None = None
     buffers: tuple[Buffer, ...] | None = None
 
@@ -85,7 +90,7 @@ class TargetReport(BucketReport[TargetRow]):
     """
 
     _what, _format, _row_type = "target report", 1, TargetRow
-    _derived, _derived_of_row = ("fits",), ("fits",)
+    _derived, _derived_of_row = ("fits", "estimates"), ("fits",)
 
     target: str
     layout: str
@@ -101,6 +106,11 @@ class TargetReport(BucketReport[TargetRow]):
         """Whether every bucket does; None where the devices do not tell their memory."""
         told = [row.fits for row in self]
         return False if False in told else None if None in told else True
+
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        """The figures of a row that are estimates, which no compiler tells."""
+        return "seconds", "exposed_s"
 
     def __str__(self) -> str:
         """Lines of text: the buckets, and what a step of the first one communicates and holds; GB are 10⁹ bytes."""
@@ -131,6 +141,8 @@ COLUMNS = (
     Column("output GB", lambda row: row.output_bytes, _GB),
     Column("temporaries GB", lambda row: row.temp_bytes, _GB),
     Column("host GB", lambda row: row.host_bytes, _GB),
+    Column("step s (estimate)", lambda row: row.seconds),
+    Column("exposed s (estimate)", lambda row: row.exposed_s),
     Column("TFLOP", lambda row: row.flops, 1e12),
     Column("compile s", lambda row: row.compile_s),
     Column("CPU s", lambda row: row.cpu_s),

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import jax
 
 from jvarlen._common.checks import UserError
+from jvarlen.targets.cluster import PRESETS, Cluster
 
 __all__ = ["Target"]
 
@@ -26,6 +27,7 @@ class _Gpu:
     """A GPU as XLA's compiler wants it described; figures of https://github.com/openxla/xla, target_config/specs."""
 
     name: str
+    cluster: str  # the preset of its rates
     memory_bytes: int
     visible_gib: float  # of these, the least that drivers report
     bytes_per_second: int
@@ -70,6 +72,7 @@ class _Gpu:
 
 _H100 = _Gpu(
     name="NVIDIA H100 80GB HBM3",
+    cluster="dgx-h100",
     memory_bytes=84_942_979_072,
     visible_gib=79.1,
     bytes_per_second=3_352_320_000_000,
@@ -83,6 +86,7 @@ _H100 = _Gpu(
 _GPUS = {
     "a100": _Gpu(
         name="NVIDIA A100-SXM4-80GB",
+        cluster="dgx-a100",
         memory_bytes=85_100_068_864,
         visible_gib=79.1,
         bytes_per_second=2_039_040_000_000,
@@ -97,16 +101,22 @@ _GPUS = {
     "h200": dataclasses.replace(
         _H100,
         name="NVIDIA H200 141GB HBM3e",
+        cluster="dgx-h200",
         memory_bytes=151_397_597_184,
         visible_gib=139.7,
         bytes_per_second=4_800_000_000_000,
     ),
 }
-# Memory that programs can have of a device, in GiB, as libtpu 0.0.42 says where it does not suffice.
-_TPU_GIB = {"v4": 15.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+# Memory that programs can have of a device, in GiB, as libtpu 0.0.42 says where it does not suffice; and its rates.
+_TPUS = {
+    "v4": (15.25, "tpu-v4"),
+    "v5e": (15.75, "tpu-v5e-256"),
+    "v5p": (95.74, "tpu-v5p"),
+    "v6e": (31.25, "tpu-v6e-256"),
+}
 _NUMBER = r"[1-9]\d*"
 _OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
-_OF_TPUS = re.compile(rf"({'|'.join(_TPU_GIB)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
+_OF_TPUS = re.compile(rf"({'|'.join(_TPUS)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # What libtpu asks of a host, which has none of it; any kind of TPU does, whatever is compiled for.
 _TPU_ENVIRONMENT = {
@@ -127,6 +137,7 @@ class Target:
       memory_bytes: that this process could have of one device: of a GPU three quarters, or the share in
         `XLA_CLIENT_MEM_FRACTION`, as JAX does. None where the device does not tell.
       is_here: whether they are the devices of this process.
+      cluster: rates of the devices and their links, by their makers; None for those that are here.
 
     Example:
       >>> Target.parse("here").is_here
@@ -137,10 +148,11 @@ class Target:
     devices: tuple[jax.Device, ...]
     memory_bytes: int | None
     is_here: bool
+    cluster: Cluster | None = None
 
     FORMS: ClassVar[str] = (
         f"8xh100 or 2x8xh100, hosts × devices, of {', '.join(_GPUS)}; v5e:2x4 or v5p:2x2x2, of "
-        f"{', '.join(_TPU_GIB)}; or here"
+        f"{', '.join(_TPUS)}; or here"
     )
 
     @property
@@ -188,14 +200,17 @@ class Target:
                 target_config=gpu.text,
                 topology=f"{num_hosts}x1x{num_devices}",
             )
-        return cls(text, devices, int(_share_of_gpus() * gpu.visible_gib * _GIB), is_here=False)
+        memory_bytes, cluster = int(_share_of_gpus() * gpu.visible_gib * _GIB), PRESETS[gpu.cluster]
+        cluster = dataclasses.replace(cluster, num_hosts=num_hosts, devices_per_host=num_devices)
+        return cls(text, devices, memory_bytes, is_here=False, cluster=cluster)
 
     @classmethod
     def _of_tpus(cls, text: str, kind: str) -> Target:
         _check_installed(text, ("libtpu",), "target-tpu")
         with _environment(_TPU_ENVIRONMENT):
             devices = _topology(text, platform="tpu", topology_name=text)
-        return cls(text, devices, int(_TPU_GIB[kind] * _GIB), is_here=False)
+        gib, cluster = _TPUS[kind]
+        return cls(text, devices, int(gib * _GIB), is_here=False, cluster=PRESETS[cluster])
 
 
 @functools.cache  # so that a target has the same devices, by whomever it is named

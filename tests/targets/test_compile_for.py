@@ -18,6 +18,7 @@ from jvarlen.cli import main
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.models import DecoderConfig
 from jvarlen.parallel import estimate_communication
+from jvarlen.targets.cluster import PRESETS
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
@@ -59,6 +60,7 @@ def test_devices_that_are_here_get_the_programs_of_a_run(layout):
         assert row.total_bytes == same.total_bytes > 0
         assert row.communication == estimate_communication(compiled, row.bucket)
         assert row.fits is row.limit_bytes is None, "a CPU does not tell its memory"
+        assert row.seconds is row.exposed_s is None, "nor its rates"
     assert report.fits is None
 
 
@@ -135,6 +137,17 @@ def test_the_limit_is_what_jax_gives_a_process(monkeypatch, text, settings, gib)
     if "h100" in text:
         with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most' is not a number"):
             Target.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "preset", "devices"),
+    [("8xh100", "dgx-h100", (1, 8)), ("2x4xa100", "dgx-a100", (2, 4)), ("v6e:2x4", "tpu-v6e-256", (1, 256))],
+)
+def test_the_rates_of_a_target_are_those_of_a_cluster(monkeypatch, text, preset, devices):
+    monkeypatch.setattr("jvarlen.targets.target._check_installed", lambda *_: None)
+    monkeypatch.setattr("jvarlen.targets.target._topology", lambda *_, **__: tuple(jax.devices()))
+    cluster = Target.parse(text).cluster
+    assert cluster == dataclasses.replace(PRESETS[preset], num_hosts=devices[0], devices_per_host=devices[1])
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +263,8 @@ def test_for_gpus(layout):
     assert row.communication
     # Some have nothing to run beside; which, depends on the version of XLA.
     assert sum(each.asynchronous for each in row.communication) > sum(each.times for each in row.communication) / 2
+    assert 0 < row.exposed_s < row.seconds / 2
+    assert row.flops / 989e12 < row.seconds < 0.01
     if layout == "data8.zero3":
         assert any(each.overlapped for each in row.communication)
 
@@ -314,6 +329,8 @@ def test_for_tpus(layout):
     assert row.fits
     assert {name.split("_")[2] for name in row.kernels} == {"fwd", "dq", "dkv"}
     assert row.communication
+    assert 0 < row.exposed_s < row.seconds
+    assert row.flops / 197e12 < row.seconds < 0.02
     if layout == "data8.zero3":
         assert any(each.overlapped == each.asynchronous > 0 for each in row.communication)
 

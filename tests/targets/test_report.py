@@ -28,6 +28,8 @@ ROW = TargetRow(
     total_bytes=56 * GB + GB // 4,
     limit_bytes=63 * GB,
     communication=CommunicationEstimate([Traffic("all-gather", ("data",), 64, 7 * GB, 6 * GB, 60, 48)]),
+    seconds=1.25,
+    exposed_s=0.125,
     kernels={"__cudnn$fmhaSoftmax": 32, "__cudnn$fmhaSoftmaxBackward": 32},
     buffers=(
         Buffer(5 * GB, "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn", 2),
@@ -48,10 +50,11 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
     names = ["bucket", "fits", "total GB", "limit GB", "arguments GB", "output GB", "temporaries GB", "host GB"]
     assert header.split("  ")[0] == "bucket"
     assert [name for name in names if name in header] == names
-    figures = ["4×2048", "yes", "56.2", "63", "20", "0.25", "36", "0", "3,500", "9.25", "14.5"]
+    assert "step s (estimate)  exposed s (estimate)" in header
+    figures = ["4×2048", "yes", "56.2", "63", "20", "0.25", "36", "0", "1.25", "0.125", "3,500", "9.25", "14.5"]
     assert row.split() == [*figures, "__cudnn$fmhaSoftmax", "32,", "__cudnn$fmhaSoftmaxBackward", "32"]
     assert too_large.split()[:7] == ["8×1024", "no", "70.2", "63", "20", "0.25", "50"]
-    assert no_room.split() == ["64×512", "no", "17", "17", "–", "–", "–", "–", "–", "2", "3", "–"]
+    assert no_room.split() == ["64×512", "no", "17", "17", *"–––––––", "2", "3", "–"]
     assert [unknown_limit.split()[place] for place in (1, 2, 3, -1)] == ["–", "56.2", "–", "none"]
     assert rest[:2] == [f"what a step of {bucket} communicates is not known" for bucket in ("64×512", "4×2048")]
     assert rest[2] == "a step of 4×2048 communicates:"
