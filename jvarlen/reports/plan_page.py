@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ from jvarlen.reports.figures import (
     to_svg,
 )
 from jvarlen.reports.page import Table, write_page
+from jvarlen.targets.report import SOURCE
+
+if TYPE_CHECKING:
+    from jvarlen.targets.row_choice import RowChoice
 
 __all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
@@ -45,6 +49,7 @@ def write_html_report(
     learning_rates: npt.ArrayLike | None = None,
     cost: CostFn | None = None,
     comparison: Sequence[StrategyFigures] | None = None,
+    by_memory: RowChoice | None = None,
 ) -> None:
     """Writes a page that shows a plan: key figures, pictures, and a table of its buckets.
 
@@ -57,6 +62,7 @@ def write_html_report(
       learning_rates: floats[S], as from `lr_sequence`.
       cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
       comparison: as from `compare_strategies`, shown as a table.
+      by_memory: as from `choose_rows`: bytes of each bucket are drawn against the limit, and what set its rows is told.
 
     Raises:
       ValueError: lengths that are not those of the plan, or another number of learning rates than of steps.
@@ -80,16 +86,41 @@ def write_html_report(
     if comparison is not None:
         header, rows = comparison_cells(comparison)
         tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
+    pictures = draw_plan(plan, checked, rates, cost)
+    if by_memory is not None:
+        pictures.append(_bytes_picture(by_memory))
+        header, *cells = by_memory.bucket_cells()
+        report, limit = by_memory.report, by_memory.max_bytes / 1e9
+        of_bytes = f"{report.layout} on {report.target}, {limit:.4g} GB a device. {SOURCE}"
+        tables.append(Table("rows", "Rows by memory", header, cells, note=of_bytes))
+        header, *cells = by_memory.plan_cells()
+        tables.append(Table("tokens", "The best single budget of tokens", header, cells, note="Seconds are estimates."))
     write_page(
         path,
         title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets), 'shape')}",
         summary=f"{_counted(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, figures),
-        pictures=draw_plan(plan, checked, rates, cost),
+        pictures=pictures,
         tables=tables,
         digest=plan.digest,
     )
+
+
+def _bytes_picture(rows: RowChoice) -> Picture:
+    """The bytes of each bucket, and the limit."""
+    sizes = np.array([each.num_bytes for each in rows.rows]) / 1e9
+    with drawing_settings():
+        return bars_picture(
+            "bytes",
+            "Memory of a step",
+            f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}",
+            [str(each.bucket) for each in rows.rows],
+            [sizes],
+            xlabel="bucket",
+            ylabel="GB",
+            line=rows.max_bytes / 1e9,
+        )
 
 
 def _counted(number: int, what: str) -> str:

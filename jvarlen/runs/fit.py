@@ -76,7 +76,7 @@ from jvarlen.training.optimizers import with_known_rates
 from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
-__all__ = ["FitResult", "dry_run", "fit"]
+__all__ = ["FitResult", "dry_run", "fit", "target_of"]
 
 _MOST_NAMED = 5  # steps without weight; all of them are in the log
 _WAIT_S = 0.2  # for the compiler, between two looks at whether the run was interrupted
@@ -198,7 +198,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     """
     read = *files_read(config.data, config.model), config.plan.cost_model, config.plan.memory_model
     check_outputs({"out": config.out, "html": config.html}, *read)
-    target = None if config.target is None else _target_of(config)
+    target = None if config.target is None else target_of(config)
     where = None if target is None else (config.hardware.layout or Layout()).on(target.devices)
     config, placement = _launched(config, None, where)
     given = None if lengths is None else SamplesOfLengths(lengths)
@@ -220,7 +220,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     return report
 
 
-def _target_of(config: FitConfig) -> Target:
+def target_of(config: FitConfig) -> Target:
     """The devices of a run that is only compiled; nothing looks for others, whose drivers may not be here."""
     assert config.target is not None
     layout, num_devices = config.hardware.layout, config.hardware.devices

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import tyro
@@ -19,12 +19,15 @@ from jvarlen._common.checks import UserError, check_counts, is_integer, list_fir
 from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.terminal import say
 from jvarlen.models.config import DecoderConfig
+from jvarlen.planning.buckets import Bucket, Buckets
+from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig, files_read
 from jvarlen.runs.model import model_shapes, optimizer_for, with_model
 from jvarlen.runs.plan_config import (
+    ChosenShapes,
     PlanConfig,
     epoch_plan,
     note_on_balance,
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
 
 __all__ = ["CompileCommand", "PlanCommand"]
+
+_NO_LIMIT = 2**40  # tokens of a microbatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,12 +79,29 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _RowsPlanned(PlanConfig):
+    """Planning settings of a command that can choose rows by memory."""
+
+    max_tokens: int | None = None  # type: ignore[assignment]
+    """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
+    limits_tokens: bool = dataclasses.field(default=True, init=False)  # whether it was given
+    # What a device may hold a target tells as well.
+    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
+
+    def __post_init__(self):
+        object.__setattr__(self, "limits_tokens", self.max_tokens is not None)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", PlanConfig.max_tokens)
+        super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand:
     """Print the plan by which train trains, or that of any lengths, with baselines; settings are those of train."""
 
     data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
     """The data to plan."""
-    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
+    plan: tyro.conf.OmitArgPrefixes[_RowsPlanned] = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
     """How samples become steps."""
     vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
         default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
@@ -90,7 +112,7 @@ class PlanCommand:
     epoch: int = 0
     """The epoch to plan."""
     progress: bool = True
-    """Show progress where lengths are measured."""
+    """Show progress where lengths are measured and programs compiled."""
     model: Path | None = None
     """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
     out: Path | None = None
@@ -101,10 +123,28 @@ class PlanCommand:
     cluster: str | None = None
     """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
     four hosts. Needs model."""
+    target: str | None = None
+    """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
+    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch."""
+    parallel: str | None = None
+    """With target, how a step spreads over its devices, such as data8.zero3; None: data parallelism."""
 
     def __post_init__(self):
         check_counts(self, 1, "vocab_size")
         check_seed(self.seed, self.epoch)
+        if self.target is None:
+            if self.parallel is not None:
+                raise UserError(f"parallel ({self.parallel}) needs target=, the devices that it is for")
+            if self.plan.max_bytes is not None and self.plan.memory_model is None:
+                raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
+            return
+        if self.model is None:
+            raise UserError(f"target ({self.target}) needs model=: rows are chosen by the memory of its steps")
+        if self.parallel == "auto":
+            raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
+        given = {"cluster": self.cluster, "memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
+        if others := [f"{name}=" for name, value in given.items() if value]:
+            raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
 
     def _config(self) -> FitConfig:
         """The settings of a run of this plan."""
@@ -116,6 +156,9 @@ class PlanCommand:
                 progress=self.progress,
                 model=self.model,
                 decoder=DecoderConfig(vocab_size=self.vocab_size),
+                target=self.target,
+                dry_run=self.target is not None,
+                hardware=HardwareConfig(parallel=self.parallel),
             )
         )
 
@@ -134,6 +177,9 @@ class PlanCommand:
         """Prints the plan, what there is without it, and layouts, and writes the requested files."""
         from jvarlen.reports.compare import compare_strategies, comparison_table
 
+        if self.target is not None:
+            self._choose_rows()
+            return
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         settings = self.plan.of_files()
@@ -164,6 +210,71 @@ class PlanCommand:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
             write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
+            say(self.html)
+
+    def _choose_rows(self) -> None:
+        """Prints the plan of the most rows that fit, and writes the requested files."""
+        import optax  # here, as what imports JAX
+
+        from jvarlen.distributed.layout import Layout
+        from jvarlen.runs.fit import target_of
+        from jvarlen.targets.row_choice import choose_rows
+
+        settings = self.plan.of_files()
+        if settings.packing_in_force[0] == "auto" and settings.cost_model is not None:
+            raise UserError("packing auto chooses by seconds of given rows: with target, say best_fit or None")
+        check_outputs({"out": self.out, "html": self.html}, *files_read(self.data, self.model), settings.cost_model)
+        config = self._config()
+        target = target_of(config)
+        layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
+        settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
+        lengths, corpus = self._read_lengths(config)
+        settings = dataclasses.replace(settings, max_bytes=None)
+        if not self.plan.limits_tokens:
+            settings = dataclasses.replace(settings, max_tokens=_NO_LIMIT)
+            if settings.max_length is None and not settings.row_lengths:
+                longest = round_up(int(lengths.max()), settings.length_multiple)
+                settings = dataclasses.replace(settings, max_length=longest)
+        method = settings.packing_in_force[0]
+        method = None if method == "auto" else method
+
+        def make(by: Budget | Buckets[Bucket]) -> Plan:
+            if isinstance(by, Budget):
+                shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
+            else:
+                shapes = ChosenShapes(buckets=tuple(map(tuple, by)), packing=method)
+            return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+
+        params, own = model_shapes(config.model, config.decoder), config.optimizer
+        adamw = optax.adamw(1e-3, b1=own.b1, b2=own.b2, weight_decay=own.weight_decay)
+        chosen = choose_rows(
+            target,
+            models.layered(config.decoder),
+            optimizer_for(params, optax.chain(optax.clip_by_global_norm(own.max_gradient_norm), adamw)),
+            make,
+            settings.budget,
+            layout=layout,
+            params=params,
+            max_bytes=self.plan.max_bytes,
+            options=config.compile,
+            progress=self.progress,
+        )
+        plan = chosen.plan
+        if self.out is not None:
+            plan.save(self.out)
+        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
+        report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
+        say(*corpus, report, *filter(None, of_plan), f"digest {plan.digest}", f"\n{chosen}")
+        packing = "" if method is None else f"--packing {method} "
+        buckets = " ".join(f"{number}" for bucket in plan.buckets for number in bucket)
+        microbatches = f"--microbatches-per-step {plan.microbatches_per_step}"
+        say(f"\nto train in these buckets: {microbatches} {packing}--buckets {buckets}")
+        if self.out is not None:
+            say(self.out)
+        if self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, cost=settings.cost, by_memory=chosen)
             say(self.html)
 
     def _choose_layout(self, plan: Plan, lengths: Int64[np.ndarray, " N"], cluster: Cluster, config: FitConfig) -> None:

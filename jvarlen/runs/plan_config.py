@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -98,6 +98,12 @@ class PlanConfig(BudgetSettings, OrderSettings):
     memory_model: Path | None = None
     """JSON file of a cost model in bytes."""
 
+    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("max_cost", "cost"),
+        ("compile_seconds", "cost"),
+        ("max_bytes", "memory"),
+    )
+
     def __post_init__(self):
         if self.buckets:
             check_buckets(self.buckets)
@@ -108,7 +114,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
                 raise UserError(f"row_lengths: {error}") from None
         check_counts(self, 1, "max_samples_per_row", "pacing_steps", "pacing_stages")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
-        for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
+        for name, model in self._needing_models:
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
                 raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
         self._make_budget(max_cost=None, max_bytes=None, compile_seconds=None)  # checks what needs no model
@@ -282,11 +288,17 @@ def _check_for_pairs(plan: PlanConfig) -> None:
         raise UserError(f"of samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
 
 
-def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], *, seed: int = 0) -> ChosenShapes:
-    """The shapes for int64[N] tokens of samples, or [N, 2], where the settings say how many there are."""
+def shapes_for(
+    plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], *, seed: int = 0, budget: Budget | None = None
+) -> ChosenShapes:
+    """The shapes for int64[N] tokens of samples, or [N, 2], where the settings say how many there are.
+
+    They are those of the budget of the settings, or of another one.
+    """
     if lengths.ndim == 2:
         _check_for_pairs(plan)
     method, reason = plan.packing_in_force
+    limits = plan.budget if budget is None else budget
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     if not buckets and plan.max_shapes == "auto":
         raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
@@ -294,14 +306,14 @@ def shapes_for(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], *, seed:
         method, reason = None, _UNKNOWN_COST
     if method == "auto":
         order = plan._make_order(0)
-        chosen, reason = choose_candidate(lengths, plan.budget, plan.packed_overlong, order=order, seed=seed)
+        chosen, reason = choose_candidate(lengths, limits, plan.packed_overlong, order=order, seed=seed)
         method, buckets = chosen.method, chosen.buckets
     elif not buckets and method is not None:
-        buckets, _ = plan.packed_buckets(lengths, seed)(plan.budget)
+        buckets, _ = plan.packed_buckets(lengths, seed)(limits)
     elif not buckets and lengths.ndim == 2:
-        buckets = make_pair_buckets(lengths, plan.budget, overlong=cast(Any, plan.padded_overlong))
+        buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong))
     elif not buckets:
-        buckets = make_buckets(lengths, plan.budget, overlong=plan.padded_overlong)
+        buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong)
     shapes = tuple(map(tuple, buckets))
     return ChosenShapes(buckets=shapes, new_shape_every=plan.new_shape_every, packing=method, reason=reason)
 

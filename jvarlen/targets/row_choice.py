@@ -25,7 +25,7 @@ from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, r
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
 from jvarlen.targets.compile_for import DEFAULT_OPTIONS, compile_bucket, layout_text, target_compiler
-from jvarlen.targets.report import TargetReport, TargetRow
+from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
 
@@ -125,6 +125,8 @@ class RowChoice:
       budget: the given one, with a `memory` that knows the compiled programs, and with `max_bytes`.
       token_budget: the given one, with the largest `max_tokens` with which all buckets fit without that.
       token_plan: its plan. The program of its fullest bucket was compiled as well.
+      epoch_s: predicted seconds of all steps of the plan, an estimate; None where those of a step are not told.
+      token_epoch_s: likewise of the plan by tokens.
     """
 
     plan: Plan
@@ -133,24 +135,42 @@ class RowChoice:
     budget: Budget
     token_budget: Budget
     token_plan: Plan
+    epoch_s: float | None = None
+    token_epoch_s: float | None = None
+
+    @property
+    def max_bytes(self) -> float:
+        """The limit that the buckets were held to."""
+        return cast("float", self.budget.max_bytes)
 
     def __str__(self) -> str:
         """The buckets with their bytes, and both plans beside each other."""
-        max_bytes = self.budget.max_bytes
-        assert max_bytes is not None
-        cells = [["bucket", "most rows", "limit", "GB", "of the limit", "programs"]]
-        for each in self.rows:
-            share = f"{each.num_bytes / max_bytes:.1%}"
-            size = f"{each.num_bytes / 1e9:.3g}"
-            cells.append([str(each.bucket), f"{each.most_rows:,}", each.limit, size, share, str(each.num_programs)])
-        plans = [["rows by", "padding", "steps"]]
-        for name, plan in (("memory", self.plan), (f"max_tokens {self.token_budget.max_tokens:,}", self.token_plan)):
-            plans.append([name, f"{plan.padding:.2%}", f"{plan.num_steps:,}"])
-        where = f"{self.report.layout} on {self.report.target}, of {max_bytes / 1e9:.3g} GB a device"
         return (
-            f"{where}; figures are those of the compiler, not of devices\n{text_table(cells, align='>>>>>>')}\n"
-            f"the best single budget of tokens that fits, beside it:\n{text_table(plans)}"
+            f"{self.report.layout} on {self.report.target}, {self.max_bytes / 1e9:.4g} GB a device. {SOURCE}\n"
+            f"{text_table(self.bucket_cells(), align='>>>>>>')}\n"
+            f"the best single budget of tokens that fits, beside it; seconds are estimates:\n"
+            f"{text_table(self.plan_cells(), align='<>>>')}"
         )
+
+    def bucket_cells(self) -> list[list[str]]:
+        """A header, and a row for each bucket."""
+        rows = [["bucket", "most rows", "limit", "GB", "of the limit", "programs"]]
+        for each in self.rows:
+            size, share = f"{each.num_bytes / 1e9:.3g}", f"{each.num_bytes / self.max_bytes:.1%}"
+            rows.append([str(each.bucket), f"{each.most_rows:,}", each.limit, size, share, str(each.num_programs)])
+        return rows
+
+    def plan_cells(self) -> list[list[str]]:
+        """A header, and a row for the plan and for that by tokens."""
+        by_tokens = f"max_tokens {self.token_budget.max_tokens:,}"
+        rows = [["rows by", "padding", "steps", "seconds of an epoch"]]
+        for name, plan, seconds in (
+            ("memory", self.plan, self.epoch_s),
+            (by_tokens, self.token_plan, self.token_epoch_s),
+        ):
+            told = "–" if seconds is None else f"{seconds:,.4g}"
+            rows.append([name, f"{plan.padding:.2%}", f"{plan.num_steps:,}", told])
+        return rows
 
 
 def choose_rows(
@@ -244,7 +264,8 @@ def choose_rows(
     )
     programs = [search.programs[cast("Bucket", bucket)] for bucket in largest_first(buckets)]
     report = TargetReport(programs, target.name, layout_text(compiler))
-    return RowChoice(chosen, rows, report, limits, token_budget, token_plan)
+    seconds = [search.seconds(each) for each in (chosen, token_plan)]
+    return RowChoice(chosen, rows, report, limits, token_budget, token_plan, *seconds)
 
 
 class _Search:
@@ -318,6 +339,16 @@ class _Search:
         within = (most + np.where(most < multiple, 1, multiple)) * length - 1
         is_memory = np.array(limits_of_rows(self._budget, length)) == "memory"
         return int(within[is_memory].min(initial=self._budget.max_tokens))
+
+    def seconds(self, plan: Plan) -> float | None:
+        """Of all steps of a plan, by those of the programs: of other shapes fitted to them."""
+        of_programs = {bucket: getattr(row, "seconds", None) for bucket, row in self.programs.items()}
+        told = {bucket: float(seconds) for bucket, seconds in of_programs.items() if seconds is not None}
+        if not told:
+            return None
+        fit = _fitted(told, max(told.values()))
+        steps = cast("Mapping[Bucket, int]", plan.steps_of_buckets())
+        return sum(num * told.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
 
     def compiled(self, length: int) -> set[int]:
         """The rows of the programs of a length."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jvarlen
 from jvarlen import Budget, UserError, compile_for, make_plan, models
+from jvarlen.cli import main
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets import row_choice
@@ -68,23 +71,29 @@ def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_by
     assert f"{chosen.token_budget.max_tokens:,}" in lines[-1]
 
 
+def made_up_compiler(num_bytes):
+    """In place of `compile_bucket`, programs of bytes by a function."""
+
+    def compile_bucket(compiler, bucket, target):
+        total = math.ceil(num_bytes(*bucket))
+        fields = dict.fromkeys(("output_bytes", "temp_bytes", "host_bytes"), 0)
+        seconds = dict.fromkeys(("lower_s", "compile_s", "cpu_s"), 0.0)
+        sizes = {"total_bytes": total, "argument_bytes": min(total, 1000), "limit_bytes": target.memory_bytes}
+        return TargetRow(bucket=bucket, flops=None, **fields, **seconds, **sizes)
+
+    return compile_bucket
+
+
 @pytest.fixture
 def made_up(monkeypatch):
-    """Bytes of programs by a function, in place of a compiler."""
+    """The choice by bytes that a function tells, without a compiler."""
 
     def choose(num_bytes, make, budget, max_bytes):
-        def compile_bucket(compiler, bucket, target):
-            total = math.ceil(num_bytes(*bucket))
-            fields = dict.fromkeys(("output_bytes", "temp_bytes", "host_bytes"), 0)
-            seconds = dict.fromkeys(("lower_s", "compile_s", "cpu_s"), 0.0)
-            sizes = {"total_bytes": total, "argument_bytes": min(total, 1000), "limit_bytes": target.memory_bytes}
-            return TargetRow(bucket=bucket, flops=None, **fields, **seconds, **sizes)
-
         @dataclasses.dataclass
         class Compiler:
             shapes: object
 
-        monkeypatch.setattr(row_choice, "compile_bucket", compile_bucket)
+        monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(num_bytes))
         monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
         monkeypatch.setattr(row_choice, "layout_text", lambda compiler: "data")
         target = Target("some", (), None, is_here=True)
@@ -140,6 +149,58 @@ def test_what_does_not_fit_is_told(made_up):
         made_up(None, make, dataclasses.replace(budget, memory=lambda rows, length: rows), 1000)
     with pytest.raises(UserError, match="these have two"):
         made_up(None, functools.partial(make_plan, [[3, 4]]), budget, 1000)
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", ["None", "best_fit"])
+def test_the_command(monkeypatch, tmp_path, capsys, packing):
+    monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    data, model = str(tmp_path / "lengths.npy"), ["--model", str(tmp_path / "config.json")]
+    plan, page = str(tmp_path / "plan.npz"), tmp_path / "page.html"
+    how = ["--target", "here", "--parallel", "tensor2", "--max-bytes", "1.4e7", "--max-shapes", "2", "--no-progress"]
+    assert main(["plan", data, *model, *how, "--packing", packing, "--out", plan, "--html", str(page)]) == 0
+    told = capsys.readouterr().out
+    saved = jvarlen.Plan.load(plan)
+    assert {4} == {saved.microbatches_per_step}
+    tokens = [bucket.padded_tokens for bucket in saved.buckets]
+    assert 800 <= max(tokens) <= 1000
+    assert "data4.tensor2 on here, 0.014 GB a device. All figures come from compilers, not from devices." in told
+    lines = told.splitlines()
+    assert [line.split()[-1] for line in lines[: len(saved.buckets) + 1]] == ["limit", *["memory"] * len(saved.buckets)]
+    assert all(f"max_tokens {number:,}" not in told for number in (4096, 2**40))
+    flags = next(line for line in lines if line.startswith("to train")).partition(": ")[2].split()
+    assert main(["plan", data, *flags]) == 0
+    assert f"digest {saved.digest}" in told
+    assert f"digest {saved.digest}" in capsys.readouterr().out
+    assert all(text in page.read_text() for text in ("Memory of a step", "Rows by memory", "budget of tokens"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "here"], "needs --model"),
+        (["--parallel", "data4"], "needs --target"),
+        (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
+        (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
+        (["--target", "here", "--model", "config.json"], "'here' does not tell its memory: --max-bytes"),
+        (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
+    ],
+)
+def test_what_the_command_refuses(monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["plan", "lengths.npy", *arguments, "--no-progress"]) == 2
+    assert message in capsys.readouterr().err
 
 
 @settings(deadline=None)
