@@ -28,6 +28,7 @@ from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.buffers import largest_buffers
 from jvarlen.targets.dump import compile_with_dump
+from jvarlen.targets.launches import count_launches
 from jvarlen.targets.program_seconds import ProgramSeconds, program_seconds
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
@@ -199,6 +200,7 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
         seconds=seconds and seconds.total,
         exposed_s=seconds and seconds.exposed,
         kernels=dict(Counter(name for pattern in _KERNELS for name in pattern.findall(dump.program))),
+        launches=count_launches(dump),
         buffers=largest_buffers(dump),
     )
 

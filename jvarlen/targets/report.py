@@ -14,6 +14,7 @@ from jvarlen.compiling.bucket_report import BucketReport, Column, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer
+from jvarlen.targets.launches import Launches
 
 __all__ = ["BUFFERS", "COLUMNS", "KERNELS", "SOURCE", "TargetReport", "TargetRow"]
 
@@ -46,6 +47,8 @@ class TargetRow:
         and for devices that are here.
       exposed_s: of these, in which a device waits for communication; an estimate.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
+      launches: what a step launches one by one and as CUDA graphs; None for other devices than GPUs, and where XLA does
+        not tell how often a loop runs or which branch does.
       buffers: the ten largest buffers that a device holds when the step holds the most; None also where XLA does not
         tell them.
     """
@@ -65,6 +68,7 @@ class TargetRow:
     seconds: float | None = None
     exposed_s: float | None = None
     kernels: Mapping[str, int] | None = None
+    launches: Launches | None = None
     buffers: tuple[Buffer, ...] | None = None
 
     @property
@@ -144,6 +148,8 @@ COLUMNS = (
     Column("step s (estimate)", lambda row: row.seconds),
     Column("exposed s (estimate)", lambda row: row.exposed_s),
     Column("TFLOP", lambda row: row.flops, 1e12),
+    Column("launches", lambda row: row.launches and sum(row.launches[:-1])),
+    Column("CUDA graphs", lambda row: row.launches and row.launches.graphs),
     Column("compile s", lambda row: row.compile_s),
     Column("CPU s", lambda row: row.cpu_s),
 )

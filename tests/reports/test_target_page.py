@@ -46,7 +46,7 @@ def test_the_tables_hold_the_figures_of_every_bucket(tmp_path):
         == lines
         == [["8×1024", "no"], ["4×2048", "yes"], ["64×512", "no"]]
     )
-    assert cells_of(page, "buckets")[2].count("–") == 5
+    assert cells_of(page, "buckets")[2].count("–") == 9
     assert "no room" in page.text
     kernels = "__cudnn$fmhaSoftmax 32, __cudnn$fmhaSoftmaxBackward 32"
     assert cells_of(page, "kernels") == [["8×1024, 4×2048", kernels], ["64×512", "–"]]

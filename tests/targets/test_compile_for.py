@@ -267,6 +267,29 @@ def test_for_gpus(layout):
     assert row.flops / 989e12 < row.seconds < 0.01
     if layout == "data8.zero3":
         assert any(each.overlapped for each in row.communication)
+    check_buffers(row)
+    if "stage" in layout:
+        assert row.launches is None, "stages take branches"
+    else:
+        assert row.launches.collectives == sum(each.times for each in row.communication)
+        assert row.launches.kernels + row.launches.graphs > 0
+
+
+def check_buffers(row):
+    """Ten buffers, no more than there are bytes of each kind."""
+    assert len(row.buffers) == 10
+    for kind, most in (("temporary", row.temp_bytes), ("argument", row.argument_bytes), ("output", row.output_bytes)):
+        assert sum(buffer.num_bytes for buffer in row.buffers if buffer.kind == kind) <= most
+    assert all(buffer.operation.startswith(("state.", "batch.")) for buffer in row.buffers if buffer.kind == "argument")
+
+
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_one_gpu_takes_cuda_graphs():
+    [row] = report_of("1xh100", "data1", buckets=[(1, 512)], config=WIDE)
+    assert row.launches.graphs > 0
+    assert row.launches.collectives == 0
 
 
 def packed_spec(bucket, num):
@@ -333,6 +356,8 @@ def test_for_tpus(layout):
     assert row.flops / 197e12 < row.seconds < 0.02
     if layout == "data8.zero3":
         assert any(each.overlapped == each.asynchronous > 0 for each in row.communication)
+    check_buffers(row)
+    assert row.launches is None
 
 
 @OF_TPUS

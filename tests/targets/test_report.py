@@ -12,6 +12,7 @@ import pytest
 from jvarlen.parallel.communication import CommunicationEstimate, Traffic
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.targets.buffers import Buffer
+from jvarlen.targets.launches import Launches
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 
 GB = 10**9
@@ -31,6 +32,7 @@ ROW = TargetRow(
     seconds=1.25,
     exposed_s=0.125,
     kernels={"__cudnn$fmhaSoftmax": 32, "__cudnn$fmhaSoftmaxBackward": 32},
+    launches=Launches(kernels=1200, copies=250, collectives=50, graphs=62),
     buffers=(
         Buffer(5 * GB, "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn", 2),
         Buffer(2 * GB, "argument", "f32[32000,4096]", "state.params['embed']", None, 1),
@@ -51,10 +53,26 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
     assert header.split("  ")[0] == "bucket"
     assert [name for name in names if name in header] == names
     assert "step s (estimate)  exposed s (estimate)" in header
-    figures = ["4×2048", "yes", "56.2", "63", "20", "0.25", "36", "0", "1.25", "0.125", "3,500", "9.25", "14.5"]
+    figures = [
+        "4×2048",
+        "yes",
+        "56.2",
+        "63",
+        "20",
+        "0.25",
+        "36",
+        "0",
+        "1.25",
+        "0.125",
+        "3,500",
+        "1,500",
+        "62",
+        "9.25",
+        "14.5",
+    ]
     assert row.split() == [*figures, "__cudnn$fmhaSoftmax", "32,", "__cudnn$fmhaSoftmaxBackward", "32"]
     assert too_large.split()[:7] == ["8×1024", "no", "70.2", "63", "20", "0.25", "50"]
-    assert no_room.split() == ["64×512", "no", "17", "17", *"–––––––", "2", "3", "–"]
+    assert no_room.split() == ["64×512", "no", "17", "17", *"–––––––––", "2", "3", "–"]
     assert [unknown_limit.split()[place] for place in (1, 2, 3, -1)] == ["–", "56.2", "–", "none"]
     assert rest[:2] == [f"what a step of {bucket} communicates is not known" for bucket in ("64×512", "4×2048")]
     assert rest[2] == "a step of 4×2048 communicates:"
