@@ -26,7 +26,7 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.pending import PendingPrograms
 from jvarlen.compiling.program_store import deserialized, use_compilation_cache, without_compilation_cache
-from jvarlen.distributed.mesh import devices_of
+from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
 
@@ -71,7 +71,8 @@ def compile_buckets(
       `CompiledBuckets`.
 
     Raises:
-      ValueError: buckets or options that are not as described; data shards that do not divide M; a step that returns a
+      ValueError: buckets or options that are not as described; devices of a `Target` that are not here; data shards
+        that do not divide M; a step that returns a
         state of another structure or shape, or was made for one device while batches are on several; processes that
         compiled different programs.
 
@@ -134,6 +135,11 @@ def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
         raise UserError(f"batches are the result of load, a plan or BatchShapes, not a {type(batches).__name__}")
     if shapes.layout is None and (placement := getattr(step, "placement", None)) is not None:
         shapes = dataclasses.replace(shapes, layout=placement)
+    if shapes.placement is not None and any(map(is_compile_only, devices_of(shapes.placement.mesh))):
+        raise UserError(
+            "these devices are not here, so that programs for them are not tuned, which takes timing them: they are "
+            "neither run nor saved, and compile_for tells what their compiler says"
+        )
     return dataclasses.replace(shapes, start_step=start_step) if start_step else shapes
 
 

@@ -27,7 +27,7 @@ from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.program_store import deserialized, serialized, without_compilation_cache
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.distributed import BucketBytes
-from jvarlen.distributed.mesh import devices_of, replicate, with_auto_axes
+from jvarlen.distributed.mesh import axes_in, devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -79,7 +79,7 @@ class StepCompiler:
     donate: bool = True  # whether a step writes the next state over the one that it takes
     grad_buckets: BucketBytes | None = None  # in which gradients are reduced; None: all together
     is_timed: bool = False  # whether a step has to return something that can be waited for
-    is_elsewhere: bool = False  # whether the devices are only compiled for: nothing can be placed on them
+    only_compiles: bool = False  # whether nothing is placed on the devices, which need not be here
     clock: CompileClock = dataclasses.field(default_factory=CompileClock, repr=False)
     _placed: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -184,8 +184,10 @@ class StepCompiler:
         if id(constant) not in self._placed:
             if self.mesh is None:
                 placed = jax.device_put(constant)
-            elif self.is_elsewhere:
-                where = NamedSharding(self.mesh, PartitionSpec())
+            elif self.only_compiles:
+                spec = getattr(getattr(constant, "sharding", None), "spec", PartitionSpec())
+                is_there = {*axes_in(spec)} <= {*self.mesh.axis_names}
+                where = NamedSharding(self.mesh, spec if is_there else PartitionSpec())
                 placed = jax.ShapeDtypeStruct(constant.shape, constant.dtype, sharding=where)
             elif isinstance(sharding := getattr(constant, "sharding", None), NamedSharding):
                 placed = jax.device_put(constant, with_auto_axes(sharding))
@@ -227,7 +229,7 @@ def make_step_compiler(
     options: CompileOptions,
     *,
     donate: bool = True,
-    is_elsewhere: bool = False,
+    only_compiles: bool = False,
 ) -> StepCompiler:
     """What compiles a step, with the arguments of `compile_buckets`."""
     num_shards = 1 if shapes.placement is None else shapes.placement.layout.data
@@ -248,7 +250,7 @@ def make_step_compiler(
         donate=donate,
         grad_buckets=options.grad_buckets,
         is_timed=bool(options.time_steps),
-        is_elsewhere=is_elsewhere,
+        only_compiles=only_compiles,
     )
     check_compiler_options(compiler_options, step_compiler.device)
     return step_compiler

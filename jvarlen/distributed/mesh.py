@@ -30,6 +30,7 @@ __all__ = [
     "axes_in",
     "check_shards_divide",
     "devices_of",
+    "is_compile_only",
     "num_shards_of",
     "own_shards",
     "place",
@@ -229,6 +230,11 @@ def devices_of(mesh: Mesh | None) -> list[jax.Device]:
         return mesh.devices.flatten().tolist()
     default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None
     return [default] if isinstance(default, jax.Device) else jax.local_devices(backend=default)[:1]
+
+
+def is_compile_only(device: jax.Device) -> bool:
+    """Whether a device is not here, and only compiled for."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 def num_shards_of(mesh: Mesh, axis_name: str | tuple[str, ...]) -> int:

@@ -428,9 +428,9 @@ def _pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:
 
 
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes."""
+    """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes, if known."""
     axes = [*spec, *(None,) * (len(shape) - len(spec))]
-    multiples = [math.prod(axis_sizes[axis] for axis in axes_in([axis])) for axis in axes]
+    multiples = [math.prod(axis_sizes.get(name, 1) for name in axes_in([axis])) for axis in axes]
     return tuple(-(-size // multiple) * multiple for size, multiple in zip(shape, multiples, strict=True))
 
 

@@ -123,7 +123,10 @@ class TrainStep:
             return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=trained_of)
 
         if has_shapes(params):
-            return jax.tree.map(self._shape_of, jax.eval_shape(first, params, extra)._replace(params=params))
+            state = jax.eval_shape(first, params, extra)._replace(params=params)
+            if any(map(_sharding_on, jax.tree.leaves(params))):
+                state = state._replace(opt_state=_opt_state_as_params(state))
+            return jax.tree.map(self._shape_of, state)
         if self.placement is None:
             return first(*jax.tree.map(jnp.array, (params, extra)))
         params, extra = own_copy((params, extra))
@@ -355,6 +358,20 @@ def _sum_step(
     own_axes = placement.axes.values()
     return sum_over_shards(
         loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, layout_axes=own_axes, trained_of=trained_of
+    )
+
+
+def _opt_state_as_params(state: TrainState) -> Any:
+    """Shapes of the optimizer's state, whose arrays lie as the parameters that they are made like."""
+    from jvarlen.distributed.layout import Layout
+    from jvarlen.parallel.sharded import state_specs
+
+    lie = [_sharding_on(leaf) for leaf in jax.tree.leaves(state.params)]
+    (mesh, *_) = [sharding.mesh for sharding in lie if sharding is not None]
+    of_params = [PartitionSpec() if sharding is None else sharding.spec for sharding in lie]
+    specs = state_specs(state, Layout(data=1), jax.tree.unflatten(jax.tree.structure(state.params), of_params))
+    return jax.tree.map(
+        lambda leaf, spec: with_sharding(NamedSharding(mesh, spec), leaf), state.opt_state, specs.opt_state
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
@@ -33,6 +34,7 @@ from jvarlen.targets.program_seconds import ProgramSeconds, program_seconds
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import with_sharding
 from jvarlen.training.trainable import Trainable
 
 __all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]
@@ -67,8 +69,9 @@ def compile_for(
 ) -> TargetReport:
     """Compiles the train step of every bucket for devices that need not be here, and tells what the compiler says.
 
-    Nothing runs: state and batches are shapes. The programs are not kept, since products are not tuned for GPUs that
-    cannot be asked; figures are the compiler's, and no device has confirmed them.
+    Nothing runs, and nothing is placed: state and batches are shapes. Products are not tuned for GPUs that cannot be
+    asked, so the programs are not kept, and `compile_buckets`, whose programs can be saved, refuses such devices. The
+    figures are the compiler's, and no device has confirmed them.
 
     Args:
       target: the devices, or their name, as for `Target.parse`.
@@ -78,6 +81,7 @@ def compile_for(
       layout: as for `make_train_step`, on all devices of the target; a placement or a mesh is of such devices,
         `Target.parse("8xh100").devices`. None: data parallelism over all.
       params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
+        Its shardings over axes that are the compiler's count by their specs.
       trainable: as for `make_train_step`.
       accumulate: as for `make_train_step`.
       extra: as for `TrainStep.init`.
@@ -140,9 +144,21 @@ def target_compiler(
     else:
         shapes = BatchShapes.of_plan(plan, layout=placement, batch_spec=batch_spec)
     step = make_train_step(model, optimizer, layout=placement, trainable=trainable, accumulate=accumulate)
-    state = step.init(jax.eval_shape(lambda params: params, params), extra=extra, seed=seed)
+    state = step.init(_shapes_on(placement, params), extra=extra, seed=seed)
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
-    return make_step_compiler(step, state, shapes, in_force, is_elsewhere=not target.is_here)
+    with without_compilation_cache():  # options are tried on a program
+        return make_step_compiler(step, state, shapes, in_force, only_compiles=True)
+
+
+def _shapes_on(placement: Placement, params: Any) -> Any:
+    """Shapes of parameters, which lie on the mesh as they do where they are, if the layout leaves that to them."""
+
+    def shape_of(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+        return with_sharding(None if spec is None else NamedSharding(placement.mesh, spec), shape)
+
+    shapes = jax.eval_shape(lambda params: params, params)
+    return jax.tree.map(shape_of, params, shapes) if placement.layout.is_data_parallel else shapes
 
 
 def _placed(layout: LayoutLike, target: Target) -> Placement:

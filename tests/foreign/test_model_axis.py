@@ -5,10 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jvarlen import CompileOptions, compile_buckets, make_train_step
+from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import Collectives
+from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.target import Target
 
 from .harness import Model, assert_same_course, random_params, random_rows, train, train_plainly, unequal_weights
 
@@ -88,6 +93,25 @@ def test_a_loss_may_name_a_second_axis_of_one_device(loss_fn):
     with jax.enable_x64(True):
         mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
         assert_same_course(train(make_model(loss_fn, mesh), mesh).course, trained_plainly())
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=8)])
+def test_shapes_lie_as_arrays_do(optimizer):
+    mesh = make_mesh(2, AxisType.Auto)
+    model = make_model(left_to_the_compiler, mesh)
+    step = make_train_step(model.loss_fn, optimizer, layout=mesh)
+    arrays = step.init(model.params)
+    shapes = step.init(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.params)
+    )
+    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
+        assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+    batches = BatchShapes([(1, 1)], microbatches_per_step=8, layout=mesh, batch_spec=lambda *_: model.batch)
+    target = Target("some", tuple(mesh.devices.flat), None, is_here=True)
+    how = {"layout": mesh, "params": model.params, "progress": False}
+    [row] = compile_for(target, model.loss_fn, optimizer, batches, **how)
+    compiled = compile_buckets(step, arrays, batches, options=CompileOptions(cache_dir=None), progress=False)
+    assert row.argument_bytes == compiled.report[0].argument_bytes
 
 
 @pytest.mark.parametrize("spec", [None, PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("data")])

@@ -9,8 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jvarlen import CompileOptions, Layout, UserError, compile_buckets, make_eval_step, make_train_step, models
+from jvarlen import (
+    CompileOptions,
+    Layout,
+    UserError,
+    compile_buckets,
+    load_compiled,
+    make_eval_step,
+    make_train_step,
+    models,
+)
 from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import packed_batch_spec
@@ -210,6 +220,39 @@ def test_a_placement_and_a_mesh_are_layouts_of_devices_of_the_target(make):
         compile_for(target, models.layered(MODEL), OPTIMIZER, shapes, layout=make(jax.devices()[2:4]), **how)
 
 
+@pytest.mark.parametrize("layout", ["data2", "data1.stage2", "data2.tensor2.zero1"])
+def test_nothing_is_placed_and_nothing_is_cached(layout, tmp_path, monkeypatch):
+    table = jnp.ones((1024, 512))  # large enough to become an argument
+    model = models.layered(MODEL)
+    loss = model._replace(loss=lambda *given: (model.loss(*given)[0] * jnp.sum(table), model.loss(*given)[1]))
+    params = models.init_params(MODEL, 0)
+    for name in ("device_put", "make_array_from_callback", "make_array_from_single_device_arrays"):
+        monkeypatch.setattr(jax, name, lambda *_, **__: pytest.fail("something is placed"))
+    monkeypatch.setattr(
+        "jvarlen.targets.compile_for.compile_bucket", lambda compiler, bucket, _: compiler.lower(bucket)
+    )
+    target = target_of(Layout.parse(layout).num_devices)
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_enable_compilation_cache": True,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    reset_cache()  # JAX remembers whether it uses one
+    try:
+        options = CompileOptions(cache_dir=None, xla_options=("xla_cpu_enable_fast_math=false",))
+        report_of(target, layout, loss, params=params, options=options)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+    # How layers are stacked is found out on the CPU, by numbers in place of parameters.
+    assert not [path.name for path in tmp_path.iterdir() if not path.name.startswith("jit__stack")]
+
+
 def test_the_command(tmp_path, capsys):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(1, 100, 200))
     (tmp_path / "config.json").write_text(
@@ -304,6 +347,18 @@ def test_packed_rows_for_gpus_take_the_kernel_that_skips():
     assert row.kernels == {"_forward_kernel": 1, "_dq_kernel": 1, "_dkv_kernel": 1}
 
 
+@pytest.mark.parametrize("target", [pytest.param("2x8xh100", marks=OF_GPUS), pytest.param("v5e:2x4", marks=OF_TPUS)])
+def test_programs_that_are_not_tuned_cannot_be_had(target):
+    placement = Layout().on(Target.parse(target).devices)
+    step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=placement)
+    state = step.init(jax.eval_shape(lambda: models.init_params(MODEL, 0)))
+    shapes = BatchShapes(BUCKETS, microbatches_per_step=placement.layout.data)
+    with pytest.raises(UserError, match=r"not tuned.*neither run nor saved"):
+        compile_buckets(step, state, shapes)
+    with pytest.raises(UserError, match=r"not tuned.*neither run nor saved"):
+        load_compiled("programs", step, state, shapes)
+
+
 @OF_GPUS
 @OF_CUDNN
 @pytest.mark.slow
@@ -331,7 +386,7 @@ def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layou
     batches = BatchShapes([(1, 512)], microbatches_per_step=8, layout=placement)
     options = CompileOptions(cache_dir=None, xla_options=("xla_gpu_autotune_level=0",))
     of_step = step if make is make_train_step else make_eval_step(loss_fn, layout=placement)
-    compiler = make_step_compiler(of_step, step.init(params), batches, options, is_elsewhere=True)
+    compiler = make_step_compiler(of_step, step.init(params), batches, options, only_compiles=True)
     assert "__cudnn$fmhaSoftmax" in compiler.compile(compiler.lower(batches.buckets[0])).executable.as_text()
 
 
