@@ -13,6 +13,7 @@ from tests.html_pages import Page
 from tests.targets.test_report import GB, NO_ROOM, ROW, TOO_LARGE, UNKNOWN_LIMIT
 
 ALONE = dataclasses.replace(ROW, communication=CommunicationEstimate(), kernels={})
+UNPREDICTED = dataclasses.replace(ROW, seconds=None, exposed_s=None)
 # Of the fullest first, as those with the most positions come first.
 MANY = [
     dataclasses.replace(ROW, bucket=Bucket(k, 512 * k), temp_bytes=3 * k * GB, total_bytes=20 * GB + 3 * k * GB)
@@ -87,6 +88,17 @@ def test_pages_of_other_reports(tmp_path, rows, said):
     assert ("collectives-of-others" in page.ids) == (len(rows) > 1)
 
 
+def test_seconds_are_drawn_where_they_are_predicted(tmp_path):
+    page = page_of(tmp_path / "page.html", [TOO_LARGE, ROW, NO_ROOM])
+    text = page.pictures["seconds"].text
+    assert "4×2048: 1.25" in text
+    assert "waiting for communication" in text
+    assert "64×512" not in text
+    assert "1.25 s8×1024, an estimate" in page.text
+    assert "An estimate from the compiled program" in page.text
+    assert "seconds" not in page_of(tmp_path / "page.html", [UNPREDICTED, NO_ROOM]).pictures
+
+
 def test_one_device_communicates_nothing(tmp_path):
     page = page_of(tmp_path / "page.html", [ALONE])
     assert cells_of(page, "collectives") == [["4×2048", "none"]]
@@ -104,7 +116,7 @@ def test_a_reader_sees_the_page_in_a_browser(tmp_path, rows):
         assert num_pixels_of(seen.pixels, limit) > 100
     for width in (1280, 380):
         layout = measured(path, width=width)
-        assert [box["figure"] for box in layout["pictures"]] == ["memory"]
+        assert [box["figure"] for box in layout["pictures"]] == ["memory", "seconds"]
         assert all(box["width"] > 250 and box["height"] > 70 for box in layout["pictures"])
         assert layout["clipped"] == []
         assert layout["page_width"] <= width
