@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,8 +111,8 @@ FEW = (
     Case("8xh100", "llama", "data8.zero3", "packed", 4),
     Case("v5e:2x4", "llama", "data8.zero3", "packed", 4),
 )
-# What is to be mended: by name, of which cases. Where a program has a fault that is not told here, or not one that is,
-# the test fails.
+# What is to be mended: by name, of which cases. A program with a fault that is not told here fails the test, and so does
+# one without a fault that is; but for what is not sure, whose patterns hold for some programs of those cases.
 KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     # Loops are not among what XLA takes into graphs by default.
     "a step is not one CUDA graph": ("1xh100-*-4",),
@@ -126,21 +127,26 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     # Those of a layer when it begins.
     "no parameter is gathered beside a product": ("8xh100-*-data8.zero3-*",),
     "gradients that are sharded are all-reduced": ("v5e:2x4-*.zero[12]-*",),
-    "nothing can run beside some all-reduce": ("v5e:2x4-*",),
-    "nothing can run beside some all-gather": (
-        "v5e:2x4-*.zero[123]-*",
-        "v5e:2x4-*-data4.context2-packed-*",
+}
+# XLA schedules nothing beside these, and then makes them synchronous for GPUs; mostly small ones at the end of a step.
+NOT_SURE: dict[str, tuple[str, ...]] = {
+    "nothing can run beside some all-reduce": (
+        "8xh100-*-data8-*",
+        "8xh100-*-data8.zero[23]-*",
+        "8xh100-*tensor*",
+        "8xh100-*-data4.context2-*",
+        "v5e:2x4-*",
     ),
+    "nothing can run beside some all-gather": ("v5e:2x4-*.zero[123]-*", "v5e:2x4-*-data4.context2-*"),
     "nothing can run beside some reduce-scatter": ("v5e:2x4-*-data8.zero3-*", "v5e:2x4-*-data4.context2-*"),
+    "nothing can run beside some collective-permute": ("8xh100-*stage2*",),
 }
 MEASURED = Path(__file__).parent / "temporaries.json"
 
 
-def known_faults(case: Case) -> set[str]:
-    """Those of a case."""
-    return {
-        fault for fault, patterns in KNOWN_FAULTS.items() if any(fnmatch.fnmatch(str(case), each) for each in patterns)
-    }
+def faults_of_case(case: Case, listed: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """Those whose patterns a case matches."""
+    return {fault for fault, patterns in listed.items() if any(fnmatch.fnmatch(str(case), each) for each in patterns)}
 
 
 def record() -> None:

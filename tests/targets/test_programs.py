@@ -7,7 +7,7 @@ import pytest
 
 from jvarlen import Layout, UserError
 from jvarlen.targets.report import TargetRow
-from tests.targets.cases import CASES, FEW, MEASURED, REFUSED, Case, known_faults
+from tests.targets.cases import CASES, FEW, KNOWN_FAULTS, MEASURED, NOT_SURE, REFUSED, Case, faults_of_case
 
 TRITON = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
 CUDNN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
@@ -50,7 +50,8 @@ def test_programs_have_no_faults_but_known_ones(case):
         pytest.skip(case.not_here)
     report = case.compile()
     found = {fault for row in report for fault in faults_of(case, row)}
-    assert found == known_faults(case)
+    known, not_sure = (faults_of_case(case, listed) for listed in (KNOWN_FAULTS, NOT_SURE))
+    assert found - not_sure == known
     measured = json.loads(MEASURED.read_text())
     if str(case) not in measured["bytes"]:
         pytest.skip("its temporaries have not been measured: python -m tests.targets.cases")
