@@ -111,7 +111,7 @@ FEW = (
     Case("8xh100", "llama", "data8.zero3", "packed", 4),
     Case("v5e:2x4", "llama", "data8.zero3", "packed", 4),
 )
-# What is to be mended: by name, of which cases. A program with a fault that is not told here fails the test, and so does
+# What is to be mended: by name, of which cases. A program with a fault that is not told here fails the test, as does
 # one without a fault that is; but for what is not sure, whose patterns hold for some programs of those cases.
 KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     # Loops are not among what XLA takes into graphs by default.
