@@ -214,10 +214,10 @@ class PlanCommand:
 
     def _choose_rows(self) -> None:
         """Prints the plan of the most rows that fit, and writes the requested files."""
-        import optax  # here, as what imports JAX
-
-        from jvarlen.distributed.layout import Layout
+        from jvarlen.distributed.layout import Layout  # here: they import JAX
         from jvarlen.runs.fit import target_of
+        from jvarlen.runs.task import Task
+        from jvarlen.runs.training_plan import optimizer_of
         from jvarlen.targets.row_choice import choose_rows
 
         settings = self.plan.of_files()
@@ -245,12 +245,14 @@ class PlanCommand:
                 shapes = ChosenShapes(buckets=tuple(map(tuple, by)), packing=method)
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
-        params, own = model_shapes(config.model, config.decoder), config.optimizer
-        adamw = optax.adamw(1e-3, b1=own.b1, b2=own.b2, weight_decay=own.weight_decay)
+        params = model_shapes(config.model, config.decoder)
+        most_steps = -(-len(lengths) // settings.num_microbatches)  # whose rates are held
+        task = Task().with_decoder(config.decoder, params, layout)
+        assert task.loss_fn is not None
         chosen = choose_rows(
             target,
-            models.layered(config.decoder),
-            optimizer_for(params, optax.chain(optax.clip_by_global_norm(own.max_gradient_norm), adamw)),
+            task.loss_fn,
+            optimizer_for(params, optimizer_of(config.optimizer, np.zeros(most_steps))),
             make,
             settings.budget,
             layout=layout,

@@ -27,7 +27,7 @@ from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
 
-__all__ = ["Rates", "TrainingPlan"]
+__all__ = ["Rates", "TrainingPlan", "optimizer_of"]
 
 _MOST_STEPS = 2**31 - 1  # optimizers count in int32
 _MOST_RATES = 2**26  # that are held, 0.3 GB on a device
@@ -41,6 +41,20 @@ class Rates(NamedTuple):
     base: Float64[np.ndarray, " S"]  # of the schedule
     scale: Float64[np.ndarray, " S"]  # the factor for the batch size of each step
     in_force: Float64[np.ndarray, " S"]  # their product
+
+
+def optimizer_of(settings: OptimizerConfig, rates: Float64[np.ndarray, " S"]) -> optax.GradientTransformation:
+    """The optimizer of the settings, of which steps take these rates."""
+    return optax.chain(
+        optax.clip_by_global_norm(settings.max_gradient_norm),
+        optax.adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
+        scale_by_rates(rates),
+        scale_by_batch_size(1, rule=_rule_of(settings), unit=settings.batch_size_unit),
+    )
+
+
+def _rule_of(settings: OptimizerConfig) -> Rule:
+    return None if settings.batch_size_rule == "none" else settings.batch_size_rule
 
 
 class TrainingPlan:
@@ -122,14 +136,9 @@ class TrainingPlan:
             end_value=lowest_rate,
         )
         rates_of_all_steps = base_rates(schedule, before_each(counted))
-        rule: Rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
-        self.optimizer = optax.chain(
-            optax.clip_by_global_norm(settings.max_gradient_norm),
-            optax.adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
-            # The base batch size is in the table too, and so in no program.
-            scale_by_rates(rates_of_all_steps * lr_scale(1, settings.base_batch_size, rule)),
-            scale_by_batch_size(1, rule=rule, unit=settings.batch_size_unit),
-        )
+        rule = _rule_of(settings)
+        # The base batch size is in the table too, and so in no program.
+        self.optimizer = optimizer_of(settings, rates_of_all_steps * lr_scale(1, settings.base_batch_size, rule))
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:

@@ -342,8 +342,7 @@ class _Search:
 
     def seconds(self, plan: Plan) -> float | None:
         """Of all steps of a plan, by those of the programs: of other shapes fitted to them."""
-        of_programs = {bucket: getattr(row, "seconds", None) for bucket, row in self.programs.items()}
-        told = {bucket: float(seconds) for bucket, seconds in of_programs.items() if seconds is not None}
+        told = {bucket: row.seconds for bucket, row in self.programs.items() if row.seconds is not None}
         if not told:
             return None
         fit = _fitted(told, max(told.values()))

@@ -20,7 +20,7 @@ from jvarlen.cli import main
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets import row_choice
-from jvarlen.targets.report import TargetRow
+from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.row_choice import CompiledBytes, choose_rows
 from jvarlen.targets.target import Target
 from tests.targets.test_compile_for import OF_GPUS, target_of
@@ -181,6 +181,24 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     assert f"digest {saved.digest}" in told
     assert f"digest {saved.digest}" in capsys.readouterr().out
     assert all(text in page.read_text() for text in ("Memory of a step", "Rows by memory", "budget of tokens"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data8", "data8.zero3"])
+def test_the_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch, layout):
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    how = ["--model", "config.json", "--target", "here", "--parallel", layout, "--no-progress"]
+    chosen = []
+    monkeypatch.setattr(row_choice, "choose_rows", lambda *a, **k: chosen.append(choose_rows(*a, **k)) or chosen[0])
+    assert main(["plan", "lengths.npy", *how, "--max-bytes", "2e7", "--max-shapes", "2"]) == 0
+    flags = capsys.readouterr().out.splitlines()[-1].partition(": ")[2].split()
+    assert main(["compile", "lengths.npy", *how, *flags, "--out", "report.json"]) == 0
+    of_run = {row.bucket: row.total_bytes for row in TargetReport.load("report.json")}
+    assert of_run.keys() == {each.bucket for each in chosen[0].rows}
+    for each in chosen[0].rows:  # which hold the rates of as many steps as there could be
+        assert of_run[each.bucket] <= each.num_bytes <= of_run[each.bucket] + 8 * len(LENGTHS)
 
 
 @pytest.mark.parametrize(
