@@ -194,7 +194,8 @@ def test_bytes_and_seconds_that_are_told_stand_beside_those_of_the_device(sizes,
     first, second = answer["shapes"]
     assert 0 < first["told_bytes"] <= second["told_bytes"]
     assert first["step_s"] > 0
-    assert (first["peak_bytes"], second["peak_bytes"], saved) == (200, None, [1, 2])
+    assert [(of["peak_bytes"], of["is_bound"]) for of in answer["shapes"]] == [(200, False), (200, True)]
+    assert saved == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -207,16 +208,18 @@ def test_the_target_of_a_device_is_one_of_its_kind(targets, monkeypatch, kind, n
 
 def test_the_report_says_how_far_off_the_compiler_was(tables):
     shapes = [
-        {"shape": [16, 4096], "told_bytes": 4e9, "peak_bytes": 5e9, "told_s": 0.2, "step_s": 0.25},
-        {"shape": [8, 128], "told_bytes": 6e9, "peak_bytes": None, "told_s": None, "step_s": 0.1},
-        {"shape": [1, 32], "told_bytes": 8e9, "peak_bytes": 8e9, "told_s": 0.1, "step_s": 0.2},
+        {"shape": [16, 4096], "told_bytes": 4e9, "peak_bytes": 5e9, "is_bound": False, "told_s": 0.2, "step_s": 0.25},
+        {"shape": [8, 128], "told_bytes": 6e9, "peak_bytes": None, "is_bound": True, "told_s": None, "step_s": 0.1},
+        {"shape": [1, 32], "told_bytes": 8e9, "peak_bytes": 8e9, "is_bound": False, "told_s": 0.1, "step_s": 0.2},
+        {"shape": [1, 48], "told_bytes": 10e9, "peak_bytes": 8e9, "is_bound": True, "told_s": 0.1, "step_s": 0.125},
         {"shape": [1, 64], "told_bytes": 9e9, "told_s": 0.1, "error": "XlaRuntimeError: a | b"},
     ]
     answers = {"targets": {"device": "a GPU", "target": "1xgpu", "shapes": shapes}}
     text = "\n".join(tables.target_table(answers))
     assert "| 16×4,096 | 4 | 5 | 1.250 | 200 | 250 | 1.250 |" in text
     assert "| 8×128 | 6 | – | – | – | 100 | – |" in text
-    assert "bytes 1.000 to 1.250 times what is told, seconds 1.250 to 2.000 times what is told" in text
+    assert "| 1×48 | 10 | ≤ 8 | ≤ 0.800 | 100 | 125 | 1.250 |" in text
+    assert "bytes are 1.000 to 1.250 times those told, seconds are 1.250 to 2.000 times those told" in text
     assert "**1×64**: XlaRuntimeError: a / b" in text
     assert tables.target_table({}) == []
     assert tables.target_table({"targets": {"device": "a GPU", "target": None}}) == ["No target is known for a GPU."]

@@ -165,26 +165,25 @@ def target_table(of_targets: Answers) -> list[str]:
             failed.append(f"**{shape}**: {of['error'].replace('|', '/')}")
             continue
         cells = [shape]
-        pairs = {
-            "bytes": (of["told_bytes"], of.get("peak_bytes"), 1e-9),
-            "seconds": (of["told_s"], of.get("step_s"), 1e3),
-        }
-        for name, (told, measured, scale) in pairs.items():
+        at_most = "≤ " if of["is_bound"] else ""
+        for name, told, measured, scale, bound in (
+            ("bytes", of["told_bytes"], of["peak_bytes"], 1e-9, at_most),
+            ("seconds", of["told_s"], of["step_s"], 1e3, ""),
+        ):
             is_known = told is not None and measured is not None
-            ratios[name] += [measured / told] if is_known else []
-            cells += ["–" if each is None else digits(each * scale) for each in (told, measured)]
-            cells.append(f"{measured / told:.3f}" if is_known else "–")
+            ratios[name] += [measured / told] if is_known and not bound else []
+            cells.append("–" if told is None else digits(told * scale))
+            cells.append("–" if measured is None else f"{bound}{digits(measured * scale)}")
+            cells.append(f"{bound}{measured / told:.3f}" if is_known else "–")
         rows.append(cells)
-    off = [f"{name} {min(of):.3f} to {max(of):.3f} times what is told" for name, of in ratios.items() if of]
+    off = [f"{name} are {min(of):.3f} to {max(of):.3f} times those told" for name, of in ratios.items() if of]
+    header = "rows × length|GB, told|GB, in use|in use / told|ms a step, estimate|ms a step|taken / estimate"
     return [
-        *table(
-            "rows × length|GB, told|GB, in use at most|in use / told|ms a step, estimate|ms a step|taken / estimate",
-            rows,
-        ),
+        *table(header, rows),
         "",
-        f"Told by `compile_for` for {found['target']}, on this machine; measured on {found['device']}"
-        f"{': ' if off else '; not comparable there'}{', '.join(off)}. The device tells the most bytes that were ever "
-        "in use: of a shape that does not raise them, nothing is known.",
+        f"Told by `compile_for` for {found['target']}, measured on {found['device']}"
+        f"{': ' if off else '; there is nothing to compare'}{', '.join(off)}. Bytes in use are the most since the "
+        "process began, which bound those of a shape that does not raise them.",
         *(line for text in failed for line in ("", text)),
     ]
 

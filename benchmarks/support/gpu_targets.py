@@ -56,15 +56,15 @@ def compare(
         params=trainer.state.params,
         progress=False,
     )
-    # The fewest bytes first: the peak is this bucket's where it is higher than before.
+    # The fewest bytes first: the peak is this bucket's where it is higher than before, and otherwise a bound.
     for row in sorted(report, key=lambda row: row.total_bytes):
         shape, before = (row.bucket.rows, row.bucket.length), peak_bytes(device)
         found: dict[str, Any] = {"shape": shape, "told_bytes": row.total_bytes, "told_s": getattr(row, "seconds", None)}
         answer["shapes"].append(found)
         try:
             found["step_s"] = trainer.seconds(trainer.compile([shape]), shape, sizes.repeats)
-            after = peak_bytes(device)
-            found["peak_bytes"] = after if before != after else None
+            found["peak_bytes"] = peak_bytes(device)
+            found["is_bound"] = found["peak_bytes"] == before
         except Exception as error:  # not enough memory
             found["error"] = said(error)
             trainer.begin()
