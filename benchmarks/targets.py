@@ -22,12 +22,13 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 
 from jvarlen import with_float32_master
 from jvarlen.batches import BatchShapes, packed_batch_spec
+from jvarlen.compiling.bucket_report import table_of
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
 from jvarlen.targets import TargetReport
 from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.report import COLUMNS, SOURCE
+from jvarlen.targets.report import COLUMNS, KERNELS, SOURCE
 
 NUM_MICROBATCHES, SAMPLES_PER_ROW = 8, 16
 LLAMA_3_8B = DecoderConfig(
@@ -79,11 +80,14 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> TargetReport
     )
 
 
-def memory_cells(case: Case, report: TargetReport) -> list[str]:
-    _, *columns = COLUMNS  # the bucket is the same
-    figures = [cell for column in columns for cell in column.cells(report)]
-    prototype = ["–" if size is None else f"{size:.1f}" for size in (case.prototype, case.in_chunks)]
-    return [f"`{case.layout}`", case.target, *prototype, *figures]
+def figures(reports: dict[Case, TargetReport]) -> list[str]:
+    """What is told of each case, beside the prototype."""
+    header, *rows = table_of([row for report in reports.values() for row in report], *COLUMNS[1:], KERNELS)
+    cells = []
+    for (target, layout, *prototype), row in zip(reports, rows, strict=True):
+        beside = ("–" if size is None else f"{size:.1f}" for size in prototype)
+        cells.append([f"`{layout}`", target, *row, *beside])
+    return table("|".join(["layout", "target", *header, "prototype GB", "prototype GB, loss in chunks"]), cells)
 
 
 def collective_cells(case: Case, report: TargetReport) -> list[list[str]]:
@@ -120,12 +124,7 @@ def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
         "",
         "## Memory",
         "",
-        *table(
-            "|".join(
-                ["layout", "target", "prototype GB", "with a chunked loss", *(column.header for column in COLUMNS[1:])]
-            ),
-            [memory_cells(case, report) for case, report in reports.items()],
-        ),
+        *figures(reports),
         "",
         "The prototype is another decoder of these sizes, compiled for the same devices before this library could do "
         "so: its layers run in a scan, and its attention is cuDNN's, of rows without samples (for TPUs splash "
