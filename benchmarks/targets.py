@@ -28,9 +28,9 @@ from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
 from jvarlen.targets import TargetReport
 from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.report import COLUMNS, KERNELS, SOURCE
+from jvarlen.targets.report import BUFFERS, COLUMNS, KERNELS, SOURCE
 
-NUM_MICROBATCHES, SAMPLES_PER_ROW = 8, 16
+NUM_MICROBATCHES, SAMPLES_PER_ROW, NUM_BUFFERS = 8, 16, 5
 LLAMA_3_8B = DecoderConfig(
     num_layers=32,
     width=4096,
@@ -108,6 +108,14 @@ def collective_cells(case: Case, report: TargetReport) -> list[list[str]]:
     ]
 
 
+def buffers(reports: dict[Case, TargetReport]) -> list[str]:
+    cells = []
+    for case, [row] in reports.items():
+        _, *largest = table_of((row.buffers or ())[:NUM_BUFFERS], *BUFFERS)
+        cells += [[f"`{case.layout}`", case.target, *each] for each in largest]
+    return table("|".join(["layout", "target", *(column.header for column in BUFFERS)]), cells)
+
+
 def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
     reports: dict[Case, TargetReport] = {}
     left_out = []
@@ -137,6 +145,12 @@ def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
             "layout|target|collective|axes|times a step|GB|GB sent by a device|asynchronous|overlapped",
             [cells for case, report in reports.items() for cells in collective_cells(case, report)],
         ),
+        "",
+        "## Largest buffers",
+        "",
+        *buffers(reports),
+        "",
+        f"The {NUM_BUFFERS} largest of those that a device holds when the step holds the most.",
         *(line for text in left_out for line in ("", f"Left out: {text}")),
     ]
 
