@@ -59,7 +59,7 @@ def compare(
     # The fewest bytes first: the peak is this bucket's where it is higher than before, and otherwise a bound.
     for row in sorted(report, key=lambda row: row.total_bytes):
         shape, before = (row.bucket.rows, row.bucket.length), peak_bytes(device)
-        found: dict[str, Any] = {"shape": shape, "told_bytes": row.total_bytes, "told_s": getattr(row, "seconds", None)}
+        found: dict[str, Any] = {"shape": shape, "told_bytes": row.total_bytes, "told_s": row.seconds}
         answer["shapes"].append(found)
         try:
             found["step_s"] = trainer.seconds(trainer.compile([shape]), shape, sizes.repeats)
