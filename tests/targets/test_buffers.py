@@ -222,6 +222,7 @@ LIFETIMES = """HloLiveRange (max 20):
     while{}:4-12
     summed{}:10-15
     wrapped{}:11-12
+    vector.memory{}:0-20
 """
 
 
