@@ -75,8 +75,11 @@ class Case(NamedTuple):
 
     @property
     def is_by_cudnn(self) -> bool:
-        """Whether cuDNN is the first choice for attention."""
-        return not self.is_tpu and self.packing == "padded" and MODELS[self.model].compute_dtype is not None
+        """Whether cuDNN is the first choice for attention: it takes neither segments, float32 nor parts of rows."""
+        takes = (
+            self.packing == "padded" and MODELS[self.model].compute_dtype is not None and "context" not in self.layout
+        )
+        return takes and not self.is_tpu
 
     @property
     def not_here(self) -> str | None:
