@@ -26,7 +26,8 @@ _COLLECTIVES = (
 _NO_PROGRAM = " Where the compiler found no room it made no program, and the total is what it asked for."
 _LIMIT = (
     "Bytes are those of one device; GB are 10⁹ bytes. The limit is what a process can have of its memory: of a GPU "
-    "three quarters, as JAX takes by default, or the share in XLA_CLIENT_MEM_FRACTION."
+    "three quarters, as JAX takes by default, or the share in XLA_CLIENT_MEM_FRACTION. Launches "
+    "are those outside of CUDA graphs."
 )
 
 

@@ -49,6 +49,7 @@ def test_the_tables_hold_the_figures_of_every_bucket(tmp_path):
     )
     assert cells_of(page, "buckets")[2].count("–") == 9
     assert "no room" in page.text
+    assert "Launches are those outside of CUDA graphs." in page.text
     kernels = "__cudnn$fmhaSoftmax 32, __cudnn$fmhaSoftmaxBackward 32"
     assert cells_of(page, "kernels") == [["8×1024, 4×2048", kernels], ["64×512", "–"]]
     assert cells_of(page, "buffers") == [
