@@ -33,7 +33,7 @@ __all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
 
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
-_MOST_TIMES = 8  # as many tokens as all programs so far had may the next one have
+_MOST_TIMES = 64  # as many tokens as all programs so far had may the next one have
 _NEAR = 0.05  # of the limit: programs so near it count most in the fit
 
 
@@ -191,10 +191,10 @@ def choose_rows(
 ) -> RowChoice:
     """Chooses the buckets of a plan with the most rows that fit into the memory of devices that need not be here.
 
-    Bytes are those of programs that are compiled for the devices. First come two of the longest length; by what they
-    take for a token the lengths of the other buckets are chosen. Then the rows of each are sought, from the longest to
-    the shortest, with at most three programs of a length, the first two included. More are compiled only where none of
-    three fits. The program of every bucket of the plan is among them, and fits.
+    Bytes are those of programs that are compiled for the devices. First comes one of the longest length; by what it
+    takes for a token the lengths of the other buckets are chosen. Then the rows of each are sought, of the longest
+    last, with at most three programs of a length, the first included. More are compiled only where none of three fits.
+    The program of every bucket of the plan is among them, and fits.
 
     Args:
       target: as for `compile_for`.
@@ -253,8 +253,9 @@ def choose_rows(
         search = _Search(target, compiler, batch_spec, limits, bar)
         search.compile_longest(longest, budget)
         lengths_chosen = plan(limits)
-        sought = [search.seek(lengths_chosen, k) for k in reversed(range(len(lengths_chosen.buckets)))][::-1]
-        buckets, most_rows = zip(*sought, strict=True)
+        last = len(lengths_chosen.buckets) - 1
+        sought = {k: search.seek(lengths_chosen, k) for k in [*reversed(range(last)), last]}
+        buckets, most_rows = zip(*(sought[k] for k in range(last + 1)), strict=True)
         num_programs = [len(search.compiled(bucket.length)) for bucket in buckets]
         chosen = plan(Buckets(buckets, budget.microbatches_per_step))
         token_budget, token_plan = search.seek_max_tokens(plan, budget, chosen)
@@ -277,13 +278,13 @@ class _Search:
         self.programs: dict[Bucket, TargetRow] = {}
 
     def compile_longest(self, single: Plan, without_memory: Budget) -> None:
-        """Compiles two programs of the longest length, which a plan of single rows has."""
+        """Compiles a program of the longest length, which a plan of single rows has; and if need be of one row."""
         length, held = _buckets_of(single)[-1].length, np.array([single.num_rows])
         _, [most] = steps_and_rows(without_memory, held, without_memory.row_caps(np.array([length])))
         rows = self._rounded(_FIRST_TOKENS // length)
         while (rows := min(rows, int(most))) not in self.compiled(length):
             self._compile(single, Bucket(rows, length))
-            if len(self.programs) > 1 and self._budget.row_caps(np.array([length]))[0]:
+            if self._budget.row_caps(np.array([length]))[0]:
                 break
             rows = self._most_rows(length)
 
