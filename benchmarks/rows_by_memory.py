@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from support.timing import COMPILE_FAST, report, table, versions_and_hardware
+from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
 
 from jvarlen import Budget, Layout, compile_for, make_plan
 from jvarlen.distributed.mesh import split_cpu
@@ -81,7 +81,8 @@ def measure(
     tight = sum(num_bytes > limit for num_bytes in of_more.values())
     by_tokens = f"a budget of {chosen.token_budget.max_tokens:,} tokens, the largest that fits"
     plans = [
-        f"{plan.padding:.2%} padding, {plan.num_steps:,} steps and {seconds or float('nan'):,.3g} s by {name}"
+        f"{plan.padding:.2%} padding, {plan.num_steps:,} steps and "
+        f"{'–' if seconds is None else digits(seconds)} s by {name}"
         for plan, seconds, name in (
             (chosen.plan, chosen.epoch_s, "memory"),
             (chosen.token_plan, chosen.token_epoch_s, by_tokens),
