@@ -127,8 +127,8 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
         "8xh100-*-data2.*",
         "v5e:2x4-*",
     ),
-    # Those of a layer when it begins.
-    "no parameter is gathered beside a product": ("8xh100-*-data8.zero3-*",),
+    # Those of a layer when it begins; the demo, in float32, has some gathered before.
+    "no parameter is gathered beside a product": ("8xh100-llama-data8.zero3-*",),
     "gradients that are sharded are all-reduced": ("v5e:2x4-*.zero[12]-*",),
 }
 # XLA schedules nothing beside these, and then makes them synchronous for GPUs; mostly small ones at the end of a step.
