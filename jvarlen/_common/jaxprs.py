@@ -96,14 +96,27 @@ def count_operations(
             num_pairs = math.prod(taken[0].shape) * taken[1].shape[-3] / (2 if is_causal else 1)
             counts["flops"] += runs * products * 2 * num_pairs
             continue
-        turns = params["length"] if name == "scan" else 1
-        calls = [(each, turns, None) for each in _inner(equation)] if known is None else known.calls(equation)
+        calls = (
+            [(each, _turns(equation), None) for each in _inner(equation)] if known is None else known.calls(equation)
+        )
         inner = [count_operations(each, axis_names, times * turns, of_each) for each, turns, of_each in calls]
         if name == "cond" and (known is None or equation.invars[0] not in known):
             inner = sorted(inner, key=lambda counts: np.max(counts["flops"]))[-1:]
         for each in inner:
+            if name == "while" and known is not None and np.any(each["flops"]):
+                each["flops"] = math.nan
             counts.update(each)
     return counts
+
+
+def _turns(equation: JaxprEqn) -> int:
+    """Of a scan or the grid of a kernel."""
+    match equation.primitive.name:
+        case "scan":
+            return equation.params["length"]
+        case "pallas_call":
+            return math.prod(equation.params["grid_mapping"].grid)
+    return 1
 
 
 def is_attention(equation: JaxprEqn) -> bool:
@@ -115,7 +128,7 @@ def flops_along(closed: ClosedJaxpr, axis_name: str, size: int) -> Float64[np.nd
     """Operations of products on each device along a mesh axis, of branches in those that it takes.
 
     Which it takes must follow from constants, such as the table of a schedule, and from its index along the axis;
-    otherwise the largest counts.
+    otherwise the largest counts. NaN where loops turn by values.
     """
     known = _Known(axis_name, size, np.arange(size), {})
     known.values.update(zip(closed.jaxpr.constvars, map(known.given, closed.consts), strict=True))
@@ -152,7 +165,8 @@ class _Known(NamedTuple):
             chosen = ((each, self._in_lanes(np.flatnonzero(taken == i))) for i, each in enumerate(inner))
             return [(each, 1, of_each._named(each, invars[1:])) for each, of_each in chosen if len(of_each.devices)]
         if inner:
-            return [(each, 1, self._named(each, invars if name in _CALLS else [])) for each in inner]
+            given = invars if name in _CALLS else []
+            return [(each, _turns(equation), self._named(each, given)) for each in inner]
         self._learn(equation)
         return []
 

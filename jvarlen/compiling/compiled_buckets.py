@@ -19,6 +19,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen._common.pytree import zeros_of
+from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling import arguments, recompiles
 from jvarlen.compiling.arguments import UnplannedShapeError, canonical, signature
 from jvarlen.compiling.compile_options import CompileOptions
@@ -82,6 +83,11 @@ class CompiledBuckets:
     def microbatches_per_step(self) -> int:
         """M."""
         return self._step_compiler.shapes.microbatches_per_step
+
+    @property
+    def shapes(self) -> BatchShapes:
+        """What was compiled."""
+        return self._step_compiler.shapes
 
     @property
     def mesh(self) -> Mesh | None:

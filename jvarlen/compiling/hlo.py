@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
 from jvarlen._common.checks import UserError
 
@@ -28,6 +29,7 @@ _COMPUTATION = re.compile(
     r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{$(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL
 )
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 # `%name = type operation(operands), attributes`.
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
@@ -86,10 +88,12 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
     return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
 
 
-def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
-    """The collectives of a compiled program, one by one."""
+def list_collectives(
+    executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
+) -> list[Collective]:
+    """The collectives of a compiled program, one by one; `ticks` are which branch each stage takes in each tick."""
     listed = []
-    for each, kind, is_start, times, products in _collectives(executable):
+    for each, kind, is_start, times, products in _collectives(executable, ticks):
         groups = _groups_of(kind, each.rest)
         num_bytes = _num_bytes(kind, each.shapes, is_start, groups)
         listed.append(Collective(kind, num_bytes, groups, times, products is not None, products or 0))
@@ -153,13 +157,15 @@ class _Found(NamedTuple):
     products: int | None  # between start and done; None where it has none
 
 
-def _collectives(executable: jax.stages.Compiled | str) -> Iterator[_Found]:
+def _collectives(
+    executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
+) -> Iterator[_Found]:
     """The collectives as they stand in the text. An asynchronous one has a start and a done, and is one."""
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")
     bodies = computations_of(text)
-    times = _times_of(bodies)
+    times = _times_of(bodies, ticks)
     listed = {name: instructions_of(body) for name, body in bodies.items()}
 
     @functools.cache
@@ -217,9 +223,18 @@ def turns_of(bodies: Mapping[str, str]) -> dict[tuple[str, str], float]:
     return turns
 
 
-def _times_of(bodies: Mapping[str, str]) -> dict[str, int | None]:
-    """How often each computation runs in a step; None: unknown. Branches count as if all were taken."""
+def _times_of(bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | None = None) -> dict[str, int | None]:
+    """How often each computation runs in a step; None: unknown.
+
+    Branches of ticks count as often as the stage takes them that does so most; others as if all were taken.
+    """
     turns = turns_of(bodies)
+    shares = [] if ticks is None else [np.mean(ticks == kind, axis=0).max() for kind in range(ticks.max() + 1)]
+    for name, body in bodies.items() if shares else ():
+        for listed in _BRANCHES.findall(body):
+            branches = names_in(listed)
+            if len(branches) == len(shares):
+                turns.update(zip(((name, branch) for branch in branches), shares, strict=True))
     callers: dict[str, set[str]] = {name: set() for name in bodies}
     for name, body in bodies.items():
         for called in called_by(body) & bodies.keys():
@@ -231,7 +246,7 @@ def _times_of(bodies: Mapping[str, str]) -> dict[str, int | None]:
             return 1
         return sum(times_of(caller) * turns.get((caller, name), 1) for caller in callers[name])
 
-    return {name: None if math.isnan(times_of(name)) else int(times_of(name)) for name in bodies}
+    return {name: None if math.isnan(times_of(name)) else round(times_of(name)) for name in bodies}
 
 
 def _counted_turns(caller: str, carried: str, condition: str, loop: str) -> int | None:

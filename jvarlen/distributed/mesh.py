@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
@@ -150,7 +151,9 @@ def place(
     # A mesh without further axes is all manual in `shard_map`, as callbacks of a loss need it.
     sizes_by_name = {DATA_AXIS: layout.data} if layout.is_data_parallel else layout.axis_sizes
     names, sizes = zip(*sizes_by_name.items(), strict=True)
-    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    # Not by `jax.make_mesh`, which knows no place for axes shorter than those of most slices of TPUs.
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    mesh = Mesh(placed, names, axis_types=(AxisType.Auto,) * len(sizes))
     return Placement(layout=layout, mesh=mesh, axes={name: name for name in names})
 
 

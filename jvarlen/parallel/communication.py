@@ -10,6 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
@@ -29,7 +30,7 @@ class Traffic(NamedTuple):
     Attributes:
       kind: as XLA names it, such as `"all-reduce"`.
       axes: along which devices communicate; empty where groups of devices follow no axes.
-      times: a step, loops multiplied out.
+      times: a step, loops multiplied out; with stages, in the stage in which they run most often.
       num_bytes: of all arrays that are reduced, gathered or sent in a step.
       wire_bytes: that the device which sends the most sends in a step.
       asynchronous: of the times, those with a start and a done, between which something else may run.
@@ -79,14 +80,22 @@ def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -
       ValueError: no such bucket; its program was read from a file and has no text; or a collective is in a loop of
         which XLA does not know how often it runs.
     """
-    return communication_of(compiled.program_text(bucket), compiled.mesh)
+    from jvarlen.parallel.pipeline import branches_of_ticks  # here: it imports JAX
+
+    text = compiled.program_text(bucket)
+    [of_bucket] = (each for each in compiled.specs if each == tuple(bucket))
+    return communication_of(text, compiled.mesh, branches_of_ticks(compiled.shapes, of_bucket))
 
 
-def communication_of(program_text: str, mesh: Mesh | None) -> CommunicationEstimate:
-    """As `estimate_communication`, from the text of a program on the devices of a mesh."""
+def communication_of(
+    program_text: str, mesh: Mesh | None, ticks: Integer[np.ndarray, "T S"] | None = None
+) -> CommunicationEstimate:
+    """As `estimate_communication`, from the text of a program on the devices of a mesh, and `branches_of_ticks`."""
     found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0] * 5)
     unknown: list[str] = []
-    for each in list_collectives(program_text):
+    for each in list_collectives(program_text, ticks):
+        if each.kind != "collective-permute" and max(map(len, each.groups)) == 1:
+            continue  # of single devices, which XLA leaves in programs for CPUs
         if each.times is None:
             unknown.append(f"{each.kind} of {each.num_bytes:,} bytes")
             continue

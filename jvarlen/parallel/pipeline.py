@@ -21,6 +21,7 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.jaxprs import primitives_in
+from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel.layers import (
@@ -35,6 +36,7 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, check_schedule, make_schedule
+from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
 from jvarlen.training.step_sums import (
     StepSums,
@@ -199,11 +201,14 @@ def _plan_of(schedule: Schedule, remat: layout.Remat) -> _Plan:
     return _Plan(rows, num_parts, schedule.num_chunks, num_slots, True, "W" in schedule.kinds, remat)
 
 
-def branches_of_ticks(
-    schedule: layout.ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int, remat: layout.Remat
-) -> Int32[np.ndarray, "T S"]:
-    """Which branch of the program each stage takes in each tick, for so many microbatches of a data shard."""
-    return _plan_of(make_schedule(schedule, num_stages, num_microbatches, num_chunks), remat).rows["kind"] + 1
+def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarray, "T S"] | None:
+    """Which branch of the program of a train step each stage takes in each tick; None without stages."""
+    if shapes.placement is None or (of := shapes.placement.layout).stage == 1:
+        return None
+    is_spread = isinstance(bucket, PairBucket) or bucket.length >= of.context_from
+    num_microbatches = shapes.microbatches_per_step // (of.data * (1 if is_spread else of.context))
+    schedule = make_schedule(of.schedule, of.stage, num_microbatches, of.virtual)
+    return _plan_of(schedule, of.remat_in_force).rows["kind"] + 1
 
 
 class _Buffers(NamedTuple):

@@ -299,7 +299,7 @@ class ProgramConfig:
     """Show progress: bars on a terminal, otherwise a line now and then."""
     target: str | None = dataclasses.field(default=None, metadata=_CALL)
     """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
-    a100, h100 or h200; v5e:2x4, of v4, v5e, v5p or v6e; or here. Of them, a run takes the first devices, or all."""
+    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. Of them, a run takes the first devices, or all."""
     out: Path | None = dataclasses.field(default=None, metadata=_CALL)
     """Where to save what the compiler for target says, a .json file."""
     html: Path | None = dataclasses.field(default=None, metadata=_CALL)

@@ -309,7 +309,7 @@ class CompileCommand(ProgramConfig):
     """Compile the train step of every bucket for devices that need not be here, and tell what fits."""
 
     target: str = dataclasses.field()  # which hides the default
-    """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v4, v5e, v5p or v6e; or
+    """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
     here. Their compilers come with the extras target-gpu and target-tpu."""
     data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
     """The data to plan."""

@@ -240,18 +240,6 @@ PRESETS = {
             f"NVIDIA DGX H200 datasheet (8 × 400 Gbit/s). {_ASSUMED}.",
         ),
         Cluster(
-            name="tpu-v4",
-            devices_per_host=8192,
-            memory_bytes=16 * 2**30,
-            flops_per_second=137.5e12,
-            memory_bytes_per_second=600e9,
-            link=Link(50e9, 2e-6),
-            host_link=Link(3.1e9, 20e-6),
-            sources="Google Cloud TPU v4 documentation (4,096 chips a pod, bfloat16, 2,400 Gbit/s a chip in six links, "
-            "of which a ring uses two); a device is one of the two cores of a chip and has half of it. The links "
-            f"between pods are an assumption. {_ASSUMED}.",
-        ),
-        Cluster(
             name="tpu-v5e-256",
             devices_per_host=256,
             memory_bytes=16 * 2**30,

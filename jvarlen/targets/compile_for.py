@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.pipeline import branches_of_ticks
 from jvarlen.parallel.train import Accumulate, make_train_step
-from jvarlen.planning.buckets import AnyBucket, PairBucket
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.buffers import largest_buffers
 from jvarlen.targets.dump import compile_with_dump
@@ -190,7 +191,9 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
     assert placement is not None
     assert compiler.mesh is not None
     flops = float(flops_along(lowered.jaxpr, STAGE_AXIS, placement.layout.stage).max())
-    known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops}
+    # Of arrays that the compiler splits, or of loops that turn by values, the trace does not tell a device's part.
+    is_told = placement.layout.num_devices == compiler.mesh.size and not math.isnan(flops)
+    known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops if is_told else None}
     begun, cpu_begun = time.perf_counter(), time.process_time()
     try:
         compiled, dump = compile_with_dump(compiler, lowered)
@@ -199,11 +202,12 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
         needed_bytes, limit_bytes = _needed_and_limit(error, target, bucket)
         return TargetRow(**known, total_bytes=needed_bytes, limit_bytes=limit_bytes)
     known |= {"compile_s": compiled.row.compile_s, "cpu_s": time.process_time() - cpu_begun}
+    ticks = branches_of_ticks(compiler.shapes, bucket)
     try:
-        communication = communication_of(dump.program, compiler.mesh)
+        communication = communication_of(dump.program, compiler.mesh, ticks)
     except UserError:
         communication = None
-    seconds = _predicted_seconds(dump.program, compiler, bucket, target)
+    seconds = _predicted_seconds(dump.program, compiler, target, ticks)
     return TargetRow(
         **known,
         argument_bytes=compiled.row.argument_bytes,
@@ -221,23 +225,11 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
     )
 
 
-def _predicted_seconds(
-    program: str, compiler: StepCompiler, bucket: AnyBucket, target: Target
-) -> ProgramSeconds | None:
+def _predicted_seconds(program: str, compiler: StepCompiler, target: Target, ticks: Any) -> ProgramSeconds | None:
     if target.cluster is None:
         return None
-    placement = compiler.shapes.placement
-    assert placement is not None
-    layout, ticks = placement.layout, None
-    if layout.stage > 1:
-        is_spread = isinstance(bucket, PairBucket) or bucket.length >= layout.context_from
-        num_shards = layout.data * (1 if is_spread else layout.context)
-        num_microbatches = compiler.shapes.microbatches_per_step // num_shards
-        ticks = branches_of_ticks(
-            layout.schedule, layout.stage, num_microbatches, layout.virtual, layout.remat_in_force
-        )
     places = {device: place for place, device in enumerate(target.devices)}
-    hosts = [places[device] // target.cluster.devices_per_host for device in placement.mesh.devices.flat]
+    hosts = [places[device] // target.cluster.devices_per_host for device in devices_of(compiler.mesh)]
     is_tpu = target.devices[0].platform == "tpu"
     return program_seconds(program, target.cluster, is_tpu=is_tpu, hosts=hosts, ticks=ticks)
 

@@ -168,7 +168,7 @@ class _Program:
         return ProgramSeconds(clock, exposed)
 
     def _of_branches(self, branches: list[ProgramSeconds]) -> ProgramSeconds:
-        if self._ticks is None or len(branches) <= self._ticks.max():
+        if self._ticks is None or len(branches) != self._ticks.max() + 1:
             return max(branches)
         taken = [max(branches[i] for i in {*row}) for row in self._ticks.tolist()]
         return ProgramSeconds(*np.mean(taken, axis=0).tolist())

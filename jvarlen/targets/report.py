@@ -34,8 +34,8 @@ class TargetRow:
       compile_s: seconds in the compiler.
       cpu_s: seconds of CPU time meanwhile, of all threads.
       flops: operations of all products of a step on one device, counted by this library, not by the compiler; attention
-        as of full rows of one sample. Loops are multiplied out; those whose turns depend on values count once.
-        With stages, those of the stage that does most.
+        as of full rows of one sample. Loops are multiplied out. With stages, those of the stage that does most. None
+        with loops whose turns depend on values, and where the compiler splits arrays over axes of a mesh of one's own.
       argument_bytes: of state and batch.
       output_bytes: of the results that do not take the place of arguments.
       temp_bytes: of temporaries.

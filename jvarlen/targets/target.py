@@ -109,7 +109,6 @@ _GPUS = {
 }
 # Memory that programs can have of a device, in GiB, as libtpu 0.0.42 says where it does not suffice; and its rates.
 _TPUS = {
-    "v4": (15.25, "tpu-v4"),
     "v5e": (15.75, "tpu-v5e-256"),
     "v5p": (95.74, "tpu-v5p"),
     "v6e": (31.25, "tpu-v6e-256"),

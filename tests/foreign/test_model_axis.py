@@ -112,6 +112,7 @@ def test_shapes_lie_as_arrays_do(optimizer):
     [row] = compile_for(target, model.loss_fn, optimizer, batches, **how)
     compiled = compile_buckets(step, arrays, batches, options=CompileOptions(cache_dir=None), progress=False)
     assert row.argument_bytes == compiled.report[0].argument_bytes
+    assert row.flops is None, "what the compiler splits, the trace shows whole"
 
 
 @pytest.mark.parametrize("spec", [None, PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("data")])

@@ -363,3 +363,27 @@ def test_turns_are_counted_as_the_compiler_tells_them():
     assert "known_trip_count" in text
     assert [each.times for each in list_collectives(text)] == [15]
     assert [each.times for each in list_collectives(text.replace("known_trip_count", "unknown"))] == [15]
+
+
+def test_branches_count_as_often_as_the_stage_takes_them_that_does_so_most():
+    text = LOOP.replace(
+        "%sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add",
+        "%sum = f32[8]{0} conditional(%i, %x, %x, %x), branch_computations={%idle, %forward, %backward}",
+    )
+    for name, operation in (
+        ("idle", "copy(%a)"),
+        ("forward", "all-reduce(%a), replica_groups={{0,1}}, to_apply=%add"),
+        ("backward", "all-gather(%a), replica_groups={{0,1}}, dimensions={0}"),
+    ):
+        lines = f"%{name} (a: f32[8]) -> f32[8] {{", "  %a = f32[8]{0} parameter(0)"
+        text = "\n".join([*lines, f"  ROOT %r = f32[8]{{0}} {operation}", "}", text])
+    ticks = np.array([[1, 0], [1, 1], [2, 2], [0, 2], [0, 2]])
+    assert {each.kind: each.times for each in list_collectives(text, ticks)} == {"all-reduce": 2, "all-gather": 3}
+    assert {each.times for each in list_collectives(text)} == {5}, "of branches that are not those of ticks"
+    assert {each.times for each in list_collectives(text, np.minimum(ticks, 1))} == {5}
+
+
+def test_collectives_of_single_devices_send_nothing():
+    text = LOOP.replace("{{0,1}}", "{{0},{1}}")
+    assert list_collectives(text)[0].groups == ((0,), (1,))
+    assert communication_of(text, None) == ()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen import (
@@ -99,6 +100,30 @@ def test_operations_are_those_of_all_turns_of_loops_on_one_device():
     [row] = report_of(target_of(2), "data2", loss_fn, [(1, 8)], params=jnp.zeros((16, 16)))
     forward = 4 * 5 * 2 * 8 * 16 * 16  # four microbatches on a device
     assert row.flops == 3 * forward
+
+    def turns_by_values(params, batch):
+        def turn(carried):
+            return carried[0] + 1, carried[1] @ jax.lax.stop_gradient(params)
+
+        _, x = jax.lax.while_loop(lambda carried: carried[0] < jnp.sum(batch.weights), turn, (0, jnp.ones((8, 16))))
+        return jnp.sum(x) + jnp.sum(params), jnp.float32(1)
+
+    [row] = report_of(target_of(2), "data2", turns_by_values, [(1, 8)], params=jnp.zeros((16, 16)))
+    assert row.flops is None
+
+    def by_kernel(params, batch):
+        multiply = pl.pallas_call(
+            lambda x, y, z: z.__setitem__(..., x[...] @ y[...]),
+            out_shape=jax.ShapeDtypeStruct((64, 16), jnp.float32),
+            grid=(8,),
+            in_specs=[pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 16), lambda i: (0, 0))],
+            out_specs=pl.BlockSpec((8, 16), lambda i: (i, 0)),
+            interpret=True,
+        )
+        return jnp.sum(multiply(jnp.ones((64, 16)), jax.lax.stop_gradient(params))) + jnp.sum(params), jnp.float32(1)
+
+    [row] = report_of(target_of(2), "data2", by_kernel, [(1, 8)], params=jnp.zeros((16, 16)))
+    assert row.flops == 4 * 2 * 64 * 16 * 16
 
 
 def test_what_a_loss_closes_over_and_fields_of_ones_own_are_shapes_as_well():
@@ -289,6 +314,13 @@ def test_the_command(tmp_path, capsys):
 
 WIDE = DecoderConfig(num_layers=2, width=512, num_heads=4, vocab_size=300, compute_dtype="bfloat16")
 LAYOUTS = ["data8", "data8.zero3", "data2.tensor4", "data4.stage2.zero1"]
+
+
+@OF_TPUS
+@pytest.mark.parametrize("layout", ["data8.tensor2", "data4.stage2.tensor2.zero1", "data2.context4.tensor2"])
+def test_axes_can_be_shorter_than_those_of_a_slice(layout):
+    placement = Layout.parse(layout).on(Target.parse("v6e:4x4").devices)
+    assert len({*placement.mesh.devices.flat}) == 16
 
 
 @OF_GPUS
