@@ -103,9 +103,9 @@ def count_operations(
         if name == "cond" and (known is None or equation.invars[0] not in known):
             inner = sorted(inner, key=lambda counts: np.max(counts["flops"]))[-1:]
         for each in inner:
-            if name == "while" and known is not None and np.any(each["flops"]):
-                each["flops"] = math.nan
             counts.update(each)
+            if name == "while" and known is not None and np.any(each["flops"]):
+                counts["flops"] += math.nan
     return counts
 
 
