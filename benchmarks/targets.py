@@ -22,7 +22,7 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 
 from jvarlen import with_float32_master
 from jvarlen.batches import BatchShapes, packed_batch_spec
-from jvarlen.compiling.bucket_report import table_of
+from jvarlen.compiling.bucket_report import figure_text, table_of
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
@@ -84,10 +84,12 @@ def figures(reports: dict[Case, TargetReport]) -> list[str]:
     """What is told of each case, beside the prototype."""
     header, *rows = table_of([row for report in reports.values() for row in report], *COLUMNS[1:], KERNELS)
     cells = []
-    for (target, layout, *prototype), row in zip(reports, rows, strict=True):
+    for ((target, layout, *prototype), told), row in zip(reports.items(), rows, strict=True):
         beside = ("–" if size is None else f"{size:.1f}" for size in prototype)
-        cells.append([f"`{layout}`", target, *row, *beside])
-    return table("|".join(["layout", "target", *header, "prototype GB", "prototype GB, loss in chunks"]), cells)
+        cells.append([f"`{layout}`", target, *row, figure_text(told.cpu_s), *beside])
+    return table(
+        "|".join(["layout", "target", *header, "CPU s", "prototype GB", "prototype GB, loss in chunks"]), cells
+    )
 
 
 def collective_cells(case: Case, report: TargetReport) -> list[list[str]]:

@@ -93,7 +93,7 @@ def compile_buckets(
             step_compiler,
             ordered,
             programs,
-            _num_threads(options),
+            num_threads(options),
             _bar("compile", step_compiler, len(ordered), progress),
             in_background=options.in_background,
             with_others=options.in_background and _has_processes(shapes),
@@ -229,7 +229,7 @@ def _load(
             executable = deserialized(content, *structures, step_compiler.devices)
         return row_of(bucket, executable, 0.0, time.perf_counter() - start, cache_hit=True), executable
 
-    with ThreadPoolExecutor(_num_threads(options)) as threads:
+    with ThreadPoolExecutor(num_threads(options)) as threads:
         loaded = zip(contents, threads.map(load_one, buckets, contents), strict=True)
         for content, (row, executable) in _bar("load", step_compiler, len(buckets), progress, loaded):
             raise_if_interrupted()
@@ -291,7 +291,7 @@ def _on_all_processes(shapes: BatchShapes) -> contextlib.AbstractContextManager[
     return together("compile the buckets")
 
 
-def _num_threads(options: CompileOptions) -> int:
+def num_threads(options: CompileOptions) -> int:
     """Threads that compile; one if several processes compile together, so that all compile in the same order."""
     if options.num_threads or jax.process_count() > 1:
         return options.num_threads or 1

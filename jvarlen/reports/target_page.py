@@ -60,14 +60,12 @@ def _key_figures(report: TargetReport, fullest: TargetRow) -> list[tuple[str, st
     num_fitting, limit = sum(row.fits is True for row in report), fullest.limit_bytes
     is_known = all(row.fits is not None for row in report)
     share = f": {fullest.total_bytes / limit:.0%} of {figure_text(limit, _GB)}" if limit else ""
-    seconds = sum(row.lower_s + row.compile_s for row in report)
-    cpu_s = sum(row.cpu_s for row in report)
     predicted = UNKNOWN if fullest.seconds is None else f"{figure_text(fullest.seconds)} s"
     return [
         ("Fit", f"{num_fitting:,} of {len(report):,}" if is_known else UNKNOWN, "buckets"),
         ("Fullest", f"{figure_text(fullest.total_bytes, _GB)} GB", f"{fullest.bucket}{share}"),
         ("A step", predicted, f"{fullest.bucket}, an estimate"),
-        ("Compiled in", f"{figure_text(seconds)} s", f"{figure_text(cpu_s)} s of CPU time in the compiler"),
+        ("Compiled in", f"{figure_text(report.wall_s)} s", f"{figure_text(report.cpu_s)} s of CPU time"),
     ]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,8 +19,9 @@ from tqdm import tqdm
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.compiling.compile import num_threads
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import StepCompiler, largest_first, make_step_compiler
+from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_of, placement_of
@@ -88,7 +91,7 @@ def compile_for(
       extra: as for `TrainStep.init`.
       seed: as for `TrainStep.init`.
       batch_spec: as for `BatchShapes`, for batches of fields of one's own.
-      options: of the compiler; cache and threads do not count.
+      options: of the compiler; its cache does not count.
       progress: whether to show a progress bar that names the bucket.
 
     Returns:
@@ -114,13 +117,15 @@ def compile_for(
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
     how |= {"trainable": trainable, "accumulate": accumulate}
     compiler = target_compiler(target, model, optimizer, plan, **state, **how)
-    rows = []
-    bar = tqdm(largest_first(compiler.shapes.buckets), desc=f"compile for {target.name}", disable=not progress)
-    with without_compilation_cache(), bar as buckets:
-        for bucket in buckets:
-            buckets.set_postfix_str(str(bucket))
-            rows.append(compile_bucket(compiler, bucket, target))
-    return TargetReport(rows, target.name, layout_text(compiler))
+    buckets, rows = largest_first(compiler.shapes.buckets), []
+    bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
+    with without_compilation_cache(), bar, ThreadPoolExecutor(num_threads(options)) as threads:
+        # All are lowered in this thread, whose settings of JAX count.
+        for row in threads.map(functools.partial(_row, compiler, target), map(compiler.lower, buckets)):
+            rows.append(row)
+            bar.set_postfix_str(str(row.bucket))
+            bar.update()
+    return TargetReport(rows, target.name, layout_text(compiler), *compiler.clock.seconds)
 
 
 def target_compiler(
@@ -186,22 +191,25 @@ def layout_text(compiler: StepCompiler) -> str:
 
 def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
     """What the compiler says of the program of a bucket."""
-    lowered = compiler.lower(bucket)
-    placement = compiler.shapes.placement
+    return _row(compiler, target, compiler.lower(bucket))
+
+
+def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> TargetRow:
+    bucket, placement = lowered.bucket, compiler.shapes.placement
     assert placement is not None
     assert compiler.mesh is not None
     flops = float(flops_along(lowered.jaxpr, STAGE_AXIS, placement.layout.stage).max())
     # Of arrays that the compiler splits, or of loops that turn by values, the trace does not tell a device's part.
     is_told = placement.layout.num_devices == compiler.mesh.size and not math.isnan(flops)
     known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops if is_told else None}
-    begun, cpu_begun = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     try:
         compiled, dump = compile_with_dump(compiler, lowered)
     except jax.errors.JaxRuntimeError as error:
-        known |= {"compile_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu_begun}
+        known["compile_s"] = time.perf_counter() - begun
         needed_bytes, limit_bytes = _needed_and_limit(error, target, bucket)
         return TargetRow(**known, total_bytes=needed_bytes, limit_bytes=limit_bytes)
-    known |= {"compile_s": compiled.row.compile_s, "cpu_s": time.process_time() - cpu_begun}
+    known["compile_s"] = compiled.row.compile_s
     ticks = branches_of_ticks(compiler.shapes, bucket)
     try:
         communication = communication_of(dump.program, compiler.mesh, ticks)

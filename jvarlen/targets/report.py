@@ -6,11 +6,12 @@ It imports no JAX: a saved report can be read on a machine without devices.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Self
 
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.bucket_report import BucketReport, Column, table_of
+from jvarlen.compiling.bucket_report import BucketReport, Column, figure_text, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer
@@ -32,7 +33,6 @@ class TargetRow:
       bucket: its shape.
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler.
-      cpu_s: seconds of CPU time meanwhile, of all threads.
       flops: operations of all products of a step on one device, counted by this library, not by the compiler; attention
         as of full rows of one sample. Loops are multiplied out. With stages, those of the stage that does most. None
         with loops whose turns depend on values, and where the compiler splits arrays over axes of a mesh of one's own.
@@ -56,7 +56,6 @@ class TargetRow:
     bucket: AnyBucket
     lower_s: float
     compile_s: float
-    cpu_s: float
     flops: float | None
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -91,6 +90,8 @@ class TargetReport(BucketReport[TargetRow]):
       rows: of the buckets.
       target: what they are compiled for.
       layout: of the devices.
+      wall_s: seconds of lowering and compiling them all, several at once.
+      cpu_s: seconds of CPU time of this process meanwhile.
     """
 
     _what, _format, _row_type = "target report", 1, TargetRow
@@ -98,11 +99,15 @@ class TargetReport(BucketReport[TargetRow]):
 
     target: str
     layout: str
+    wall_s: float
+    cpu_s: float
 
-    def __new__(cls, rows: Iterable[TargetRow], target: str, layout: str) -> Self:
-        """A tuple of the rows, with what they are for."""
+    def __new__(
+        cls, rows: Iterable[TargetRow], target: str, layout: str, wall_s: float = math.nan, cpu_s: float = math.nan
+    ) -> Self:
+        """A tuple of the rows, with what they are for, and what compiling all of them took."""
         report = super().__new__(cls, rows)
-        report.target, report.layout = target, layout
+        report.target, report.layout, report.wall_s, report.cpu_s = target, layout, wall_s, cpu_s
         return report
 
     @property
@@ -120,6 +125,7 @@ class TargetReport(BucketReport[TargetRow]):
         """Lines of text: the buckets, and what a step of the first one communicates and holds; GB are 10⁹ bytes."""
         table = text_table(table_of(self, *COLUMNS, KERNELS), align=">" * len(COLUMNS) + "<")
         lines = [f"{self.layout} on {self.target}. {SOURCE}", table]
+        lines.append(f"compiling: {figure_text(self.wall_s)} s wall, {figure_text(self.cpu_s)} s CPU")
         for row in self:
             if row.communication is None:
                 lines.append(f"what a step of {row.bucket} communicates is not known")
@@ -151,7 +157,6 @@ COLUMNS = (
     Column("launches", lambda row: row.launches and sum(row.launches[:-1])),
     Column("CUDA graphs", lambda row: row.launches and row.launches.graphs),
     Column("compile s", lambda row: row.compile_s),
-    Column("CPU s", lambda row: row.cpu_s),
 )
 
 

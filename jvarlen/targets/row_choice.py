@@ -264,7 +264,7 @@ def choose_rows(
         for bucket, most, limit, num in zip(buckets, most_rows, chosen.limits(limits), num_programs, strict=True)
     )
     programs = [search.programs[cast("Bucket", bucket)] for bucket in largest_first(buckets)]
-    report = TargetReport(programs, target.name, layout_text(compiler))
+    report = TargetReport(programs, target.name, layout_text(compiler), *compiler.clock.seconds)
     seconds = [search.seconds(each) for each in (chosen, token_plan)]
     return RowChoice(chosen, rows, report, limits, token_budget, token_plan, *seconds)
 

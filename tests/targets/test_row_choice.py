@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import jvarlen
 from jvarlen import Budget, UserError, compile_for, make_plan, models
 from jvarlen.cli import main
+from jvarlen.compiling.clock import CompileClock
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets import row_choice
@@ -77,7 +78,7 @@ def made_up_compiler(num_bytes):
     def compile_bucket(compiler, bucket, target):
         total = math.ceil(num_bytes(*bucket))
         fields = dict.fromkeys(("output_bytes", "temp_bytes", "host_bytes"), 0)
-        seconds = dict.fromkeys(("lower_s", "compile_s", "cpu_s"), 0.0)
+        seconds = dict.fromkeys(("lower_s", "compile_s"), 0.0)
         sizes = {"total_bytes": total, "argument_bytes": min(total, 1000), "limit_bytes": target.memory_bytes}
         return TargetRow(bucket=bucket, flops=None, **fields, **seconds, **sizes)
 
@@ -92,6 +93,7 @@ def made_up(monkeypatch):
         @dataclasses.dataclass
         class Compiler:
             shapes: object
+            clock = CompileClock()
 
         monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(num_bytes))
         monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
