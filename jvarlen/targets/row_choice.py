@@ -34,7 +34,7 @@ __all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
 _MOST_TIMES = 64  # as many tokens as all programs so far had may the next one have
-_NEAR = 0.05  # of the limit: programs so near it count most in the fit
+_NEAR = 0.05  # of the limit: programs so near it count most in the fit, which may be wrong by as much
 
 
 class CompiledBytes:
@@ -101,7 +101,8 @@ class BucketRows(NamedTuple):
 
     Attributes:
       bucket: the chosen shape, whose program was compiled and fits.
-      most_rows: the most that the limits allow; the bucket has fewer where its samples fill whole steps of fewer.
+      most_rows: the most that the limits allow, bytes between those of the programs interpolated; the bucket has fewer
+        where its samples fill whole steps of fewer, and where the last program to be compiled was of fewer.
       limit: what set them, as in `Plan.limits`.
       num_bytes: of its program, on a device.
       num_programs: of this length that were compiled.
@@ -299,8 +300,8 @@ class _Search:
 
         while len(compiled := self.compiled(length)) < _MOST_PROGRAMS or not self._fitting(length):
             most = self._most_rows(length)
-            if not self._fitting(length) and len(compiled) >= _MOST_PROGRAMS - 1:  # better too few than none
-                most = self._rounded(min(most, *compiled) - self._budget.row_multiple)
+            if not self._fitting(length) and len(compiled) >= _MOST_PROGRAMS - 1 and self._is_near(most, length):
+                most = self._rounded(min(most, *compiled) - self._budget.row_multiple)  # better too few than none
             steps, rows = rows_of(most)
             if rows in compiled:
                 is_sure = steps <= 1 or limits_of_rows(self._budget, np.array([length])) != ["memory"]
@@ -362,6 +363,10 @@ class _Search:
         if bucket in self.programs:
             return self.programs[bucket].fits
         return bool(self._memory(*bucket) <= self._budget.max_bytes)
+
+    def _is_near(self, rows: int, length: int) -> bool:
+        """Whether a bucket that fits by what is known may not."""
+        return bool(self._memory(rows, length) > (1 - _NEAR) * self._budget.max_bytes)
 
     def _most_rows(self, length: int) -> int:
         """The most rows of a length that fit by what is known, at least one."""

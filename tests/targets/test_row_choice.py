@@ -128,6 +128,14 @@ def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, mult
     assert all(num_bytes(*bucket) <= 3.2e7 for bucket in chosen.token_plan.buckets)
 
 
+def test_the_last_program_has_fewer_rows_than_are_foreseen_only_near_the_limit(made_up):
+    """The first programs are of far too many rows, and of a step too many."""
+    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=2, microbatches_per_step=1)
+    make = functools.partial(make_plan, [1024] * 4096)
+    [row] = made_up(lambda rows, length: 4e7 + (1e8 if rows > 8 else 1.05e8) * rows, make, budget, 6.45e8).rows
+    assert (row.bucket, row.most_rows, row.num_programs) == ((4, 1024), 4, 3)
+
+
 def test_the_limit_that_set_the_rows_is_named(made_up):
     make = functools.partial(make_plan, LENGTHS)
     limits = {"max_tokens": 2400, "max_sequences": 60, "strategy": (24, 48, 96, 200)}
