@@ -83,8 +83,8 @@ class Collectives(NamedTuple):
 def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collectives]:
     """Counts the collectives of a compiled program."""
     counts = {kind: [0, 0] for kind in _KINDS}
-    for each in _collectives(executable):
-        counts[each.kind][each.times != 1] += 1
+    for each, times, _ in _collectives(executable):
+        counts[_kind_of(each)][times != 1] += 1
     return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
 
 
@@ -92,12 +92,10 @@ def list_collectives(
     executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> list[Collective]:
     """The collectives of a compiled program, one by one; `ticks` are which branch each stage takes in each tick."""
-    listed = []
-    for each, kind, is_start, times, products in _collectives(executable, ticks):
-        groups = _groups_of(kind, each.rest)
-        num_bytes = _num_bytes(kind, each.shapes, is_start, groups)
-        listed.append(Collective(kind, num_bytes, groups, times, products is not None, products or 0))
-    return listed
+    return [
+        _collective(each)._replace(times=times, is_asynchronous=products is not None, products=products or 0)
+        for each, times, products in _collectives(executable, ticks)
+    ]
 
 
 class Instruction(NamedTuple):
@@ -122,11 +120,17 @@ def instructions_of(body: str) -> list[Instruction]:
 
 def collective_of(each: Instruction) -> Collective | None:
     """The collective that an instruction is or starts, once; None where it is none."""
-    kind = each.operation.removesuffix("-start")
-    if kind not in _KINDS:
-        return None
-    groups, is_start = _groups_of(kind, each.rest), kind != each.operation
-    return Collective(kind, _num_bytes(kind, each.shapes, is_start, groups), groups, 1, is_start)
+    return _collective(each) if _kind_of(each) in _KINDS else None
+
+
+def _collective(each: Instruction) -> Collective:
+    kind = _kind_of(each)
+    groups = _groups_of(kind, each.rest)
+    return Collective(kind, _num_bytes(kind, each.shapes, kind != each.operation, groups), groups, 1)
+
+
+def _kind_of(each: Instruction) -> str:
+    return each.operation.removesuffix("-start")
 
 
 def names_in(text: str) -> list[str]:
@@ -149,18 +153,13 @@ def bytes_in(shapes: str) -> int:
     return sum(_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes))
 
 
-class _Found(NamedTuple):
-    instruction: Instruction
-    kind: str
-    is_start: bool  # whether it only starts, and its result holds operands as well
-    times: int | None  # in a step
-    products: int | None  # between start and done; None where it has none
-
-
 def _collectives(
     executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
-) -> Iterator[_Found]:
-    """The collectives as they stand in the text. An asynchronous one has a start and a done, and is one."""
+) -> Iterator[tuple[Instruction, int | None, int | None]]:
+    """The collectives as they stand in the text, how often each runs, and products between its start and its done.
+
+    An asynchronous one is one; those that have no start and done have None.
+    """
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")
@@ -196,13 +195,9 @@ def _collectives(
         if name in done - started.keys() or name.startswith("async_collective_fusion"):
             continue
         for each in instructions:
-            kind = each.operation.removesuffix("-start")
-            if kind in _KINDS:
-                is_start = kind != each.operation
-                products = between[each.name] if is_start else started.get(name)
-                if _WAITS in each.rest:
-                    products = None
-                yield _Found(each, kind, is_start, times[name], products)
+            if _kind_of(each) in _KINDS:
+                products = between[each.name] if each.operation.endswith("-start") else started.get(name)
+                yield each, times[name], None if _WAITS in each.rest else products
 
 
 def is_done(later: Instruction, start: Instruction) -> bool:
@@ -304,13 +299,12 @@ class _Scalars:
 
 def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
     """Of the whole array, from the shapes of the result."""
-    # What tells that a permute is done is a number without dimensions.
-    arrays = (
-        each for each in _ARRAY.findall(shapes) if not (is_start and kind == "collective-permute" and each[1] == "")
-    )
-    sizes = [_bytes_of(dtype, dims) for dtype, dims in arrays]
+    arrays = _ARRAY.findall(shapes)
     if is_start and kind != "all-reduce":
-        sizes = sizes[len(sizes) // 2 :]  # operands, results
+        # Operands, results, and numbers that tell whether it is done.
+        arrays = [each for each in arrays if each != ("u32", "")]
+        arrays = arrays[len(arrays) // 2 :]
+    sizes = [_bytes_of(*each) for each in arrays]
     return sum(sizes) * (len(groups[0]) if kind == "reduce-scatter" else 1)
 
 

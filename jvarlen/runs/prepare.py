@@ -337,20 +337,15 @@ def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
     """The programs of all training steps of a run, compiled for the devices that it is placed on."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
     assert task.loss_fn is not None  # there is one after `with_decoder`
-    shapes = BatchShapes(
-        training_plan.buckets,
-        microbatches_per_step=config.plan.num_microbatches,
-        layout=prepared.placement,
-        batch_spec=prepared.batch_spec(),
-    )
     return compile_for(
         target,
         task.loss_fn,
         training_plan.optimizer,
-        shapes,
+        BatchShapes(training_plan.buckets, microbatches_per_step=config.plan.num_microbatches),
         layout=prepared.placement,
         params=task.params,
         trainable=task.trainable,
+        batch_spec=prepared.batch_spec(),
         options=config.compile,
         progress=config.progress,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jvarlen.compiling.hlo import Instruction, computations_of, instructions_of
+from jvarlen.compiling.hlo import Instruction, called_by, computations_of, instructions_of, operands_of
 
 if TYPE_CHECKING:
     from jvarlen.targets.dump import Dump
@@ -21,9 +21,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):\n((?: value: .*\n?)*
 _VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$", re.MULTILINE)
 _LIFETIME = re.compile(r"^ +(\S+):(\d+)-(\d+)$", re.MULTILINE)
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
-_NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:body|calls|to_apply)=%?([\w.\-]+)")
-_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 # Operations that hand a value on; and where JAX stacks values of the turns of a loop.
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape", "transpose"}
@@ -154,8 +152,8 @@ class _Program:
                 self._found[each.name] = each, home
                 if each.is_root:
                     self._roots[home] = each.name
-                called = _CALLED.findall(each.rest) + _CONDITION.findall(each.rest)
-                self._callers |= dict.fromkeys(called, each)
+                if each.operation != "conditional":  # of which each branch gets another operand
+                    self._callers |= dict.fromkeys(called_by(each.rest), each)
         self._files, self._functions, self._lines, self._frames = (
             dict(re.findall(r"^(\d+) (.*)$", table[1], re.MULTILINE)) if table else {}
             for table in (
@@ -188,7 +186,7 @@ class _Program:
                 continue
             seen.add((name, index))
             each, home = self._found[name]
-            operands = _NAME.findall(each.rest.partition("), ")[0])
+            operands = operands_of(each)
             called, caller = _CALLED.search(each.rest), self._callers.get(home)
             match each.operation:
                 case "get-tuple-element":
@@ -200,9 +198,8 @@ class _Program:
                     last.append(each)
                     waiting.append((self._roots[called[1]], index))
                 case "parameter" if caller is not None:
-                    given = _NAME.findall(caller.rest.partition("), ")[0])
                     number = int(each.rest.partition(")")[0])
-                    waiting.append((given[number], index))
+                    waiting.append((operands_of(caller)[number], index))
                     if caller.operation == "while":  # what a turn leaves, before what the first one gets
                         waiting += [(self._roots[body], index) for body in _CALLED.findall(caller.rest)]
                 case "dynamic-update-slice" if _STACKS.search(_op_name(each)):

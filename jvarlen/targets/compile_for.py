@@ -44,11 +44,12 @@ from jvarlen.training.trainable import Trainable
 __all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]
 
 DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
-# A kernel's own name: of Pallas for GPUs in what the call is given, of Pallas for TPUs that of the call; and cuDNN's.
+# A kernel's own name: of Triton in what the call is given, of Pallas for TPUs that of the call; and cuDNN's. Those of
+# Pallas for GPUs that are not of Triton tell none.
 _KERNELS = (
     re.compile(r'xla\.gpu\.triton".*?\bname = \\?"(\w+)'),
     re.compile(r'^\s*(?:ROOT )?%?([A-Za-z_]\w*)\S* = .*custom_call_target="tpu_custom_call"', re.MULTILINE),
-    re.compile(r'custom_call_target="(__cudnn\$[\w$]+)"'),
+    re.compile(r'custom_call_target="(__cudnn\$[\w$]+|mosaic_gpu\w*)"'),
 )
 # What a compiler says that finds no room for a program: the bytes that it takes, and those that there are.
 _BYTES = r"([\d.]+)([KMGT]?)"

@@ -366,7 +366,7 @@ class _Search:
 
     def _is_near(self, rows: int, length: int) -> bool:
         """Whether a bucket that fits by what is known may not."""
-        return bool(self._memory(rows, length) > (1 - _NEAR) * self._budget.max_bytes)
+        return bool(self._memory(rows, length) > (1 - _NEAR) * cast("float", self._budget.max_bytes))
 
     def _most_rows(self, length: int) -> int:
         """The most rows of a length that fit by what is known, at least one."""

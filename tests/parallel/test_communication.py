@@ -387,3 +387,17 @@ def test_collectives_of_single_devices_send_nothing():
     text = LOOP.replace("{{0,1}}", "{{0},{1}}")
     assert list_collectives(text)[0].groups == ((0,), (1,))
     assert communication_of(text, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_bytes"),
+    [
+        ("(f32[], f32[], u32[], u32[])", 4),
+        ("(f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)})", 32),
+        ("(f32[8], f32[8])", 32),
+    ],
+)
+def test_bytes_of_a_permute_that_has_only_started(shapes, num_bytes):
+    line = f"  %s = {shapes} collective-permute-start(%p), source_target_pairs={{{{0,1}}}}"
+    text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n"
+    assert [each.num_bytes for each in list_collectives(text)] == [num_bytes]

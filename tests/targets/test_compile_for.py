@@ -316,6 +316,25 @@ WIDE = DecoderConfig(num_layers=2, width=512, num_heads=4, vocab_size=300, compu
 LAYOUTS = ["data8", "data8.zero3", "data2.tensor4", "data4.stage2.zero1"]
 
 
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using ``pl.pallas_call`` for Mosaic GPU:DeprecationWarning")
+def test_kernels_of_ones_own_are_named():
+    def loss_fn(params, batch):
+        blocks = pl.BlockSpec((64, 128), lambda i: (i, 0))
+        double = pl.pallas_call(
+            lambda x, y: y.__setitem__(..., 2 * x[...]),
+            out_shape=jax.ShapeDtypeStruct((256, 128), jnp.float32),
+            grid=(4,),
+            in_specs=[blocks],
+            out_specs=blocks,
+        )
+        return jnp.sum(double(jnp.ones((256, 128)))) * jnp.sum(batch.weights) + jnp.sum(params), jnp.float32(1)
+
+    [row] = report_of("2xh100", "data2", loss_fn, [(1, 8)], params=jnp.zeros(3))
+    assert [name.rstrip("_v0123456789") for name in row.kernels] == ["mosaic_gpu"]
+
+
 @OF_TPUS
 @pytest.mark.parametrize("layout", ["data8.tensor2", "data4.stage2.tensor2.zero1", "data2.context4.tensor2"])
 def test_axes_can_be_shorter_than_those_of_a_slice(layout):
