@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collective", "Collectives", "Instruction", "arrays_in", "bytes_in", "called_by", "collective_of",
-    "computations_of", "count_collectives", "groups_along", "instructions_of", "is_done", "list_collectives",
-    "names_in", "operands_of", "turns_of",
+    "computations_of", "count_collectives", "ends", "groups_along", "instructions_of", "is_done", "list_collectives",
+    "names_in", "operands_of", "starts", "turns_of",
 ]  # fmt: skip
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -181,13 +181,13 @@ def _collectives(
     between: dict[str, int] = {}  # of starts, by name
     for instructions in listed.values():
         for i, each in enumerate(instructions):
-            if each.operation.endswith("-done") or each.name.startswith("async-collective-done"):
+            if ends(each):
                 done |= called_by(each.rest)
-            if not (each.operation.endswith("-start") or each.name.startswith("async-collective-start")):
+            if not starts(each):
                 continue
             following = instructions[i + 1 :]
-            ends = next((j for j, later in enumerate(following) if is_done(later, each)), 0)
-            between[each.name] = sum(map(is_product, following[:ends]))
+            end = next((j for j, later in enumerate(following) if is_done(later, each)), 0)
+            between[each.name] = sum(map(is_product, following[:end]))
             started |= dict.fromkeys(called_by(each.rest), between[each.name])
     for name, instructions in listed.items():
         # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with
@@ -198,6 +198,16 @@ def _collectives(
             if _kind_of(each) in _KINDS:
                 products = between[each.name] if each.operation.endswith("-start") else started.get(name)
                 yield each, times[name], None if _WAITS in each.rest else products
+
+
+def starts(each: Instruction) -> bool:
+    """Whether this starts what runs beside what follows."""
+    return each.operation.endswith("-start") or each.name.startswith("async-collective-start")
+
+
+def ends(each: Instruction) -> bool:
+    """Whether this waits for something that has been started."""
+    return each.operation.endswith("-done") or each.name.startswith("async-collective-done")
 
 
 def is_done(later: Instruction, start: Instruction) -> bool:

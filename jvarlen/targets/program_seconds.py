@@ -157,12 +157,11 @@ class _Program:
                 took = ProgramSeconds(waited, waited)
             else:
                 communicates = sum(map(self._collective_s, self._started_by(each, inner)))
-                starts = each.operation.endswith("-start") or each.name.startswith("async-collective-start")
-                if communicates and starts:
+                if communicates and hlo.starts(each):
                     link_is_free = max(clock, link_is_free) + communicates
                     running[each.name] = each, link_is_free
                     continue
-                alone = 0.0 if starts else self._kernel_s(name, each, inner)
+                alone = 0.0 if hlo.starts(each) else self._kernel_s(name, each, inner)
                 took = ProgramSeconds(alone + communicates, communicates)
             clock, exposed = clock + took.total, exposed + took.exposed
         return ProgramSeconds(clock, exposed)
@@ -177,7 +176,7 @@ class _Program:
         found = hlo.collective_of(each)
         if found is not None:
             return [found]
-        if each.name.startswith("async-collective-done") or each.operation.endswith("-done"):
+        if hlo.ends(each):
             return []
         return [collective for name in inner for collective in self.collectives(name)]
 
