@@ -30,7 +30,7 @@ from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["compile_buckets", "load_compiled"]
+__all__ = ["compile_buckets", "load_compiled", "num_threads"]
 
 _DEFAULT_OPTIONS = CompileOptions()
 
