@@ -253,9 +253,7 @@ def test_nothing_is_placed_and_nothing_is_cached(layout, tmp_path, monkeypatch):
     params = models.init_params(MODEL, 0)
     for name in ("device_put", "make_array_from_callback", "make_array_from_single_device_arrays"):
         monkeypatch.setattr(jax, name, lambda *_, **__: pytest.fail("something is placed"))
-    monkeypatch.setattr(
-        "jvarlen.targets.compile_for.compile_bucket", lambda compiler, bucket, _: compiler.lower(bucket)
-    )
+    monkeypatch.setattr("jvarlen.targets.compile_for.compile_with_dump", no_room)
     target = target_of(Layout.parse(layout).num_devices)
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
