@@ -72,9 +72,8 @@ def compile_buckets(
 
     Raises:
       ValueError: buckets or options that are not as described; devices of a `Target` that are not here; data shards
-        that do not divide M; a step that returns a
-        state of another structure or shape, or was made for one device while batches are on several; processes that
-        compiled different programs.
+        that do not divide M; a step that returns a state of another structure or shape, or was made for one device
+        while batches are on several; processes that compiled different programs.
 
     Example:
       >>> import numpy as np

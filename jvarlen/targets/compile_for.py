@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import flops_along
-from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 from jvarlen.compiling.compile import num_threads
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
@@ -60,7 +60,7 @@ def compile_for(
     target: Target | str,
     model: LayeredModel | LossFn,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
-    plan: PlannedSteps | BatchShapes,
+    plan: HasShapes | PlannedSteps | BatchShapes,
     *,
     layout: LayoutLike = None,
     params: Any,
@@ -82,7 +82,8 @@ def compile_for(
       target: the devices, or their name, as for `Target.parse`.
       model: as for `make_train_step`.
       optimizer: as for `make_train_step`.
-      plan: the buckets and M, as for `compile_buckets`; its own layout does not count.
+      plan: the buckets and M: a plan; or what `compile_buckets` takes besides, as the result of `load` for samples of
+        several fields. Its own layout does not count.
       layout: as for `make_train_step`, on all devices of the target; a placement or a mesh is of such devices,
         `Target.parse("8xh100").devices`. None: data parallelism over all.
       params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
@@ -133,7 +134,7 @@ def target_compiler(
     target: Target,
     model: LayeredModel | LossFn,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
-    plan: PlannedSteps | BatchShapes,
+    plan: HasShapes | PlannedSteps | BatchShapes,
     *,
     layout: LayoutLike,
     params: Any,
@@ -146,6 +147,8 @@ def target_compiler(
 ) -> StepCompiler:
     """What compiles the train step, with the arguments of `compile_for`."""
     placement = _placed(layout, target)
+    if isinstance(plan, HasShapes):
+        plan = plan.shapes
     if isinstance(plan, BatchShapes):
         shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
     else:

@@ -17,8 +17,10 @@ from jvarlen import (
     Layout,
     UserError,
     compile_buckets,
+    load,
     load_compiled,
     make_eval_step,
+    make_plan,
     make_train_step,
     models,
 )
@@ -137,6 +139,17 @@ def test_what_a_loss_closes_over_and_fields_of_ones_own_are_shapes_as_well():
 
     report = report_of(target_of(2), "data2", loss_fn, [(1, 8)], params=jnp.float32(1), batch_spec=batch_spec)
     assert report[0].argument_bytes >= table.nbytes
+
+
+def test_a_loader_gives_the_batches_of_its_fields():
+    samples = [{"tokens": np.zeros(length, np.int32), "score": np.float32(0)} for length in (3, 5, 8, 8)]
+    plan = make_plan([3, 5, 8, 8], max_tokens=16, max_shapes=1, microbatches_per_step=2)
+
+    def loss_fn(params, batch):
+        return params * jnp.sum(batch["score"]), jnp.float32(len(batch["tokens"]))
+
+    [row] = compile_for(target_of(2), loss_fn, OPTIMIZER, load(plan, samples), params=jnp.float32(1), progress=False)
+    assert row.bucket == plan.buckets[0]
 
 
 @pytest.mark.parametrize("text", ["h100", "8xb100", "0xh100", "v5e", "v5e:2", "v9:2x2", "v6e:0x2", "there"])
