@@ -55,6 +55,11 @@ const pictures = [...document.querySelectorAll("figure > img")].map((image) => {
   const box = image.getBoundingClientRect();
   return {figure: image.parentElement.id, width: box.width, height: box.height};
 });
+const tables = [...document.querySelectorAll("section.table")].map((section) => {
+  const box = section.querySelector(".scroll");
+  const heights = [...box.querySelectorAll("tbody tr")].map((row) => row.getBoundingClientRect().height);
+  return {name: section.id, scrolls: box.scrollWidth > box.clientWidth, row_height: Math.max(...heights)};
+});
 const pageWidth = document.documentElement.scrollWidth;
 const labels = [...document.querySelectorAll("figure > img")].flatMap((image) => {
   const bytes = Uint8Array.from(atob(image.src.split(",")[1]), (letter) => letter.charCodeAt(0));
@@ -65,6 +70,7 @@ const labels = [...document.querySelectorAll("figure > img")].flatMap((image) =>
 });
 parent.postMessage(JSON.stringify({
   pictures,
+  tables,
   num_labels: labels.length,
   clipped: labels.filter(([label, svg]) => !within(label.getBoundingClientRect(), svg.getBoundingClientRect())).map(
     ([label, svg]) => label.textContent),

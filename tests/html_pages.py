@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.source, self.pictures = text, {}
         self.open, self.ids, self.references, self.tags = [], [], [], []
         self.text, self.cells, self.headers = "", [], []
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))
         self.close()
         assert not self.open
         assert len(self.ids) == len(set(self.ids))

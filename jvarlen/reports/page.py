@@ -30,6 +30,7 @@ class Table(NamedTuple):
     note: str = ""  # a line below
     best: int | None = None  # the place of a row that is set apart
     is_wide: bool = False  # cells hold text that may be long, and is wrapped
+    texts: Sequence[str] = ()  # headers of columns of text, wrapped at spaces and slashes only, in a wide window
     is_closed: bool = False  # only the title shows until it is clicked
 
 

@@ -12,7 +12,7 @@ from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.reports.figures import Picture
 from jvarlen.reports.layout_figures import draw_layout_bars
 from jvarlen.reports.page import Table, write_page
-from jvarlen.targets.report import BUFFERS, COLUMNS, KERNELS, SOURCE, TargetReport, TargetRow
+from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, TargetReport, TargetRow, shown_columns
 
 __all__ = ["write_target_page"]
 
@@ -23,11 +23,13 @@ _COLLECTIVES = (
     "Loops are multiplied out. Asynchronous ones have a start and a done; overlapped ones have a matrix product or a "
     "kernel of attention in between."
 )
+_TEXTS = ("kind", "shape", "operation", "line", "collective", "axes")
 _NO_PROGRAM = " Where the compiler found no room it made no program, and the total is what it asked for."
 _LIMIT = (
     "Bytes are those of one device; GB are 10⁹ bytes. The limit is what a process can have of its memory: of a GPU "
     "three quarters, as JAX takes by default, or the share in XLA_CLIENT_MEM_FRACTION. Launches "
-    "are those outside of CUDA graphs."
+    "are those outside of CUDA graphs. Columns without any known figure, and those of less than 0.0005 GB, are left "
+    "out."
 )
 
 
@@ -38,33 +40,34 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
       path: the file; its directory must exist, and an existing file is replaced.
       report: of one bucket or more, from `compile_for` or `TargetReport.load`.
     """
-    fullest = max(report, key=lambda row: row.total_bytes)
-    header, *rows = table_of(report, *COLUMNS)
+    header, *rows = table_of(report, *shown_columns(report))
     note = _LIMIT if all(row.has_program for row in report) else _LIMIT + _NO_PROGRAM
     write_page(
         path,
         title=f"{len(report):,} bucket{'' if len(report) == 1 else 's'} on {report.target}",
         summary=f"The train step of each bucket, compiled for layout {report.layout}. {SOURCE}",
-        key_figures=_key_figures(report, fullest),
+        key_figures=_key_figures(report),
         first_table=Table("buckets", "Buckets", header, rows, note=note),
         pictures=[_memory_picture(report), *_seconds_picture(report)],
         tables=[
-            *_tables("buffers", "The largest buffers of a step", _BUFFERS, report, fullest, _buffers),
-            *_tables("collectives", "What a step communicates", _COLLECTIVES, report, fullest, _collectives),
+            *_tables("buffers", "The largest buffers of a step", _BUFFERS, report, _buffers),
+            *_tables("collectives", "What a step communicates", _COLLECTIVES, report, _collectives),
             _kernels(report),
         ],
     )
 
 
-def _key_figures(report: TargetReport, fullest: TargetRow) -> list[tuple[str, str, str]]:
-    num_fitting, limit = sum(row.fits is True for row in report), fullest.limit_bytes
+def _key_figures(report: TargetReport) -> list[tuple[str, str, str]]:
+    largest = max(report, key=lambda row: row.total_bytes)
+    num_fitting, limit, seconds = sum(row.fits is True for row in report), largest.limit_bytes, report.fullest.seconds
     is_known = all(row.fits is not None for row in report)
-    share = f": {fullest.total_bytes / limit:.0%} of {figure_text(limit, _GB)}" if limit else ""
-    predicted = UNKNOWN if fullest.seconds is None else f"{figure_text(fullest.seconds)} s"
+    share = f": {largest.total_bytes / limit:.1%} of {figure_text(limit, _GB)} GB" if limit else ""
+    share += ", does not fit" if largest.fits is False else ""  # also where the share is rounded to 100 %
+    predicted = UNKNOWN if seconds is None else f"{figure_text(seconds)} s"
     return [
         ("Fit", f"{num_fitting:,} of {len(report):,}" if is_known else UNKNOWN, "buckets"),
-        ("Fullest", f"{figure_text(fullest.total_bytes, _GB)} GB", f"{fullest.bucket}{share}"),
-        ("A step", predicted, f"{fullest.bucket}, an estimate"),
+        ("Fullest", f"{figure_text(largest.total_bytes, _GB)} GB", f"{largest.bucket}{share}"),
+        ("A step", predicted, f"{report.fullest.bucket}, an estimate"),
         ("Compiled in", f"{figure_text(report.wall_s)} s", f"{figure_text(report.cpu_s)} s of CPU time"),
     ]
 
@@ -107,7 +110,14 @@ def _kernels(report: TargetReport) -> Table:
     for row, kernels in zip(report, KERNELS.cells(report), strict=True):
         buckets.setdefault(kernels, []).append(str(row.bucket))
     rows = [["all" if len(buckets) == 1 else ", ".join(of), kernels] for kernels, of in buckets.items()]
-    return Table("kernels", "Kernels that XLA did not make", ["buckets", "kernels"], rows, note=_KERNELS, is_wide=True)
+    return Table(
+        "kernels",
+        "Kernels that XLA did not make",
+        ["buckets", "kernels"],
+        rows,
+        note=_KERNELS,
+        texts=["buckets", "kernels"],
+    )
 
 
 def _tables(
@@ -115,7 +125,6 @@ def _tables(
     title: str,
     note: str,
     report: TargetReport,
-    fullest: TargetRow,
     cells_of: Callable[[TargetRow], Sequence[Sequence[str]]],
 ) -> list[Table]:
     """Cells of the fullest bucket, and folded those of the others; the first row of cells is the header."""
@@ -124,10 +133,10 @@ def _tables(
         cells = {str(row.bucket): cells_of(row) for row in of_rows}
         header = ["bucket", *next(iter(cells.values()))[0]]
         lines = [[bucket, *line] for bucket, each in cells.items() for line in each[1:] or [["none"]]]
-        return Table(name, title, header, lines, note=note, is_closed=is_closed, is_wide=True)
+        return Table(name, title, header, lines, note=note, is_closed=is_closed, texts=_TEXTS)
 
-    tables = [table(name, title, [fullest])]
-    if others := [row for row in report if row is not fullest]:
+    tables = [table(name, title, [report.fullest])]
+    if others := [row for row in report if row is not report.fullest]:
         tables.append(table(f"{name}-of-others", f"{title}, in the other buckets", others, is_closed=True))
     return tables
 

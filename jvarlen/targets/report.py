@@ -17,7 +17,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.launches import Launches
 
-__all__ = ["BUFFERS", "COLUMNS", "KERNELS", "SOURCE", "TargetReport", "TargetRow"]
+__all__ = ["BUFFERS", "KERNELS", "SOURCE", "TargetReport", "TargetRow", "shown_columns"]
 
 SOURCE = "All figures come from compilers, not from devices."
 
@@ -121,28 +121,35 @@ class TargetReport(BucketReport[TargetRow]):
         """The figures of a row that are estimates, which no compiler tells."""
         return "seconds", "exposed_s"
 
+    @property
+    def fullest(self) -> TargetRow:
+        """The row of the program that takes the most bytes; where the compiler made none, that which asks for most."""
+        return max(self, key=lambda row: (row.has_program, row.total_bytes))
+
     def __str__(self) -> str:
-        """Lines of text: the buckets, and what a step of the first one communicates and holds; GB are 10⁹ bytes."""
-        table = text_table(table_of(self, *COLUMNS, KERNELS), align=">" * len(COLUMNS) + "<")
+        """Lines of text: the buckets, and what a step of the fullest one communicates and holds; GB are 10⁹ bytes.
+
+        Columns without any known figure, and those of less than 0.0005 GB, are left out.
+        """
+        columns = shown_columns(self)
+        table = text_table(table_of(self, *columns, KERNELS), align=">" * len(columns) + "<")
         lines = [f"{self.layout} on {self.target}. {SOURCE}", table]
         lines.append(f"compiling: {figure_text(self.wall_s)} s wall, {figure_text(self.cpu_s)} s CPU")
         for row in self:
             if row.communication is None:
                 lines.append(f"what a step of {row.bucket} communicates is not known")
-        told = next((row for row in self if row.communication), None)
-        if told is not None:
-            lines += [f"a step of {told.bucket} communicates:", str(told.communication)]
-        for bucket, buffers in [(row.bucket, row.buffers) for row in self if row.buffers][:1]:
-            lines += [
-                f"the largest buffers of a step of {bucket}:",
-                text_table(table_of(buffers, *BUFFERS), align="><"),
-            ]
+        for row in [self.fullest] if self else []:
+            if row.communication:
+                lines += [f"a step of {row.bucket} communicates:", str(row.communication)]
+            if row.buffers:
+                buffers = text_table(table_of(row.buffers, *BUFFERS), align="><")
+                lines += [f"the largest buffers of a step of {row.bucket}:", buffers]
         return "\n".join(lines)
 
 
 _GB = 1e9
 
-COLUMNS = (
+_COLUMNS = (
     Column("bucket", lambda row: str(row.bucket)),
     Column("fits", lambda row: {True: "yes", False: "no", None: None}[row.fits]),
     Column("total GB", lambda row: row.total_bytes, _GB),
@@ -158,6 +165,17 @@ COLUMNS = (
     Column("CUDA graphs", lambda row: row.launches and row.launches.graphs),
     Column("compile s", lambda row: row.compile_s),
 )
+
+
+def shown_columns(report: TargetReport) -> list[Column]:
+    """Bucket, fits and total, and each other column that has a known figure, of bytes one of 0.0005 GB or more."""
+    least = {_GB: 0.0005 * _GB}
+
+    def is_shown(column: Column) -> bool:
+        figures = [figure for row in report if (figure := column.of_row(row)) is not None]
+        return any(isinstance(figure, str) or figure >= least.get(column.unit, 0) for figure in figures)
+
+    return [*_COLUMNS[:3], *filter(is_shown, _COLUMNS[3:])]
 
 
 def _kernels(row: TargetRow) -> str | None:

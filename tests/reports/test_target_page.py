@@ -7,13 +7,28 @@ import pytest
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import Bucket
 from jvarlen.reports.target_page import write_target_page
-from jvarlen.targets.report import COLUMNS, SOURCE, TargetReport
+from jvarlen.targets.buffers import Buffer
+from jvarlen.targets.report import SOURCE, TargetReport
 from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 from tests.targets.test_report import GB, NO_ROOM, ROW, TOO_LARGE, UNKNOWN_LIMIT
 
 ALONE = dataclasses.replace(ROW, communication=CommunicationEstimate(), kernels={})
 UNPREDICTED = dataclasses.replace(ROW, seconds=None, exposed_s=None)
+WITH_LONG_TEXTS = dataclasses.replace(
+    TOO_LARGE,
+    host_bytes=3 * GB,
+    buffers=(
+        Buffer(
+            GB,
+            "temporary",
+            "bf16[16,32,8192,1536]",
+            "transpose(jvp(run_layer))/while/body/remat/dot_general",
+            "package/parallel/cross_entropy.py:71 chunked_cross_entropy",
+            2,
+        ),
+    ),
+)
 # Of the fullest first, as those with the most positions come first.
 MANY = [
     dataclasses.replace(ROW, bucket=Bucket(k, 512 * k), temp_bytes=3 * k * GB, total_bytes=20 * GB + 3 * k * GB)
@@ -40,14 +55,14 @@ def test_the_tables_hold_the_figures_of_every_bucket(tmp_path):
     page = page_of(tmp_path / "page.html", [TOO_LARGE, ROW, NO_ROOM])
     assert "3 buckets on 8xh100" in page.text
     assert SOURCE in page.text
-    assert page.text.index("1 of 3") < page.text.index("70.2 GB") < page.text.index("8×1024: 112% of 63")
-    lines = [[column.of_row(row) for column in COLUMNS[:2]] for row in (TOO_LARGE, ROW, NO_ROOM)]
     assert (
-        [row[:2] for row in cells_of(page, "buckets")]
-        == lines
-        == [["8×1024", "no"], ["4×2048", "yes"], ["64×512", "no"]]
+        page.text.index("1 of 3")
+        < page.text.index("70.2 GB")
+        < page.text.index("8×1024: 111.5% of 63 GB, does not fit")
     )
-    assert cells_of(page, "buckets")[2].count("–") == 9
+    assert [row[:2] for row in cells_of(page, "buckets")] == [["8×1024", "no"], ["4×2048", "yes"], ["64×512", "no"]]
+    assert cells_of(page, "buckets")[2].count("–") == 8
+    assert "host GB" not in page.text
     assert "no room" in page.text
     assert "Launches are those outside of CUDA graphs." in page.text
     kernels = "__cudnn$fmhaSoftmax 32, __cudnn$fmhaSoftmaxBackward 32"
@@ -100,6 +115,23 @@ def test_seconds_are_drawn_where_they_are_predicted(tmp_path):
     assert "seconds" not in page_of(tmp_path / "page.html", [UNPREDICTED, NO_ROOM]).pictures
 
 
+@pytest.mark.parametrize(
+    ("surplus", "said"),
+    [(-GB // 10, "99.8% of 63 GB A"), (GB // 10, "100.2% of 63 GB, does"), (1, "100.0% of 63 GB, does")],
+)
+def test_what_does_not_fit_is_said_so_whatever_the_rounded_share(tmp_path, surplus, said):
+    page = page_of(tmp_path / "page.html", [dataclasses.replace(ROW, total_bytes=63 * GB + surplus)])
+    assert said in " ".join(page.text.split())
+
+
+def test_the_fullest_bucket_is_told_of_and_of_programs_first(tmp_path):
+    asks_for_more = dataclasses.replace(NO_ROOM, total_bytes=99 * GB)
+    page = page_of(tmp_path / "page.html", [asks_for_more, ROW, TOO_LARGE])
+    assert "99 GB64×512: 582.4% of 17 GB, does not fit" in page.text
+    assert {row[0] for row in cells_of(page, "buffers")} == {"8×1024"}
+    assert [row[0] for row in cells_of(page, "collectives-of-others")] == ["64×512", "4×2048"]
+
+
 def test_one_device_communicates_nothing(tmp_path):
     page = page_of(tmp_path / "page.html", [ALONE])
     assert cells_of(page, "collectives") == [["4×2048", "none"]]
@@ -107,7 +139,7 @@ def test_one_device_communicates_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [[TOO_LARGE, ROW], MANY], ids=["two", "many"])
+@pytest.mark.parametrize("rows", [[WITH_LONG_TEXTS, ROW], MANY], ids=["two", "many"])
 def test_a_reader_sees_the_page_in_a_browser(tmp_path, rows):
     path = tmp_path / "page.html"
     page_of(path, rows)
@@ -121,3 +153,7 @@ def test_a_reader_sees_the_page_in_a_browser(tmp_path, rows):
         assert all(box["width"] > 250 and box["height"] > 70 for box in layout["pictures"])
         assert layout["clipped"] == []
         assert layout["page_width"] <= width
+        tables = {table.pop("name"): table for table in layout["tables"]}
+        assert width < 1280 or not any(table["scrolls"] for table in tables.values())
+        assert tables["buffers"]["row_height"] < (60 if width == 1280 else 40)
+    assert tables["buffers"]["scrolls"]

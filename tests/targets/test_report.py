@@ -48,9 +48,10 @@ ALL = TargetReport([ROW, TOO_LARGE, NO_ROOM, UNKNOWN_LIMIT], "8xh100", "data8.ze
 def test_the_table_tells_the_figures_and_where_they_come_from():
     first, header, row, too_large, no_room, unknown_limit, *rest = str(ALL).splitlines()
     assert first == f"data8.zero3 on 8xh100. {SOURCE}"
-    names = ["bucket", "fits", "total GB", "limit GB", "arguments GB", "output GB", "temporaries GB", "host GB"]
+    names = ["bucket", "fits", "total GB", "limit GB", "arguments GB", "output GB", "temporaries GB"]
     assert header.split("  ")[0] == "bucket"
     assert [name for name in names if name in header] == names
+    assert "host GB" not in header
     assert "step s (estimate)  exposed s (estimate)" in header
     figures = [
         "4×2048",
@@ -60,7 +61,6 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
         "20",
         "0.25",
         "36",
-        "0",
         "1.25",
         "0.125",
         "3,500",
@@ -70,15 +70,25 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
     ]
     assert row.split() == [*figures, "__cudnn$fmhaSoftmax", "32,", "__cudnn$fmhaSoftmaxBackward", "32"]
     assert too_large.split()[:7] == ["8×1024", "no", "70.2", "63", "20", "0.25", "50"]
-    assert no_room.split() == ["64×512", "no", "17", "17", *"–––––––––", "2", "–"]
+    assert no_room.split() == ["64×512", "no", "17", "17", *"––––––––", "2", "–"]
     assert [unknown_limit.split()[place] for place in (1, 2, 3, -1)] == ["–", "56.2", "–", "none"]
     assert rest.pop(0) == "compiling: 9.5 s wall, 14.5 s CPU"
     assert rest[:2] == [f"what a step of {bucket} communicates is not known" for bucket in ("64×512", "4×2048")]
-    assert rest[2] == "a step of 4×2048 communicates:"
+    assert rest[2] == "a step of 8×1024 communicates:"
     assert "all-gather" in rest[4]
-    assert rest[5] == "the largest buffers of a step of 4×2048:"
+    assert rest[5] == "the largest buffers of a step of 8×1024:"
     assert rest[7].split() == ["5", "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30", "loss_fn"]
     assert rest[8].split() == ["2", "argument", "f32[32000,4096]", "state.params['embed']", "–"]
+
+
+def test_columns_that_tell_nothing_are_left_out_of_the_table_but_not_of_the_file():
+    small = dataclasses.replace(ROW, output_bytes=499_999, host_bytes=500_000, launches=None, limit_bytes=None)
+    report = TargetReport([small, dataclasses.replace(small, output_bytes=0, exposed_s=0.0)], "8xh100", "data8")
+    header = str(report).splitlines()[1]
+    assert [name for name in ("fits", "limit GB", "output GB", "launches", "graphs") if name in header] == ["fits"]
+    assert "host GB" in header
+    assert [row["output_bytes"] for row in json.loads(report.to_json())["rows"]] == [499_999, 0]
+    assert str(TargetReport([], "8xh100", "data8"))
 
 
 @pytest.mark.parametrize(("rows", "fits"), [([ROW], True), ([ROW, UNKNOWN_LIMIT], None), (ALL, False), ([], True)])
