@@ -1,7 +1,7 @@
 """Do the rows that memory allows fit, is there no room for more, and how many programs does it take to know?
 
 A small Llama, with AdamW and clipping, on 8 H100 and 8 TPU v5e: XLA's compilers for them, which run on a CPU, compile
-the programs by which `choose_rows` chooses rows; then those with one row more, where memory was the limit. Nothing
+the programs by which `choose_rows` chooses rows; then those with eight rows more, where memory was the limit. Nothing
 runs. A compiler that is not installed (extras `target-gpu` and `target-tpu`) is left out by name. Run `python
 benchmarks/rows_by_memory.py [--quick] [target ...]`; the full form takes some minutes of CPU time for each target.
 `--quick` compiles a tiny model for the CPU. Prints tables and writes them, with versions and hardware, to
@@ -30,6 +30,7 @@ from jvarlen.targets import choose_rows
 from jvarlen.targets.report import SOURCE
 
 NO_LIMIT = 2**40  # of tokens
+ROW_MULTIPLE = 8
 SMALL = DecoderConfig(
     num_layers=2, width=512, num_heads=8, num_kv_heads=2, vocab_size=32_000, compute_dtype="bfloat16",
     begins_samples=False,
@@ -51,14 +52,18 @@ def measure(
     how: dict[str, Any] = {"layout": layout, "params": params, "progress": False}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
     budget = Budget(
-        max_tokens=NO_LIMIT, max_shapes=max_shapes, microbatches_per_step=Layout.parse(layout).data, length_multiple=64
+        max_tokens=NO_LIMIT,
+        max_shapes=max_shapes,
+        microbatches_per_step=Layout.parse(layout).data,
+        length_multiple=64,
+        row_multiple=ROW_MULTIPLE,
     )
     make = functools.partial(make_plan, lengths)
     chosen = choose_rows(target, layered(config), optimizer, make, budget, max_bytes=max_bytes, **how)
     limit = chosen.budget.max_bytes
     assert limit is not None
     of_memory = [each for each in chosen.rows if each.limit == "memory"]
-    more = {each.bucket.length: Bucket(each.most_rows + 1, each.bucket.length) for each in of_memory}
+    more = {each.bucket.length: Bucket(each.most_rows + ROW_MULTIPLE, each.bucket.length) for each in of_memory}
     buckets = [more[each.bucket.length] for each in of_memory]
     larger = compile_for(
         target, layered(config), optimizer, dataclasses.replace(chosen.plan, buckets=buckets), **how
@@ -89,8 +94,8 @@ def measure(
         )
     ]
     summary = (
-        f"{target}, `{chosen.report.layout}`, {limit / 1e9:.2f} GB: all {len(chosen.rows)} buckets fit; with one row "
-        f"more {tight} of the {len(of_memory)} that memory limits would not; "
+        f"{target}, `{chosen.report.layout}`, {limit / 1e9:.2f} GB: all {len(chosen.rows)} buckets fit; "
+        f"with {ROW_MULTIPLE} rows more {tight} of the {len(of_memory)} that memory limits would not; "
         f"{sum(each.num_programs for each in chosen.rows) / len(chosen.rows):.1f} programs a bucket, "
         f"{max(each.num_programs for each in chosen.rows)} at most. Estimated: {'; '.join(plans)}."
     )
@@ -107,10 +112,11 @@ def tables(targets: list[str], config: DecoderConfig, lengths: np.ndarray, how: 
             continue
         cells += of_target
         summaries.append(f"- {summary}")
-    header = "target|bucket|GB|of the limit|limited by|most rows|with one more|programs"
+    header = "target|bucket|GB|of the limit|limited by|most rows|with 8 more|programs"
     return [
         f"A decoder of {config.num_layers} layers of width {config.width:,} and {config.vocab_size:,} values of a "
-        f"token, AdamW, clipping; {len(lengths):,} samples of up to {lengths.max():,} tokens, one a row. **{SOURCE}** "
+        f"token, AdamW, clipping; {len(lengths):,} samples of up to {lengths.max():,} tokens, one a row, rows in multiples "
+        f"of {ROW_MULTIPLE}. **{SOURCE}** "
         "GB are 10⁹ bytes, of one device. A bucket has fewer rows than memory allows where its samples fill whole "
         "steps of fewer.",
         "",
@@ -131,7 +137,7 @@ def main() -> None:
         lines = tables(["here"], TINY, lengths_of(2000, 128), {"max_shapes": 2, "max_bytes": 5e7})
     else:
         jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
-        lines = tables(options.targets, SMALL, lengths_of(100_000, 2048), {"max_shapes": 5, "max_bytes": None})
+        lines = tables(options.targets, SMALL, lengths_of(5_000_000, 2048), {"max_shapes": 5, "max_bytes": None})
     title = f"# Rows by memory, {datetime.date.today()}"
     lines = [title, "", *lines, "", versions_and_hardware("jax", "jaxlib", "optax")]
     report("rows-by-memory", lines, write=not options.quick)
