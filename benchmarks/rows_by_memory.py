@@ -115,8 +115,8 @@ def tables(targets: list[str], config: DecoderConfig, lengths: np.ndarray, how: 
     header = "target|bucket|GB|of the limit|limited by|most rows|with 8 more|programs"
     return [
         f"A decoder of {config.num_layers} layers of width {config.width:,} and {config.vocab_size:,} values of a "
-        f"token, AdamW, clipping; {len(lengths):,} samples of up to {lengths.max():,} tokens, one a row, rows in multiples "
-        f"of {ROW_MULTIPLE}. **{SOURCE}** "
+        f"token, AdamW, clipping; {len(lengths):,} samples of up to {lengths.max():,} tokens, one a row, rows "
+        f"in multiples of {ROW_MULTIPLE}. **{SOURCE}** "
         "GB are 10⁹ bytes, of one device. A bucket has fewer rows than memory allows where its samples fill whole "
         "steps of fewer.",
         "",
