@@ -114,6 +114,8 @@ def _is_of_user(error: Exception) -> bool:
 
     if isinstance(error, UserError | OSError | FloatingPointError):
         return True
+    if isinstance(error, ModuleNotFoundError):
+        return "pip install 'jvarlen[" in str(error)  # what is missing is an extra
     if not isinstance(error, RuntimeError):
         return False
     if str(error).startswith("Unable to initialize backend"):  # as for a wrong JAX_PLATFORMS

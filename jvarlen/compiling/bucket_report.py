@@ -71,8 +71,8 @@ class BucketReport(tuple[_Row, ...]):
           FileNotFoundError: there is no such file.
           ValueError: it holds no such report; the message says what is wrong.
         """
+        document = read_object(Path(path), f"holds no {cls._what}")
         try:
-            document = read_object(Path(path))
             if (found := document.pop("format")) != cls._format:
                 raise UserError(f"its format is {found}, and this version of jvarlen reads {cls._format}")
             rows = [_without(row, cls._derived_of_row) for row in document.pop("rows")]
@@ -80,7 +80,8 @@ class BucketReport(tuple[_Row, ...]):
             figures = {name: _built(of_all[name], hints[name], name) for name in hints}
             return cls([_built(row, cls._row_type, "row") for row in rows], **figures)
         except (ValueError, LookupError, TypeError, OverflowError) as error:
-            raise UserError(f"{path} holds no {cls._what}: {error!r}") from error
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{path} holds no {cls._what}: {problem}") from error
 
 
 def _without(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -136,6 +137,8 @@ def _built(value: Any, hint: Any, name: str) -> Any:
     if not (dataclasses.is_dataclass(hint) or hasattr(hint, "_fields")):  # a tuple of rows that has a name
         return hint(_built(value, hint.__orig_bases__[0], name))
     hints = _hints(hint)
+    if unknown := sorted(dict(value).keys() - hints.keys()):
+        raise UserError(f"{name} has unknown {', '.join(unknown)}")
     return hint(**{each: _built(of_each, hints[each], each) for each, of_each in dict(value).items()})
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -42,6 +44,12 @@ if TYPE_CHECKING:
 __all__ = ["CompileCommand", "PlanCommand"]
 
 _NO_LIMIT = 2**40  # tokens of a microbatch
+# Settings by which rows are chosen, which decide nothing where these are given.
+_REPLACED = (
+    *("max_tokens", "max_shapes", "strategy", "row_multiple", "length_multiple", "max_sequences", "compile_seconds"),
+    *("max_cost", "max_bytes", "row_lengths", "buckets", "cost_model", "memory_model", "packing"),
+    "microbatches_per_step",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,20 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
     if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
         raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
     return lengths
+
+
+def _options(settings: DataConfig | PlanConfig, leave_out: Sequence[str]) -> list[str]:
+    """The settings of a group that are not the default, as they are typed."""
+    words: list[str] = []
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), field.metadata.get("name", field.name).replace("_", "-")
+        if not field.init or field.name in leave_out or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,6 +249,7 @@ class PlanCommand:
         config = self._config()
         target = target_of(config)
         layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
+        Task().check_layout(layout, config.decoder)
         settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
         lengths, corpus = self._read_lengths(config)
         settings = dataclasses.replace(settings, max_bytes=None)
@@ -242,7 +265,9 @@ class PlanCommand:
             if isinstance(by, Budget):
                 shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
             else:
-                shapes = ChosenShapes(buckets=tuple(map(tuple, by)), packing=method)
+                shapes = ChosenShapes(
+                    buckets=tuple(map(tuple, by)), new_shape_every=settings.new_shape_every, packing=method
+                )
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
         params = model_shapes(config.model, config.decoder)
@@ -267,10 +292,12 @@ class PlanCommand:
         of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
         report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
         say(*corpus, report, *filter(None, of_plan), f"digest {plan.digest}", f"\n{chosen}")
-        packing = "" if method is None else f"--packing {method} "
-        buckets = " ".join(f"{number}" for bucket in plan.buckets for number in bucket)
-        microbatches = f"--microbatches-per-step {plan.microbatches_per_step}"
-        say(f"\nto train in these buckets: {microbatches} {packing}--buckets {buckets}")
+        of_run = {"model": self.model, "parallel": layout, "seed": self.seed, "packing": method}
+        of_run |= {"microbatches-per-step": plan.microbatches_per_step}
+        options = [word for name, value in of_run.items() for word in (f"--{name}", str(value))]
+        options += _options(self.data, () if corpus else ("files",)) + _options(self.plan, _REPLACED)
+        options += ["--buckets", *(str(number) for bucket in plan.buckets for number in bucket)]
+        say(f"\nto train in these buckets: {shlex.join(options)}")
         if self.out is not None:
             say(self.out)
         if self.html is not None:

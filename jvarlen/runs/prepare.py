@@ -117,6 +117,11 @@ def prepare(
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
     if cluster is not None and cluster.num_devices != num_devices:
         raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
+    if cluster is None and config.target is not None and config.hardware.parallel == AUTO and num_devices > 1:
+        raise UserError(
+            f"parallel='auto' on target ({config.target}) needs cluster=: links are not measured of devices that are "
+            "only compiled for"
+        )
     if layout is not None:
         task.check_layout(layout, config.decoder)
     # Which raises ValueError for names that no parameter has.
@@ -224,11 +229,6 @@ def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:
     """The fastest layout that takes the optimizer and the steps of evaluations; the same on all processes."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
-    if cluster is None and config.target is not None:
-        raise UserError(
-            f"parallel='auto' on target ({config.target}) needs cluster=: links are not measured of devices that are "
-            "only compiled for"
-        )
     if cluster is None:
         narrow = "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(task.shapes)}
         dtype: Any = config.decoder.compute_dtype or ("bfloat16" if narrow else "float32")

@@ -88,11 +88,13 @@ class Task:
         if loss_fn is None:
             loss_fn = _built_in_loss(model, layout)
             params = model_shapes(None, model)
-            if model.num_heads % layout.tensor:
-                raise UserError(
-                    f"tensor{layout.tensor} of the layout {layout} does not divide the model's num_heads "
-                    f"({model.num_heads})"
-                )
+            heads = {"num_heads": (model.num_heads, "attention"), "num_kv_heads": (model.kv_heads, "key_value")}
+            for name, (size, of_file) in heads.items():
+                if size % layout.tensor:
+                    raise UserError(
+                        f"tensor{layout.tensor} of the layout {layout} does not divide the model's {name} ({size}), "
+                        f"of a config.json num_{of_file}_heads"
+                    )
         check_layout(layout, params, loss_fn)
         loss_fn, params, *_ = stacked_for(layout, loss_fn, params, optax.identity())
         if layout.tensor > 1:

@@ -254,6 +254,8 @@ def choose_rows(
         search = _Search(target, compiler, batch_spec, limits, bar)
         search.compile_longest(longest, budget)
         lengths_chosen = plan(limits)
+        bar.total = _MOST_PROGRAMS * len(lengths_chosen.buckets)
+        bar.set_description(f"rows that fit on {target.name}, by at most {bar.total} programs")
         last = len(lengths_chosen.buckets) - 1
         sought = {k: search.seek(lengths_chosen, k) for k in [*reversed(range(last)), last]}
         buckets, most_rows = zip(*(sought[k] for k in range(last + 1)), strict=True)

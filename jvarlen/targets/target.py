@@ -109,13 +109,13 @@ _GPUS = {
 }
 # Memory that programs can have of a device, in GiB, as libtpu 0.0.42 says where it does not suffice; and its rates.
 _TPUS = {
-    "v5e": (15.75, "tpu-v5e-256"),
-    "v5p": (95.74, "tpu-v5p"),
+    "v5e": (15.75, "tpu-v5e-256"),  # in two dimensions
+    "v5p": (95.74, "tpu-v5p"),  # in three
     "v6e": (31.25, "tpu-v6e-256"),
 }
 _NUMBER = r"[1-9]\d*"
 _OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
-_OF_TPUS = re.compile(rf"({'|'.join(_TPUS)}):{_NUMBER}(?:x{_NUMBER}){{1,2}}")
+_OF_TPUS = re.compile(rf"(?:v5e:|v6e:|v5p:{_NUMBER}x){_NUMBER}x{_NUMBER}")
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # What libtpu asks of a host, which has none of it; any kind of TPU does, whatever is compiled for.
 _TPU_ENVIRONMENT = {
@@ -150,8 +150,7 @@ class Target:
     cluster: Cluster | None = None
 
     FORMS: ClassVar[str] = (
-        f"8xh100 or 2x8xh100, hosts × devices, of {', '.join(_GPUS)}; v5e:2x4 or v5p:2x2x2, of "
-        f"{', '.join(_TPUS)}; or here"
+        f"8xh100 or 2x8xh100, hosts × devices, of {', '.join(_GPUS)}; v5e:2x4, v6e:2x4 or v5p:2x2x2; or here"
     )
 
     @property
@@ -178,8 +177,8 @@ class Target:
             return cls._here()
         if found := _OF_GPUS.fullmatch(text):
             return cls._of_gpus(text, int(found[1] or 1), int(found[2]), _GPUS[found[3]])
-        if found := _OF_TPUS.fullmatch(text):
-            return cls._of_tpus(text, found[1])
+        if _OF_TPUS.fullmatch(text):
+            return cls._of_tpus(text)
         raise UserError(f"{text!r} names no devices: it is {cls.FORMS}")
 
     @classmethod
@@ -204,11 +203,11 @@ class Target:
         return cls(text, devices, memory_bytes, is_here=False, cluster=cluster)
 
     @classmethod
-    def _of_tpus(cls, text: str, kind: str) -> Target:
+    def _of_tpus(cls, text: str) -> Target:
         _check_installed(text, ("libtpu",), "target-tpu")
         with _environment(_TPU_ENVIRONMENT):
             devices = _topology(text, platform="tpu", topology_name=text)
-        gib, cluster = _TPUS[kind]
+        gib, cluster = _TPUS[text.partition(":")[0]]
         return cls(text, devices, int(gib * _GIB), is_here=False, cluster=PRESETS[cluster])
 
 
@@ -234,10 +233,10 @@ def _share_of_gpus() -> float:
     """Of a GPU's memory, that JAX gives a process."""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if given := os.environ.get(name):
-            try:
-                return float(given)
-            except ValueError:
-                raise UserError(f"{name}={given!r} is not a number") from None
+            with contextlib.suppress(ValueError):
+                if 0 < (share := float(given)) <= 1:
+                    return share
+            raise UserError(f"{name}={given!r} is no number above 0 and at most 1")
     return 0.75
 
 

@@ -152,7 +152,9 @@ def test_a_loader_gives_the_batches_of_its_fields():
     assert row.bucket == plan.buckets[0]
 
 
-@pytest.mark.parametrize("text", ["h100", "8xb100", "0xh100", "v5e", "v5e:2", "v9:2x2", "v6e:0x2", "there"])
+@pytest.mark.parametrize(
+    "text", ["h100", "8xb100", "0xh100", "v5e", "v5e:2", "v9:2x2", "v6e:0x2", "v6e:2x2x2", "v5p:2x4", "there"]
+)
 def test_unknown_targets(text):
     with pytest.raises(UserError, match=f"'{text}' names no devices"):
         Target.parse(text)
@@ -163,6 +165,21 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch, text, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=rf"target '{text}' .* pip install 'jvarlen\[{extra}\]'"):
         Target.parse(text)
+
+
+@pytest.mark.parametrize(
+    "command", [["compile"], ["plan", "--model", "config.json"], ["train", "--dry-run"]], ids=lambda words: words[0]
+)
+def test_commands_name_a_missing_compiler_in_one_line(monkeypatch, tmp_path, capsys, command):
+    def is_missing(*_):
+        raise ModuleNotFoundError("no compiler: pip install 'jvarlen[target-gpu]'", name="jax_cuda12_plugin")
+
+    monkeypatch.setattr("jvarlen.targets.target._check_installed", is_missing)
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **sizes}))
+    assert main([*command, "--target", "8xh100"]) == 2
+    assert capsys.readouterr().err == "jvarlen: no compiler: pip install 'jvarlen[target-gpu]'\n"
 
 
 @pytest.mark.parametrize(
@@ -181,9 +198,9 @@ def test_the_limit_is_what_jax_gives_a_process(monkeypatch, text, settings, gib)
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, settings.get(name, ""))
     assert Target.parse(text).memory_bytes == int(gib * 2**30)
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
-    if "h100" in text:
-        with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most' is not a number"):
+    for share in ("most", "1.5", "0", "nan") if "h100" in text else ():
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
+        with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION='{share}' is no number above 0 and at most 1"):
             Target.parse(text)
 
 
@@ -319,6 +336,9 @@ def test_the_command(tmp_path, capsys):
     assert "data4.tensor2 on here" in capsys.readouterr().out
     assert main(["compile", *files, *how, "--target", "here", "--parallel", "data4"]) == 2
     assert "data4 takes 4" in capsys.readouterr().err
+    assert main(["compile", *files, "--target", "here", "--parallel", "auto"]) == 2
+    told, problem = capsys.readouterr()
+    assert (told, "needs --cluster" in problem) == ("", True)
     assert main(["compile", *files, "--target", "8xb100"]) == 2
     assert "'8xb100' names no devices" in capsys.readouterr().err
 

@@ -131,11 +131,12 @@ def test_copies(again):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda document: document.pop("layout"), "layout"),
+        (lambda document: document.pop("layout"), "it lacks 'layout'$"),
+        (lambda document: document.pop("format"), "it lacks 'format'$"),
         (lambda document: document.update(target=8), "target is 8"),
-        (lambda document: document.update(format=0), "its format is 0, and this version of jvarlen reads 1"),
+        (lambda document: document.update(format=0), "its format is 0, and this version of jvarlen reads 1$"),
         (lambda document: document["rows"][0].pop("total_bytes"), "total_bytes"),
-        (lambda document: document["rows"][0].update(colour="red"), "colour"),
+        (lambda document: document["rows"][0].update(colour="red"), "row has unknown colour$"),
         (lambda document: document["rows"][0].update(temp_bytes=-1), "temp_bytes is -1"),
         (lambda document: document["rows"][0]["kernels"].update(kernel="often"), "kernels is 'often'"),
         (lambda document: document["rows"][0]["communication"][0].update(times=0.5), "times is 0.5"),
@@ -150,6 +151,12 @@ def test_damaged_reports_are_refused_by_name(damage, said, tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=rf"report\.json holds no target report: .*{said}"):
         TargetReport.load(path)
+
+
+def test_a_file_of_lengths_is_no_report(tmp_path):
+    (tmp_path / "lengths.json").write_text("[3, 4]")
+    with pytest.raises(ValueError, match=r"lengths\.json holds no target report: it holds no JSON object$"):
+        TargetReport.load(tmp_path / "lengths.json")
 
 
 def test_a_saved_report_is_read_without_jax(tmp_path):

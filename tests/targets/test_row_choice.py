@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jvarlen
-from jvarlen import Budget, UserError, compile_for, make_plan, models
+from jvarlen import Budget, UserError, cli, compile_for, make_plan, models
 from jvarlen.cli import main
 from jvarlen.compiling.clock import CompileClock
 from jvarlen.models import DecoderConfig
@@ -175,10 +177,11 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     data, model = str(tmp_path / "lengths.npy"), ["--model", str(tmp_path / "config.json")]
     plan, page = str(tmp_path / "plan.npz"), tmp_path / "page.html"
-    how = ["--target", "here", "--parallel", "tensor2", "--max-bytes", "1.4e7", "--max-shapes", "2", "--no-progress"]
+    how = ["--target", "here", "--parallel", "tensor2", "--max-bytes", "1.4e7", "--max-shapes", "2"]
     assert main(["plan", data, *model, *how, "--packing", packing, "--out", plan, "--html", str(page)]) == 0
-    told = capsys.readouterr().out
+    told, progress = capsys.readouterr()
     saved = jvarlen.Plan.load(plan)
+    assert f"rows that fit on here, by at most {3 * len(saved.buckets)} programs: " in progress
     assert {4} == {saved.microbatches_per_step}
     tokens = [bucket.padded_tokens for bucket in saved.buckets]
     assert 800 <= max(tokens) <= 1000
@@ -186,11 +189,45 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     lines = told.splitlines()
     assert [line.split()[-1] for line in lines[: len(saved.buckets) + 1]] == ["limit", *["memory"] * len(saved.buckets)]
     assert all(f"max_tokens {number:,}" not in told for number in (4096, 2**40))
-    flags = next(line for line in lines if line.startswith("to train")).partition(": ")[2].split()
-    assert main(["plan", data, *flags]) == 0
     assert f"digest {saved.digest}" in told
-    assert f"digest {saved.digest}" in capsys.readouterr().out
     assert all(text in page.read_text() for text in ("Memory of a step", "Rows by memory", "budget of tokens"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--packing", "best_fit", "--overlong", "split", "--max-length", "64", "--chunks-in-order"],
+        ["--packing", "best_fit", "--row-lengths", "64", "200", "--max-samples-per-row", "3", "--seed", "5"],
+        ["--packing", "wrapped", "--max-length", "128", "--microbatches-per-step", "16"],
+        ["--new-shape-every", "7", "--max-length", "8192", "--length-multiple", "16"],
+        ["--order", "length", "--pacing", "linear", "--pacing-steps", "9", "--overlong", "drop", "--max-length", "40"],
+    ],
+    ids=["split", "row lengths", "wrapped", "padded", "paced"],
+)
+@pytest.mark.parametrize("of_text", [False, True], ids=["lengths", "text"])
+def test_the_options_that_it_tells_make_the_same_plan(monkeypatch, tmp_path, capsys, given, of_text):
+    monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", LENGTHS[:600])
+    rows = [{"of it": "x" * length, "rest": "y"} for length in LENGTHS[:600].tolist()]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("my config.json").write_text(json.dumps(CONFIG))
+    data = ["lengths.npy"]
+    if of_text:
+        data = ["data.jsonl", "--field", "of it", "rest", "--loss-on", "of it", "--held-out-fraction", "0.1"]
+    how = ["--model", "my config.json", "--target", "here", "--max-bytes", "1.2e7", "--max-shapes", "2"]
+    assert main(["plan", *data, *how, *given, "--no-progress"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    flags = shlex.split(last.removeprefix("to train in these buckets: "))
+    config = cli._parse(["train", *flags])
+    assert (config.model, config.hardware.parallel) == (tmp_path / "my config.json", "data8")
+    assert config.data.files == ((tmp_path / "data.jsonl",) if of_text else ())
+    place = flags.index("--parallel")  # which a plan without a target has not
+    del flags[place : place + 2]
+    flags = ["data.jsonl" if flag == "--data" else flag for flag in flags if flag != str(tmp_path / "data.jsonl")]
+    assert main(["plan", *([] if of_text else data), *flags, "--no-progress"]) == 0
+    [digest] = [line for line in lines if line.startswith("digest")]
+    assert digest in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.slow
@@ -220,6 +257,10 @@ def test_the_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch, 
         (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
         (["--target", "here", "--model", "config.json"], "'here' does not tell its memory: --max-bytes"),
         (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
+        (
+            ["--target", "here", "--model", "config.json", "--parallel", "tensor4"],
+            "does not divide the model's num_kv_heads (2), of a config.json num_key_value_heads",
+        ),
     ],
 )
 def test_what_the_command_refuses(monkeypatch, tmp_path, capsys, arguments, message):
