@@ -134,7 +134,7 @@ def main() -> None:
     if options.quick:
         os.environ["XLA_FLAGS"] = COMPILE_FAST
         split_cpu(8)
-        lines = tables(["here"], TINY, lengths_of(2000, 128), {"max_shapes": 2, "max_bytes": 5e7})
+        lines = tables(["here"], TINY, lengths_of(2000, 256), {"max_shapes": 3, "max_bytes": 5e7})
     else:
         jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
         lines = tables(options.targets, SMALL, lengths_of(5_000_000, 2048), {"max_shapes": 5, "max_bytes": None})

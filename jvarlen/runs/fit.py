@@ -193,8 +193,17 @@ def fit(
 def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport | None:
     """Prints the plan of a training of the built-in model, and what a step of its largest shape holds and sends.
 
-    With `config.target`, it compiles the steps of all shapes for these devices and tells what the compiler says. With
-    lengths, these are the tokens of the samples that are trained on, and there are no others.
+    With `config.target`, it compiles the steps of all shapes for these devices and tells what the compiler says.
+
+    Args:
+      config: settings of the run; `out` and `html` are where to write the report.
+      lengths: int64[N], tokens of the samples that are trained on, in place of the data.
+
+    Returns:
+      The report; None without a target.
+
+    Raises:
+      ValueError: what `fit` and `compile_for` refuse.
     """
     read = *files_read(config.data, config.model), config.plan.cost_model, config.plan.memory_model
     check_outputs({"out": config.out, "html": config.html}, *read)

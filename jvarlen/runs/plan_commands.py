@@ -17,7 +17,7 @@ import tyro
 from jaxtyping import Int64
 
 from jvarlen import models
-from jvarlen._common.checks import UserError, check_counts, is_integer, list_first
+from jvarlen._common.checks import UserError, check_above, check_counts, is_integer, list_first
 from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.terminal import say
 from jvarlen.models.config import DecoderConfig
@@ -115,6 +115,7 @@ class _RowsPlanned(PlanConfig):
         if self.max_tokens is None:
             object.__setattr__(self, "max_tokens", PlanConfig.max_tokens)
         super().__post_init__()
+        check_above(self, 0, *(["max_bytes"] if self.max_bytes is not None else []))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -133,9 +133,9 @@ def replace_by_another_measuring(directory):
 def test_damaged_and_foreign_shards_are_refused_by_name(directory, damage):
     damage(directory)
     with pytest.raises(ValueError, match=r"holds shards that are damaged .*: 1\.npy\. To start again, delete it"):
-        shard_files(directory)[0].read()
+        read(shard_files(directory))[0]
     (directory / "1.npy").unlink()
-    assert shard_files(directory)[0].read() == [range(2, 4), range(6, 8), range(8, 10)]
+    assert read(shard_files(directory))[0] == [range(2, 4), range(6, 8), range(8, 10)]
 
 
 def test_many_damaged_shards_are_counted(tmp_path):
@@ -143,7 +143,7 @@ def test_many_damaged_shards_are_counted(tmp_path):
     for path in tmp_path.glob("*.npy"):
         os.truncate(path, 0)
     with pytest.raises(ValueError, match=r": 0\.npy, 1\.npy, 2\.npy, 3\.npy, 4\.npy and 2 more\. To start"):
-        shard_files(tmp_path, 7, 1)[0].read()
+        read(shard_files(tmp_path, 7, 1))[0]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_many_damaged_shards_are_counted(tmp_path):
 )
 def test_another_measuring_is_told_what_differs(directory, options, said):
     with pytest.raises(ValueError, match="of another measuring") as refused:
-        shard_files(directory, **options)[0].read()
+        read(shard_files(directory, **options))[0]
     assert f": {said}. To start again" in str(refused.value)
 
 
@@ -181,7 +181,7 @@ class Scaled:
     ],
 )
 def test_a_function_is_known_by_its_name(tmp_path, function, name):
-    shard_files(tmp_path, function=function)[0].read()
+    read(shard_files(tmp_path, function=function))[0]
     assert json.loads((tmp_path / "manifest.json").read_bytes())["function"] == name
 
 
@@ -189,7 +189,7 @@ def test_a_function_is_known_by_its_name(tmp_path, function, name):
 def test_a_damaged_manifest_is_refused(directory, content):
     (directory / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"damaged manifest\.json"):
-        shard_files(directory)[0].read()
+        read(shard_files(directory))[0]
 
 
 def test_a_manifest_without_a_field_is_of_another_measuring(directory):
@@ -197,11 +197,11 @@ def test_a_manifest_without_a_field_is_of_another_measuring(directory):
     del manifest["function"]
     (directory / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="function is None, not"):
-        shard_files(directory)[0].read()
+        read(shard_files(directory))[0]
 
 
 def test_files_that_a_killed_process_left_half_written_are_passed_over(tmp_path):
     (tmp_path / ".manifest.json.1.part").write_bytes(b"{")
     (tmp_path / ".1.npy.1.part").write_bytes(b"half")
     keep(tmp_path, 10)
-    assert not shard_files(tmp_path)[0].read()
+    assert not read(shard_files(tmp_path))[0]
