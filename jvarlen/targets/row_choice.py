@@ -307,7 +307,9 @@ class _Search:
             steps, rows = rows_of(most)
             if rows in compiled:
                 is_sure = steps <= 1 or limits_of_rows(self._budget, np.array([length])) != ["memory"]
-                rows = rows if is_sure else most
+                # More rows may take less than those between which bytes are interpolated: then more of them are tried.
+                tried = [rows] if is_sure else [most, most + self._budget.row_multiple]
+                rows = next((rows for rows in tried if rows not in compiled), rows)
             if rows in compiled:
                 break
             self._compile(plan, Bucket(rows, length))

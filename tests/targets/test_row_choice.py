@@ -130,6 +130,15 @@ def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, mult
     assert all(num_bytes(*bucket) <= 3.2e7 for bucket in chosen.token_plan.buckets)
 
 
+def test_more_rows_that_take_less_are_found(made_up):
+    """Bytes fall where XLA fuses larger arrays in another way."""
+    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=8, microbatches_per_step=1)
+    make = functools.partial(make_plan, [1024] * 4000)
+    [row] = made_up(lambda rows, length: 1e5 * rows * (0.985 if rows >= 104 else 1), make, budget, 1.035e7).rows
+    assert (row.most_rows, row.num_programs) == (104, 3)
+    assert row.bucket.rows == 104
+
+
 def test_the_last_program_has_fewer_rows_than_are_foreseen_only_near_the_limit(made_up):
     """The first programs are of far too many rows, and of a step too many."""
     budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=2, microbatches_per_step=1)
