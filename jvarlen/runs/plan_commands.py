@@ -91,7 +91,7 @@ def _options(settings: DataConfig | PlanConfig, leave_out: Sequence[str]) -> lis
     words: list[str] = []
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), field.metadata.get("name", field.name).replace("_", "-")
-        if not field.init or field.name in leave_out or value == field.default:
+        if field.name in leave_out or value == field.default:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
@@ -106,7 +106,7 @@ class _RowsPlanned(PlanConfig):
 
     max_tokens: int | None = None  # type: ignore[assignment]
     """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
-    limits_tokens: bool = dataclasses.field(default=True, init=False)  # whether it was given
+    limits_tokens: ClassVar[bool] = True  # whether it was given, of an instance
     # What a device may hold a target tells as well.
     _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
 
