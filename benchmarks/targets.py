@@ -28,7 +28,7 @@ from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
 from jvarlen.targets import TargetReport
 from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.report import BUFFERS, COLUMNS, KERNELS, SOURCE
+from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, shown_columns
 
 NUM_MICROBATCHES, SAMPLES_PER_ROW, NUM_BUFFERS = 8, 16, 5
 LLAMA_3_8B = DecoderConfig(
@@ -82,7 +82,9 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> TargetReport
 
 def figures(reports: dict[Case, TargetReport]) -> list[str]:
     """What is told of each case, beside the prototype."""
-    header, *rows = table_of([row for report in reports.values() for row in report], *COLUMNS[1:], KERNELS)
+    together = TargetReport([row for report in reports.values() for row in report], "", "")
+    _, *columns = shown_columns(together)
+    header, *rows = table_of(together, *columns, KERNELS)
     cells = []
     for ((target, layout, *prototype), told), row in zip(reports.items(), rows, strict=True):
         beside = ("–" if size is None else f"{size:.1f}" for size in prototype)
