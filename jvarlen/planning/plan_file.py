@@ -6,10 +6,13 @@ Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n sample
 from __future__ import annotations
 
 import hashlib
+import os
+import struct
+import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
@@ -37,6 +40,7 @@ Fields = dict[str, Shaped[np.ndarray, "..."]]
 _FORMAT_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # the same arrays
 _MAX_REASON = 300  # characters
+_ZIP_LENGTHS = 26  # where a member's own header has the lengths of its name and of the extra field
 _MOST_IDS_A_SAMPLE = 8  # ids up to so many times the samples are marked in a table; further apart they are sorted
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
@@ -113,16 +117,17 @@ def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> 
 def read_plan_file(path: Path, pair_size: Callable[..., Any] | None = None) -> tuple[Fields, PairSize]:
     """Reads what `write_plan_file` wrote, and what pairs count; raises ValueError where it is anything else."""
     try:
-        with regular_file(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            if any(member.compress_type for member in stored.zip.infolist()):
+        with regular_file(path).open("rb") as file, zipfile.ZipFile(file) as archive:
+            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            if any(member.compress_type for member in members.values()):
                 raise UserError("its arrays are compressed")  # a small one could take all memory
-            version = stored["format_version"]
+            version = _read_member(file, members, "format_version")
             if version.shape != () or version not in _READABLE_VERSIONS:
                 readable = " and ".join(map(str, _READABLE_VERSIONS))
                 raise UserError(f"its format_version is {version}, this version of the library reads {readable}")
             fields: Fields = {
-                name: stored[name].astype(dtype, casting="equiv", copy=False)
-                for name, (dtype, _) in _fields_of(stored).items()
+                name: _read_member(file, members, name).astype(dtype, casting="equiv", copy=False)
+                for name, (dtype, _) in _fields_of(members).items()
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
@@ -155,6 +160,16 @@ def read_plan_file(path: Path, pair_size: Callable[..., Any] | None = None) -> t
         reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
         raise UserError(f"{path} is not a readable plan file: {reason}") from error
     return fields, counted
+
+
+def _read_member(file: BinaryIO, members: Mapping[str, zipfile.ZipInfo], name: str) -> np.ndarray:
+    """An array of an uncompressed archive, without its CRC-32: digest and checksum tell whether it is as written."""
+    if name not in members:
+        raise UserError(f"it has no {name}")
+    file.seek(members[name].header_offset + _ZIP_LENGTHS)
+    name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+    file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
+    return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
