@@ -91,12 +91,29 @@ def local_names(path: Path) -> list[str]:
         return [str(regular_file(path))]
     if not glob.has_magic(str(path)):
         raise FileNotFoundError(f"there is no data file {path}")
-    found = sorted(glob.glob(str(path), recursive=True), reverse=True)
-    once = {os.path.realpath(each): each for each in found}  # links can lead a `**` in circles
-    names = _no_directories(each for each in sorted(once.values()) if not _OWN_CACHE.search(each))
+    names = _no_directories(each for each in sorted(set(_matches(path, set()))) if not _OWN_CACHE.search(each))
     if not names:
         raise FileNotFoundError(f"no data file matches {path}")
     return names
+
+
+def _matches(pattern: Path, entered: set[tuple[int, ...]]) -> Iterator[str]:
+    """What matches a glob; each `**` enters a directory once, as links could lead it in circles."""
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from glob.glob(str(pattern))
+        return
+    place = parts.index("**")
+    for root in glob.glob(str(Path(*parts[:place]))):
+        for directory, inner, _ in os.walk(root, followlinks=True):
+            status = os.stat(directory)
+            entry = len(parts) - place, status.st_dev, status.st_ino
+            if entry in entered:
+                inner.clear()
+                continue
+            entered.add(entry)
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            yield from _matches(Path(glob.escape(directory), *(parts[place + 1 :] or "*")), entered)
 
 
 def _no_directories(names: Iterable[str]) -> list[str]:

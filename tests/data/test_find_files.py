@@ -179,7 +179,8 @@ def test_links_in_circles_do_not_repeat_files(tmp_path, monkeypatch, pattern):
     for name in ("a.txt", "deep/b.txt", "deep/[x]/c.txt", ".hidden/d.txt"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text("line")
-    (tmp_path / "data" / "deep" / "up").symlink_to(tmp_path / "data")
+    for link in ("data/loop", "data/deep/up", "data/deep/up2"):
+        (tmp_path / link).symlink_to(tmp_path / "data")
     monkeypatch.chdir(tmp_path / "data")
     for root in (tmp_path / "data", Path()):
         names = [file.name for file in find_files(root / pattern, progress=False)]
