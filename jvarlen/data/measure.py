@@ -11,7 +11,7 @@ import itertools
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_ranges import Values, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths, check_random_access
-from jvarlen.planning.samples import OnBadSample, field_names, fields_of, value_of
+from jvarlen.planning.samples import OnBadSample, fields_of
 
 if TYPE_CHECKING:
     from jvarlen.data.shard_files import Check
@@ -291,7 +291,7 @@ class _FieldLengths:
 
     def __call__(self, sample: Any) -> int | tuple[int, ...] | _Unmeasured:
         try:
-            lengths = tuple([_first_axis(sample, name) for name in self._names])
+            lengths = tuple([_first_axis(_field(sample, name)) for name in self._names])
         except TypeError:  # a scalar, also in place of a missing field
             return _Unmeasured(
                 _told_fields(sample),
@@ -315,16 +315,29 @@ class PairLengths:
         return operator.index(first), operator.index(second)
 
 
-def _first_axis(sample: Any, name: str) -> int:
-    """The size of a field's first axis; raises TypeError for what has none, such as scalars and text."""
-    field = value_of(sample, name) if name in field_names(sample) else None
+def _field_names(sample: Any) -> Iterable[Any]:
+    """The names of fields; attributes of other classes are none: an array has `data` and `shape`."""
+    if isinstance(sample, dict | Mapping):  # of which the first is known at once
+        return sample
+    return getattr(sample, "__dataclass_fields__", getattr(sample, "_fields", ()))
+
+
+def _field(sample: Any, name: str) -> Any:
+    names: Any = _field_names(sample)
+    if name not in names:
+        return None
+    return sample[name] if names is sample else getattr(sample, name)
+
+
+def _first_axis(field: Any) -> int:
+    """The size of the first axis; raises TypeError for what has none, such as scalars and text."""
     if isinstance(field, str | bytes | dict):
         raise TypeError(type(field))
-    return len(field)  # type: ignore[arg-type]
+    return len(field)
 
 
 def _told_fields(sample: Any) -> str:
-    fields = {name: value_of(sample, name) for name in itertools.islice(field_names(sample), 8)}
+    fields = {name: _field(sample, name) for name in itertools.islice(_field_names(sample), 8)}
     told = [f"{name} {list(getattr(field, 'shape', ())) or type(field).__name__}" for name, field in fields.items()]
     return f"{type(sample).__name__} of {', '.join(told)}" if told else type(sample).__name__
 

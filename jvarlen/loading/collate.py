@@ -22,7 +22,7 @@ from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBat
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
-from jvarlen.planning.samples import WeightedTokens, fields_of, value_of
+from jvarlen.planning.samples import WeightedTokens, fields_of
 
 __all__ = [
     "CollateFields",
@@ -36,6 +36,7 @@ __all__ = [
     "pack_to_bucket",
     "pad_pairs_to_bucket",
     "pad_to_bucket",
+    "value_of",
     "weights_of",
 ]
 
@@ -334,6 +335,11 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
         "ids": step.ids.astype(np.int32),
         "is_real": step.ids >= 0,
     }
+
+
+def value_of(sample: Any, name: str) -> Any:
+    """A field of a mapping or dataclass."""
+    return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
 def _tokens(sample: Any) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.loading.forward import only_iterates
-from jvarlen.planning.samples import field_names, fields_of, has_fields, value_of
+from jvarlen.planning.samples import fields_of, has_fields
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan"]
@@ -44,7 +45,7 @@ def find_fields(
                 f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
             )
         return None
-    words, has = LENGTH_NAMES[num_lengths - 1], field_names(samples[0])
+    words, has = LENGTH_NAMES[num_lengths - 1], _values(samples[0])
     names = list(has if axes is None else axes)
     if unnamed := [name for name in names if not isinstance(name, str)]:
         raise UserError(f"names of fields must be text, not {_listed(unnamed)}: give fields={{name: axes, …}} without")
@@ -154,11 +155,24 @@ def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Ite
 def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
     """Whether a sample has named fields; of two lengths, a named tuple of two arrays is a pair if no axes are given."""
     return has_fields(sample) or (
-        isinstance(sample, tuple)
-        and hasattr(sample, "_fields")
+        _is_named_tuple(sample)
         and fields_of(sample) is not None
         and (num_lengths == 1 or len(sample) != 2 or axes is not None)
     )
+
+
+def _is_named_tuple(sample: Any) -> bool:
+    return isinstance(sample, tuple) and hasattr(sample, "_fields")
+
+
+def _values(sample: Any) -> Mapping[str, Any]:
+    if isinstance(sample, Mapping):
+        return sample
+    if _is_named_tuple(sample):
+        return sample._asdict()
+    return {
+        each.name: getattr(sample, each.name) for each in (dataclasses.fields(sample) if has_fields(sample) else ())
+    }
 
 
 def _arrays(
@@ -169,7 +183,7 @@ def _arrays(
     errors = []
     for place, sample in enumerate(samples):
         try:
-            rows[place] = {name: _array(name, sample) for name in names}
+            rows[place] = {name: _array(name, _values(sample)) for name in names}
         except UserError as error:
             errors.append(error)
     if len(errors) >= len(rows):  # a few bad ones are named when their step is read
@@ -181,9 +195,9 @@ def _arrays(
     return found, None if lengths is None else np.asarray(lengths)[list(rows)]
 
 
-def _array(name: str, sample: Any) -> np.ndarray:
+def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
     try:
-        array = np.asarray(value := value_of(sample, name))
+        array = np.asarray(value := values[name])
     except (LookupError, AttributeError):
         raise UserError(f"the field {name!r} is not in all samples") from None
     except (TypeError, ValueError) as error:

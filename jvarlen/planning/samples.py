@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -18,13 +18,11 @@ __all__ = [
     "Dataset",
     "OnBadSample",
     "WeightedTokens",
-    "field_names",
     "fields_of",
     "has_fields",
     "reweighted",
     "samples_at_once",
     "to_tokens",
-    "value_of",
 ]
 
 OnBadSample = Literal["error", "skip"]
@@ -154,24 +152,12 @@ def has_fields(sample: Any) -> bool:
     return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
 
 
-def field_names(sample: Any) -> Collection[Any]:
-    """The names of the fields of a mapping, dataclass or named tuple; attributes of arrays, say, are none."""
-    if isinstance(sample, dict | Mapping):  # of which the first is known at once
-        return sample
-    if dataclasses.is_dataclass(sample):
-        return [field.name for field in dataclasses.fields(sample)]
-    return getattr(sample, "_fields", ())
-
-
-def value_of(sample: Any, name: str) -> Any:
-    """A field of a mapping, dataclass or named tuple."""
-    return sample[name] if isinstance(sample, dict | Mapping) else getattr(sample, name)
-
-
 def reweighted(sample: Any, factor: float) -> Any:
     """The sample, or its fields, with loss weights multiplied by a factor; they are 1 where it has none."""
     if has_fields(sample):
-        values = {name: value_of(sample, name) for name in field_names(sample)}
+        is_mapping = isinstance(sample, Mapping)
+        names = sample if is_mapping else [field.name for field in dataclasses.fields(sample)]
+        values = {name: sample[name] if is_mapping else getattr(sample, name) for name in names}
         return values | {"weights": np.asarray(values.get("weights", 1), np.float32) * np.float32(factor)}
     if isinstance(sample, WeightedTokens):
         return WeightedTokens(sample.tokens, sample.weights * factor)

@@ -13,11 +13,11 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.batches import arrays_by_name, with_arrays
 from jvarlen.batches.fields import LENGTH_NAMES, PREFIXES, WEIGHTS, Fields
 from jvarlen.distributed.layout import Layout
-from jvarlen.loading.collate import CollateFields, StepSamples, collate_for
+from jvarlen.loading.collate import CollateFields, StepSamples, collate_for, value_of
 from jvarlen.loading.fields import FieldAxes, find_fields
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
-from jvarlen.planning.samples import WeightedTokens, to_tokens, value_of
+from jvarlen.planning.samples import WeightedTokens, to_tokens
 from jvarlen.testing.partition import (
     FloatDtype,
     check_finite,
