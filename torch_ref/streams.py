@@ -345,10 +345,25 @@ def _check_state(state: Any) -> dict[str, Any]:
         ]
         if len(fields["buffered"]) >= (size or 1):
             raise ValueError(f"{len(fields['buffered'])} samples in a shuffle buffer of {size}")
+        _check_counts(fields)
     # Whatever is wrong with its types, in however many ways, it is no state.
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"not a state of stream_batches: {error}") from error
     return fields
+
+
+def _check_counts(fields: dict[str, Any]) -> None:
+    num_waiting = sum(map(len, fields["waiting"]))
+    if fields["max_waiting"] is not None and num_waiting > fields["max_waiting"]:
+        raise ValueError(f"{num_waiting} samples wait, max_waiting is {fields['max_waiting']}")
+    ids = [number for number, _ in chain(*fields["waiting"], fields["buffered"])]
+    if len(set(ids)) < len(ids):
+        raise ValueError("samples wait twice")
+    if len(ids) + fields["num_dropped"] > fields["num_read"]:
+        raise ValueError(f"{len(ids)} samples wait, {fields['num_dropped']} were dropped, {fields['num_read']} read")
+    for name, rule in (("num_dropped", "drop"), ("num_truncated", "truncate")):
+        if fields[name] and fields["overlong"] != rule:
+            raise ValueError(f"{name} is {fields[name]} with overlong={fields['overlong']!r}")
 
 
 def _check_waiting(waiting: Any, fields: dict[str, Any]) -> list[list[tuple[int, int]]]:

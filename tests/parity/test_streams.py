@@ -313,6 +313,28 @@ def test_what_is_no_state_is_refused(package):
             package.stream_batches(lengths, state=other)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"microbatches_per_step": 2**31},
+        {"max_waiting": 2},
+        {"num_read": 2},
+        {"num_dropped": 1},
+        {"num_truncated": 1},
+        {"num_dropped": 99, "overlong": "drop"},
+    ],
+    ids=str,
+)
+def test_a_state_that_no_stream_comes_to_is_refused(package, change):
+    """Counts and limits that contradict the samples that wait."""
+    steps = package.stream_batches([9, 1, 5, 1, 9], [(3, 4), (2, 5), (1, 9)], max_waiting=9)
+    assert next(steps).ids.tolist() == [[0]]
+    next(steps)
+    state = steps.state()
+    with pytest.raises(ValueError, match="state"):
+        package.stream_batches([9, 1, 5, 1, 9], state=state | change)
+
+
 def test_a_stream_shorter_than_its_state_is_refused(package):
     """It cannot be the same stream."""
     steps = package.stream_batches([3, 5, 2, 7, 4, 1], [(2, 8)])

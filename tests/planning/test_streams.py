@@ -130,3 +130,42 @@ print(num_steps, digest.hexdigest())
     assert [process.returncode for process in running] == [0, 0, 0]
     assert printed[0] == printed[1] == printed[2]
     assert int(printed[0][0]) > 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"buckets": [[3, 4], [2, 3], [1, 20]]},
+        {"buckets": [[3, 4], [2, 9, 9], [1, 20]]},
+        {"microbatches_per_step": 0},
+        {"microbatches_per_step": 2**31},
+        {"max_waiting": 0},
+        {"max_waiting": 1},
+        {"seed": -1},
+        {"num_read": 4},
+        {"num_read": -1},
+        {"num_dropped": 1},
+        {"num_truncated": 1},
+        {"num_dropped": 99, "overlong": "drop"},
+        {"waiting_ids": [[1, 1], [2], []], "waiting_lengths": [[1, 1], [5], []]},
+        {"waiting_ids": [[1, 4, 2], [2], []], "waiting_lengths": [[1, 1, 1], [5], []]},
+        {"waiting_lengths": [[1, 5], [5], []]},
+        {"waiting_lengths": [[1, 0], [5], []]},
+        {"waiting_lengths": [[1], [5], []]},
+        {"waiting_ids": [[1, 9], [2], []]},
+        {"waiting_ids": [[1, -4], [2], []]},
+        {"waiting_ids": [[1, 4], [2]], "waiting_lengths": [[1, 1], [5]]},
+        {"buffered_ids": [0], "buffered_lengths": [3]},
+        {"shuffle_buffer": True},
+    ],
+    ids=str,
+)
+def test_a_state_that_no_stream_comes_to_is_refused(change):
+    batches = stream_batches([20, 1, 5, 20, 1, 20], BUCKETS, max_waiting=9)
+    for _ in range(3):
+        next(batches)
+    state = batches.state()
+    assert (state["waiting_ids"], state["waiting_lengths"]) == ([[1, 4], [2], []], [[1, 1], [5], []])
+    assert len(list(stream_batches([20, 1, 5, 20, 1, 20], state=state))) == 2
+    with pytest.raises(ValueError, match="this is no state of a stream"):
+        stream_batches([20, 1, 5, 20, 1, 20], state=state | change)
