@@ -25,7 +25,7 @@ MESH_AXES = ("data", "stage", "context", "tensor")
 
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
 
-Remat = Literal["none", "full"]
+Remat = Literal["none", "selective", "full"]
 
 _NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from")
 _WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number sets, and its value
@@ -44,7 +44,7 @@ class Layout:
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
     (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`), `data`, `sequence_parallel`, a
     schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what the backward pass computes again
-    (`remat_full`, `remat_none`). `str` leaves defaults out.
+    (`remat_full`, `remat_selective`, `remat_none`). `str` leaves defaults out.
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
@@ -82,8 +82,9 @@ class Layout:
     context_from: int = 0
     """Buckets of at least this length spread their positions over `"context"`; shorter ones use that axis as data."""
     remat: Remat | None = None
-    """Rematerialization: layers keep only inputs, from which the backward pass runs them again (`"full"`), or what
-    the backward pass uses (`"none"`). None: `"full"` with stages, and `"none"` otherwise."""
+    """Rematerialization, what layers keep for the backward pass: what it uses (`"none"`), what they name by
+    `jax.ad_checkpoint.checkpoint_name` and the results of attention (`"selective"`), or inputs alone, from which it
+    runs them again (`"full"`). None: `"full"` with stages, and `"none"` otherwise."""
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in (*MESH_AXES, "virtual")}

@@ -57,8 +57,8 @@ def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
             raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
         if layout.stage > 1:
             raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
-        if layout.remat_in_force == "full":
-            raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
+        if layout.remat_in_force != "none":
+            raise UserError(f"remat_{layout.remat} takes a LayeredModel, whose layers can be run again")
 
 
 def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step: int) -> None:

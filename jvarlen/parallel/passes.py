@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jvarlen._common.jaxprs import is_attention
+from jvarlen.distributed.layout import Remat
 
 __all__ = ["Passes", "floats_of", "split_passes", "with_floats"]
 
@@ -35,9 +36,15 @@ class Passes(NamedTuple):
 
 
 def split_passes(
-    function: Callable[..., Any], params: Any, x: Any, *others: Any, weights_apart: bool = False
+    function: Callable[..., Any],
+    params: Any,
+    x: Any,
+    *others: Any,
+    remat: Remat = "none",
+    weights_apart: bool = False,
 ) -> Passes:
     """The passes of a function, which is traced here for arguments of these shapes; `others` go to every pass."""
+    # With `remat="full"` residuals are arrays of x alone, from which each later pass runs the function again.
 
     def whole(always: tuple[Any, Any], x: Any, of_y: list[Any]) -> tuple[Any, list[Any], Any]:
         params, others = always
@@ -58,7 +65,7 @@ def split_passes(
     num_of_x = wanted[1]
     if not weights_apart:
         wanted = [wanted[0], wanted[1] + wanted[2]]
-    run_pass = _cut(_without_calls(closed), given, wanted)
+    run_pass = _cut(_without_calls(closed), given, wanted, runs_again=remat == "full")
 
     def forward(params: Any, x: Any, *others: Any) -> tuple[Any, list[Any]]:
         out = run_pass[0](*jax.tree.leaves(((params, others), x)))
@@ -89,7 +96,9 @@ def with_floats(x: Any, floats: Sequence[Any]) -> Any:
     return jax.tree.unflatten(structure, replaced)
 
 
-def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> list[Callable[..., list[Any]]]:
+def _cut(
+    closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], *, runs_again: bool
+) -> list[Callable[..., list[Any]]]:
     """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on."""
     # It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in
     # the first, and only in the second; `wanted` how many results each pass has.
@@ -123,7 +132,7 @@ def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> li
                     handed[given_in[var]][var] = None
                 continue
             i, eqn = maker[var], jaxpr.eqns[maker[var]]
-            is_anew = not eqn.effects and (possible[i] == _ALWAYS or eqn.primitive.name in _VIEWS)
+            is_anew = not eqn.effects and (runs_again or possible[i] == _ALWAYS or eqn.primitive.name in _VIEWS)
             if made_in.setdefault(i, number) == number or is_anew:
                 chosen[number].add(i)
                 pending += eqn.invars

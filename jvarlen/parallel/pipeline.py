@@ -348,7 +348,7 @@ class _Device:
         """The output of a part."""
         part, given, none = action["part"], self.given(action["microbatch"]), self.nothing[0]
         x, layers = self.input_of(part, received.inputs, given), _chunk_at(self.chunks, action["chunk"])
-        if self.plan.with_grads and self.plan.remat == "none":
+        if self.plan.with_grads and self.plan.remat != "full":
             y, kept = self.run_forward(layers, x, given, part)
             return none._replace(inputs=y, kept=kept, outputs=y), sums
         y = self.run_layers(layers, x, given, part)

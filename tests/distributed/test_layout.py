@@ -34,7 +34,7 @@ LAYOUTS = st.builds(
     virtual=SIZES,
     sequence_parallel=st.booleans(),
     context_from=st.integers(0, 10**6),
-    remat=st.sampled_from([None, "full", "none"]),
+    remat=st.sampled_from([None, "full", "selective", "none"]),
 ).map(lambda fields: Layout(**fields))
 
 
@@ -91,7 +91,7 @@ def test_devices_are_the_product_of_the_axes(words):
         ("data2.", "no word ''"),
         ("data-2", "no word 'data-2'"),
         ("data.data2", "data and data2"),
-        ("data2.remat_selective", "no word 'remat_selective'"),
+        ("data2.remat_some", "no word 'remat_some'"),
         ("data٢", "no word"),
         ("data0.tensor0", r"at least 1 .*data \(0\), tensor \(0\)"),
         ("virtual0", r"virtual \(0\)"),

@@ -227,9 +227,10 @@ def test_words_that_need_another_axis_are_refused(text):
         make_layout_step(layered(MODEL), optax.sgd(1.0), layout=layout)
 
 
-def test_only_layers_are_run_again():
-    layout = Layout(data=2, remat="full")
-    with pytest.raises(ValueError, match="remat_full takes a LayeredModel"):
+@pytest.mark.parametrize("remat", ["full", "selective"])
+def test_only_layers_are_run_again(remat):
+    layout = Layout(data=2, remat=remat)
+    with pytest.raises(ValueError, match=f"remat_{remat} takes a LayeredModel"):
         make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), layout=layout)
 
 

@@ -24,9 +24,17 @@ def products(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
 
 
-@pytest.mark.parametrize("weights_apart", [False, True])
+@pytest.mark.parametrize(
+    ("remat", "weights_apart", "expected"),
+    [
+        ("none", False, [2, 4]),
+        ("none", True, [2, 2, 2]),
+        ("full", False, [2, 5]),  # all but what only y needs
+        ("full", True, [2, 3, 4]),
+    ],
+)
 @pytest.mark.parametrize("function", [perceptron, jax.jit(perceptron), jax.jit(jax.jit(perceptron))])
-def test_passes_give_the_derivative_and_each_product_is_in_one(function, weights_apart):
+def test_passes_give_the_derivative_and_run_products_as_often_as_said(function, remat, weights_apart, expected):
     @jax.jit
     def at_once(params, x):
         y, pull = jax.vjp(lambda params, x: function(params, X | {"x": x}, SCALE, KEY)["x"], params, x)
@@ -34,7 +42,7 @@ def test_passes_give_the_derivative_and_each_product_is_in_one(function, weights
 
     y, of_y, of_params, of_x = at_once(PARAMS, X["x"])
     of_y = [of_y]
-    passes = split_passes(function, PARAMS, X, SCALE, KEY, weights_apart=weights_apart)
+    passes = split_passes(function, PARAMS, X, SCALE, KEY, remat=remat, weights_apart=weights_apart)
     found, residuals = passes.forward(PARAMS, X, SCALE, KEY)
     (found_of_x,), rest = passes.backward(PARAMS, residuals, of_y, SCALE, KEY)
     num = [
@@ -44,7 +52,9 @@ def test_passes_give_the_derivative_and_each_product_is_in_one(function, weights
     if weights_apart:
         num.append(products(passes.weights, PARAMS, residuals, rest, SCALE, KEY))
         rest = passes.weights(PARAMS, residuals, rest, SCALE, KEY)
-    assert num == ([2, 2, 2] if weights_apart else [2, 4])
+    assert num == expected
+    if remat == "full":
+        assert {leaf.shape for leaf in residuals} == {leaf.shape for leaf in jax.tree.leaves(X)}
     assert found["count"] == 3
     np.testing.assert_allclose(found["x"], y, rtol=1e-6)
     np.testing.assert_allclose(found_of_x, of_x, rtol=1e-6)

@@ -78,5 +78,5 @@ def _check_layout(layout: Layout) -> None:
         raise UserError(f"slices of rows do not go with sequence_parallel, which spreads their positions: {layout}")
     if layout.remat_in_force != "full":
         raise UserError(
-            f"slices keep inputs, and keys and values, and run layers again: leave remat_none out of {layout}"
+            f"slices keep inputs, and keys and values, and run layers again: leave remat_{layout.remat} out of {layout}"
         )
