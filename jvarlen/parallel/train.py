@@ -90,7 +90,7 @@ class TrainStep:
 
         Returns:
           `TrainState`; of shapes with their shardings, if the parameters are shapes. What ZeRO shards lies along its
-          largest dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
+          first dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
           whole. With `tensorN`, parameters are those of `split_params`, and with `stageN` each stage has consecutive
           layers; either has `LayeredParams`. Arrays of the optimizer lie as their parameters.

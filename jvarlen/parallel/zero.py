@@ -34,9 +34,10 @@ _NOT_SAVED = {
 
 def shard_specs(params: Any, layout: Layout, *, padded: bool = True, other_specs: Any = None) -> Any:
     """How parameters, or if `padded` gradients and optimizer state, lie over the axes where they are sharded."""
-    # Each along the largest dimension that N divides, the first of equal ones; or else, if padded, along the largest
-    # that has at least N elements. Arrays with no such dimension, or of few elements, are whole. Of `LayeredParams`,
-    # both count within a layer. Dimensions of `other_specs` are taken, by "stage" or "tensor".
+    # Each along the first dimension that N divides, so that gathering has no need to transpose; or else, if padded,
+    # along the largest that has at least N elements, where padding is least. Arrays with no such dimension, or of few
+    # elements, are whole. Of `LayeredParams`, both count within a layer. Dimensions of `other_specs` are taken, by
+    # "stage" or "tensor".
     spec = functools.partial(_spec, layout=layout, padded=padded)
     taken = jax.tree.map(lambda _: _WHOLE, params) if other_specs is None else other_specs
     if isinstance(params, LayeredParams):
@@ -50,11 +51,10 @@ def _spec(leaf: Any, taken: PartitionSpec, *, layout: Layout, padded: bool, begi
     free = [dim for dim in range(begin, len(shape)) if axes[dim] is None]
     dims = [dim for dim in free if shape[dim] % layout.num_shards == 0]
     if not dims and padded:
-        dims = [dim for dim in free if shape[dim] >= layout.num_shards]
+        dims = sorted((dim for dim in free if shape[dim] >= layout.num_shards), key=lambda dim: -shape[dim])
     if not dims or math.prod(shape[begin:]) < MIN_SHARDED:
         return taken
-    largest = max(dims, key=lambda dim: (shape[dim], -dim))
-    axes[largest] = layout.data_axes
+    axes[dims[0]] = layout.data_axes
     while axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)

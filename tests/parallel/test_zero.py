@@ -193,12 +193,13 @@ def test_extra_state_is_kept_on_every_device():
         assert_equal_trees(state, expected, 1e-12)
 
 
-def test_shards_lie_along_the_largest_dimension_that_divides():
+def test_shards_lie_along_the_first_dimension_that_divides():
     params = {
         "wide": np.zeros((64, 96)),
         "tall": np.zeros((96, 64)),
         "square": np.zeros((64, 64)),
         "odd": np.zeros((128, 257)),
+        "late": np.zeros((257, 128)),
         "prime": np.zeros((257, 257)),
         "small": np.zeros(1020),
         "scalar": np.zeros(()),
@@ -206,14 +207,15 @@ def test_shards_lie_along_the_largest_dimension_that_divides():
     }
     whole, rows, columns = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")
     assert shard_specs(params, Layout(data=4)) == {
-        "wide": columns,
+        "wide": rows,
         "tall": rows,
         "square": rows,
         "odd": rows,
+        "late": columns,
         "prime": rows,
         "small": whole,
         "scalar": whole,
-        "deep": PartitionSpec(None, None, "data"),
+        "deep": rows,
     }
     assert shard_specs(params, Layout(data=4), padded=False)["prime"] == whole
     assert shard_specs(params, Layout(data=3), padded=False) == dict.fromkeys(params, whole) | {
@@ -223,7 +225,7 @@ def test_shards_lie_along_the_largest_dimension_that_divides():
     assert shard_specs(params, Layout(data=300)) == dict.fromkeys(params, whole)  # nothing has so many elements
     assert shard_specs(params, Layout(data=100))["wide"] == whole
     assert shard_specs(params, Layout(data=90))["wide"] == columns
-    both = PartitionSpec(None, ("data", "context"))
+    both = PartitionSpec(("data", "context"))
     assert shard_specs(params, Layout(data=2, context=2))["wide"] == both
     stacked = LayeredParams(np.zeros((1024, 3)), {"w": np.zeros((2048, 32, 32)), "scale": np.zeros((64, 1000))})
     specs = LayeredParams(rows, {"w": PartitionSpec(None, "data"), "scale": whole})
