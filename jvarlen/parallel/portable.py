@@ -104,13 +104,19 @@ class PortableForm:
         self._routes = {leaf: _route(first[leaf], leaves[leaf]) for leaf in sorted(first)}
         others = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state[2:])
         self.shapes = self._state([jax.ShapeDtypeStruct(s.shape, leaves[s.leaf].dtype) for s in sources], others)
-        self._take = self._compiled_take([leaves[leaf] for leaf in self._routes]) if self._changed else None
+        num_params = len(jax.tree.leaves(state.params))
+        parts = [[s for s in self._changed if (s.leaf < num_params) == of_params] for of_params in (True, False)]
+        self._takes = [self._compiled_take(part, leaves) for part in parts if part]
 
     def save(self, state: TrainState) -> TrainState:
         """The state of one device; arrays that are the same are shared."""
         leaves = jax.tree.leaves(state[:2])
-        made = iter(() if self._take is None else self._take([leaves[leaf] for leaf in self._routes]))
-        return self._state([next(made) if s.is_changed else leaves[s.leaf] for s in self._sources], state[2:])
+        takes = [(take, there) for take, there in self._takes if there[-1] < len(leaves)]
+        made = iter([array for take, there in takes for array in take([leaves[leaf] for leaf in there])])
+        saved = [next(made) if s.is_changed else leaves[s.leaf] for s in self._sources if s.leaf < len(leaves)]
+        if state.opt_state is None:
+            return state._replace(params=jax.tree.unflatten(self._structure.children()[0], saved))
+        return self._state(saved, state[2:])
 
     def like(self, state: TrainState) -> TrainState:
         """The result of `save`, with `jax.ShapeDtypeStruct` in place of arrays that `save` makes."""
@@ -162,18 +168,16 @@ class PortableForm:
             array = jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
         return array
 
-    def _compiled_take(self, given: list[jax.Array]) -> Any:
-        """Compiled ahead, for a run saves where nothing may be compiled any more."""
+    def _compiled_take(self, sources: Sequence[_Source], leaves: Sequence[Any]) -> tuple[Any, list[int]]:
+        """Compiled ahead, for a run saves where nothing may be compiled any more; and of which leaves."""
+        there = sorted({source.leaf for source in sources})
 
-        def take(leaves: list[jax.Array]) -> list[jax.Array]:
-            arrived = {
-                leaf: self._sent(array, route)
-                for array, (leaf, route) in zip(leaves, self._routes.items(), strict=True)
-            }
-            return _taken(arrived, self._changed, self._num_parts)
+        def take(given: list[jax.Array]) -> list[jax.Array]:
+            arrived = {leaf: self._sent(array, self._routes[leaf]) for leaf, array in zip(there, given, strict=True)}
+            return _taken(arrived, sources, self._num_parts)
 
-        out_shardings = [self._sharding_of(source) for source in self._changed]
-        return jax.jit(take, out_shardings=out_shardings).lower(given).compile()
+        out_shardings = [self._sharding_of(source) for source in sources]
+        return jax.jit(take, out_shardings=out_shardings).lower([leaves[leaf] for leaf in there]).compile(), there
 
 
 class _Split(NamedTuple):
