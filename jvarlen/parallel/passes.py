@@ -1,13 +1,16 @@
 """A function and its derivative, cut into passes that run at different times: forward, backward, weight gradients."""
 
-# The whole is traced once. Each equation belongs to the first pass that needs it. What later passes need of it is
-# passed on as residuals. Only cheap or small equations run twice: views, and those that depend only on arguments that
-# every pass has, such as casts of parameters, masks of the microbatch and random numbers of its key.
+# The whole is traced once. An equation that must not run twice belongs to the first pass that needs it; others run in
+# every pass that needs them. What a pass hands on as residuals is a minimum cut of the traced graph: of all sets of
+# arrays from which later passes can compute what they need, the one of least bytes. What depends only on arguments of
+# every pass, such as casts of parameters, masks of the microbatch and random numbers of its key, is never handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,20 @@ from jvarlen.distributed.layout import Remat
 __all__ = ["Passes", "floats_of", "split_passes", "with_floats"]
 
 _ALWAYS = -1
-_VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+_MOST = int(np.iinfo(np.int32).max)
+_OF_ELEMENTS = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square sub tan tanh xor
+"""
+_OF_PLACES = """
+    axis_index broadcast_in_dim concatenate dynamic_slice expand_dims iota pad pcast pvary reshape rev slice split
+    squeeze transpose
+"""
+_CHEAP = {*_OF_ELEMENTS.split(), *_OF_PLACES.split()}  # XLA computes them inside of what reads them
+_CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 
 
 class Passes(NamedTuple):
@@ -44,7 +60,9 @@ def split_passes(
     weights_apart: bool = False,
 ) -> Passes:
     """The passes of a function, which is traced here for arguments of these shapes; `others` go to every pass."""
-    # With `remat="full"` residuals are arrays of x alone, from which each later pass runs the function again.
+    # With `remat="none"` only operations on elements, and views, run in several passes: no products, attention, sums,
+    # loops, communication, or what is not known. With "selective" what must not run twice is what `checkpoint_name`
+    # names, attention, and what a `jax.checkpoint` inside of the function keeps. With "full" residuals are arrays of x.
 
     def whole(always: tuple[Any, Any], x: Any, of_y: list[Any]) -> tuple[Any, list[Any], Any]:
         params, others = always
@@ -65,7 +83,7 @@ def split_passes(
     num_of_x = wanted[1]
     if not weights_apart:
         wanted = [wanted[0], wanted[1] + wanted[2]]
-    run_pass = _cut(_without_calls(closed), given, wanted, runs_again=remat == "full")
+    run_pass = _cut(_without_calls(closed), given, wanted, remat)
 
     def forward(params: Any, x: Any, *others: Any) -> tuple[Any, list[Any]]:
         out = run_pass[0](*jax.tree.leaves(((params, others), x)))
@@ -97,58 +115,147 @@ def with_floats(x: Any, floats: Sequence[Any]) -> Any:
 
 
 def _cut(
-    closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], *, runs_again: bool
+    closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], remat: Remat
 ) -> list[Callable[..., list[Any]]]:
     """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on."""
     # It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in
     # the first, and only in the second; `wanted` how many results each pass has.
-    jaxpr = closed.jaxpr
+    jaxpr, eqns = closed.jaxpr, closed.jaxpr.eqns
     num_always, num_first = given[0], given[0] + given[1]
     arguments = [jaxpr.invars[num_always:num_first], jaxpr.invars[num_first:], []]
-    given_in = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars[:num_always]], _ALWAYS)
-    given_in |= {var: number for number, each in enumerate(arguments) for var in each}
-    known, possible = {**given_in}, []  # the first pass in which variables, and all arguments of equations, are known
-    for eqn in jaxpr.eqns:
-        possible.append(max((known[var] for var in eqn.invars if not isinstance(var, Literal)), default=_ALWAYS))
-        known |= dict.fromkeys(eqn.outvars, possible[-1])
-    maker = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    made_in: dict[int, int] = {}
-    handed: list[dict[Var, None]] = [{} for _ in wanted]
-    chosen: list[set[int]] = [set() for _ in wanted]
     results = [[*jaxpr.outvars[end - num : end]] for num, end in zip(wanted, np.cumsum(wanted).tolist(), strict=True)]
-    for number, needed in enumerate(results):
-        with_effects = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects and max(0, possible[i]) == number]
-        made_in |= dict.fromkeys(with_effects, number)
-        chosen[number].update(with_effects)
-        pending = [*needed, *(var for i in with_effects for var in jaxpr.eqns[i].invars)]
-        seen: set[Var] = set()
+    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+
+    def equations_of(atoms: Sequence[Any], there: Collection[Var] = ()) -> set[int]:
+        """Those that compute these of what is there."""
+        found: set[int] = set()
+        pending = _variables(atoms)
         while pending:
             var = pending.pop()
-            if isinstance(var, Literal) or var in seen:
-                continue
-            seen.add(var)
-            if var in given_in:
-                if given_in[var] not in (_ALWAYS, number):
-                    handed[given_in[var]][var] = None
-                continue
-            i, eqn = maker[var], jaxpr.eqns[maker[var]]
-            is_anew = not eqn.effects and (runs_again or possible[i] == _ALWAYS or eqn.primitive.name in _VIEWS)
-            if made_in.setdefault(i, number) == number or is_anew:
-                chosen[number].add(i)
-                pending += eqn.invars
-            else:
-                handed[made_in[i]][var] = None
+            if var not in there and var in maker and maker[var] not in found:
+                found.add(maker[var])
+                pending += _variables(eqns[maker[var]].invars)
+        return found
 
-    def pass_of(number: int) -> Callable[..., list[Any]]:
-        received = [var for each in handed[:number] for var in each]
+    given_in = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars[:num_always]], _ALWAYS)
+    given_in |= {var: number for number, each in enumerate(arguments) for var in each}
+    known = {**given_in}
+    effects: list[list[int]] = [[] for _ in wanted]
+    for i, eqn in enumerate(eqns):
+        known |= dict.fromkeys(eqn.outvars, number := _known_in(eqn, known))
+        if _has_effects(eqn):
+            effects[max(0, number)].append(i)
+    required = [[*each, *(v for i in own for v in eqns[i].invars)] for each, own in zip(results, effects, strict=True)]
+    first_use: dict[int, int] = {}
+    for number, each in enumerate(required):
+        first_use = dict.fromkeys([*effects[number], *equations_of(each)], number) | first_use
+
+    chosen: set[Var] = set()  # what is named or taken by a checkpoint, and what that is computed from cheaply
+    for eqn in reversed(eqns):
+        takes_kept = eqn.primitive.name in _CHECKPOINTS and _known_in(eqn, known) > 0
+        if eqn.primitive.name == "name" or takes_kept or (_is_cheap(eqn) and not chosen.isdisjoint(eqn.outvars)):
+            chosen.update(_variables(eqn.invars))
+
+    # What must not run twice waits for its first use; what depends on it follows.
+    known, runs_in = {**given_in}, {}
+    once = {var for each in arguments for var in each}
+    for i in sorted(first_use):
+        eqn, number = eqns[i], _known_in(eqns[i], known)
+        if not _runs_again(eqn, number, remat, is_chosen=not chosen.isdisjoint(eqn.outvars)):
+            number = first_use[i]
+            once.update(eqn.outvars)
+        runs_in[i] = number
+        known |= dict.fromkeys(eqn.outvars, number)
+
+    passes: list[Callable[..., list[Any]]] = []
+    received: list[Var] = []
+    for number, own in enumerate(results):
+        later = [eqns[i].invars for i, runs in runs_in.items() if runs > number] + results[number + 1 :]
+        needed = {var for each in later for var in _variables(each) if known[var] <= number}
+        there = {*received, *(var for var, first in known.items() if first == _ALWAYS)}
+        to_hand = _least_cut(needed - there, there, once, {var: eqns[i] for var, i in maker.items()}, remat)
+        handed = [var for var in known if var in to_hand]
+        own_eqns = {*effects[number], *equations_of([*required[number], *handed], received)}
         part = jaxpr.replace(
             invars=[*jaxpr.invars[:num_always], *arguments[number], *received],
-            outvars=[*results[number], *handed[number]],
-            eqns=[jaxpr.eqns[i] for i in sorted(chosen[number])],
+            outvars=[*own, *handed],
+            eqns=[eqns[i] for i in sorted(own_eqns)],
         )
-        return jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
+        passes.append(jaxpr_as_fun(ClosedJaxpr(part, closed.consts)))
+        received += handed
+    return passes
 
-    return [pass_of(number) for number in range(len(wanted))]
+
+def _least_cut(
+    needed: Collection[Var], there: Collection[Var], once: Collection[Var], makers: Mapping[Var, JaxprEqn], remat: Remat
+) -> set[Var]:
+    """The variables of least bytes from which, and from what is there, these can be computed; of several the latest."""
+    from scipy.sparse import csr_array  # here: importing it takes long
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    node: defaultdict[Any, int] = defaultdict(itertools.count().__next__)
+    source, sink = node["source"], node["sink"]
+    num_bytes: dict[tuple[int, int], int] = {}  # between the two nodes of a variable, by which it is cut
+    uncut: dict[tuple[int, int], None] = {}
+    seen, pending = set[Var](), [*needed]
+    while pending:
+        var = pending.pop()
+        if var in seen or var in there:
+            continue
+        seen.add(var)
+        if var in needed:
+            uncut[node[var, "after"], sink] = None
+        if var in once:
+            uncut[source, node[var, "before"]] = None
+        else:
+            eqn = id(makers[var])
+            uncut[node[eqn], node[var, "before"]] = None
+            for each in _variables(makers[var].invars):
+                if each not in there:
+                    uncut[node[each, "after"], node[eqn]] = None
+                    pending.append(each)
+        if remat == "full" and var not in once:
+            uncut[node[var, "before"], node[var, "after"]] = None
+        else:
+            aval = cast(Any, var.aval)
+            num_bytes[node[var, "before"], node[var, "after"]] = aval.size * aval.dtype.itemsize
+    unit = sum(num_bytes.values()) // (_MOST // 2) + 1
+    capacities = [-(-each // unit) for each in num_bytes.values()] + [_MOST] * len(uncut)
+    ends = np.array([*num_bytes, *uncut], np.int32).reshape(-1, 2)
+    graph = csr_array((np.array(capacities, np.int32), tuple(ends.T)), shape=(len(node), len(node)))
+    left = graph - maximum_flow(graph, source, sink).flow
+    left.eliminate_zeros()
+    # What still leads to the sink is the same for all flows that are maximal.
+    after = {*breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist()}
+    return {var for var in seen if node[var, "before"] not in after and node[var, "after"] in after}
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _known_in(eqn: JaxprEqn, known: Mapping[Var, int]) -> int:
+    """The first pass in which all arguments are known."""
+    return max((known[var] for var in _variables(eqn.invars)), default=_ALWAYS)
+
+
+def _has_effects(eqn: JaxprEqn) -> bool:
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def _runs_again(eqn: JaxprEqn, known_in: int, remat: Remat, *, is_chosen: bool) -> bool:
+    """Whether an equation runs in every pass that needs it."""
+    if _has_effects(eqn) or remat == "full":
+        return not _has_effects(eqn)
+    if _is_cheap(eqn):
+        return True
+    if known_in == _ALWAYS:  # communication is worth keeping
+        return not eqn.effects
+    return remat == "selective" and known_in == 0 and not is_chosen and not is_attention(eqn)
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _CHEAP
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -10,9 +10,11 @@ import pytest
 
 from jvarlen import Bucket, compile_buckets, make_train_step, with_float32_master
 from jvarlen.batches import BatchShapes
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
-from jvarlen.parallel import LayeredParams, Layout, estimate_memory
+from jvarlen.batches.batches import full_batch, token_batch_spec
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel import Axes, LayeredParams, Layout, estimate_memory
 from jvarlen.parallel import make_train_step as make_layout_step
+from jvarlen.parallel.passes import split_passes
 from jvarlen.training.train_state import new_state
 from tests.meshes import layout_mesh
 
@@ -129,8 +131,12 @@ def test_kept_residuals_are_counted_for_each_slot():
 
     assert activations(8, "full") == activations(32, "full") < activations(8, "none")
     more = activations(32, "none", "gpipe") - activations(8, "none", "gpipe")
-    per_layer = estimate_memory(Layout(data=1), params, optimizer, (2, 32), model=model).activations / 4
-    assert 0.5 < more / (24 * per_layer) < 1.5
+    own, batch = stack_layers(params).layers, full_batch(token_batch_spec(Bucket(2, 32), 1))
+    own, batch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, (own, batch))
+    x, axes = jnp.zeros((2, 32, MODEL.width)), Axes(layer=jnp.int32(0))
+    passes = split_passes(lambda own, x, batch: model.layer(own, x, batch, axes), own, x, batch)
+    per_layer = sum(leaf.nbytes for leaf in passes.forward(own, x, batch)[1])
+    assert 1 <= more / (24 * per_layer) < 1.1
 
 
 def test_layers_that_are_run_again_hold_their_inputs():

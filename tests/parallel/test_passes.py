@@ -1,11 +1,25 @@
 """A function cut into passes: the derivative of the whole, and what the passes hand on."""
 
+import collections
+import itertools
+import math
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
 
+from jvarlen._common.jaxprs import is_attention
+from jvarlen.attention import attend
+from jvarlen.batches.batches import token_batch_spec
+from jvarlen.models import DecoderConfig, layered, stack_layers
+from jvarlen.models.decoder import init_params, param_shapes
+from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.passes import split_passes
+from jvarlen.planning.buckets import Bucket
 
 PARAMS = {"in": np.full((3, 4), 0.3, np.float32), "out": np.full((4, 3), 0.2, np.float32)}
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "count": np.int32(2)}
@@ -20,8 +34,17 @@ def perceptron(params, x, scale, key):
 SCALE, KEY = np.array([2.0, -1.0], np.float32), jax.random.key(3)
 
 
+def counts(function, *args):
+    """Products outside of attention, and calls of attention."""
+    counted = collections.Counter()
+    for eqn in jax.make_jaxpr(function)(*args).eqns:
+        name = eqn.params["name"] if is_attention(eqn) else eqn.primitive.name
+        counted[name.removeprefix("causal_").removeprefix("attention_")] += 1
+    return [counted[name] for name in ("dot_general", "forward", "backward")]
+
+
 def products(function, *args):
-    return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
+    return counts(function, *args)[0]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +86,13 @@ def test_passes_give_the_derivative_and_run_products_as_often_as_said(function, 
 
 
 def test_parameters_other_arguments_and_what_depends_on_them_alone_are_not_kept():
-    """Kept are x, its count, tanh, and the scaled features. Not kept: parameters, their cast, the scale, the mask."""
+    """Kept are x, its count, and tanh. Not kept: parameters, their cast, the scale, the mask, what is scaled by it."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
     passes = split_passes(perceptron, params, X, SCALE, KEY)
     _, residuals = passes.forward(params, X, SCALE, KEY)
     assert sorted((leaf.shape, leaf.dtype.name) for leaf in residuals) == [
         ((), "float32"),
         ((2, 3), "float32"),
-        ((2, 4), "float32"),
         ((2, 4), "float32"),
     ]
 
@@ -88,3 +110,211 @@ def test_what_has_effects_is_done_once():
     passes.weights(jnp.float32(2), residuals, handed)
     jax.effects_barrier()
     assert seen == [("forward", 5.0)]
+
+
+def random_function(rng):
+    """Of vectors in two types: products, elements, and slices of them."""
+    sizes, ops = [2, 3, 5, 7], []
+    for _ in range(rng.randint(3, 5)):
+        ops.append(
+            (rng.choice(["product", "mul", "tanh", "slice", "half"]), rng.random(), rng.random(), rng.choice(sizes))
+        )
+    params = [np.full((7, size), 0.1, np.float32) for *_, size in ops]
+
+    def function(params, x):
+        values = [x]
+        for (name, first, second, _), param in zip(ops, params, strict=True):
+            a, b = (values[int(place * len(values))] for place in (first, second))
+            match name:
+                case "product":
+                    values.append(a.astype(np.float32) @ param[: len(a)])
+                case "mul":
+                    num = min(len(a), len(b))
+                    values.append(a[:num] * jnp.sin(b[:num]))
+                case "tanh":
+                    values.append(jnp.tanh(a))
+                case "slice":
+                    values.append(a[: max(1, len(a) - 1)] + 1)
+                case "half":
+                    values.append(a.astype(jnp.float16))
+        return values[-1].astype(np.float32), values[-2]
+
+    return function, params
+
+
+def fewest_bytes(function, params, x):
+    """Of all sets of forward values from which, and from parameters, no product twice, the backward pass follows."""
+    y = jax.eval_shape(function, params, x)
+
+    def whole(params, x, of_y):
+        y, pull = jax.vjp(function, params, x)
+        return y, pull(of_y)
+
+    traced = jax.make_jaxpr(whole)(params, x, y).jaxpr
+    of_x, *of_y = traced.invars[len(params) :]
+    forward, backward, eqns = {of_x}, {*of_y}, traced.eqns
+    needed, used = {var for var in traced.outvars if not isinstance(var, Literal)}, []
+    for eqn in reversed(eqns):
+        if needed & {*eqn.outvars}:
+            needed |= {var for var in eqn.invars if not isinstance(var, Literal)}
+            used.insert(0, eqn)
+    later = []
+    for eqn in used:
+        taken = {var for var in eqn.invars if not isinstance(var, Literal)}
+        if taken & backward:
+            backward |= {*eqn.outvars}
+            later.append(taken)
+        elif taken & forward:
+            forward |= {*eqn.outvars}
+    in_backward = {var for taken in later for var in taken} | {
+        v for v in traced.outvars[2:] if not isinstance(v, Literal)
+    }
+    in_backward &= forward
+    again = [eqn for eqn in used if eqn.primitive.name != "dot_general" and {*eqn.outvars} <= forward]
+
+    def suffice(kept):
+        there = {*kept}
+        for eqn in again:
+            if all(isinstance(var, Literal) or var in there or var not in forward for var in eqn.invars):
+                there |= {*eqn.outvars}
+        return in_backward <= there
+
+    candidates = [var for var in forward if var.aval.size]
+    if len(candidates) > 14:
+        return None
+    return min(
+        sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
+        for num in range(len(candidates) + 1)
+        for kept in itertools.combinations(candidates, num)
+        if suffice(kept)
+    )
+
+
+def bytes_of(arrays):
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
+
+
+def test_residuals_are_the_fewest_bytes_that_suffice_without_a_product_twice():
+    num_tried = 0
+    for seed in range(60):
+        function, params = random_function(random.Random(seed))
+        x = np.linspace(-1, 1, 7, dtype=np.float32)
+        expected = fewest_bytes(function, params, x)
+        if expected is not None:
+            num_tried += 1
+            passes = split_passes(function, params, x)
+            assert bytes_of(jax.eval_shape(passes.forward, params, x)[1]) == expected, seed
+            if num_tried % 8 == 0:
+                y, residuals = passes.forward(params, x)
+                of_x, of_params = passes.backward(params, residuals, [*map(jnp.cos, y)])
+                _, pull = jax.vjp(function, params, x)
+                for found, right in zip([*of_params, *of_x], jax.tree.leaves(pull((*map(jnp.cos, y),))), strict=True):
+                    np.testing.assert_allclose(found, right, rtol=2e-3, atol=1e-6)
+    assert num_tried > 30
+
+
+def attending(params, x):
+    """Nothing is named but the first product's result."""
+    hidden = checkpoint_name(jnp.tanh(x @ params["in"]), "hidden")
+    heads = (hidden @ params["qkv"]).reshape(1, -1, 3, 2, 4)
+    attended = attend(*(heads[:, :, i] for i in range(3)), implementation="blocks")
+    return x + attended.reshape(x.shape) @ params["out"]
+
+
+ATTENDING = {"in": (8, 8), "qkv": (8, 24), "out": (8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("remat", "expected"),
+    [
+        ("none", [[3, 1, 0], [6, 0, 1]]),
+        ("selective", [[3, 1, 0], [7, 0, 1]]),  # that of queries, keys and values again
+        ("full", [[3, 1, 0], [8, 1, 1]]),
+    ],
+)
+def test_attention_and_what_is_named_run_once_unless_all_is_computed_again(remat, expected):
+    params = {name: jnp.full(shape, 0.1) for name, shape in ATTENDING.items()}
+    x = jnp.linspace(-1, 1, 6 * 8).reshape(6, 8)
+    passes = split_passes(attending, params, x, remat=remat)
+    y, residuals = passes.forward(params, x)
+    found = [counts(passes.forward, params, x), counts(passes.backward, params, residuals, [y])]
+    assert found == expected
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (None, [(6, 8)]),
+        (jax.checkpoint_policies.save_only_these_names("hidden"), [(6, 8), (6, 5)]),
+        (jax.checkpoint_policies.dots_saveable, [(6, 8), (6, 5), (6, 8)]),
+    ],
+)
+def test_a_checkpoint_in_the_function_keeps_what_it_says_and_never_more(policy, kept, remat):
+    def function(params, x):
+        hidden = checkpoint_name(jnp.tanh(x @ params["in"]), "hidden")
+        return x + jnp.sin(hidden @ params["out"])
+
+    params, x = {"in": jnp.full((8, 5), 0.1), "out": jnp.full((5, 8), 0.1)}, jnp.ones((6, 8))
+    passes = split_passes(jax.checkpoint(function, policy=policy), params, x, remat=remat)
+    shapes = [leaf.shape for leaf in jax.eval_shape(passes.forward, params, x)[1]]
+    assert sorted(shapes) == sorted([(6, 8)] if remat == "full" else kept)
+
+
+DECODER = DecoderConfig(width=16, num_heads=4, num_kv_heads=2, qk_norm=True, vocab_size=32)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("weights_apart", [False, True])
+def test_gradients_of_a_decoder_layer_are_those_of_the_whole(remat, weights_apart):
+    model = layered(DECODER)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: leaf[0].astype(np.float64), stack_layers(init_params(DECODER, 0)).layers)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 16)))
+        batch = jax.tree.map(lambda leaf: jnp.ones(leaf.shape[1:], leaf.dtype), token_batch_spec(Bucket(2, 6), 1))
+        batch = batch._replace(lengths=jnp.array([6, 4], np.int32))
+
+        def function(params, x, batch):
+            return model.layer(params, x, batch, Axes())
+
+        def loss(params, x):
+            return jnp.sum(jnp.sin(function(params, x, batch)))
+
+        passes = split_passes(function, params, x, batch, remat=remat, weights_apart=weights_apart)
+        y, residuals = passes.forward(params, x, batch)
+        of_x, of_params = passes.backward(params, residuals, [jnp.cos(y)], batch)
+        if weights_apart:
+            of_params = passes.weights(params, residuals, of_params, batch)
+        expected = jax.tree.leaves(jax.grad(loss, argnums=(0, 1))(params, x))
+        for found, right in zip([*jax.tree.leaves(of_params), *of_x], expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-12)
+
+
+LLAMA = DecoderConfig(
+    num_layers=1, width=4096, mlp_width=14336, num_heads=32, num_kv_heads=8, vocab_size=256, compute_dtype="bfloat16"
+)
+
+
+@pytest.mark.parametrize(
+    ("remat", "expected"),
+    [
+        # Queries, keys and values 3, attention and its projection 4, gate and up 14, in units of the width; log-sums
+        # of 32 heads in float32; two statistics of norms.
+        ("none", 21 * 4096 + 4 * 32 + 4 * 2),
+        ("selective", 21 * 4096 + 4 * 32),
+        ("full", 0),
+    ],
+)
+def test_bytes_a_token_of_a_layer_of_llama_3_8b_beside_its_input(remat, expected):
+    model, length = layered(LLAMA), 1024
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(LLAMA))
+    stacked = jax.eval_shape(stack_layers, shapes).layers
+    params, batch = (
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+        for tree in (stacked, token_batch_spec(Bucket(1, length), 1))
+    )
+    x = jax.ShapeDtypeStruct((1, length, 4096), jnp.bfloat16)
+    passes = split_passes(lambda params, x, batch: model.layer(params, x, batch, Axes()), params, x, batch, remat=remat)
+    residuals = jax.eval_shape(passes.forward, params, x, batch)[1]
+    assert any(leaf.shape == x.shape for leaf in residuals)
+    assert (bytes_of(residuals) - bytes_of([x])) / length == expected
