@@ -34,7 +34,6 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import key_of_seed
 
 __all__ = [
-    "MARKS",
     "Decoder",
     "DecoderLayer",
     "Rows",
@@ -47,9 +46,6 @@ __all__ = [
     "sum_losses",
     "window_of",
 ]
-
-MARKS = ("query", "key", "value", "attention", "projection", "gate", "up")
-"""What a layer names by `checkpoint_name`, in this order: what a rematerialization policy may keep."""
 
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.

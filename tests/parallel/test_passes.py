@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
+from jvarlen import Layout
 from jvarlen._common.jaxprs import is_attention
 from jvarlen.attention import attend
 from jvarlen.batches.batches import token_batch_spec
@@ -20,6 +22,7 @@ from jvarlen.models.decoder import init_params, param_shapes
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.passes import split_passes
 from jvarlen.planning.buckets import Bucket
+from tests.meshes import layout_mesh
 
 PARAMS = {"in": np.full((3, 4), 0.3, np.float32), "out": np.full((4, 3), 0.2, np.float32)}
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "count": np.int32(2)}
@@ -259,6 +262,35 @@ def test_a_checkpoint_in_the_function_keeps_what_it_says_and_never_more(policy, 
     passes = split_passes(jax.checkpoint(function, policy=policy), params, x, remat=remat)
     shapes = [leaf.shape for leaf in jax.eval_shape(passes.forward, params, x)[1]]
     assert sorted(shapes) == sorted([(6, 8)] if remat == "full" else kept)
+
+
+@pytest.mark.parametrize(
+    ("remat", "expected"), [("none", [[1, 0], [0, 1]]), ("selective", [[1, 0], [1, 1]]), ("full", [[1, 0], [1, 1]])]
+)
+def test_communication_runs_twice_only_where_all_is_computed_again(remat, expected):
+    """The product of gathered rows: its weight gradient takes them, and that of x is reduced."""
+
+    def function(params, x):
+        return x + jnp.tanh(jax.lax.all_gather(x, "tensor", tiled=True) @ params).sum()
+
+    found = []
+
+    def on_device(params, x):
+        passes = split_passes(function, params, x, remat=remat)
+        y, residuals = passes.forward(params, x)
+        for traced in (
+            jax.make_jaxpr(passes.forward)(params, x),
+            jax.make_jaxpr(passes.backward)(params, residuals, [y]),
+        ):
+            names = [eqn.primitive.name for eqn in traced.eqns]
+            found.append([names.count(name) for name in ("all_gather", "reduce_scatter")])
+        return y
+
+    mesh = layout_mesh(Layout(data=1, tensor=2))
+    specs = PartitionSpec(), PartitionSpec("tensor")
+    on_devices = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+    jax.eval_shape(on_devices, jnp.ones((4, 3)), jnp.ones((6, 4)))
+    assert found == expected
 
 
 DECODER = DecoderConfig(width=16, num_heads=4, num_kv_heads=2, qk_norm=True, vocab_size=32)
