@@ -55,12 +55,9 @@ def loss_fn(params, batch):
     return jnp.sum(errors_B * batch["is_real"]), jnp.sum(batch["is_real"])
 
 
-def embed(params, batches, num_sentences):
-    """The vectors of all sentences, in the order of the dataset: `ids` tells which they are."""
-    encode, vectors = jax.jit(encoder.apply), np.zeros((num_sentences, WIDTH), np.float32)
-    for batch in batches:
-        vectors[batch.ids[batch.is_real]] = encode(params, batch.tokens[0], batch.lengths[0])[batch.is_real[0]]
-    return vectors
+def embed(params, batch):
+    """The vectors of a microbatch's sentences."""
+    return encoder.apply(params, batch.tokens, batch.lengths)
 
 
 def share_of_same_topic(vectors, topics):
@@ -85,6 +82,5 @@ for batch in batches:
     losses.append(metrics.loss)
 print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")
 
-plan = jvarlen.make_plan(jvarlen.measure_lengths(sentences), max_tokens=1024, max_shapes=2)
-vectors = embed(state.params, jvarlen.load(plan, sentences), len(sentences))
+vectors = np.stack(jvarlen.predict(embed, state.params, sentences, max_tokens=1024, max_shapes=2))
 print(f"nearest of the same topic: {share_of_same_topic(vectors, topics):.3f}")

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from jvarlen.compiling.compile_options import CompileOptions
     from jvarlen.compiling.program_store import use_compilation_cache
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
-    from jvarlen.data.measure import measure_difficulty, measure_lengths
+    from jvarlen.data.measure import measure_lengths
     from jvarlen.data.mixtures import Mixture
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.processes import initialize_processes
     from jvarlen.loading.loader import load
     from jvarlen.parallel.layers import LayeredModel
+    from jvarlen.parallel.predict import predict
     from jvarlen.parallel.train import make_eval_step, make_train_step
     from jvarlen.planning.balance import balance_plan
     from jvarlen.planning.batching import batch_by_tokens
@@ -58,7 +59,7 @@ __all__ = [
     "WeightedTokens", "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "compile_buckets", "compile_for", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
     "load_compiled", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",
-    "make_plan", "make_train_step", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples",
+    "make_plan", "make_train_step", "measure_lengths", "no_recompiles", "pack_samples", "predict",
     "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate", "stream_batches",
     "use_compilation_cache", "with_float32_master",
 ]

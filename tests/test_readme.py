@@ -130,6 +130,11 @@ GUIDES = {
         shows=False,
         slow=True,
     ),
+    "inference.md": Guide(
+        lambda left: all(
+            (each * i == scaled).all() for i, (each, scaled) in enumerate(zip(left.sentences, left.scaled, strict=True))
+        )
+    ),
     "one_piece.md": Guide(
         lambda left: int(left.total) == sum(map(sum, left.samples)) and float(left.metrics["loss"]) < 4.8, shows=False
     ),

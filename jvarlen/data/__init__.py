@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
+    from jvarlen.data.measure import measure_difficulty
     from jvarlen.data.mixtures import mixture_counts
 
 __all__ = [
+    "measure_difficulty",
     "mixture_counts",
 ]
 

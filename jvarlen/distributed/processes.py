@@ -41,6 +41,7 @@ __all__ = [
     "gather_texts",
     "initialize_processes",
     "is_any_interrupted",
+    "is_interrupted_at",
     "is_main_process",
     "key_value_store",
     "naming_lost_processes",
@@ -55,6 +56,7 @@ _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 _LOOK_S = 1.0  # between two looks at the steps of the others
 _STALLED_CODE = 2  # that of the command for a lost process
 _exit_code: int | None = None  # of a process that has failed
+_STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
 _num_blocks = 0  # that end stalled processes: all processes enter the same ones, and each has keys of its own
 
 
@@ -221,6 +223,12 @@ def is_any_interrupted() -> bool:
     if number:
         take_interrupt(number)
     return number != 0
+
+
+def is_interrupted_at(num_steps: int) -> bool:
+    """Whether to stop after this step: processes decide together, and so only now and then."""
+    every = 1 if jax.process_count() == 1 else _STEPS_BETWEEN_EXCHANGES
+    return num_steps % every == 0 and is_any_interrupted()
 
 
 def gather_texts(name: str, text: str) -> list[str]:

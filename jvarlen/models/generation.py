@@ -1,6 +1,6 @@
 """Samples from the decoder: prompts in buckets, a compiled program a bucket, keys and values in a cache.
 
-Letters: M microbatches, B rows, N new tokens, P positions for what a row begins with, T = P + N − 1 those of all inputs
+Letters: B rows, N new tokens, P positions for what a row begins with, T = P + N − 1 those of all inputs
 (the last new token is none), D width, V values of a token.
 """
 
@@ -17,21 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
-from jvarlen._common.progress import progress_bar
 from jvarlen.attention.attention import attend
-from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.compile import compile_buckets
-from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.recompiles import no_recompiles
-from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replicate
-from jvarlen.loading.collate import StepSamples
-from jvarlen.loading.loader import load
+from jvarlen.batches.batches import Batch
+from jvarlen.distributed.mesh import LayoutLike
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import Decoder, DecoderLayer, Rows, graphs_of, window_of
-from jvarlen.planning.buckets import Bucket
-from jvarlen.planning.budget import Budget
-from jvarlen.planning.plan import make_plan
-from jvarlen.training.train_state import key_of_seed, with_sharding
+from jvarlen.parallel.predict import predict
+from jvarlen.training.train_state import key_of_seed
 
 __all__ = ["generate"]
 
@@ -53,7 +45,7 @@ def generate(
     """Continues prompts, with everything compiled before the first token and nothing afterwards.
 
     A prompt's continuation does not depend on the other prompts, on buckets or on devices, up to rounding of logits.
-    Programs are kept for later calls with the same model, buckets and options.
+    Programs are kept for later calls with the same model, buckets and options. It is `predict` with this model.
 
     Args:
       params: the result of `init_params`, trained or not.
@@ -74,8 +66,7 @@ def generate(
 
     Raises:
       ValueError: prompts that are no tokens of the model, or alone exceed `max_tokens`; they are listed. Or arguments
-        that are not as described, or a layout of several processes.
-      RecompileError: something was compiled after the programs of the buckets.
+        that are not as described.
 
     Example:
       >>> from jvarlen.models import init_params
@@ -89,53 +80,20 @@ def generate(
     ends = () if end_token is None else tuple(end_token) if isinstance(end_token, Sequence) else (end_token,)
     if wrong := [repr(end) for end in ends if not (is_integer(end) and 0 <= end < config.num_values)]:
         raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {list_first(wrong)}")
-    placement = placement_of(layout)
-    if placement is not None and placement.mesh.is_multi_process:
-        raise UserError("prompts are continued by one process; the layout has devices of several")
     inputs = _first_inputs(prompts, config)
     if not inputs:
         return []
-    state = _State(params, key_of_seed(seed), np.float32(temperature))
-    # Arrays on the host, such as those of mapped files, are copied here instead of in every step.
-    state = jax.device_put(state) if placement is None else replicate(state, placement.mesh)
-    lengths = [len(first) + max_new_tokens - 1 for first in inputs]
-    num_shards = 1 if placement is None else placement.layout.data
-    limits = Budget(max_tokens=max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
-    plan = make_plan(lengths, limits, order="length")
-    shapes = jax.tree.map(lambda leaf: with_sharding(None if placement is None else leaf.sharding, leaf), state)
-    spec, structure = jax.tree.flatten(shapes)
-    step = _make_step(config, max_new_tokens, ends, temperature == 0)
-    compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, placement, progress)
-    continued: dict[int, Int32[np.ndarray, " n"]] = {}
-    batches = load(plan, inputs, layout=placement, collate=_collate)
-    with no_recompiles():
-        for batch in progress_bar(batches, desc="generate", unit="step", progress=progress, total=plan.num_steps):
-            state, new = compiled(state, batch)
-            ids_MxB, tokens_MxBxN, counts_MxB = jax.device_get((batch.ids, *new))
-            for row in np.argwhere(ids_MxB >= 0):
-                m, b = row.tolist()
-                continued[int(ids_MxB[m, b])] = tokens_MxBxN[m, b, : counts_MxB[m, b]]
-    return [continued[prompt] for prompt in range(len(inputs))]
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    spec: tuple[jax.ShapeDtypeStruct, ...],
-    structure: jax.tree_util.PyTreeDef,
-    buckets: tuple[Bucket, ...],
-    num_shards: int,
-    placement: Placement | None,
-    progress: bool,
-) -> CompiledBuckets:
-    """The programs of the buckets, which later calls with equal arguments find again."""
-    state = jax.tree.unflatten(structure, spec)
-    return compile_buckets(
-        step,
-        state,
-        BatchShapes(buckets, microbatches_per_step=num_shards, layout=placement, batch_spec=_prompt_batch_spec),
+    new = predict(
+        _make_generate(config, max_new_tokens, ends, temperature == 0),
+        _State(params, key_of_seed(seed), np.float32(temperature)),
+        [np.pad(first, (0, max_new_tokens - 1)) for first in inputs],  # with room for what follows
+        max_tokens=max_tokens,
+        max_shapes=max_shapes,
+        layout=layout,
+        axes="row",
         progress=progress,
     )
+    return [tokens[:count] for tokens, count in new]
 
 
 class _State(NamedTuple):
@@ -144,31 +102,6 @@ class _State(NamedTuple):
     params: Any
     key: Any
     temperature: Any
-
-
-class _PromptBatch(NamedTuple):
-    """The arrays of one step: first inputs of rows with room for more, how many, and prompts, −1 of padding rows."""
-
-    tokens: Any
-    lengths: Any
-    ids: Any
-
-
-def _prompt_batch_spec(bucket: Bucket, microbatches_per_step: int) -> _PromptBatch:
-    shape_MxB = (microbatches_per_step, bucket.rows)
-    of_row = jax.ShapeDtypeStruct(shape_MxB, np.int32)
-    return _PromptBatch(jax.ShapeDtypeStruct((*shape_MxB, bucket.length), np.int32), of_row, of_row)
-
-
-def _collate(step: StepSamples) -> _PromptBatch:
-    ids_MxB = step.ids.astype(np.int32)
-    tokens_MxBxT = np.zeros((*ids_MxB.shape, *step.bucket.lengths), np.int32)
-    lengths_MxB = np.zeros_like(ids_MxB)
-    for m, microbatch in enumerate(step.samples):
-        for b, prompt in enumerate(microbatch):
-            tokens_MxBxT[m, b, : len(prompt)] = prompt
-            lengths_MxB[m, b] = len(prompt)
-    return _PromptBatch(tokens_MxBxT, lengths_MxB, ids_MxB)
 
 
 def _first_inputs(prompts: Sequence[Any], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:
@@ -207,15 +140,15 @@ class _Decoding(NamedTuple):
     caches: Any
 
 
-@functools.lru_cache(maxsize=8)  # equal arguments give the same step, by which its programs are found again
-def _make_step(
+@functools.lru_cache(maxsize=8)  # equal arguments give the same function, by which its programs are found again
+def _make_generate(
     config: DecoderConfig, max_new_tokens: int, ends: tuple[int, ...], is_greedy: bool
-) -> Callable[[_State, _PromptBatch], tuple[_State, tuple[Any, Any]]]:
-    """A step for `compile_buckets`: `(state, batch) -> (state, (new tokens int32[M, B, N], counts int32[M, B]))`."""
+) -> Callable[[_State, Batch], tuple[Any, Any]]:
+    """A function for `predict`: `(state, rows) -> (new tokens int32[B, N], counts int32[B])`."""
     graphdef = graphs_of(config)[0]
 
-    def generate_step(state: _State, batch: _PromptBatch) -> tuple[_State, tuple[Any, Any]]:
-        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+    def generate_step(state: _State, rows: Batch) -> tuple[Any, Any]:
+        lengths_B = jnp.maximum(rows.lengths - (max_new_tokens - 1), 0)  # of first inputs
 
         def appended(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
             logits_BxV = logits_BxV[:, : config.num_values]  # what begins samples never follows
@@ -223,7 +156,7 @@ def _make_step(
                 new_B = jnp.argmax(logits_BxV, axis=-1)
             else:  # by a key of its prompt and position
                 keys_B = jax.vmap(jax.random.fold_in, (None, 0))(state.key, jnp.maximum(rows.ids, 0))
-                keys_B = jax.vmap(jax.random.fold_in)(keys_B, rows.lengths + decoding.num_new)
+                keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + decoding.num_new)
                 new_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxV / state.temperature)
             new_B = new_B.astype(jnp.int32)
             return decoding._replace(
@@ -238,30 +171,32 @@ def _make_step(
 
         def decode_one(decoding: _Decoding) -> _Decoding:
             model = nnx.merge(graphdef, state.params)
-            logits_BxV, caches = _decode(model, decoding, rows.lengths)
+            logits_BxV, caches = _decode(model, decoding, lengths_B)
             return appended(decoding._replace(caches=caches), logits_BxV)
 
-        logits_BxV, caches = _prefill(nnx.merge(graphdef, state.params), rows, max_new_tokens)
-        counts_B = jnp.zeros_like(rows.lengths)
-        tokens_BxN = jnp.zeros((len(rows.ids), max_new_tokens), jnp.int32)
-        decoding = appended(_Decoding(jnp.int32(0), tokens_BxN, counts_B, rows.ids < 0, caches), logits_BxV)
+        model = nnx.merge(graphdef, state.params)
+        logits_BxV, caches = _prefill(model, rows.tokens, lengths_B, max_new_tokens)
+        tokens_BxN = jnp.zeros((len(lengths_B), max_new_tokens), jnp.int32)
+        counts_B = jnp.zeros_like(lengths_B)
+        decoding = appended(_Decoding(jnp.int32(0), tokens_BxN, counts_B, ~rows.is_real, caches), logits_BxV)
         decoding = jax.lax.while_loop(is_unfinished, decode_one, decoding)
-        shape_MxB = batch.ids.shape
-        return state, (decoding.tokens.reshape(*shape_MxB, -1), decoding.counts.reshape(shape_MxB))
+        return decoding.tokens, decoding.counts
 
     return generate_step
 
 
-def _prefill(model: Decoder, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
+def _prefill(
+    model: Decoder, tokens_BxT: Int32[Array, "B T"], lengths_B: Int32[Array, " B"], max_new_tokens: int
+) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs the first inputs: the logits of the first new tokens, and the caches with room for the others."""
-    num_slots = rows.tokens.shape[1]
-    x_BxPxD = model.embed_inputs(rows.tokens[:, : num_slots - max_new_tokens + 1])
+    num_slots = tokens_BxT.shape[1]
+    x_BxPxD = model.embed_inputs(tokens_BxT[:, : num_slots - max_new_tokens + 1])
     caches = []
     for index, layer in enumerate(model.layers):
         window = window_of(model.config, index)
-        x_BxPxD, cache = _prefill_layer(*nnx.split(layer), x_BxPxD, Rows(rows.lengths, window=window), num_slots)
+        x_BxPxD, cache = _prefill_layer(*nnx.split(layer), x_BxPxD, Rows(lengths_B, window=window), num_slots)
         caches.append(cache)
-    last_Bx1xD = jnp.take_along_axis(x_BxPxD, jnp.maximum(rows.lengths - 1, 0)[:, None, None], axis=1)
+    last_Bx1xD = jnp.take_along_axis(x_BxPxD, jnp.maximum(lengths_B - 1, 0)[:, None, None], axis=1)
     return model.logits(last_Bx1xD)[:, 0], caches
 
 

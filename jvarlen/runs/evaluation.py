@@ -7,21 +7,18 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jvarlen._common.progress import show_line
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.distributed.processes import Heartbeat, is_any_interrupted
+from jvarlen.distributed.processes import Heartbeat, is_interrupted_at
 from jvarlen.runs.bad_samples import BadSamples
 from jvarlen.runs.prepare import Prepared
 from jvarlen.runs.trackers import Trackers
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
-__all__ = ["Evaluator", "Means", "is_interrupted_at", "means_of"]
-
-_STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
+__all__ = ["Evaluator", "Means", "means_of"]
 
 
 class Means(NamedTuple):
@@ -39,12 +36,6 @@ def means_of(total: Metrics) -> Means:
     if not weight:
         return Means(None, weight, dict.fromkeys(scalars))
     return Means(float(total.loss), weight, {name: float(value) / weight for name, value in scalars.items()})
-
-
-def is_interrupted_at(num_steps: int) -> bool:
-    """Whether to stop after this step: processes decide together, and so only now and then."""
-    every = 1 if jax.process_count() == 1 else _STEPS_BETWEEN_EXCHANGES
-    return num_steps % every == 0 and is_any_interrupted()
 
 
 class Evaluator:

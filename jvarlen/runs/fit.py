@@ -42,6 +42,7 @@ from jvarlen.distributed.processes import (
     ending_stalled_processes,
     gather_texts,
     is_any_interrupted,
+    is_interrupted_at,
     is_main_process,
     naming_lost_processes,
     together,
@@ -63,7 +64,7 @@ from jvarlen.runs.directory import (
     resumed_run_dir,
     write_summary,
 )
-from jvarlen.runs.evaluation import Evaluator, is_interrupted_at, means_of
+from jvarlen.runs.evaluation import Evaluator, means_of
 from jvarlen.runs.prepare import Prepared, compile_run_for, prepare, say, show_estimates
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
 from jvarlen.runs.task import PairLengthsFn, SamplesOfLengths, Task

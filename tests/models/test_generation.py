@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jvarlen import make_buckets, no_recompiles
-from jvarlen.models import DecoderConfig, from_hugging_face, generate, init_params
+from jvarlen.models import DecoderConfig, from_hugging_face, generate, generation, init_params
 from jvarlen.models.decoder import Rows, graphs_of
 from tests.meshes import data_mesh
 
@@ -122,6 +122,37 @@ def test_a_continuation_depends_neither_on_buckets_nor_on_devices():
     whole = continued(max_shapes=1, **options)
     assert continued(max_tokens=60, max_shapes=2, **options) == whole
     assert continued(layout=data_mesh(4), max_shapes=1, **options) == whole
+
+
+def test_prompts_are_continued_as_each_of_them_alone(of_whole_rows):
+    assert [continued([prompt])[0] for prompt in PROMPTS[3:7]] == of_whole_rows[3:7]
+    assert continued(PROMPTS[3:7], layout="data2", max_shapes=1) == of_whole_rows[3:7]
+
+
+def test_logits_with_a_cache_are_those_of_each_prompt_alone():
+    num_new, prompts = 4, PROMPTS[1:8]
+    lengths_B = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    rng = np.random.default_rng(1)
+    rows = [np.concatenate([prompt, rng.integers(0, 50, num_new)]) for prompt in prompts]
+    num_slots = max(map(len, rows)) - 1
+    tokens_BxT = np.stack(
+        [np.pad(row[:length], (0, num_slots - length)) for row, length in zip(rows, lengths_B.tolist(), strict=True)]
+    )
+    new_BxN = jnp.stack([row[-num_new:] for row in rows]).astype(jnp.int32)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), PARAMS)
+        model = nnx.merge(graphs_of(CONFIG)[0], params)
+        logits, caches = generation._prefill(model, jnp.asarray(tokens_BxT, jnp.int32), lengths_B, num_new)
+        found = [logits]
+        for num in range(1, num_new):
+            decoding = generation._Decoding(jnp.int32(num), new_BxN, None, None, caches)
+            logits, caches = generation._decode(model, decoding, lengths_B)
+            found.append(logits)
+        for b, (row, length) in enumerate(zip(rows, lengths_B.tolist(), strict=True)):
+            whole_TxV = model(jnp.asarray(row[None, :-1], jnp.int32), Rows(np.array([len(row) - 1])))[0]
+            assert whole_TxV.dtype == np.float64
+            cached_NxV = np.stack([logits[b] for logits in found])
+            np.testing.assert_allclose(cached_NxV, whole_TxV[length - 1 :], rtol=1e-12, atol=1e-12)
 
 
 def test_random_tokens_depend_on_the_seed_and_on_the_index_of_the_prompt():
