@@ -269,7 +269,7 @@ def test_the_lines_and_commands_of_the_guide_to_fine_tuning_run_and_print_what_i
     for language, block in others:
         if language == "python":
             exec(block, names)
-        for line in block.splitlines() if language == "bash" else ():
+        for line in block.replace("\\\n", "").splitlines() if language == "bash" else ():
             assert main(shlex.split(line)[1:]) == 0
     printed = capsys.readouterr().out
     assert_shows("fine_tuning.md", printed)

@@ -22,10 +22,12 @@ from flax import nnx
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import check_new_directory, move_into_place, read_object, regular_file
-from jvarlen._common.pytree import describe, plain_names
+from jvarlen._common.pytree import describe
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import param_shapes
 from jvarlen.models.hugging_face_config import KEPT_FIELDS, hugging_face_fields, read_config
+from jvarlen.training.initial_params import take_params
+from jvarlen.training.trainable import names_of
 
 __all__ = ["files_beside", "from_hugging_face", "hugging_face_tensors", "params_from_tensors", "to_hugging_face"]
 
@@ -44,21 +46,31 @@ _PARTS = {
 }  # fmt: skip
 
 
-def from_hugging_face(directory: str | os.PathLike[str]) -> tuple[DecoderConfig, nnx.State]:
+def from_hugging_face(
+    directory: str | os.PathLike[str],
+    params: nnx.State | None = None,
+    *,
+    fresh: str | Sequence[str] = (),
+    resized: str | Sequence[str] = (),
+) -> tuple[DecoderConfig, nnx.State]:
     """A decoder and its parameters from a directory of Hugging Face.
 
     Args:
       directory: holds config.json, and model.safetensors or several shards with model.safetensors.index.json.
+      params: the first parameters of a decoder that differs from this one, as in its vocabulary or its head, for
+        `take_params`; None: all of this decoder are taken.
+      fresh: as for `take_params`, by names of `init_params`; tensors that the decoder does not have, by their own.
+      resized: as for `take_params`.
 
     Returns:
-      The decoder, and its parameters in the form of `init_params`: NumPy views of the mapped files, in their types,
-      which are float32, bfloat16 or float16. Nothing of them is read before it is used; `TrainStep.init` reads the
-      parts that it places.
+      The decoder of config.json, and parameters in the form of `init_params`: NumPy views of the mapped files, in their
+      types, which are float32, bfloat16 or float16. Nothing of them is read before it is used; `TrainStep.init` reads
+      the parts that it places.
 
     Raises:
       FileNotFoundError: there is no such directory, or no config.json in it.
       ValueError: a model that is not implemented (see `read_config`); weights or shards that are missing or damaged;
-        tensors that are missing, unexpected, or of another shape or type. They are listed.
+        tensors that are missing, unexpected, or of another shape or type; what `take_params` refuses. They are listed.
 
     Example:
       >>> import tempfile
@@ -76,9 +88,13 @@ def from_hugging_face(directory: str | os.PathLike[str]) -> tuple[DecoderConfig,
     config = read_config(directory)
     tensors = _mapped_tensors(directory)
     try:
-        return config, params_from_tensors(tensors, config)
+        if params is None:
+            return config, params_from_tensors(tensors, config)
+        given = _own_arrays(_without_leftovers(tensors, config), params)
+        return config, take_params(given, params, fresh=fresh, resized=resized)
     except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
+        error.args = (f"{directory}: {error}",)  # so that what can be done about it stays with it
+        raise
 
 
 def hugging_face_tensors(params: nnx.State, config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -94,15 +110,14 @@ def hugging_face_tensors(params: nnx.State, config: DecoderConfig) -> dict[str, 
     Raises:
       ValueError: these are not the parameters of the decoder, or lie on devices of several processes.
     """
-    leaves = dict(zip(plain_names(params), jax.tree.leaves(params), strict=True))
+    leaves = dict(zip(names_of(params), jax.tree.leaves(params), strict=True))
     placed = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     if spread := [n for n, x in placed.items() if not (x.is_fully_addressable or x.is_fully_replicated)]:
         raise UserError(f"parameters lie on several processes; pass those of gather_params: {list_first(spread)}")
     tensors = {}
     for name, leaf in leaves.items():
-        own_name = name.removesuffix(".value")  # as some versions of NNX name leaves
         array = np.asarray(leaf)
-        tensors[_tensor_name(own_name)] = array.T if own_name.endswith(".kernel") else array
+        tensors[_tensor_name(name)] = array.T if name.endswith(".kernel") else array
     _check_tensors(tensors, config)
     return tensors
 
@@ -121,6 +136,16 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
     Raises:
       ValueError: tensors are missing, unexpected, or of another shape or type. All kinds are listed.
     """
+    tensors = _without_leftovers(tensors, config)
+    if len(tensors) < config.num_layers:  # before they are counted up
+        raise UserError(f"{len(tensors)} tensors are too few for {config.num_layers:,} layers")
+    _check_tensors(tensors, config)
+    expected = param_shapes(config)
+    arrays = _own_arrays(tensors, expected)
+    return jax.tree.unflatten(jax.tree.structure(expected), [arrays[name] for name in names_of(expected)])
+
+
+def _without_leftovers(tensors: Mapping[str, np.ndarray], config: DecoderConfig) -> dict[str, np.ndarray]:
     tensors = {name: array for name, array in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
     if config.tied and _HEAD in tensors:
         head = tensors.pop(_HEAD)
@@ -128,14 +153,14 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
             raise UserError(
                 f"{_HEAD} and {_EMBEDDING} differ, but tie_word_embeddings is true: with false, both are used"
             )
-    if len(tensors) < config.num_layers:  # before they are counted up
-        raise UserError(f"{len(tensors)} tensors are too few for {config.num_layers:,} layers")
-    _check_tensors(tensors, config)
-    expected = param_shapes(config)
-    names = [name.removesuffix(".value") for name in plain_names(expected)]
-    arrays = [tensors[_tensor_name(name)] for name in names]
-    leaves = [array.T if name.endswith(".kernel") else array for name, array in zip(names, arrays, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+    return tensors
+
+
+def _own_arrays(tensors: Mapping[str, np.ndarray], params: nnx.State) -> dict[str, np.ndarray]:
+    """Tensors by the names of the parameters that they are, in their order of dimensions; others by their own names."""
+    own_names = {_tensor_name(name): name for name in names_of(params)}
+    own = {own_names.get(name, name): array for name, array in tensors.items()}
+    return {name: array.T if name.endswith(".kernel") else array for name, array in own.items()}
 
 
 def to_hugging_face(
@@ -312,9 +337,8 @@ def _tensor_name(own_name: str) -> str:
 def _check_tensors(tensors: Mapping[str, Any], config: DecoderConfig) -> None:
     expected = {}
     shapes = param_shapes(config)
-    for name, leaf in zip(plain_names(shapes), jax.tree.leaves(shapes), strict=True):
-        own_name = name.removesuffix(".value")
-        expected[_tensor_name(own_name)] = leaf.shape[::-1] if own_name.endswith(".kernel") else leaf.shape
+    for name, leaf in zip(names_of(shapes), jax.tree.leaves(shapes), strict=True):
+        expected[_tensor_name(name)] = leaf.shape[::-1] if name.endswith(".kernel") else leaf.shape
     kinds = {
         "missing": [name for name in expected if name not in tensors],
         "unexpected": [name for name in tensors if name not in expected],

@@ -49,7 +49,6 @@ from jvarlen.runs.model import (
     MODEL_DIR,
     TOKENIZER,
     decoder_of,
-    named_params,
     optimizer_for,
     params_dtype,
 )
@@ -253,13 +252,15 @@ def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: 
     if "model_type" in fields:
         decoder, params = models.from_hugging_face(directory)
     else:
-        from jvarlen.training.checkpoint import read_params  # here: settings are read without JAX
+        from jvarlen.models.decoder import param_shapes  # here: settings are read without JAX
+        from jvarlen.training.checkpoint import read_params
+        from jvarlen.training.initial_params import take_params
 
         settings, folder = load_config(directory / "config.json"), directory / MODEL_DIR
         arrays, place = read_params(directory / "checkpoints", which)
         decoder, num_steps, end_token = settings.decoder, place.num_steps_done, settings.data.end_token
         try:
-            params = named_params(decoder, arrays)
+            params = take_params(arrays, param_shapes(decoder))
         except UserError as error:
             raise UserError(f"{directory} is a run of a model of your own, not of the built-in one: {error}") from None
         record_format = RecordFormat(settings.data.field, settings.data.template, settings.data.loss_on)

@@ -308,7 +308,13 @@ class ProgramConfig:
     """How samples become steps."""
     model: Path | None = None
     """Hugging Face directory of the model to train further, with its tokenizer and chat template.
-    Or a config.json: its sizes, with random weights. None: the sizes of decoder."""
+    Or that of a run, whose newest checkpoint it begins with. Or a config.json: its sizes, with random weights.
+    None: the sizes of decoder."""
+    fresh: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not taken from model, such as "head.*": they begin random."""
+    resized: tuple[str, ...] = ()
+    """Patterns of those that may have another vocabulary than in model, that of --decoder.vocab-size, such as
+    "embed.*": rows that both have are taken, the others are random."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """The shape of the built-in model, without model."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -317,8 +323,11 @@ class ProgramConfig:
     """How the step is compiled and run."""
 
     def __post_init__(self):
-        if isinstance(self.trainable, str):
-            object.__setattr__(self, "trainable", (self.trainable,))
+        for name in ("trainable", "fresh", "resized"):
+            if isinstance(patterns := getattr(self, name), str):
+                object.__setattr__(self, name, (patterns,))
+        if self.takes_part and self.model is None:
+            raise UserError("fresh= and resized= say what is not taken from a model: give model=")
         check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
             object.__setattr__(self, "model", Path(self.model).absolute())
@@ -326,6 +335,11 @@ class ProgramConfig:
         for name in ("out", "html"):
             if (path := getattr(self, name)) is not None and self.target is None:
                 raise UserError(f"{name} ({path}) needs target=: what its compiler says is written there")
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether not all parameters of `model` are taken."""
+        return bool(self.fresh or self.resized)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""The model of a run: that of a Hugging Face directory, of the sizes of a config.json, or of the settings."""
+"""The model of a run: of a Hugging Face directory, of another run, of the sizes of a config.json, or of settings."""
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,12 +26,13 @@ __all__ = [
     "copy_files",
     "decoder_of",
     "describe_model",
+    "folder_of",
     "has_checkpoint",
     "has_weights",
     "initial_params",
+    "is_run",
     "model_key",
     "model_shapes",
-    "named_params",
     "optimizer_for",
     "params_dtype",
     "peak_rate",
@@ -53,27 +54,48 @@ def has_weights(model: Path | None) -> bool:
     return model is not None and model.suffix != ".json"
 
 
+def is_run(model: Path) -> bool:
+    """Whether `model` is the directory of a run, which gives the parameters of its newest checkpoint."""
+    path = model / "config.json"
+    return has_weights(model) and path.exists() and "model_type" not in read_object(path)
+
+
+def folder_of(model: Path) -> Path:
+    """The directory of tokenizer, chat template and config.json of a model that has weights."""
+    return model / MODEL_DIR if is_run(model) else model
+
+
 def config_file(model: Path) -> Path:
     """The config.json of a model."""
-    return model / "config.json" if has_weights(model) else model
+    return folder_of(model) / "config.json" if has_weights(model) else model
 
 
-def decoder_of(model: Path | None, given: DecoderConfig) -> DecoderConfig:
-    """The decoder of `model` with the given settings that no config.json has; of None the given one."""
+def decoder_of(model: Path | None, given: DecoderConfig, *, takes_part: bool = False) -> DecoderConfig:
+    """The decoder of `model` with the given settings that go with one; of None the given one.
+
+    `takes_part`: not all of the model is taken, so that the vocabulary may have another size.
+    """
     if model is None:
         return given
-    ours, default = {name: getattr(given, name) for name in _OURS}, DecoderConfig()
-    sizes = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.name not in _OURS}
+    kept, default = _beside_model(given, takes_part), DecoderConfig()
+    sizes = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.name not in kept}
     if twice := [f"{name} ({size})" for name, size in sizes.items() if size != getattr(default, name)]:
         raise UserError(f"model ({model}) and {list_first(twice)} both say the shape of the decoder: give one of them")
-    return dataclasses.replace(read_config(model), **ours)
+    decoder = load_config(model / "config.json").decoder if is_run(model) else read_config(model)
+    return dataclasses.replace(decoder, **kept)
+
+
+def _beside_model(given: DecoderConfig, takes_part: bool) -> dict[str, Any]:
+    """The settings of a decoder that go with a model."""
+    names = (*_OURS, "vocab_size") if takes_part and given.vocab_size != DecoderConfig().vocab_size else _OURS
+    return {name: getattr(given, name) for name in names}
 
 
 def tokenizer_of(model: Path | None) -> Path | None:
     """The tokenizer file in the directory of a model, if there is one."""
-    if model is None or not has_weights(model) or not (model / TOKENIZER).exists():
+    if model is None or not has_weights(model) or not (folder_of(model) / TOKENIZER).exists():
         return None
-    return model / TOKENIZER
+    return folder_of(model) / TOKENIZER
 
 
 def copy_files(config: FitConfig, run_dir: Path) -> None:
@@ -81,9 +103,10 @@ def copy_files(config: FitConfig, run_dir: Path) -> None:
     from jvarlen.models.hugging_face import files_beside  # here: settings are read without JAX
 
     model, tokenizer = config.model, config.data.tokenizer
-    copied = files_beside(model if tokenizer is None and has_weights(model) else tokenizer)
+    folder = folder_of(model) if tokenizer is None and model is not None and has_weights(model) else tokenizer
+    copied = {} if folder is None or not folder.exists() else files_beside(folder)
     copied.pop("config.json", None)
-    if model is not None:
+    if model is not None and config_file(model).exists():
         copied["config.json"] = config_file(model)
     if copied:
         (run_dir / MODEL_DIR).mkdir(exist_ok=True)
@@ -107,18 +130,24 @@ def with_model(config: FitConfig) -> FitConfig:
     if model is None:
         return config
     if resumed is not None and is_run_dir(resumed):  # whose model may be gone
-        own, given = load_config(resumed / "config.json"), config.decoder
-        ours = {name: getattr(given, name) for name in _OURS}
-        is_default = given == dataclasses.replace(DecoderConfig(), **ours)
-        decoder, tokenizer = dataclasses.replace(own.decoder, **ours) if is_default else given, own.data.tokenizer
+        own, kept = load_config(resumed / "config.json"), _beside_model(config.decoder, config.takes_part)
+        is_default = config.decoder == dataclasses.replace(DecoderConfig(), **kept)
+        decoder = dataclasses.replace(own.decoder, **kept) if is_default else config.decoder
+        tokenizer = own.data.tokenizer
     else:
-        decoder, tokenizer = decoder_of(model, config.decoder), tokenizer_of(model)
+        decoder = decoder_of(model, config.decoder, takes_part=config.takes_part)
+        tokenizer = tokenizer_of(model)
     data = dataclasses.replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
     return dataclasses.replace(config, decoder=decoder, data=data)
 
 
 def model_key(model: Path) -> str:
     """A content key that reads no gigabytes: of config.json, and of each file of weights its size and both ends."""
+    if is_run(model):
+        steps = [int(path.name) for path in (model / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
+        if not steps:
+            raise FileNotFoundError(f"{model} is a run without a checkpoint")
+        return content_key(model / "checkpoints" / str(max(steps)) / "manifest.json")
     keys = [content_key(config_file(model))]
     for path in sorted(model.glob("*.safetensors")) if has_weights(model) else ():
         size = path.stat().st_size
@@ -144,7 +173,8 @@ def initial_params(config: FitConfig) -> Any:
 
     from jvarlen.models import init_params
     from jvarlen.models.hugging_face import from_hugging_face
-    from jvarlen.training.checkpoint import read_shapes
+    from jvarlen.training.checkpoint import read_params, read_shapes
+    from jvarlen.training.initial_params import take_params
 
     model, resumed = config.model, config.directory.resumed
     if config.target is not None and not has_weights(model):
@@ -153,16 +183,42 @@ def initial_params(config: FitConfig) -> Any:
         return init_params(config.decoder, config.seed)
     if resumed is not None and has_checkpoint(resumed):
         try:
-            return named_params(config.decoder, read_shapes(resumed / "checkpoints"))
+            return take_params(read_shapes(resumed / "checkpoints"), model_shapes(None, config.decoder))
         except UserError:  # a damaged checkpoint, or other settings: which is told where the run is opened
             return model_shapes(None, config.decoder)
     dtype = params_dtype(model)
     if not has_weights(model):
         return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(config.decoder, config.seed))
-    params = from_hugging_face(model)[1]
+    part: dict[str, Any] = {"fresh": config.fresh, "resized": config.resized}
+    params = _drawn(config, dtype) if config.takes_part else None
+    if is_run(model):
+        arrays = read_params(model / "checkpoints")[0]
+        params = take_params(arrays, params or model_shapes(model, config.decoder), **part)
+    else:
+        params = from_hugging_face(model, params, **part)[1]
     if others := sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}.difference(_DTYPES)):
         raise UserError(f"{model}: parameters in {list_first(others)} are not trained, only {' and '.join(_DTYPES)}")
     return params
+
+
+def _drawn(config: FitConfig, dtype: str) -> Any:
+    """Random parameters where not all are taken from a model, and shapes of the others, which are not drawn."""
+    import jax  # here: settings are read without it
+
+    from jvarlen.models.decoder import init_params
+    from jvarlen.training.trainable import names_of
+
+    params, patterns = model_shapes(config.model, config.decoder), (*config.fresh, *config.resized)
+    is_drawn = [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names_of(params)]
+
+    @jax.jit  # which leaves out what is not returned
+    def draw() -> list[Any]:
+        leaves = jax.tree.leaves(init_params(config.decoder, config.seed))
+        return [leaf.astype(dtype) for leaf, is_own in zip(leaves, is_drawn, strict=True) if is_own]
+
+    drawn, (shapes, structure) = iter(draw()), jax.tree.flatten(params)
+    leaves = [next(drawn) if is_own else shape for shape, is_own in zip(shapes, is_drawn, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def describe_model(config: FitConfig, params: Any) -> str:
@@ -188,24 +244,6 @@ def model_shapes(model: Path | None, decoder: DecoderConfig) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), param_shapes(decoder))
 
 
-def named_params(decoder: DecoderConfig, arrays: Mapping[str, Any]) -> Any:
-    """The parameters of a decoder from those of a checkpoint by name; ValueError if they are of another model."""
-    import jax  # here: settings are read without it
-
-    from jvarlen._common.pytree import describe, plain_names
-
-    shapes = model_shapes(None, decoder)
-    names = [name.removesuffix(".value") for name in plain_names(shapes)]  # as some versions of NNX name leaves
-    expected = dict(zip(names, jax.tree.leaves(shapes), strict=True))
-    if differing := [
-        f"{name} {describe(arrays.get(name))}, of the decoder {describe(expected.get(name))}"
-        for name in {**arrays, **expected}
-        if getattr(arrays.get(name), "shape", None) != getattr(expected.get(name), "shape", None)
-    ]:
-        raise UserError(f"these are no parameters of the decoder of the settings: {list_first(differing, '; ')}")
-    return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in expected])
-
-
 def optimizer_for(params: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer, with float32 copies of parameters that have fewer bits."""
     import jax
@@ -219,9 +257,13 @@ def optimizer_for(params: Any, optimizer: optax.GradientTransformation) -> optax
 
 
 def params_dtype(model: Path | None) -> Literal["float32", "bfloat16"]:
-    """The type of parameters that a config.json names; float32 where none is named."""
+    """The type of parameters that a config.json names, or a checkpoint has; float32 where none is named."""
     if model is None:
         return "float32"
+    if is_run(model):
+        from jvarlen.training.checkpoint import read_shapes  # here: settings are read without JAX
+
+        return next((leaf.dtype.name for leaf in read_shapes(model / "checkpoints").values()), "float32")
     path = config_file(model)
     fields = read_object(path)
     name: Any = fields.get("dtype") or fields.get("torch_dtype") or "float32"

@@ -6,5 +6,6 @@
   sums.
 - `rates`: learning rates from batch sizes, on the host. `optimizers`: the same as Optax pieces. `master_weights`:
   float32 copies of parameters in fewer bits. `averages`: parameters to evaluate, where an optimizer keeps a mean.
+- `initial_params`: parameters that are taken from another training.
 - `checkpoint`: checkpoints, and the hashes of their files. No other module writes them.
 """

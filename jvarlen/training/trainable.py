@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 
-__all__ = ["Trainable", "TrainedOf", "merge_trained", "select_trained", "where_trained"]
+__all__ = ["Trainable", "TrainedOf", "match_names", "merge_trained", "names_of", "select_trained", "where_trained"]
 
 Trainable = str | Sequence[str] | None
 TrainedOf = Callable[[Any], Any]  # of parameters those that are trained, and None in place of the others
@@ -36,17 +36,35 @@ def select_trained(params: Any, trainable: Trainable = None) -> Any:
     trained = jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, params)
     if trainable is None:
         return trained
-    patterns = [trainable] if isinstance(trainable, str) else list(trainable)
-    names = [_name_of(path) for path, _ in jax.tree.leaves_with_path(trained)]
-    unmatched = [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
-    if unmatched or not patterns:
-        what = f"{list_first(map(repr, unmatched))} of trainable" if unmatched else "trainable, which is empty,"
-        raise UserError(f"{what} matches no parameter that can be trained: they are named {list_first(names)}")
+    names, (leaves, structure) = names_of(trained), jax.tree.flatten(trained)
+    if not trainable:
+        raise UserError(f"trainable, which is empty, matches no parameter that can be trained: {_named(names)}")
+    chosen = match_names(names, trainable, "trainable", "parameter that can be trained")
+    kept = [leaf if name in chosen else None for name, leaf in zip(names, leaves, strict=True)]
+    return jax.tree.unflatten(structure, kept)
 
-    def is_chosen(path: Any) -> bool:
-        return any(fnmatch.fnmatchcase(_name_of(path), pattern) for pattern in patterns)
 
-    return jax.tree.map_with_path(lambda path, leaf: leaf if is_chosen(path) else None, trained)
+def names_of(tree: Any) -> list[str]:
+    """The names of parameters, such as `layers.0.mlp.up.kernel`; of NNX's variables without their field."""
+
+    def name_of(path: Any) -> str:
+        is_field = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+        return jax.tree_util.keystr(path[:-1] if is_field else path, simple=True, separator=".")
+
+    return [name_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def match_names(names: Sequence[str], patterns: str | Sequence[str], what: str, kind: str = "parameter") -> set[str]:
+    """The names that one of the patterns matches; raises ValueError for patterns of `what` that match none."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    matched = {pattern: [name for name in names if fnmatch.fnmatchcase(name, pattern)] for pattern in patterns}
+    if unmatched := [repr(pattern) for pattern, found in matched.items() if not found]:
+        raise UserError(f"{list_first(unmatched)} of {what} matches no {kind}: {_named(names)}")
+    return {name for found in matched.values() for name in found}
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"they are named {list_first(names)}"
 
 
 def where_trained(trained: Any, tree: Any) -> Any:
@@ -57,12 +75,6 @@ def where_trained(trained: Any, tree: Any) -> Any:
 def merge_trained(trained: Any, params: Any) -> Any:
     """All parameters, those that are trained from a tree of their own."""
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, trained, params, is_leaf=_is_none)
-
-
-def _name_of(path: Any) -> str:
-    """Such as `layers.0.mlp.up.kernel`; of NNX's variables without their field."""
-    is_field = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
-    return jax.tree_util.keystr(path[:-1] if is_field else path, simple=True, separator=".")
 
 
 def _is_float(leaf: Any) -> bool:

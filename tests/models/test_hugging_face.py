@@ -1,5 +1,6 @@
 """Directories of Hugging Face: what transformers writes is read, what is written transformers opens, bit for bit."""
 
+import dataclasses
 import functools
 import json
 import mmap
@@ -237,6 +238,40 @@ def test_types_that_are_not_read_are_named(directory):
     rewrite(directory, tensors() | {EMBEDDING: np.zeros((11, 16), np.int8)})
     with pytest.raises(ValueError, match=r"types that are not read: model\.embed_tokens\.weight \(I8\)"):
         from_hugging_face(directory)
+
+
+def test_weights_are_taken_for_another_vocabulary_and_another_head(directory):
+    """Rows that both have; what is taken whole stays a view of the mapped file."""
+    wider = dataclasses.replace(CONFIG, vocab_size=14)
+    own = init_params(wider, seed=5)
+    config, params = from_hugging_face(directory, own, fresh="head.*", resized="embed.*")
+    assert config == from_hugging_face(directory)[0]
+    given, embedding = initial_params(), params["embed"]["embedding"].get_value()
+    np.testing.assert_array_equal(embedding[:11], given["embed"]["embedding"].get_value())
+    np.testing.assert_array_equal(embedding[11:], own["embed"]["embedding"].get_value()[11:])
+    np.testing.assert_array_equal(params["head"]["kernel"].get_value(), own["head"]["kernel"].get_value())
+    query = params["layers"][1]["attention"]["q"]["kernel"].get_value()
+    assert type(query) is np.ndarray
+    assert not query.flags.writeable
+    np.testing.assert_array_equal(query, given["layers"][1]["attention"]["q"]["kernel"].get_value())
+    kernel = from_hugging_face(directory, own, resized=["embed.*", "head.*"])[1]["head"]["kernel"].get_value()
+    np.testing.assert_array_equal(kernel[:, :11], given["head"]["kernel"].get_value())
+    np.testing.assert_array_equal(kernel[:, 11:], own["head"]["kernel"].get_value()[:, 11:])
+
+    rewrite(
+        directory,
+        {name: array for name, array in tensors().items() if name != HEAD} | {"score": np.ones(3, np.float32)},
+    )
+    with pytest.raises(ValueError, match=r"model: the given parameters are others than these: ") as refused:
+        from_hugging_face(directory, own)
+    for listed in (
+        "embed.embedding float32[11,16], here float32[14,16]",
+        "head.kernel absent, here float32[16,14]",
+        "score float32[3], here absent",
+    ):
+        assert listed in str(refused.value)
+    params = from_hugging_face(directory, own, fresh=["head.*", "score"], resized="embed.*")[1]
+    np.testing.assert_array_equal(params["head"]["kernel"].get_value(), own["head"]["kernel"].get_value())
 
 
 def test_missing_and_damaged_shards_are_all_named(sharded):

@@ -16,9 +16,10 @@ from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hug
 from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig, load_config
-from jvarlen.runs.model import initial_params, model_key, with_model
+from jvarlen.runs.model import copy_files, initial_params, model_key, with_model
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.master_weights import Float32MasterState
+from jvarlen.training.trainable import names_of
 from tests.runs.test_model_commands import tokenizer_file
 from tests.settings import changed
 
@@ -170,3 +171,82 @@ def test_steps_of_a_model_are_measured_in_its_type(tmp_path, monkeypatch):
     for path in (model, model / "config.json"):
         assert main(["measure", "--model", str(path), "--out", str(tmp_path / "cost.json")]) == 2
     assert measured == [(1, "bfloat16")] * 2
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """The directory of a run that trained a model from a Hugging Face directory, which is gone."""
+    folder = tmp_path_factory.mktemp("earlier")
+    save_model(folder / "llama")
+    run = fit(config_of(folder, optimizer=OptimizerConfig(learning_rate=1e-2)))
+    shutil.rmtree(folder / "llama")
+    return run.run_dir, run.state.params
+
+
+def test_a_run_begins_with_the_parameters_of_another_run(earlier, tmp_path, capsys):
+    """Of its optimizer nothing; tokenizer and config.json go on from run to run."""
+    folder, params = earlier
+    run = fit(config_of(tmp_path, model=folder))
+    assert f"{folder}: " in capsys.readouterr().out
+    assert int(run.state.opt_state.inner_state[1][0].count) == 1
+    for found, expected in zip(jax.tree.leaves(run.state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)
+    assert {path.name for path in (run.run_dir / "model").iterdir()} == {"config.json"}
+    tokenizer = tokenizer_file(run.run_dir / "model" / "tokenizer.json", num_words=300)
+    config = with_model(FitConfig(model=run.run_dir))
+    assert config.data.tokenizer == tokenizer
+    (tmp_path / "next").mkdir()
+    copy_files(config, tmp_path / "next")
+    assert {path.name for path in (tmp_path / "next" / "model").iterdir()} == {"config.json", "tokenizer.json"}
+    assert main(["export", str(run.run_dir), str(tmp_path / "tuned")]) == 0
+    for leaf, expected in zip(
+        jax.tree.leaves(from_hugging_face(tmp_path / "tuned")[1]), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, expected, strict=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a run", "files of Hugging Face"])
+def test_another_vocabulary_is_refused_by_name_unless_it_is_said(earlier, tmp_path, kind, capsys):
+    folder, params = earlier
+    if kind != "a run":
+        assert main(["export", str(folder), str(tmp_path / "llama")]) == 0
+        folder = tmp_path / "llama"
+    decoder = DecoderConfig(vocab_size=310)
+    config = config_of(tmp_path, model=folder, parallel="data2.zero3", decoder=decoder)
+    with pytest.raises(UserError, match=r"model \(.*\) and vocab_size \(310\) both say the shape of the decoder"):
+        fit(config)
+    with pytest.raises(UserError, match=r"embed\.embedding bfloat16\[300,16\], here bfloat16\[310,16\]"):
+        fit(dataclasses.replace(config, fresh="head.*"))
+    part = {"fresh": ("head.*", "layers.1.mlp.*"), "resized": ("embed.*",)}
+    run = fit(dataclasses.replace(config, **part))
+    size = dataclasses.replace(DECODER, vocab_size=310)
+    drawn = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(size, seed=0))
+    names = names_of(drawn)
+    for name, found, own, given in zip(names, *map(jax.tree.leaves, (run.state.params, drawn, params)), strict=True):
+        if name.startswith(("head.", "layers.1.mlp.")):
+            expected = own
+        elif name.startswith("embed"):
+            expected = np.concatenate([given, own[300:]])
+        else:
+            expected = given
+        np.testing.assert_array_equal(found, expected, strict=True, err_msg=name)
+    resumed = fit(dataclasses.replace(config, **part, max_steps=2))
+    assert resumed.summary.num_steps == 2
+    with pytest.raises(UserError, match=r"these differ: resized: embed\.\*, none"):
+        fit(dataclasses.replace(config, fresh=part["fresh"]))
+    with pytest.raises(UserError, match=r"fresh= and resized= say what is not taken from a model: give model="):
+        FitConfig(fresh="head.*")
+    args = [
+        "train",
+        "--model",
+        str(folder),
+        "--data",
+        str(tmp_path / "tokens.npz"),
+        "--fresh",
+        "heads.*",
+        "--no-progress",
+    ]
+    capsys.readouterr()
+    assert main([*args, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "'heads.*' of fresh matches no parameter" in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_runs_that_hold_no_trained_model_of_ours_are_refused_by_name(tmp_path, c
             line = said(capsys, *(run_dir if arg is None else arg for arg in command))
             assert message in line
             if run_dir == own:
-                assert "b float32[], of the decoder absent" in line
+                assert "b float32[], here absent" in line
     assert not target.exists()
 
 

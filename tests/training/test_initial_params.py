@@ -1,0 +1,104 @@
+"""Parameters of another training are taken whole, all but some, or in part; every other difference is listed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvarlen
+from jvarlen.parallel import portable_form
+from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
+from jvarlen.training.initial_params import take_params
+from jvarlen.training.train_state import new_state
+from tests.parallel.test_own_leaves import MODEL, NUM_VALUES, WIDTH, own_params
+
+PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")
+
+
+def params_of(rows, width=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "embed": rng.normal(size=(rows, width)).astype(np.float32),
+        "layers": [{"k": rng.normal(size=(width, width)).astype(np.float32)} for _ in range(2)],
+        "head": {"kernel": rng.normal(size=(width, rows)).astype(np.float32)},
+    }
+
+
+def test_all_are_taken_in_the_types_of_the_parameters():
+    given, own = params_of(5), jax.tree.map(jnp.bfloat16, params_of(5, seed=1))
+    taken = take_params(given, own)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.bfloat16), strict=True), taken, given)
+    by_name = {"embed": given["embed"], "head.kernel": given["head"]["kernel"]}
+    by_name |= {f"layers.{i}.k": given["layers"][i]["k"] for i in range(2)}
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.bfloat16, given))
+    for leaf, other in zip(jax.tree.leaves(take_params(by_name, shapes)), jax.tree.leaves(given), strict=True):
+        assert leaf is other, "of shapes in their own types, without a copy"
+
+
+@pytest.mark.parametrize(("there", "here"), [(5, 8), (8, 5)])
+def test_rows_that_both_have_are_taken_and_a_head_is_not(there, here):
+    given, own = params_of(there), params_of(here, seed=1)
+    before = jax.tree.map(np.copy, own)
+    taken = take_params(given, own, fresh="head.*", resized=["embed", "layers.0.k"])
+    np.testing.assert_array_equal(taken["embed"], np.concatenate([given["embed"][:here], own["embed"][there:]]))
+    np.testing.assert_array_equal(taken["layers"][0]["k"], given["layers"][0]["k"])
+    np.testing.assert_array_equal(taken["head"]["kernel"], own["head"]["kernel"])
+    also = take_params(given, own, resized="*")["head"]["kernel"]
+    np.testing.assert_array_equal(
+        also, np.concatenate([given["head"]["kernel"][:, :here], own["head"]["kernel"][:, there:]], axis=1)
+    )
+    jax.tree.map(np.testing.assert_array_equal, own, before)
+
+
+def test_what_is_fresh_may_be_on_one_side_alone():
+    given, own = params_of(5), params_of(5, seed=1)
+    given["score"], own["value"] = given.pop("head"), own.pop("head")
+    taken = take_params(given, own, fresh=["score.*", "value.kernel"])
+    np.testing.assert_array_equal(taken["value"]["kernel"], own["value"]["kernel"])
+    np.testing.assert_array_equal(taken["embed"], given["embed"])
+
+
+def test_all_differences_are_listed_with_their_shapes():
+    given, own = params_of(5), params_of(8)
+    given["norm"], own["layers"][1]["bias"] = np.ones(3, np.float32), np.ones(2, np.float32)
+    with pytest.raises(ValueError, match="others than these") as refused:
+        take_params(given, own, resized="head.*")
+    for listed in (
+        "embed float32[5,3], here float32[8,3]",
+        "norm float32[3], here absent",
+        "layers.1.bias absent, here float32[2]",
+    ):
+        assert listed in str(refused.value)
+    assert "head" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"embed float32\[5,3\], here float32\[8,4\]"):  # of two dimensions
+        take_params({"embed": given["embed"]}, {"embed": np.ones((8, 4), np.float32)}, resized="embed")
+    with pytest.raises(ValueError, match=r"'heads\.\*' of fresh matches no parameter: they are named embed, head"):
+        take_params(given, own, fresh=["norm", "heads.*"])
+
+
+@pytest.mark.parametrize("text", ["data2.zero3", "data2.stage2.tensor2.zero1", None])
+def test_a_checkpoint_of_one_layout_is_taken_in_part_on_another(tmp_path, text):
+    """All but a scale, and a table with more rows; the optimizer begins anew."""
+    layout = "data1.stage2.tensor2" if text != "data2.stage2.tensor2.zero1" else "data4.zero2"
+    whole = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, own_params())
+    state = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout=layout).init(whole)
+    form = portable_form(state, whole, optax.adam(0.1), layout=layout, model=MODEL)
+    with open_checkpoints(tmp_path, form=form) as checkpoints:
+        checkpoints.save(state, PLACE)
+
+    own = jax.tree.map(lambda leaf: np.full_like(leaf, 7), whole)
+    own["table"] = np.full((NUM_VALUES + 4, WIDTH), 7, np.float32)
+    optimizer = jvarlen.with_float32_master(optax.lion(0.1))
+    step = jvarlen.make_train_step(MODEL, optimizer, layout=text)
+    given, place = read_params(tmp_path)
+    assert place == PLACE
+    found = step.init(take_params(given, own, fresh="blocks.2.scale", resized="table"))
+    expected = jax.tree.map(np.copy, whole)
+    expected["blocks"][2]["scale"][:] = 7
+    expected["table"] = np.concatenate([whole["table"], own["table"][NUM_VALUES:]])
+    jax.tree.map(np.testing.assert_array_equal, step.gather_params(found), expected)
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(step.init(own).opt_state)
+    if text is None:
+        alone = new_state(jax.tree.map(jnp.asarray, expected), optimizer)
+        jax.tree.map(np.testing.assert_array_equal, found.opt_state, alone.opt_state)
