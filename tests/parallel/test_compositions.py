@@ -37,7 +37,7 @@ def random_layout(draw):
         sequence_parallel=tensor > 1 and draw.random() < 0.5,
         context_from=LONG if context > 1 and draw.random() < 0.3 else 0,
     )  # fmt: skip
-    layout = dataclasses.replace(layout, remat=random.Random(str(layout)).choice([None, None, "full", "none"]))
+    layout = dataclasses.replace(layout, remat=random.Random(str(layout)).choice([None, "selective", "full", "none"]))
     of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
     return layout, stage * virtual * draw.choice([1, 2]), of_shard
 

@@ -21,6 +21,7 @@ from jvarlen.models import DecoderConfig, layered, stack_layers
 from jvarlen.models.decoder import init_params, param_shapes
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.passes import split_passes
+from jvarlen.parallel.tensor_params import TensorSpec
 from jvarlen.planning.buckets import Bucket
 from tests.meshes import layout_mesh
 
@@ -328,25 +329,43 @@ LLAMA = DecoderConfig(
 
 
 @pytest.mark.parametrize(
-    ("remat", "expected"),
+    ("axes", "remat", "expected"),
     [
         # Queries, keys and values 3, attention and its projection 4, gate and up 14, in units of the width; log-sums
         # of 32 heads in float32; two statistics of norms.
-        ("none", 21 * 4096 + 4 * 32 + 4 * 2),
-        ("selective", 21 * 4096 + 4 * 32),
-        ("full", 0),
+        (Axes(), "none", 21 * 4096 + 4 * 32 + 4 * 2),
+        (Axes(), "selective", 21 * 4096 + 4 * 32),
+        (Axes(), "full", 0),
+        # All but the projection and the statistics lies over four devices; what is gathered takes 2 each.
+        (Axes(tensor="tensor"), "none", 19 * 1024 + 2 * 4096 + 4 * 8 + 4 * 2),
+        (Axes(tensor="tensor", sequence_parallel=True), "none", 21 * 1024 + 2 * 2 * 4096 + 4 * 8 + 2),
+        (Axes(tensor="tensor", sequence_parallel=True), "selective", 21 * 1024 + 4 * 8),
     ],
 )
-def test_bytes_a_token_of_a_layer_of_llama_3_8b_beside_its_input(remat, expected):
+def test_bytes_a_token_of_a_layer_of_llama_3_8b_beside_its_input(axes, remat, expected):
     model, length = layered(LLAMA), 1024
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(LLAMA))
     stacked = jax.eval_shape(stack_layers, shapes).layers
-    params, batch = (
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
-        for tree in (stacked, token_batch_spec(Bucket(1, length), 1))
+    given = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+        (stacked, token_batch_spec(Bucket(1, length), 1), jnp.ones((1, 1, length, 4096), jnp.bfloat16)),
     )
-    x = jax.ShapeDtypeStruct((1, length, 4096), jnp.bfloat16)
-    passes = split_passes(lambda params, x, batch: model.layer(params, x, batch, Axes()), params, x, batch, remat=remat)
-    residuals = jax.eval_shape(passes.forward, params, x, batch)[1]
-    assert any(leaf.shape == x.shape for leaf in residuals)
-    assert (bytes_of(residuals) - bytes_of([x])) / length == expected
+    found = []
+
+    def on_device(params, batch, x):
+        passes = split_passes(lambda *given: model.layer(*given, axes), params, x, batch, remat=remat)
+        y, residuals = passes.forward(params, x, batch)
+        assert any(leaf.shape == x.shape for leaf in residuals)
+        found.append((bytes_of(residuals) - bytes_of([x])) / length)
+        return y
+
+    lie = PartitionSpec(None, "tensor") if axes.sequence_parallel else PartitionSpec()
+    if axes.tensor is not None:
+        kinds = PartitionSpec | TensorSpec
+        of_params = jax.tree.map(
+            lambda spec: getattr(spec, "spec", spec), model.specs.layers, is_leaf=lambda spec: isinstance(spec, kinds)
+        )
+        specs, mesh = (of_params, PartitionSpec(), lie), layout_mesh(Layout(data=1, tensor=4))
+        on_device = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=lie, check_vma=False)
+    jax.eval_shape(on_device, *given)
+    assert found == [expected]
