@@ -145,13 +145,16 @@ def _sum_to_shards(
         return jnp.pad(member, [(0, missing)] + [(0, 0)] * (member.ndim - 1)) if missing else member
 
     moved = [padded(jnp.moveaxis(member, dim, 0)) for member, dim in zip(members, along, strict=True)]
-    rows = jnp.concatenate([member.reshape(num_shards, -1) for member in moved], axis=-1)
-    row = jax.lax.psum_scatter(rows, axis_name)
-    parts = _split(row, [member.size // num_shards for member in moved])
-    shards = [
-        part.reshape(member.shape[0] // num_shards, *member.shape[1:])
-        for part, member in zip(parts, moved, strict=True)
-    ]
+    if len(moved) == 1:  # as it is: compilers for TPUs make all-reduces of scatters of one row a shard
+        shards = [jax.lax.psum_scatter(moved[0], axis_name, tiled=True)]
+    else:
+        rows = jnp.concatenate([member.reshape(num_shards, -1) for member in moved], axis=-1)
+        row = jax.lax.psum_scatter(rows, axis_name)
+        parts = _split(row, [member.size // num_shards for member in moved])
+        shards = [
+            part.reshape(member.shape[0] // num_shards, *member.shape[1:])
+            for part, member in zip(parts, moved, strict=True)
+        ]
     return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
 
 
