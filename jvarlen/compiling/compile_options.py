@@ -20,10 +20,15 @@ When = Literal["ahead", "background"]
 OptionValue = bool | int | float | str
 
 _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
+# What goes into CUDA graphs: XLA's own list, and loops and branches, which it leaves out where the driver or the
+# platform has none in graphs.
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+# Each beside what is computed meanwhile; of the other kinds of collectives, compilers for TPUs do it by default.
+_ASYNC_ALL_REDUCES = ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce")
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _NAME_AND_VALUE = re.compile(r"([A-Za-z]\w*)=(.*)", re.DOTALL)
 
@@ -105,37 +110,40 @@ class CompileOptions:
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.
 
-        CUDA graphs pay off where launching kernels takes longer than running them, as in small steps on one device. On
-        several, steps wait for collectives instead: the latency-hiding scheduler, off by default in XLA, moves
-        computation beside them, and graphs are off so that their launch order does not interfere.
+        CUDA graphs pay off where launching kernels takes longer than running them, as in small steps on one device.
+        Loops go into them, so that a step of several microbatches is one graph; XLA leaves loops out where the driver
+        is older than CUDA 12.3. On several devices, steps wait for collectives instead: the latency-hiding scheduler,
+        off by default in XLA, moves computation beside them, and graphs are off so that their launch order does not
+        interfere. On several TPUs, all-reduces run beside computation, too.
 
-        A field that is None yields to the same flag in the environment variable `XLA_FLAGS`; a field that is set
-        overrides the flag, but which operations go into command buffers stays XLA's choice, or the flag's.
+        A default yields to the same flag in the environment variables `XLA_FLAGS` and `LIBTPU_INIT_ARGS`; a field that
+        is set overrides the flag.
 
         Args:
-          platform: "gpu", "cuda" or "rocm"; on others, the GPU fields have no effect.
+          platform: "gpu", "cuda", "rocm", "tpu" or "cpu"; the GPU fields have no effect on others than GPUs.
           num_devices: how many devices a step runs on, including those of other processes.
 
         Returns:
           Values by name; `xla_options` come last.
         """
         options: dict[str, OptionValue] = {}
+        flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
         if platform in _GPU_PLATFORMS:
             command_buffers, latency_hiding = self.command_buffers, self.latency_hiding_scheduler
-            if num_devices > 1:
-                flags = os.environ.get("XLA_FLAGS", "")
-                if command_buffers is None and _COMMAND_BUFFERS not in flags:
-                    command_buffers = False
-                if latency_hiding is None and _LATENCY_HIDING not in flags:
-                    latency_hiding = True
-            if command_buffers is False:
-                options[_COMMAND_BUFFERS] = ""  # the list of what goes into graphs
+            if command_buffers is None and _COMMAND_BUFFERS not in flags:
+                command_buffers = num_devices == 1
+            if latency_hiding is None and num_devices > 1 and _LATENCY_HIDING not in flags:
+                latency_hiding = True
+            if command_buffers is not None:
+                options[_COMMAND_BUFFERS] = _IN_GRAPHS if command_buffers else ""
             if latency_hiding is not None:
                 options[_LATENCY_HIDING] = latency_hiding
             if self.all_reduce_combine_bytes is not None:
                 options[_ALL_REDUCE_BYTES] = self.all_reduce_combine_bytes
             elif self.grad_bucket_bytes is not None:
                 options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
+        elif platform == "tpu":
+            options |= {name: True for name in _ASYNC_ALL_REDUCES if num_devices > 1 and name not in flags}
         elif self.grad_bucket_bytes is not None and num_devices > 1:
             options[_DISABLED_PASSES] = "cpu-all-reduce-combiner"  # which merges all buckets at the end of the step
             options[_YNN_FUSIONS] = ""  # products in fusions hold up the thread that would run a reduction meanwhile

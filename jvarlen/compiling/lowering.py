@@ -36,6 +36,7 @@ __all__ = [
     "Programs",
     "StepCompiler",
     "check_compiler_options",
+    "known_options",
     "largest_first",
     "make_step_compiler",
 ]
@@ -240,20 +241,41 @@ def make_step_compiler(
         )
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
-    compiler_options = options.compiler_options(devices[0].platform, len(devices))
+    where = devices[0].platform, len(devices)
     step_compiler = StepCompiler(
         step_fn=step_fn,
         state_spec=_spec_of_state(state, mesh),
         shapes=shapes,
         devices=devices,
-        compiler_options=compiler_options,
+        compiler_options=options.compiler_options(*where),
         donate=donate,
         grad_buckets=options.grad_buckets,
         is_timed=bool(options.time_steps),
         only_compiles=only_compiles,
     )
-    check_compiler_options(compiler_options, step_compiler.device)
-    return step_compiler
+    defaults = dataclasses.replace(
+        options, command_buffers=None, latency_hiding_scheduler=None, all_reduce_combine_bytes=None, xla_options=()
+    ).compiler_options(*where)
+    known = known_options(step_compiler.compiler_options, defaults, step_compiler.device)
+    return dataclasses.replace(step_compiler, compiler_options=known)
+
+
+def known_options(options: Mapping[str, Any], defaults: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+    """The options but for defaults that the installed compiler does not know; raises ValueError for others."""
+    try:
+        check_compiler_options(options, device)
+        return dict(options)
+    except UserError:
+        known = {}
+        for name, value in options.items():
+            try:
+                check_compiler_options({name: value}, device)
+                known[name] = value
+            except UserError:
+                if defaults.get(name) != value:
+                    raise
+        check_compiler_options(known, device)
+        return known
 
 
 def check_compiler_options(options: Mapping[str, Any], device: jax.Device) -> None:

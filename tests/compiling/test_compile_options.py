@@ -13,30 +13,35 @@ import tyro
 
 from jvarlen import no_recompiles
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import check_compiler_options
+from jvarlen.compiling.lowering import check_compiler_options, known_options
 
 GRAPHS = "xla_gpu_enable_command_buffer"
+WITH_LOOPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
+
+ASYNC = ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce")
 
 
 @pytest.fixture(autouse=True)
 def _without_flags(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.setenv(name, "")
 
 
 @pytest.mark.parametrize(
     ("platform", "num_devices", "settings", "expected"),
     [
-        ("gpu", 1, {}, {}),
+        ("gpu", 1, {}, {GRAPHS: WITH_LOOPS}),
         ("gpu", 8, {}, {GRAPHS: "", OVERLAP: True}),
         ("cuda", 2, {}, {GRAPHS: "", OVERLAP: True}),
         ("rocm", 2, {}, {GRAPHS: "", OVERLAP: True}),
         ("gpu", 1, {"command_buffers": False, "latency_hiding_scheduler": True}, {GRAPHS: "", OVERLAP: True}),
-        ("gpu", 8, {"command_buffers": True, "latency_hiding_scheduler": False}, {OVERLAP: False}),
-        ("gpu", 1, {"all_reduce_combine_bytes": 0}, {COMBINE: 0}),
+        ("gpu", 8, {"command_buffers": True, "latency_hiding_scheduler": False}, {GRAPHS: WITH_LOOPS, OVERLAP: False}),
+        ("gpu", 1, {"all_reduce_combine_bytes": 0}, {GRAPHS: WITH_LOOPS, COMBINE: 0}),
         ("cpu", 8, {"command_buffers": False, "latency_hiding_scheduler": True, "all_reduce_combine_bytes": 5}, {}),
-        ("tpu", 8, {}, {}),
+        ("tpu", 8, {"grad_bucket_bytes": 5}, dict.fromkeys(ASYNC, True)),
+        ("tpu", 1, {}, {}),
     ],
 )
 def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_devices, settings, expected):
@@ -46,8 +51,10 @@ def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_device
 
 def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=FUSION --{OVERLAP}=false")
-    assert CompileOptions().compiler_options("gpu", 8) == {}
+    assert CompileOptions().compiler_options("gpu", 8) == CompileOptions().compiler_options("gpu", 1) == {}
     assert CompileOptions(latency_hiding_scheduler=True).compiler_options("gpu", 8) == {OVERLAP: True}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{ASYNC[0]}=false")
+    assert CompileOptions().compiler_options("tpu", 8) == {ASYNC[1]: True}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ def test_settings_at_fault_are_listed(settings, said):
 
 def test_options_by_name_override_fields():
     options = CompileOptions(all_reduce_combine_bytes=5, xla_options=(f"{COMBINE}=1",))
-    assert options.compiler_options("gpu", 1) == {COMBINE: "1"}
+    assert options.compiler_options("gpu", 8)[COMBINE] == "1"
 
 
 def test_options_survive_json_and_serve_as_a_key():
@@ -107,6 +114,13 @@ def test_an_option_that_jaxlib_does_not_know_is_named():
     options = CompileOptions(xla_options=("xla_none=1", "xla_gpu_autotune_level=2"))
     with pytest.raises(ValueError, match=rf"jaxlib {jaxlib.__version__} does not support .*option: 'xla_none'"):
         check_compiler_options(options.compiler_options("gpu", 1), jax.devices()[0])
+
+
+def test_a_default_that_jaxlib_does_not_know_is_left_out():
+    device, defaults = jax.devices()[0], {GRAPHS: "FUSION,NEWER", OVERLAP: True}
+    assert known_options(defaults, defaults, device) == {OVERLAP: True}
+    with pytest.raises(ValueError, match=rf"support these options: {GRAPHS}='FUSION,NEWER' "):
+        known_options(defaults, {OVERLAP: True}, device)
 
 
 def test_a_value_of_jaxs_own_options_that_cannot_be_read_is_named():

@@ -117,8 +117,6 @@ FEW = (
 # What is to be mended: by name, of which cases. A program with a fault that is not told here fails the test, as does
 # one without a fault that is; but for what is not sure, whose patterns hold for some programs of those cases.
 KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
-    # Loops are not among what XLA takes into graphs by default.
-    "a step is not one CUDA graph": ("1xh100-*-4",),
     # All are reduced once the last product is done; with ZeRO-2 after each microbatch.
     "no gradient is reduced beside a product": (
         "8xh100-*-data8-*",
