@@ -1,8 +1,9 @@
 """How much of the speed of its compiled programs does `predict` keep for 20,000 embeddings?
 
 `predict` measures lengths, plans, loads, computes and puts the results in order. By hand, the same programs run on
-batches that lie on the device already, and results stay there. Compiling is not counted. Run `python
-benchmarks/inference.py [--quick]`. Prints a table and writes it, with versions and hardware, to `benchmarks/results/`.
+batches that lie on the device already, and results stay there; or on those of `load`, and each result is fetched before
+the next step. Compiling is not counted. Run `python benchmarks/inference.py [--quick]`. Prints a table and writes it,
+with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -54,25 +55,29 @@ def main() -> None:
         jax.block_until_ready(results)
         return results
 
+    def with_load() -> list[np.ndarray]:
+        return [np.asarray(compiled(params, batch)[1]) for batch in jvarlen.load(plan, samples)]
+
     ways = {
         "the compiled programs, by hand": by_hand,
+        "by hand, with `load` and fetching": with_load,
         "`predict`": predict,
     }
     predicted = predict()  # which compiles
     for batch, rows in zip(on_device, by_hand(), strict=True):
         assert np.allclose(predicted[batch.ids[batch.is_real]], rows[batch.is_real[0]], atol=1e-4)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}  # wall-clock and CPU
     with jvarlen.no_recompiles():
         for _ in range(REPEATS):
             for name, way in ways.items():  # in turns, so that other work slows all alike
-                start = time.perf_counter()
+                start, start_cpu = time.perf_counter(), time.process_time()
                 way()
-                seconds[name].append(time.perf_counter() - start)
-    least = {name: min(values) for name, values in seconds.items()}
-    by_programs = least["the compiled programs, by hand"]
+                seconds[name].append((time.perf_counter() - start, time.process_time() - start_cpu))
+    least = {name: np.min(values, axis=0).tolist() for name, values in seconds.items()}
+    wall_alone, cpu_alone = least["the compiled programs, by hand"]
     rows = [
-        [name, f"{value:.2f}", digits(num_samples / value), f"{value / by_programs:.3f}"]
-        for name, value in least.items()
+        [name, f"{wall:.2f}", digits(num_samples / wall), f"{wall / wall_alone:.3f}", f"{cpu / cpu_alone:.3f}"]
+        for name, (wall, cpu) in least.items()
     ]
     num_tokens = sum(map(len, samples))
     report(
@@ -83,9 +88,10 @@ def main() -> None:
             f"{num_samples:,} embeddings of width {config.width} from {config.num_layers} layers; samples of 1 to "
             f"{max(map(len, samples))} bytes, {num_tokens:,} in all, in {len(plan.buckets)} shapes and "
             f"{plan.num_steps} steps with {plan.padding:.1%} padding. `predict` includes measuring lengths and "
-            f"planning. Best of {REPEATS}, in turns.",
+            f"planning. Best of {REPEATS}, in turns. CPU seconds are those of this process, which other "
+            "work on the machine changes less.",
             "",
-            *table("way|seconds|embeddings a second|times the programs", rows),
+            *table("way|seconds|embeddings a second|times the programs|CPU seconds, times the programs", rows),
             "",
             versions_and_hardware("jax", "flax"),
         ],
