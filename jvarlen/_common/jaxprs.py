@@ -37,7 +37,8 @@ _OF_INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "clamp": lambda least, x, most: np.clip(x, least, most),
     "convert_element_type": np.asarray,
-    "dynamic_slice": lambda table, start: np.take_along_axis(table, start[:, np.newaxis], axis=1),
+    # Of one row, or one number, of a table.
+    "dynamic_slice": lambda table, row, *_: table[np.arange(len(row)), row],
     "eq": np.equal,
     "lt": np.less,
     "select_n": lambda which, *cases: np.choose(which, cases),
@@ -104,8 +105,6 @@ def count_operations(
             inner = sorted(inner, key=lambda counts: np.max(counts["flops"]))[-1:]
         for each in inner:
             counts.update(each)
-            if name == "while" and known is not None and np.any(each["flops"]):
-                counts["flops"] += math.nan
     return counts
 
 
@@ -153,11 +152,13 @@ class _Known(NamedTuple):
         """A constant in every lane."""
         return np.broadcast_to(np.asarray(value), (len(self.devices), *np.shape(value)))
 
-    def calls(self, equation: JaxprEqn) -> list[tuple[Jaxpr, int, _Known]]:
+    def calls(self, equation: JaxprEqn) -> list[tuple[Jaxpr, float, _Known]]:
         """The functions that an equation calls, how often, and what is known in them; learns what it computes."""
         name, invars, inner = equation.primitive.name, equation.invars, _inner(equation)
         if name == "scan":
             return [self._of_scan(equation, inner[0])]
+        if name == "while":
+            return [self._of_while(equation)]
         if name == "cond":
             if invars[0] not in self:
                 return [(each, 1, self._named(each, invars[1:])) for each in inner]
@@ -175,7 +176,7 @@ class _Known(NamedTuple):
             self.values[equation.outvars[0]] = self.devices
             return
         atoms, rule = cast(Any, equation.invars), _OF_INTEGERS.get(equation.primitive.name)
-        if rule is not None and any(atom in self for atom in atoms) and max(a.aval.ndim for a in atoms) < 2:
+        if rule is not None and max(a.aval.ndim for a in atoms) < 3:
             given = [self.given(atom.val) if hasattr(atom, "val") else self.values.get(atom) for atom in atoms]
             if all(each is not None for each in given):
                 [result] = cast(Any, equation.outvars)
@@ -195,6 +196,26 @@ class _Known(NamedTuple):
             inside.values[body.invars[i]] = rows.reshape(num_lanes * length, *value.shape[2:])
         return body, 1, inside
 
+    def _of_while(self, equation: JaxprEqn) -> tuple[Jaxpr, float, _Known]:
+        """Every turn becomes a lane where the loop counts from one known number to another, as `fori_loop` does."""
+        params: Any = equation.params
+        condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        num_fixed = params["body_nconsts"]
+        atoms = equation.invars[params["cond_nconsts"] + num_fixed :][:2]
+        compared = [each.invars for each in condition.eqns if each.primitive.name == "lt"]
+        counted = [each.outvars[0] for each in body.eqns if _adds_one(each, body.invars[num_fixed])]
+        fixed = self._named(body, equation.invars[params["cond_nconsts"] :][:num_fixed])
+        is_known = all(hasattr(atom, "val") or atom in self for atom in atoms)
+        if not is_known or compared != [condition.invars[:2]] or body.outvars[:1] != counted[-1:]:
+            return body, math.nan, fixed
+        begins, ends = (self.given(atom.val) if hasattr(atom, "val") else self.values[atom] for atom in atoms)
+        turns = np.maximum(ends - begins, 0)
+        lanes = np.repeat(np.arange(len(turns)), turns)
+        inside = fixed._in_lanes(lanes)
+        before = np.cumsum(turns) - turns
+        inside.values[body.invars[num_fixed]] = begins[lanes] + np.arange(len(lanes)) - before[lanes]
+        return body, 1, inside
+
     def _named(self, inner: Jaxpr, atoms: Sequence[Any]) -> _Known:
         """What is known of the first arguments of a function."""
         pairs = zip(inner.invars, atoms, strict=False)
@@ -204,6 +225,11 @@ class _Known(NamedTuple):
         return self._replace(
             devices=self.devices[lanes], values={name: value[lanes] for name, value in self.values.items()}
         )
+
+
+def _adds_one(equation: JaxprEqn, counter: Any) -> bool:
+    atoms: Any = equation.invars
+    return equation.primitive.name == "add" and atoms[0] is counter and getattr(atoms[1], "val", None) == 1
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import jax
 
 __all__ = [
-    "Collective", "Collectives", "Instruction", "arrays_in", "bytes_in", "called_by", "collective_of",
+    "Collective", "Collectives", "Instruction", "arrays_in", "branch_of", "bytes_in", "called_by", "collective_of",
     "computations_of", "count_collectives", "ends", "groups_along", "instructions_of", "is_done", "list_collectives",
     "names_in", "operands_of", "starts", "turns_of",
 ]  # fmt: skip
@@ -29,7 +29,6 @@ _COMPUTATION = re.compile(
     r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{$(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL
 )
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 # `%name = type operation(operands), attributes`.
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
@@ -41,6 +40,8 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _LOOP = re.compile(
     r"\bwhile\((?:[^%\n]* )?%?([\w.\-]+)\), condition=%?([\w.\-]+), body=%?([\w.\-]+)(.*)$", re.MULTILINE
 )
+# A loop of one turn or none of a program with stages, by its scope: what each does in a tick, and parts of it.
+_BRANCH = re.compile(r'\bop_name="[^"]*\bbranch(\d*)/while"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # `%name = integer operation(operands), attributes`, and the operands of tuples.
 _SCALAR = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (?:[su]\d+|pred)\[\]\S* ([\w\-]+)\((.*?)\)(.*)$", re.MULTILINE)
@@ -91,7 +92,7 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
 def list_collectives(
     executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> list[Collective]:
-    """The collectives of a compiled program, one by one; `ticks` are which branch each stage takes in each tick."""
+    """The collectives of a compiled program, one by one; `ticks` are those of `branches_of_ticks`."""
     return [
         _collective(each)._replace(times=times, is_asynchronous=products is not None, products=products or 0)
         for each, times, products in _collectives(executable, ticks)
@@ -217,11 +218,25 @@ def is_done(later: Instruction, start: Instruction) -> bool:
     return later.operation.endswith("-done") and _NAME.findall(later.rest)[:1] == [start.name]
 
 
-def turns_of(bodies: Mapping[str, str]) -> dict[tuple[str, str], float]:
-    """How often each loop turns, by the computation that it is in and its body; NaN: unknown."""
+def branch_of(attributes: str) -> int | None:
+    """Which branch of a tick a loop is, 0 for a part of one; None for other loops."""
+    found = _BRANCH.search(attributes)
+    return int(found[1] or 0) if found else None
+
+
+def turns_of(
+    bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | None = None
+) -> dict[tuple[str, str], float]:
+    """How often each loop turns, by the computation that it is in and its body; NaN: unknown.
+
+    Branches of ticks count as often as the stage takes them that does so most, and parts of them as if they were taken.
+    """
     turns: dict[tuple[str, str], float] = {}
     for name, body in bodies.items():
         for carried, condition, loop, attributes in _LOOP.findall(body):
+            if ticks is not None and (branch := branch_of(attributes)) is not None:
+                turns[name, loop] = np.mean(ticks == branch, axis=0).max() if branch else 1
+                continue
             found = _TRIP_COUNT.search(attributes)
             known = int(found[1]) if found else _counted_turns(body, carried, bodies[condition], bodies[loop])
             turns[name, loop] = math.nan if known is None else known
@@ -229,17 +244,8 @@ def turns_of(bodies: Mapping[str, str]) -> dict[tuple[str, str], float]:
 
 
 def _times_of(bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | None = None) -> dict[str, int | None]:
-    """How often each computation runs in a step; None: unknown.
-
-    Branches of ticks count as often as the stage takes them that does so most; others as if all were taken.
-    """
-    turns = turns_of(bodies)
-    shares = [] if ticks is None else [np.mean(ticks == kind, axis=0).max() for kind in range(ticks.max() + 1)]
-    for name, body in bodies.items() if shares else ():
-        for listed in _BRANCHES.findall(body):
-            branches = names_in(listed)
-            if len(branches) == len(shares):
-                turns.update(zip(((name, branch) for branch in branches), shares, strict=True))
+    """How often each computation runs in a step, branches as if all were taken; None: unknown."""
+    turns = turns_of(bodies, ticks)
     callers: dict[str, set[str]] = {name: set() for name in bodies}
     for name, body in bodies.items():
         for called in called_by(body) & bodies.keys():

@@ -20,7 +20,7 @@ from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_when_stacked
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
-from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on, stacked_shapes
+from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, accumulated, bytes_of, shapes_on, stacked_shapes
 from jvarlen.parallel.sharded import other_specs_of, stacked_for, state_specs
 from jvarlen.parallel.train import Accumulate, accumulates_shards
 from jvarlen.parallel.zero import shard_specs
@@ -34,9 +34,9 @@ __all__ = [
     "stacked_bytes", "state_bytes", "temporary_bytes",
 ]  # fmt: skip
 
-# A compiler's order of equations is not always the one that holds least, least of all where much is in one loop: layers
-# that are run again, or a single layer and the ends. As measured.
-_MARGIN, _MARGIN_AGAIN, _MARGIN_OF_ONE = 1.12, 1.28, 1.3
+# A compiler's order of equations is not always the one that holds least, least of all where layers are run again. As
+# measured.
+_MARGIN, _MARGIN_AGAIN = 1.12, 1.28
 
 
 class MemoryEstimate(NamedTuple):
@@ -50,8 +50,8 @@ class MemoryEstimate(NamedTuple):
       gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all of
         the stage; below, the gradients of a microbatch. With several chunks also layers that change places, and where
         `LayeredModel.stack` is called in the step, what it stacks.
-      activations: what the forward pass of one microbatch leaves to the backward pass; with stages that of one chunk of
-        layers, and the buffers of the schedule. None if no model was given.
+      activations: what the forward pass of one microbatch leaves to the backward pass; with stages the buffers of the
+        schedule. None if no model was given.
       workspace: the rest at the peak of the step, and the batch. None if no model was given.
     """
 
@@ -156,13 +156,13 @@ def estimate_memory(
         of_shard = microbatches_per_step // (layout.num_shards if one.rows_along is None else layout.data)
     arrays = one.arrays().num_bytes()
     slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.virtual)
-    of_chunk = {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
     of_layout = {"has_stages": has_stages, "zero": layout.zero, "chunks": layout.virtual, "of_shard": of_shard}
-    temporary = temporary_bytes(held, arrays, slots, **of_layout, **of_chunk)
+    of_layout |= {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
+    temporary = temporary_bytes(held, arrays, slots, **of_layout)
     others = math.ceil(temporary) - held.accumulated
     gathered = min(estimate.gathered, others)
-    of_buffers = int(buffer_bytes(arrays, slots, **of_chunk)) if has_stages else 0
-    activations = min(one.residual_bytes() + of_buffers, others - gathered)
+    kept = buffer_bytes(arrays, slots, num_layers=num_layers) if has_stages else one.residual_bytes()
+    activations = min(int(kept), others - gathered)
     workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
     return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
 
@@ -177,7 +177,7 @@ class StateBytes(NamedTuple):
     # What ZeRO-3 gathers for a time: parameters of a stage, or those and the gradients of one layer or of the ends,
     # whichever are more. Besides, layers that change places between chunks.
     whole: Any
-    once: Any  # whole gradients of one microbatch; with stages those of the ends and one chunk
+    once: Any  # whole gradients of one microbatch; with stages those of the ends and one layer
     stacked: Any  # copies of layers' own parameters, where a step stacks them
 
 
@@ -197,11 +197,11 @@ def state_bytes(
     specs = beside
     if accumulates_shards(layout, accumulate):
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
-    wide, specs, of_grads = jax.tree.map(_accumulated, trained), *(where_trained(trained, x) for x in (specs, beside))
+    wide, specs, of_grads = jax.tree.map(accumulated, trained), *(where_trained(trained, x) for x in (specs, beside))
     stack = model.stack if isinstance(model, LayeredModel) else None
     if layout.stage > 1:
         ends, layers = bytes_of(wide.ends, of_grads.ends, layout), bytes_of(wide.layers, of_grads.layers, layout)
-        once = ends + layers // layout.virtual
+        once = ends + layers * layout.stage // num_layers_of(params)
     else:
         once = bytes_of(trained, of_grads, layout) if layout.zero < 3 else 0
     return StateBytes(
@@ -226,12 +226,10 @@ def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
     return bytes_of(batch_spec(check_buckets([bucket])[0], of_shard))
 
 
-def buffer_bytes(arrays: ArrayBytes, slots: BufferSlots, *, recomputes: Any, num_layers: Any) -> Any:
-    """What a stage holds in the buffers of its schedule, and of each what an action takes and returns."""
-    kept = (arrays.kept + arrays.handed) * num_layers
-    moving = (slots.inputs + 2) * arrays.x + (slots.gradients + 2) * arrays.floats
-    residuals = (slots.kept + 4) * kept + (slots.outputs + 4) * arrays.x
-    return moving + np.where(recomputes, slots.kept * arrays.x, residuals)
+def buffer_bytes(arrays: ArrayBytes, slots: BufferSlots, *, num_layers: Any) -> Any:
+    """What a stage holds in the buffers of its schedule, and what an action takes and gives, and what arrives."""
+    of_layers = slots.kept * (arrays.kept + arrays.handed) * num_layers
+    return of_layers + (slots.inputs + slots.outputs + 3) * arrays.x + (slots.gradients + 3) * arrays.floats
 
 
 def temporary_bytes(
@@ -247,23 +245,18 @@ def temporary_bytes(
     of_shard: Any,
 ) -> Any:
     """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts."""
-    of_stages = np.where((num_layers == 1) & (chunks == 1), _MARGIN_OF_ONE, _MARGIN)
-    margin = np.where(has_stages, of_stages, np.where(recomputes, _MARGIN_AGAIN, _MARGIN))
+    margin = np.where(recomputes & ~np.asarray(has_stages), _MARGIN_AGAIN, _MARGIN)
     peak, peak_without_grads = margin * arrays.peak, margin * arrays.peak_without_grads
     sums = np.where(of_shard > 1, held.accumulated, 0)  # of one microbatch, they are its gradients
     below = np.where(zero == 2, held.accumulated, sums) + peak
     sharded = sums + held.grads + peak_without_grads + held.whole
-    buffers = buffer_bytes(arrays, slots, recomputes=recomputes, num_layers=num_layers)
-    # Copies that branches make of sums of several chunks, as measured.
-    copied = np.where(chunks > 1, 1.6 * held.accumulated + 5 * (arrays.x + arrays.floats), 0)
-    kept = np.where(recomputes, 0, arrays.kept * num_layers)  # which are in the buffers
-    staged = held.accumulated + held.whole + copied + buffers + np.maximum(peak - kept, 0)
+    # What layers keep is in the buffers, but for the layer that runs. Sums of several chunks move back to where the
+    # parameters are, and of a chunk what is sent and arrives is there as well.
+    kept = (arrays.kept + arrays.handed) * (num_layers - 1)
+    ticks = buffer_bytes(arrays, slots, num_layers=num_layers) + np.maximum(peak_without_grads - kept, 0)
+    moved = np.where(chunks > 1, held.accumulated * (1 + 2 / np.maximum(chunks, 1)), 0)
+    staged = held.accumulated + held.whole + np.maximum(ticks, moved)
     return np.where(has_stages, staged, np.where(zero == 3, sharded, below)) + held.stacked
-
-
-def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The sum of gradients of a parameter: in float32 at least."""
-    return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
 def _whole_bytes(
@@ -286,7 +279,7 @@ def _whole_bytes(
     found = [jax.tree.map(gathered, params, specs, beside)]
     if layout.stage == 1:
         of_grads = [where_trained(trained, tree) for tree in (specs, beside)]
-        found.append(jax.tree.map(gathered, jax.tree.map(_accumulated, trained), *of_grads))
+        found.append(jax.tree.map(gathered, jax.tree.map(accumulated, trained), *of_grads))
     ends, layers = (sum(jax.tree.leaves([part[i] for part in found])) for i in (0, 1))
     return moved + (ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params)))
 
@@ -296,7 +289,7 @@ class BufferSlots(NamedTuple):
 
     inputs: Any  # that arrive
     kept: Any  # by forward passes, and handed on from backward passes to weight gradients
-    outputs: Any  # of the last part; only where residuals are kept
+    outputs: Any  # of the last part
     gradients: Any  # that arrive, of outputs
 
 
@@ -305,9 +298,7 @@ def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num
     s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
     one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
     if name == "interleaved":
-        kept = np.where(m > s, (v + 1) * s - 1, v * s)
-        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
+        return BufferSlots(2 * one, np.where(m > s, (v + 1) * s - 1, v * s), one, np.maximum(2, (s + 1) // 2))
     most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
     kept = np.minimum(most, m) * one
-    outputs = kept if name in ("gpipe", "zero_bubble") else one
-    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)
+    return BufferSlots(one, kept, kept if name == "gpipe" else one, one)

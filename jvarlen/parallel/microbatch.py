@@ -33,7 +33,10 @@ from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, where_trained
 
-__all__ = ["ArrayBytes", "DeviceArrays", "OneMicrobatch", "bytes_of", "shapes_on", "stacked_shapes", "with_layers"]
+__all__ = [
+    "ArrayBytes", "DeviceArrays", "OneMicrobatch", "accumulated", "bytes_of", "shapes_on", "stacked_shapes",
+    "with_layers",
+]  # fmt: skip
 
 _ONE_DEVICE = Layout(data=1)
 
@@ -136,9 +139,9 @@ class OneMicrobatch:
         model = self._model
         sizes: dict[str, Any] = {}
         assert isinstance(model, LayeredModel)
-        splits = self._layout.schedule == "zero_bubble"
 
-        def actions(params: LayeredParams, microbatch: Any, key: Any, index: Any) -> Any:
+        # Sums of gradients are arguments and results, and so apart from what an action holds beside them.
+        def actions(params: LayeredParams, totals: Any, microbatch: Any, key: Any, index: Any) -> Any:
             axes = Axes(key=key)
 
             def embed(ends: Any) -> Any:
@@ -154,9 +157,11 @@ class OneMicrobatch:
             trained, others, x = where_trained(self._trained, params), (microbatch, key, index), embed(params.ends)
             layers = trained.layers, params.layers
             first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-            passes = split_passes(run_layer, first[0], x, first[1], *others, weights_apart=splits)
+            how: Any = {"remat": self._layout.remat_in_force, "weights_apart": self._layout.schedule == "zero_bubble"}
+            passes = split_passes(run_layer, first[0], x, first[1], *others, **how)
             y, kept = jax.lax.scan(lambda x, of: passes.forward(of[0], x, of[1], *others), x, layers)
-            of_ends, of_y = jax.grad(loss, argnums=(0, 1))(trained.ends, floats_of(y))
+            of_loss, of_y = jax.grad(loss, argnums=(0, 1))(trained.ends, floats_of(y))
+            of_loss = jax.tree.map(jax.numpy.add, totals, of_loss)
 
             def run_backward(of_y: Any, of: Any) -> Any:
                 (trained, own), kept = of
@@ -179,9 +184,10 @@ class OneMicrobatch:
 
                 rest = jax.lax.scan(weights, None, (layers, kept, rest))[1]
             _, pull = jax.vjp(lambda ends: floats_of(embed(merge_trained(ends, params.ends))), trained.ends)
-            return jax.tree.map(jax.numpy.add, of_ends, pull(of_x)[0]), rest
+            return of_loss, rest, jax.tree.map(jax.numpy.add, totals, pull(of_x)[0])
 
-        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key, np.int32(0))
+        totals = jax.tree.map(accumulated, where_trained(self._trained, self._params).ends)
+        jaxpr, _ = self._on_device(actions, self._params, totals, self._microbatch, self._key, np.int32(0))
         return DeviceArrays(lifetimes_of(ClosedJaxpr(jaxpr, ())), **sizes)
 
     def residual_bytes(self) -> int:
@@ -241,6 +247,11 @@ def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
     """Shapes of the parameters of a model with this many layers."""
     layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers)
     return params._replace(layers=layers)
+
+
+def accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The sum of gradients of a parameter: in float32 at least."""
+    return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
 def bytes_of(tree: Any, specs: Any = None, layout: Layout = _ONE_DEVICE) -> int:

@@ -1,7 +1,7 @@
 """A step of a model by layers in stages, as one program that runs the tables of a schedule.
 
 In a tick each stage takes the branch of its own action, then all stages exchange results. A backward pass is an action
-as well, and no derivative of the loop, so a stage holds only what the schedule says.
+as well, and no derivative of the loop, so a stage holds only what the schedule says. Actions run layer by layer.
 Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard, T ticks.
 """
 
@@ -35,7 +35,7 @@ from jvarlen.parallel.layers import (
     staged_specs,
 )
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
-from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, check_schedule, make_schedule
+from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, check_schedule, make_schedule
 from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
 from jvarlen.training.step_sums import (
@@ -70,14 +70,14 @@ def sum_scheduled(
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
     # hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are
     # still stored as consecutive layers: once a step they move to their chunks' stages, and their gradients move back.
-    # With `remat="full"` a stage keeps the inputs of forward passes, and backward passes, and weight gradients of their
-    # own, recompute its layers. Otherwise it keeps what the backward pass of each layer takes from the forward pass.
+    # A stage keeps what `split_passes` says of each layer, such as its input where `remat` is "full".
     # What lies along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
     mesh = auto_axes(mesh)
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
     check_schedule(schedule, num_stages, num_stages, num_chunks)  # what can be told by now
     check_choices(remat=(remat, layout.Remat))
+    with_grads = trained_of is not None
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
@@ -85,25 +85,26 @@ def sum_scheduled(
         num_microbatches = microbatches_of(batch)
         check_shards_divide(num_microbatches, mesh, batch_axes)
         of_shard = num_microbatches // num_shards
-        if trained_of is not None:
-            plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks), remat)
-        else:  # the forward passes of GPipe, with one chunk a stage
-            plan = _plan_of(make_schedule("gpipe", num_stages, of_shard), "none")
-            rows = {name: row[: of_shard + num_stages - 1] for name, row in plan.rows.items()}
-            plan = plan._replace(rows=rows, with_grads=False)
+        of_stages = (schedule, num_stages, of_shard, num_chunks) if with_grads else ("gpipe", num_stages, of_shard)
+        made = make_schedule(*of_stages)
+        tables, num_ticks = made.tables(), int(made.ticks.max()) + 1
+        if not with_grads:  # the forward passes of GPipe, whose outputs the loss takes at once
+            outputs: dict[str, Any] = {"output_slot": np.minimum(tables.output_slot, 0), "num_outputs": 1}
+            tables, num_ticks = dataclasses.replace(tables, **outputs), num_ticks // 2
 
         def arrange(params: Any) -> LayeredParams:
             stacked = params if model.stack is None else model.stack(params)
-            return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, plan.num_chunks))
+            return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, made.num_chunks))
 
         trained = jax.tree.map(lambda _: None, state.params) if trained_of is None else trained_of(state.params)
 
         def sum_on_device(params: LayeredParams, all_given: Any) -> StepSums:
-            of_model = {"model": model, "num_layers": num_layers, "trained": trained}
-            device = _Device(ends=params.ends, chunks=params.layers, all_given=all_given, plan=plan, **of_model)
+            how: dict[str, Any] = {"model": model, "num_layers": num_layers, "trained": trained, "remat": remat}
+            how |= {"schedule": made, "tables": tables, "with_grads": with_grads}
+            device = _Device(params=params, all_given=all_given, of_stage=_at_stage(made, tables), **how)
             if rows_along is not None and num_stages > 1:
                 device.check_sends()
-            return _run_ticks(device, num_stages)
+            return _run_ticks(device, num_ticks)
 
         lie: dict[str, Any] = {"axis_name": axis_name, "rows_along": rows_along}
         lie |= {"param_specs": param_specs, "grad_specs": grad_specs}
@@ -168,60 +169,33 @@ def sum_over_stages(
     return on_devices(state.params, split_step(state, batch, takes_key=True))
 
 
-class _Plan(NamedTuple):
-    """A schedule for the program."""
-
-    # int32[T, S] by name: those of `Tables`, with −1 in `kind` for actions that the program does not need; `part`, the
-    # part of the model; slots that an action writes: `keeps_slot` what a forward pass keeps, `hands_slot` what a
-    # backward pass hands on, `puts_slot` the output of the last part; and `output_slot`, from which that is read.
-    rows: dict[str, np.ndarray]
-    num_parts: int  # S · V
-    num_chunks: int
-    num_slots: tuple[int, ...]  # of each of `_Buffers`
-    with_grads: bool
-    splits_backward: bool  # weight gradients are actions of their own
-    remat: layout.Remat
-
-
-def _plan_of(schedule: Schedule, remat: layout.Remat) -> _Plan:
-    tables = schedule.tables()
-    rows = {name: value for name, value in vars(tables).items() if isinstance(value, np.ndarray)}
-    kind, slot = tables.kind, tables.activation_slot
-    rows["part"] = tables.chunk * schedule.num_stages + np.arange(schedule.num_stages)
-    is_last = rows["part"] == (num_parts := schedule.num_stages * schedule.num_chunks) - 1
-    rows["keeps_slot"] = np.where(kind == FORWARD, slot, -1)
-    rows["hands_slot"] = np.where(kind == BACKWARD, slot, -1)
-    last_slots, rows["output_slot"] = np.unique(np.where(is_last, slot, slot.max() + 1), return_inverse=True)
-    rows["output_slot"] = np.where(is_last, rows["output_slot"].reshape(slot.shape), -1)
-    rows["puts_slot"] = np.where(kind == FORWARD, rows["output_slot"], -1)
-    if remat == "full":  # the backward pass of the last part computes all of its forward pass
-        rows["kind"] = np.where((kind == FORWARD) & is_last, -1, kind)
-    num_kept, num_outputs = tables.num_activations, len(last_slots) - (not is_last.all())
-    num_slots = tables.num_inputs, num_kept, num_kept, num_outputs, tables.num_gradients
-    return _Plan(rows, num_parts, schedule.num_chunks, num_slots, True, "W" in schedule.kinds, remat)
-
-
 def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarray, "T S"] | None:
-    """Which branch of the program of a train step each stage takes in each tick; None without stages."""
+    """Which branch of the program of a train step each stage takes in each tick, 0 for none; None without stages."""
     if shapes.placement is None or (of := shapes.placement.layout).stage == 1:
         return None
     is_spread = isinstance(bucket, PairBucket) or bucket.length >= of.context_from
     num_microbatches = shapes.microbatches_per_step // (of.data * (1 if is_spread else of.context))
-    schedule = make_schedule(of.schedule, of.stage, num_microbatches, of.virtual)
-    return _plan_of(schedule, of.remat_in_force).rows["kind"] + 1
+    return make_schedule(of.schedule, of.stage, num_microbatches, of.virtual).tables().kind + 1
 
 
-class _Buffers(NamedTuple):
-    """What a stage holds, with a leading axis of slots; or one of each, which an action takes or returns."""
-
-    inputs: Any  # that arrive; what an action returns is the input of the next stage
-    kept: Any = ()  # by forward passes
-    handed: Any = ()  # from backward passes to weight gradients
-    outputs: Any = ()  # of the last part, for the loss
-    gradients: Any = ()  # that arrive, of outputs; what an action returns is the gradient of its input
+def _at_stage(schedule: Schedule, tables: Tables) -> dict[str, jax.Array]:
+    """int32[T] by name: the tables of this stage, and which part of the model each action is of."""
+    stage, stages = jax.lax.axis_index(STAGE_AXIS), np.arange(schedule.num_stages)
+    rows = {name: value for name, value in vars(tables).items() if isinstance(value, np.ndarray)}
+    rows["part"] = tables.chunk * schedule.num_stages + stages
+    return {name: jnp.asarray(np.ascontiguousarray(row.T), np.int32)[stage] for name, row in rows.items()}
 
 
-_Done = tuple[_Buffers, StepSums]
+class _Held(NamedTuple):
+    """What a stage holds from tick to tick: buffers, with a leading axis of slots, and sums."""
+
+    inputs: Any  # that arrive
+    kept: Any  # by forward passes, with a leading axis of slots times layers of a chunk
+    handed: Any  # from backward passes to weight gradients, likewise
+    outputs: Any  # of the last part, for the loss
+    gradients: Any  # that arrive, of outputs
+    sums: StepSums  # whose gradients are those of the ends
+    totals: Any  # of the gradients of layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -229,42 +203,68 @@ class _Device:
     """What one device computes: the actions of its stage."""
 
     model: LayeredModel
-    ends: Any
-    chunks: Any  # its layers, [V, L / (S · V), …]
+    params: LayeredParams  # the layers of its chunks, one after the other, [L / S, …]
     all_given: Any  # microbatches and their keys
-    plan: _Plan
+    schedule: Schedule
+    tables: Tables
+    of_stage: Mapping[str, jax.Array]  # of its stage
+    remat: layout.Remat
+    with_grads: bool
     num_layers: int
     trained: LayeredParams  # a tree like the parameters, None in place of those that have no gradient
 
-    def given(self, index: Any) -> tuple[Any, Any]:
-        """A microbatch and its key."""
-        return jax.tree.map(lambda leaf: leaf[index], self.all_given)
+    @property
+    def num_parts(self) -> int:
+        return self.schedule.num_stages * self.schedule.num_chunks
 
-    def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
+    @property
+    def per_part(self) -> int:
+        """Layers of a part of the model."""
+        return self.num_layers // self.num_parts
+
+    def action(self, t: Any) -> dict[str, jax.Array]:
+        return {name: row[t] for name, row in self.of_stage.items()}
+
+    def given(self, t: Any) -> tuple[Any, Any]:
+        """The microbatch of a tick and its key."""
+        return jax.tree.map(lambda leaf: leaf[self.of_stage["microbatch"][t]], self.all_given)
+
+    def embed(self, trained: Any, microbatch: Any, key: Any) -> Any:
+        ends = merge_trained(trained, self.params.ends)
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_of_ends(key, self.num_layers)))
 
-    def trained_layers(self, layers: Any) -> Any:
-        """Of one or more layers what has gradients."""
-        return where_trained(self.trained.layers, layers)
-
-    def run_trained(self, trained: Any, x: Any, own: Any, *given: Any) -> Any:
-        return self.run_layer(merge_trained(trained, own), x, *given)
-
-    def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
-        following = self.model.layer(own, x, microbatch, axes_at(key, index))
+    def run_layer(self, trained: Any, x: Any, own: Any, microbatch: Any, key: Any, index: Any) -> Any:
+        following = self.model.layer(merge_trained(trained, own), x, microbatch, axes_at(key, index))
         check_layer(x, following)
         return following
 
-    def example(self) -> tuple[Any, ...]:
+    def layer_at(self, t: Any, i: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, Any]]:
+        """What is trained of layer i of a tick, what `run_layer` takes beside it and x, and its places."""
+        # The places are those in the stage, and in what is kept.
+        action = self.action(t)
+        place = action["chunk"] * self.per_part + i
+        own = read_slot(self.params.layers, place)
+        others = own, *self.given(t), action["part"] * self.per_part + i
+        return where_trained(self.trained.layers, own), others, (place, action["activation_slot"] * self.per_part + i)
+
+    def over_layers(self, call: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False) -> Any:
+        """`call(i, carry)` of the layers i of a part, one after the other."""
+        last = self.per_part - 1
+        return jax.lax.fori_loop(0, last + 1, lambda i, carry: call(last - i if reverse else i, carry), carry)
+
+    def example(self) -> tuple[Any, Any, tuple[Any, ...]]:
         """The arguments of `run_layer`, or their shapes."""
-        first = self.given(0)
-        own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
-        return own, jax.eval_shape(self.embed, self.ends, *first), *first, jnp.int32(0)
+        trained, others, _ = self.layer_at(0, 0)
+        return trained, jax.eval_shape(self.embed, self.trained_ends, *self.given(0)), others
+
+    @property
+    def trained_ends(self) -> Any:
+        return where_trained(self.trained.ends, self.params.ends)
 
     def check_sends(self) -> None:
         """Raises ValueError for layers that would make all devices wait, in branches that only some take."""
-        own, x, *others = self.example()
-        traced = jax.make_jaxpr(lambda own, x: self.run_layer(own, x, *others))(own, x)
+        trained, x, others = self.example()
+        traced = jax.make_jaxpr(lambda trained, x: self.run_layer(trained, x, *others))(trained, x)
         if "ppermute" in primitives_in(traced.jaxpr):
             raise UserError(
                 "layers in stages cannot send by ppermute, for which all devices wait: with stages, "
@@ -274,37 +274,15 @@ class _Device:
     @functools.cached_property
     def passes(self) -> Passes:
         """Those of one layer, as a function of what is trained; the whole layer is with what all passes take."""
-        own, x, *others = self.example()
-        trained = self.trained_layers(own)
-        return split_passes(self.run_trained, trained, x, own, *others, weights_apart=self.plan.splits_backward)
+        trained, x, others = self.example()
+        splits = "W" in self.schedule.kinds
+        return split_passes(self.run_layer, trained, x, *others, remat=self.remat, weights_apart=splits)
 
-    def over_layers(
-        self, call: Callable[..., Any], carry: Any, part: Any, *of_layers: Any, reverse: bool = False
-    ) -> Any:
-        """Scans `call(carry, index, *of_layer)` over the layers of a part of the model."""
-        per_part = self.num_layers // self.plan.num_parts
-        each = jnp.int32(part * per_part) + jnp.arange(per_part, dtype=jnp.int32), *of_layers
-        return jax.lax.scan(lambda carry, of_layer: call(carry, *of_layer), carry, each, reverse=reverse)
-
-    def run_layers(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> Any:
-        """The output of a part of the model."""
-        return self.over_layers(lambda x, i, own: (self.run_layer(own, x, *given, i), None), x, part, layers)[0]
-
-    def run_forward(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
-        """The output of a part, and the residuals of its layers."""
-
-        def run(x: Any, i: Any, own: Any) -> tuple[Any, Any]:
-            return self.passes.forward(self.trained_layers(own), x, own, *given, i)
-
-        return self.over_layers(run, x, part, layers)
-
-    def run_backward(self, layers: Any, kept: Any, of_y: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
-        """The gradient of a part's input, and those of its layers, or what their weight gradients take."""
-
-        def run(of_y: Any, i: Any, own: Any, residuals: Any) -> tuple[Any, Any]:
-            return self.passes.backward(self.trained_layers(own), residuals, of_y, own, *given, i)
-
-        return self.over_layers(run, of_y, part, layers, kept, reverse=True)
+    def run_forward(self, trained: Any, x: Any, *others: Any) -> tuple[Any, list[Any]]:
+        """The output of a layer, and its residuals."""
+        if self.with_grads:
+            return self.passes.forward(trained, x, *others)
+        return self.run_layer(trained, x, *others), []
 
     def sum_loss(self, x: Any, microbatch: Any, key: Any) -> StepSums:
         """The sums of the loss; its gradients are those of the ends, and of the floats of x."""
@@ -317,147 +295,149 @@ class _Device:
             ends, floats = ends_and_floats
             return self.model.loss(ends, with_floats(x, floats), microbatch, axes_of_ends(key, self.num_layers + 1))
 
-        state = TrainState((self.ends, floats_of(x)), None)
-        return sum_microbatch(loss_fn, state, microbatch, trained_of=trained_of if self.plan.with_grads else None)
+        state = TrainState((self.params.ends, floats_of(x)), None)
+        return sum_microbatch(loss_fn, state, microbatch, trained_of=trained_of if self.with_grads else None)
 
-    @functools.cached_property
-    def nothing(self) -> _Done:
-        """Zeros in the shapes of an action's results."""
-        plan, first, layers = self.plan, self.given(0), _chunk_at(self.chunks, 0)
-        x = zeros_of_shapes(jax.eval_shape(self.embed, self.ends, *first))
-        y = jax.eval_shape(self.run_layers, layers, x, first, 0)
-        sums = zeros_of_shapes(jax.eval_shape(self.sum_loss, y, *first))
-        if not plan.with_grads:
-            return _Buffers(x), sums
-        sums = sums._replace(
-            grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.trained_layers(self.chunks)))
-        )
-        if plan.remat == "full":
-            return _Buffers(x, gradients=floats_of(x)), sums
-        y, kept = zeros_of_shapes(jax.eval_shape(self.run_forward, layers, x, first, 0))
+    def nothing(self) -> _Held:
+        """Zeros."""
+        tables, (trained, x, others) = self.tables, self.example()
+        y, kept = jax.eval_shape(self.run_forward, trained, x, *others)
+        sums = zeros_of_shapes(jax.eval_shape(self.sum_loss, y, *self.given(0)))
+        of_y: Any = ()
         handed: Any = ()
-        if plan.splits_backward:
-            handed = zeros_of_shapes(jax.eval_shape(self.run_backward, layers, kept, floats_of(y), first, 0)[1])
-        return _Buffers(x, kept, handed, y, floats_of(x)), sums
-
-    def idle(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
-        """No action: computing on whatever is there and dropping it could turn an infinite derivative into NaN."""
-        return self.nothing[0], sums
-
-    def forward(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
-        """The output of a part."""
-        part, given, none = action["part"], self.given(action["microbatch"]), self.nothing[0]
-        x, layers = self.input_of(part, received.inputs, given), _chunk_at(self.chunks, action["chunk"])
-        if self.plan.with_grads and self.plan.remat != "full":
-            y, kept = self.run_forward(layers, x, given, part)
-            return none._replace(inputs=y, kept=kept, outputs=y), sums
-        y = self.run_layers(layers, x, given, part)
-        if not self.plan.with_grads:
-            of_loss = functools.partial(self.sum_loss, y, *given)
-            sums = jax.lax.cond(part == self.plan.num_parts - 1, lambda: add_trees(sums, of_loss()), lambda: sums)
-        return none._replace(inputs=y), sums
-
-    def input_of(self, part: Any, arrived: Any, given: tuple[Any, Any]) -> Any:
-        return jax.lax.cond(part == 0, lambda: self.embed(self.ends, *given), lambda: arrived)
-
-    def backward(
-        self, action: Mapping[str, Any], received: _Buffers, sums: StepSums, *, is_weights: bool = False
-    ) -> _Done:
-        """The gradients of a part's input, and of its layers unless these are actions of their own: `is_weights`."""
-        part, given, done = action["part"], self.given(action["microbatch"]), self.nothing[0]
-        layers, recomputes = _chunk_at(self.chunks, action["chunk"]), self.plan.remat == "full"
-        kept, y, rest = received.kept, received.outputs, received.handed
-        if recomputes:
-            y, kept = self.run_forward(layers, self.input_of(part, kept, given), given, part)
-        others, (of_ends, totals) = sums._replace(grads=None), sums.grads or (None, None)
-
-        def from_loss() -> tuple[StepSums, Any, Any]:
-            of_one = self.sum_loss(y, *given)
-            ends, floats = of_one.grads
-            floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, floats_of(y))
-            return add_trees(others, of_one._replace(grads=None)), add_trees(of_ends, ends), floats
-
-        def through_embed(of_x: Any) -> Any:
-            def embed(trained: Any) -> Any:
-                return floats_of(self.embed(merge_trained(trained, self.ends), *given))
-
-            _, pull = jax.vjp(embed, where_trained(self.trained.ends, self.ends))
-            return add_trees(of_ends, pull(of_x)[0])
-
-        if not is_weights or recomputes:
-            is_last = part == self.plan.num_parts - 1
-            found = jax.lax.cond(is_last, from_loss, lambda: (others, of_ends, received.gradients))
-            of_x, rest = self.run_backward(layers, kept, found[2], given, part)
-            if not is_weights:
-                others, of_ends = found[:2]
-                of_ends = jax.lax.cond(part == 0, through_embed, lambda _: of_ends, of_x)
-                done = done._replace(gradients=of_x)
-        if is_weights and (weights := self.passes.weights) is not None:
-
-            def run(_: None, i: Any, own: Any, residuals: Any, handed: Any) -> tuple[None, Any]:
-                return None, weights(self.trained_layers(own), residuals, handed, own, *given, i)
-
-            rest = self.over_layers(run, None, part, layers, kept, rest)[1]
-        if is_weights or not self.plan.splits_backward:
-            totals = jax.tree.map(lambda total, grad: _add_at(total, grad, action["chunk"]), totals, rest)
-        elif not recomputes:
-            done = done._replace(handed=rest)
-        return done, others._replace(grads=LayeredParams(of_ends, totals))
-
-
-def _run_ticks(device: _Device, num_stages: int) -> StepSums:
-    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
-    plan, (none, no_sums) = device.plan, device.nothing
-    stage = jax.lax.axis_index(STAGE_AXIS)
-    to_next = [(s, (s + 1) % num_stages) for s in range(num_stages if plan.num_chunks > 1 else num_stages - 1)]
-    to_previous = [(target, source) for source, target in to_next]
-    recomputes = plan.with_grads and plan.remat == "full"
-    branches: list[Callable[..., _Done]] = [device.idle, device.forward]  # by kind of action, from −1 on
-    if plan.with_grads:
-        branches.append(device.backward)
-    if plan.splits_backward:
-        branches.append(functools.partial(device.backward, is_weights=True))
-
-    def tick(carry: tuple[_Buffers, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[_Buffers, StepSums], None]:
-        held, sums = carry
-        action = {name: values[stage] for name, values in row.items()}
-        # Read here: buffers that branches read are copied in every tick.
-        x = read_slot(held.inputs, action["input_slot"])
-        if recomputes:
-            held = held._replace(kept=write_slot(held.kept, action["keeps_slot"], x))
-        reads = ("activation_slot", "activation_slot", "output_slot", "gradient_slot")
-        received = _Buffers(x, *(read_slot(held[1 + i], action[name]) for i, name in enumerate(reads)))
-        done, sums = jax.lax.switch(action["kind"] + 1, branches, action, received, sums)
-        held = held._replace(
-            kept=held.kept if recomputes else write_slot(held.kept, action["keeps_slot"], done.kept),
-            handed=write_slot(held.handed, action["hands_slot"], done.handed),
-            outputs=write_slot(held.outputs, action["puts_slot"], done.outputs),
+        totals = None
+        if self.with_grads:
+            of_y, sums = floats_of(y), sums._replace(grads=sums.grads[0])
+            if self.passes.weights is not None:
+                handed = jax.eval_shape(self.passes.backward, trained, kept, of_y, *others)[1]
+            totals = jax.tree.map(wide_zeros, where_trained(self.trained.layers, self.params.layers))
+        return _Held(
+            inputs=buffer_of(x, tables.num_inputs),
+            kept=buffer_of(kept, tables.num_activations * self.per_part),
+            handed=buffer_of(handed, tables.num_activations * self.per_part),
+            outputs=buffer_of(y, tables.num_outputs),
+            gradients=buffer_of(of_y, tables.num_gradients),
+            sums=sums,
+            totals=totals,
         )
+
+    def forward(self, t: Any, carry: Any) -> Any:
+        """The output of a part, from its input; writes what its layers keep, and the output of the last part."""
+        x, kept, outputs, sums = carry
+        action = self.action(t)
+
+        def embed(t: Any, _: Any) -> Any:
+            return self.embed(self.trained_ends, *self.given(t))
+
+        def run(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            x, kept = carry
+            trained, others, (_, slot) = self.layer_at(t, i)
+            y, residuals = self.run_forward(trained, x, *others)
+            return y, _put_at(kept, residuals, slot)
+
+        x = _when(action["part"] == 0, embed, t, x)
+        x, kept = self.over_layers(run, (x, kept))
+        outputs = write_slot(outputs, action["output_slot"], x)
+        if not self.with_grads:
+            is_last = action["part"] == self.num_parts - 1
+            _, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, (None, sums))
+        return x, kept, outputs, sums
+
+    def add_loss(self, outputs: Any, t: Any, carry: Any) -> Any:
+        """The gradient of the last part's output, and the sums with those of the loss."""
+        of_y, sums = carry
+        of_one = self.sum_loss(read_slot(outputs, self.action(t)["output_slot"]), *self.given(t))
+        if self.with_grads:
+            ends, floats = of_one.grads
+            of_y = [grad.astype(leaf.dtype) for grad, leaf in zip(floats, of_y, strict=True)]
+            of_one = of_one._replace(grads=ends)
+        return of_y, add_trees(sums, of_one)
+
+    def backward(self, kept: Any, outputs: Any, t: Any, carry: Any) -> Any:
+        """The gradient of a part's input, from that of its output; adds those of layers, or writes what it hands on."""
+        of_y, handed, sums, totals = carry
+        action, splits = self.action(t), self.passes.weights is not None
+
+        def run(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            of_y, rest = carry
+            trained, others, (place, slot) = self.layer_at(t, i)
+            of_x, found = self.passes.backward(trained, read_slot(kept, slot), of_y, *others)
+            return of_x, _put_at(rest, found, slot) if splits else _add_at(rest, found, place)
+
+        def through_embed(t: Any, sums: StepSums) -> StepSums:
+            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *self.given(t))), self.trained_ends)
+            return sums._replace(grads=add_trees(sums.grads, pull(of_x)[0]))
+
+        is_last = action["part"] == self.num_parts - 1
+        of_y, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, (of_y, sums))
+        of_x, rest = self.over_layers(run, (of_y, handed if splits else totals), reverse=True)
+        sums = _when(action["part"] == 0, through_embed, t, sums)
+        return of_x, *((rest, sums, totals) if splits else (handed, sums, rest))
+
+    def weights(self, kept: Any, handed: Any, t: Any, totals: Any) -> Any:
+        """Adds the gradients of a part's layers."""
+        weights = self.passes.weights
+        assert weights is not None
+
+        def run(i: Any, totals: Any) -> Any:
+            trained, others, (place, slot) = self.layer_at(t, i)
+            return _add_at(totals, weights(trained, read_slot(kept, slot), read_slot(handed, slot), *others), place)
+
+        return self.over_layers(run, totals)
+
+
+def _run_ticks(device: _Device, num_ticks: int) -> StepSums:
+    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
+    num_stages, with_grads = device.schedule.num_stages, device.with_grads
+    num_sending = num_stages if device.schedule.num_chunks > 1 else num_stages - 1
+    to_next = [(stage, (stage + 1) % num_stages) for stage in range(num_sending)]
+    to_previous = [(target, source) for source, target in to_next]
+
+    def tick(held: _Held, t: Any) -> tuple[_Held, None]:
+        inputs, kept, handed, outputs, gradients, sums, totals = held
+        action = device.action(t)
+
+        def act(kind: int, run: Callable[[Any, Any], Any], carry: Any) -> Any:
+            return _when(action["kind"] == kind, run, t, carry, f"branch{kind + 1 if with_grads else ''}")
+
+        # What a stage has no action for may be anything: it goes where it came from, or where nothing reads it.
+        x, of_y = read_slot(inputs, action["input_slot"]), read_slot(gradients, action["gradient_slot"])
+        x, kept, outputs, sums = act(FORWARD, device.forward, (x, kept, outputs, sums))
+        if with_grads:
+            run = functools.partial(device.backward, kept, outputs)
+            of_y, handed, sums, totals = act(BACKWARD, run, (of_y, handed, sums, totals))
+        if "W" in device.schedule.kinds:
+            totals = act(WEIGHT, functools.partial(device.weights, kept, handed), totals)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
-            x = jax.lax.ppermute(done.inputs, STAGE_AXIS, to_next)
-            of_y = jax.lax.ppermute(done.gradients, STAGE_AXIS, to_previous)
-            held = held._replace(
-                inputs=write_slot(held.inputs, action["arriving_input_slot"], x),
-                gradients=write_slot(held.gradients, action["arriving_gradient_slot"], of_y),
-            )
-        return (held, sums), None
+            x = jax.lax.ppermute(x, STAGE_AXIS, to_next)
+            of_y = jax.lax.ppermute(of_y, STAGE_AXIS, to_previous)
+            inputs = write_slot(inputs, action["arriving_input_slot"], x)
+            gradients = write_slot(gradients, action["arriving_gradient_slot"], of_y)
+        return _Held(inputs, kept, handed, outputs, gradients, sums, totals), None
 
-    of_one = none._replace(kept=none.inputs) if recomputes else none
-    held = _Buffers._make(map(buffer_of, of_one, plan.num_slots))
-    (_, sums), _ = jax.lax.scan(tick, (held, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
-    return sums
+    held, _ = jax.lax.scan(tick, device.nothing(), np.arange(num_ticks, dtype=np.int32))
+    return held.sums._replace(grads=LayeredParams(held.sums.grads, held.totals)) if with_grads else held.sums
+
+
+def _when(is_taken: jax.Array, run: Callable[[Any, Any], Any], t: Any, carry: Any, scope: str = "branch") -> Any:
+    """`run(t, carry)` in a tick in which it is taken, or else the carry."""
+    # A loop of one turn or none, which changes its carry in place: XLA copies what passes through the branches of a
+    # conditional. All that it computes follows from t, or XLA might compute it before the loop, whether taken or not.
+    # Estimates know it by its scope.
+    with jax.named_scope(scope):
+        return jax.lax.fori_loop(t, t + is_taken.astype(t.dtype), run, carry)
 
 
 def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
-    """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, [V, L / (S · V), …]."""
+    """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, one chunk after the other."""
     # In each turn every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p % S.
-    layers = jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
     if num_chunks == 1 or num_stages == 1:
         return layers
+    parts = jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
     stage = jax.lax.axis_index(STAGE_AXIS)
     source = np.arange(num_stages)
-    chunks = jax.tree.map(jnp.zeros_like, layers)
+    chunks = jax.tree.map(jnp.zeros_like, parts)
     for turn in range(num_chunks):
         # Stages of one group have different targets for the same slot; the groups differ in the slot.
         group = source // (num_stages // math.gcd(num_stages, num_chunks))
@@ -466,25 +446,20 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
         target = part % num_stages
         chunk_of_target = np.empty_like(source)
         chunk_of_target[target] = part // num_stages
-        sent = _chunk_at(layers, jnp.asarray(slot)[stage])
+        sent = read_slot(parts, jnp.asarray(slot)[stage])
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         arrived = sent if (source == target).all() else jax.lax.ppermute(sent, STAGE_AXIS, pairs)
-        stored = functools.partial(_add_at, index=jnp.asarray(chunk_of_target)[stage])
-        chunks = jax.tree.map(stored, chunks, arrived)
-    return chunks
+        chunks = _add_at(chunks, arrived, jnp.asarray(chunk_of_target)[stage])
+    return jax.tree.map(lambda leaf, chunk: chunk.reshape(leaf.shape), layers, chunks)
 
 
-def _chunk_at(chunks: Any, index: Any) -> Any:
-    """The layers of one chunk."""
-    return jax.tree.map(lambda leaf: leaf[0] if leaf.shape[0] == 1 else leaf[index], chunks)
+def _add_at(totals: Any, values: Any, place: Any) -> Any:
+    """The sums with values added at a place, in the types of the sums."""
+    return _put_at(totals, add_trees(read_slot(totals, place), values), place)
 
 
-def _add_at(total: jax.Array, value: jax.Array, index: Any) -> jax.Array:
-    value = value.astype(total.dtype)
-    if total.shape[0] == 1:
-        return total + value[np.newaxis]
-    added = jax.lax.dynamic_index_in_dim(total, index, keepdims=False) + value
-    return jax.lax.dynamic_update_index_in_dim(total, added, index, 0)
+def _put_at(arrays: Any, values: Any, place: Any) -> Any:
+    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), arrays, values)
 
 
 def buffer_of(value: Any, num_slots: int) -> Any:
@@ -500,7 +475,7 @@ def read_slot(buffer: Any, slot: Any) -> Any:
 def write_slot(buffer: Any, slot: Any, value: Any) -> Any:
     """The buffer with a value in a slot; for slot −1 as it was."""
     kept = jax.tree.map(lambda own, before: jnp.where(slot >= 0, own, before), value, read_slot(buffer, slot))
-    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, slot, 0), buffer, kept)
+    return _put_at(buffer, kept, slot)
 
 
 def add_trees(sums: Any, more: Any) -> Any:

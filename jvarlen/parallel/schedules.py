@@ -151,18 +151,22 @@ class Schedule:
         takes_input, takes_gradient = ((kind == each) & (received_from >= 0) for each in (FORWARD, BACKWARD))
         activations, num_activations = _slots(of_kind(FORWARD, ticks), of_last, kind == FORWARD)
         inputs, num_inputs = _slots(source_tick, ticks, takes_input)
-        gradients, num_gradients = _slots(source_tick, of_last, takes_gradient)
+        gradients, num_gradients = _slots(source_tick, ticks, takes_gradient)
+        is_last_part = (stage == self.num_stages - 1) & (chunk == self.num_chunks - 1)
+        outputs, num_outputs = _slots(ticks, of_kind(BACKWARD, ticks), is_last_part & (kind == FORWARD))
         return Tables(
             kind=table(kind),
             microbatch=table(microbatch),
             chunk=table(chunk),
             activation_slot=table(of_kind(FORWARD, activations)),
             input_slot=table(inputs, takes_input),
-            gradient_slot=table(of_kind(BACKWARD, gradients), kind != FORWARD),
+            output_slot=table(of_kind(FORWARD, outputs), is_last_part & (kind != WEIGHT)),
+            gradient_slot=table(gradients, takes_gradient),
             arriving_input_slot=table(inputs, takes_input, source_tick),
             arriving_gradient_slot=table(gradients, takes_gradient, source_tick),
             num_inputs=num_inputs,
             num_activations=num_activations,
+            num_outputs=num_outputs,
             num_gradients=num_gradients,
         )
 
@@ -198,10 +202,11 @@ class Tables:
     At the end of a tick, a stage sends the output of a forward pass to the next stage, or the input gradient of a
     backward pass to the stage before; the first and the last stage are neighbours too.
 
-    Every stage has three buffers, with as many slots as the stage with the most needs. `inputs` holds a stage's input
+    Every stage has four buffers, with as many slots as the stage with the most needs. `inputs` holds a stage's input
     from its arrival to the forward pass. `activations` holds what a forward pass keeps, up to the last action that
-    needs it: W, or B in schedules without W. `gradients` holds an output gradient from its arrival up to that action.
-    The first part of the model takes its input from the microbatch, and the last part its gradient from the loss.
+    needs it: W, or B in schedules without W. `outputs` holds the output of the model's last part from the forward pass
+    to the backward pass, which takes its gradient from the loss. `gradients` holds other gradients of outputs from
+    their arrival to the backward pass. The first part of the model takes its input from the microbatch.
 
     Attributes:
       kind: int32[T, S]: 0 forward pass, 1 backward pass, 2 weight gradients.
@@ -209,11 +214,13 @@ class Tables:
       chunk: int32[T, S].
       activation_slot: int32[T, S]: written by a forward pass, read by the other kinds.
       input_slot: int32[T, S]: read by a forward pass.
-      gradient_slot: int32[T, S]: read by the other kinds.
+      output_slot: int32[T, S]: written by a forward pass of the last part, read by its backward pass.
+      gradient_slot: int32[T, S]: read by a backward pass.
       arriving_input_slot: int32[T, S]: where the stage stores what arrives from the one before.
       arriving_gradient_slot: int32[T, S]: where it stores what arrives from the next one.
       num_inputs: slots of `inputs`.
       num_activations: slots of `activations`.
+      num_outputs: slots of `outputs`.
       num_gradients: slots of `gradients`.
     """
 
@@ -222,11 +229,13 @@ class Tables:
     chunk: Int32[np.ndarray, "T S"]
     activation_slot: Int32[np.ndarray, "T S"]
     input_slot: Int32[np.ndarray, "T S"]
+    output_slot: Int32[np.ndarray, "T S"]
     gradient_slot: Int32[np.ndarray, "T S"]
     arriving_input_slot: Int32[np.ndarray, "T S"]
     arriving_gradient_slot: Int32[np.ndarray, "T S"]
     num_inputs: int
     num_activations: int
+    num_outputs: int
     num_gradients: int
 
 

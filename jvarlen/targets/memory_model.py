@@ -41,7 +41,7 @@ __all__ = ["MemoryModel"]
 _FEW_LAYERS = 12
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
 # Layers hold inputs and run again; they do not; stages; stages where weight gradients are actions of their own.
-_WHAT = ("runs_again", "plain", "staged", "splits")
+_WHAT = ("runs_again", "plain", "staged", "splits", "staged_again", "splits_again")
 
 
 class _Kind(NamedTuple):
@@ -185,7 +185,7 @@ class MemoryModel:
         has_stages = table.stage > 1
         splits = table.schedule == SCHEDULES.index("zero_bubble")
         runs_again = table.recomputes & isinstance(self._model, LayeredModel)
-        what = np.where(has_stages, np.where(splits, 3, 2), np.where(runs_again, 0, 1))
+        what = np.where(has_stages, 2 + splits + 2 * table.recomputes, np.where(runs_again, 0, 1))
         keys = np.stack([what, table.tensor, table.sequence_parallel, table.context, self._layers_of(table)], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
         is_spread = table.is_spread(self._buckets)
@@ -263,9 +263,9 @@ class MemoryModel:
     def _trace(self, kind: _Kind, rows: int, layers: int) -> DeviceArrays:
         axes: dict[str, Any] = {"data": 1, "tensor": kind.tensor, "context": kind.context}
         axes["sequence_parallel"] = kind.sequence_parallel
-        if kind.what in ("staged", "splits"):
-            axes |= {"stage": 2, "schedule": "zero_bubble" if kind.what == "splits" else "1f1b"}
-        layout = Layout(**axes, remat="full" if kind.what == "runs_again" else None)
+        if kind.what.startswith(("staged", "splits")):
+            axes |= {"stage": 2, "schedule": "zero_bubble" if kind.what.startswith("splits") else "1f1b"}
+        layout = Layout(**axes, remat="full" if kind.what.endswith("again") else "none")
         params, bucket = shapes_on(layout, self._params, self._model), Bucket(rows, kind.length)
         num_layers = layers if self._num_layers else None
         given = self._trained_of, self._extra, bucket, self._batch_spec

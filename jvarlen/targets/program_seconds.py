@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,15 +92,14 @@ def program_seconds(
       Every kernel takes a microsecond more.
     - Collectives take `Cluster.collective_seconds`, one at a time. An asynchronous one runs beside what is between its
       start and its done; what is left then is waited for. Others are waited for whole.
-    - Loops are multiplied out. Of branches the longest counts; of those of a tick of stages, the longest that a stage
-      takes in that tick.
+    - Loops are multiplied out. Of branches the longest counts; of what the stages do in a tick, what takes longest.
 
     Args:
       text: optimized and scheduled HLO.
       cluster: rates of the devices and their links.
       is_tpu: whether they are TPUs, not GPUs.
       hosts: the host of each device, by its place in the mesh.
-      ticks: int[T, S], which branch each stage takes in each tick; None without stages.
+      ticks: int[T, S], `branches_of_ticks`; None without stages.
 
     Returns:
       The seconds; None where they cannot be told: loops that turn by values, kernels that this library does not know,
@@ -119,7 +118,7 @@ class _Program:
         self, text: str, cluster: Cluster, is_tpu: bool, hosts: Sequence[int], ticks: np.ndarray | None
     ) -> None:
         self._bodies = hlo.computations_of(text)
-        self._turns = hlo.turns_of(self._bodies)
+        self._turns = hlo.turns_of(self._bodies, ticks)
         self._cluster, self._hosts, self._ticks = cluster, hosts, ticks
         self._float32_shares = _FLOAT32_SHARES_OF_TPUS if is_tpu else _FLOAT32_SHARES_OF_GPUS
         self.instructions: Callable[[str], list[hlo.Instruction]] = functools.cache(
@@ -139,17 +138,23 @@ class _Program:
     def _seconds(self, name: str) -> ProgramSeconds:
         """Of one run of a computation, whose instructions are scheduled."""
         clock = exposed = link_is_free = 0.0
+        of_tick: dict[int, ProgramSeconds] = {}  # by branch
         running: dict[str, tuple[hlo.Instruction, float]] = {}
         for each in self.instructions(name):
             inner = self._called_by(each)
             if each.operation == "while":
                 body = next(called for called in inner if (name, called) in self._turns)
-                turns = self._turns[name, body]
-                if math.isnan(turns):
-                    raise _UnknownError
-                took = ProgramSeconds(*(turns * s for s in self.seconds(body)))
+                if self._ticks is not None and (branch := hlo.branch_of(each.rest)):
+                    before = self._of_tick(of_tick)
+                    of_tick[branch] = self.seconds(body)
+                    took = ProgramSeconds(*np.subtract(self._of_tick(of_tick), before).tolist())
+                else:
+                    turns = self._turns[name, body]
+                    if math.isnan(turns):
+                        raise _UnknownError
+                    took = ProgramSeconds(*(turns * s for s in self.seconds(body)))
             elif each.operation == "conditional":
-                took = self._of_branches([self.seconds(branch) for branch in inner])
+                took = max(self.seconds(branch) for branch in inner)
             elif each.operation == "call":
                 took = self.seconds(inner[0])
             elif ended := [start for start, _ in running.values() if hlo.is_done(each, start)]:
@@ -166,10 +171,11 @@ class _Program:
             clock, exposed = clock + took.total, exposed + took.exposed
         return ProgramSeconds(clock, exposed)
 
-    def _of_branches(self, branches: list[ProgramSeconds]) -> ProgramSeconds:
-        if self._ticks is None or len(branches) != self._ticks.max() + 1:
-            return max(branches)
-        taken = [max(branches[i] for i in {*row}) for row in self._ticks.tolist()]
+    def _of_tick(self, branches: Mapping[int, ProgramSeconds]) -> ProgramSeconds:
+        """Of the longest branch that a stage takes in a tick, on average over the ticks."""
+        assert self._ticks is not None
+        none = ProgramSeconds(0.0, 0.0)
+        taken = [max(branches.get(i, none) for i in row) for row in self._ticks]
         return ProgramSeconds(*np.mean(taken, axis=0).tolist())
 
     def _started_by(self, each: hlo.Instruction, inner: list[str]) -> list[hlo.Collective]:

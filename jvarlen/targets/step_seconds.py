@@ -155,11 +155,10 @@ def _of_schedule(
     wide: LayoutTable, num_microbatches: Any, ticks: np.ndarray, layers_of_part: Any, layer: PerPass, ends: PerPass
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
-    # A stage keeps only its input, from which all its layers run; a layer alone need not give its output again.
-    again = np.where(wide.recomputes, np.where(wide.stage > 1, layer.forward, layer.again), 0.0)
+    again = np.where(wide.recomputes, layer.again, 0.0)
     splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
     half = layer.backward / 2
-    # From kept inputs, weight gradients run the layers and their backward pass again.
+    # From kept inputs, weight gradients run each layer and its backward pass again.
     weights = np.where(wide.recomputes, again + layer.backward, half)
     of_layer = layer.forward, again + np.where(splits, half, layer.backward), np.where(splits, weights, 0.0)
     makespan = np.zeros(ticks.shape[:-1])

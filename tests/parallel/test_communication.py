@@ -366,21 +366,24 @@ def test_turns_are_counted_as_the_compiler_tells_them():
 
 
 def test_branches_count_as_often_as_the_stage_takes_them_that_does_so_most():
-    text = LOOP.replace(
-        "%sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add",
-        "%sum = f32[8]{0} conditional(%i, %x, %x, %x), branch_computations={%idle, %forward, %backward}",
-    )
+    def loop_of(branch, name):
+        line = f"while(%b), condition=%less, body=%{name}, metadata={{op_name="
+        return f'  %w{name} = (s32[], f32[8]{{0}}) {line}"jit(f)/while/body/branch{branch}/while"}}'
+
+    loops = "\n".join([loop_of(1, "forward"), loop_of(2, "backward"), loop_of("", "part")])
+    text = LOOP.replace("  %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add", loops)
     for name, operation in (
-        ("idle", "copy(%a)"),
         ("forward", "all-reduce(%a), replica_groups={{0,1}}, to_apply=%add"),
         ("backward", "all-gather(%a), replica_groups={{0,1}}, dimensions={0}"),
+        ("part", "reduce-scatter(%a), replica_groups={{0,1}}, to_apply=%add, dimensions={0}"),
     ):
         lines = f"%{name} (a: f32[8]) -> f32[8] {{", "  %a = f32[8]{0} parameter(0)"
         text = "\n".join([*lines, f"  ROOT %r = f32[8]{{0}} {operation}", "}", text])
+    text = "%less (d: s32[]) -> pred[] {\n  ROOT %d = pred[] parameter(0)\n}\n\n" + text
     ticks = np.array([[1, 0], [1, 1], [2, 2], [0, 2], [0, 2]])
-    assert {each.kind: each.times for each in list_collectives(text, ticks)} == {"all-reduce": 2, "all-gather": 3}
-    assert {each.times for each in list_collectives(text)} == {5}, "of branches that are not those of ticks"
-    assert {each.times for each in list_collectives(text, np.minimum(ticks, 1))} == {5}
+    times = {each.kind: each.times for each in list_collectives(text, ticks)}
+    assert times == {"all-reduce": 2, "all-gather": 3, "reduce-scatter": 5}
+    assert {each.times for each in list_collectives(text)} == {None}, "how often is not told"
 
 
 def test_collectives_of_single_devices_send_nothing():

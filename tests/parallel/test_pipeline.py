@@ -203,7 +203,7 @@ def test_residuals_are_held_as_the_schedule_says():
 
 @pytest.mark.parametrize(
     ("text", "of_inputs"),
-    [("data1.stage4", 4), ("data1.stage4.interleaved.virtual2", 4), ("data1.stage4.zero_bubble", 6)],
+    [("data1.stage4", 4), ("data1.stage4.interleaved.virtual2", 4), ("data1.stage4.zero_bubble", 5)],
 )
 def test_layers_run_once_with_residuals(text, of_inputs):
     """A layer has one product; its backward pass has two. Counted in the programs of all kinds of actions."""
@@ -218,12 +218,13 @@ def test_layers_run_once_with_residuals(text, of_inputs):
     [
         ("data1.stage4.gpipe", "none", {"F": 1, "B": 1, "W": 1}),
         ("data1.stage2.interleaved.virtual2", "none", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage2.interleaved.virtual2", "full", {"F": 2, "B": 1, "W": 1}),
         ("data1.stage4.zero_bubble", "none", {"F": 1, "B": 1, "W": 1}),
         ("data1.stage4.zero_bubble", "full", {"F": 3, "B": 2, "W": 1}),
     ],
 )
 def test_every_layer_works_as_often_as_the_schedule_says(text, remat, times):
-    """Counted while it runs, for each microbatch. From inputs, B and W compute the forward pass, and W all of B."""
+    """Counted while it runs, for each microbatch. From inputs, B and W run a layer again, and W its B as well."""
     ran = []
 
     def work(kind, x):
@@ -237,18 +238,20 @@ def test_every_layer_works_as_often_as_the_schedule_says(text, remat, times):
     def run(own, x):
         return work("F", own + x)
 
-    def back(_, of_y):
-        of_x = work("B", of_y)
+    def forward(own, x):
+        y = run(own, x)
+        return y, y
+
+    def back(y, of_y):
+        of_x = work("B", of_y + 0 * y)
         return work("W", of_x), of_x
 
-    run.defvjp(lambda own, x: (run(own, x), None), back)
+    run.defvjp(forward, back)
     model = SIMPLE._replace(layer=lambda own, x, microbatch, axes: run(own["k"], x))
     params = LayeredParams({"in": np.ones(3, np.float32)}, {"k": np.zeros((4, 3), np.float32)})
     step = jax.jit(sums_on(model, text, remat=remat))
     jax.block_until_ready(step(new_state(params, optax.identity()), np.ones((4, 3), np.float32)))
-    num_of = {kind: ran.count(kind) / 4 for kind in "FBW"}
-    skipped = {"F": 1, "B": 0, "W": 0} if remat == "full" else dict.fromkeys("FBW", 0)  # of the last part
-    assert num_of == {kind: 4 * number - skipped[kind] for kind, number in times.items()}
+    assert {kind: ran.count(kind) / 16 for kind in "FBW"} == times
 
 
 @pytest.mark.parametrize("text", ["data2.stage2", "data2.stage4.zero_bubble", "data2.stage2.interleaved.virtual2"])
@@ -364,12 +367,10 @@ def test_slots_without_tables_are_those_of_the_tables(name, num_chunks):
         num_microbatches = turns * num_stages if num_chunks > 1 else 2 * turns - 1
         tables = make_schedule(name, num_stages, num_microbatches, num_chunks).tables()
         slots = buffer_slots(name, num_stages, num_microbatches, num_chunks)
-        is_last = tables.chunk * num_stages + np.arange(num_stages) == num_stages * num_chunks - 1
-        outputs = len(np.unique(tables.activation_slot[is_last & (tables.activation_slot >= 0)]))
         assert slots.kept == tables.num_activations
         for found, needed in zip(
             (slots.inputs, slots.outputs, slots.gradients),
-            (tables.num_inputs, outputs, tables.num_gradients),
+            (tables.num_inputs, tables.num_outputs, tables.num_gradients),
             strict=True,
         ):
             assert needed <= found <= needed + 1, (num_stages, num_microbatches)

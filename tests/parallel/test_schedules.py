@@ -79,22 +79,24 @@ def run_tables(schedule, tables):
     """Runs the tables with names in place of arrays, and asserts that each action reads what it needs."""
     num_stages = schedule.num_stages
     num_parts = num_stages * schedule.num_chunks
-    inputs, activations, gradients = (
+    inputs, activations, last_outputs, gradients = (
         [[None] * size for _ in range(num_stages)]
-        for size in (tables.num_inputs, tables.num_activations, tables.num_gradients)
+        for size in (tables.num_inputs, tables.num_activations, tables.num_outputs, tables.num_gradients)
     )
     done = []
     for t in range(len(tables.kind)):
         outputs, input_gradients = [None] * num_stages, [None] * num_stages
         for s in range(num_stages):
             kind, m, chunk = (int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.chunk))
-            of_input, kept, of_gradient = (
-                int(each[t, s]) for each in (tables.input_slot, tables.activation_slot, tables.gradient_slot)
+            of_input, kept, of_output, of_gradient = (
+                int(each[t, s])
+                for each in (tables.input_slot, tables.activation_slot, tables.output_slot, tables.gradient_slot)
             )
             if kind < 0:
-                assert (m, chunk, of_input, kept, of_gradient) == (-1,) * 5
+                assert (m, chunk, of_input, kept, of_output, of_gradient) == (-1,) * 6
                 continue
             part = chunk * num_stages + s
+            assert (of_output >= 0) == (part == num_parts - 1 and kind < 2)
             done.append((kind, part, m))
             if kind == 0:
                 assert (of_input < 0) == (part == 0)
@@ -104,16 +106,20 @@ def run_tables(schedule, tables):
                 assert activations[s][kept] is None
                 activations[s][kept] = ("kept", part, m)
                 outputs[s] = ("F", part, m)
+                if of_output >= 0:
+                    assert last_outputs[s][of_output] is None
+                    last_outputs[s][of_output] = ("F", part, m)
             else:
                 assert activations[s][kept] == ("kept", part, m)
-                assert (of_gradient < 0) == (part == num_parts - 1)
+                assert (of_gradient >= 0) == (part < num_parts - 1 and kind == 1)
                 if of_gradient >= 0:
                     assert gradients[s][of_gradient] == ("B", part + 1, m)
-                is_last = kind == len(schedule.kinds) - 1
-                if is_last:
+                    gradients[s][of_gradient] = None
+                if of_output >= 0:
+                    assert last_outputs[s][of_output] == ("F", part, m)
+                    last_outputs[s][of_output] = None
+                if kind == len(schedule.kinds) - 1:
                     activations[s][kept] = None
-                    if of_gradient >= 0:
-                        gradients[s][of_gradient] = None
                 if kind == 1:
                     input_gradients[s] = ("B", part, m)
         for s in range(num_stages):
@@ -127,7 +133,7 @@ def run_tables(schedule, tables):
                     assert buffer[s][slots[t, s]] is None
                     buffer[s][slots[t, s]] = sent
     assert len(done) == len(set(done)) == schedule.actions[..., 0].size
-    assert not any(any(slots) for buffer in (inputs, activations, gradients) for slots in buffer)
+    assert not any(any(slots) for buffer in (inputs, activations, last_outputs, gradients) for slots in buffer)
 
 
 @settings(max_examples=40, deadline=None)

@@ -173,24 +173,42 @@ def test_splash_attention_takes_its_operations():
     assert seconds_of(text, is_tpu=True).total == pytest.approx(3 * 8 * 512 * 2048 * 64 / 5e11 + LAUNCH)
 
 
-def test_of_branches_the_longest_counts_and_of_a_tick_the_longest_that_a_stage_takes():
-    computations = "\n\n".join(
-        f"%branch{n} (t{n}: bf16[1000,1000]) -> bf16[1000,1000] {{\n"
-        + f"  %t{n}.0 = bf16[1000,1000] parameter(0)\n"
-        + "\n".join(
-            f"  %t{n}.{i + 1} = bf16[1000,1000] dot(%t{n}.{i}, %t{n}.{i}), lhs_contracting_dims={{1}}, "
-            "rhs_contracting_dims={0}"
-            for i in range(n)
-        )
-        + "\n}"
-        for n in range(3)
-    )
+def products(name, num):
+    """A computation of so many products."""
+    lines = [f"%{name}.0 = bf16[1000,1000] parameter(0)"]
+    lines += [
+        f"%{name}.{i + 1} = bf16[1000,1000] dot(%{name}.{i}, %{name}.{i}), lhs_contracting_dims={{1}}, "
+        "rhs_contracting_dims={0}"
+        for i in range(num)
+    ]
+    return computation(name, lines)
+
+
+def computation(name, lines):
+    *before, last = lines
+    body = "\n".join(f"  {line}" for line in [*before, f"ROOT {last}"])
+    return f"%{name} (a: bf16[1000,1000]) -> bf16[1000,1000] {{\n{body}\n}}\n\n"
+
+
+def test_of_branches_the_longest_counts():
     text = program(["%w = s32[] bitcast(%x)", "ROOT %z = bf16[1000,1000] conditional(%w, %x, %x, %x), "
-                    "branch_computations={%branch0, %branch1, %branch2}"], computations + "\n\n")  # fmt: skip
-    one = PRODUCT + LAUNCH
-    assert seconds_of(text).total == pytest.approx(2 * one)
-    ticks = np.array([[1, 0], [1, 1], [2, 1], [0, 2]])
-    assert seconds_of(text, ticks=ticks).total == pytest.approx((1 + 1 + 2 + 2) / 4 * one)
+                    "branch_computations={%none, %one, %two}"],
+                   products("none", 0) + products("one", 1) + products("two", 2))  # fmt: skip
+    assert seconds_of(text).total == pytest.approx(2 * (PRODUCT + LAUNCH))
+
+
+def test_of_a_tick_the_longest_counts_that_a_stage_does():
+    def loop(name, taken, branch):
+        scope = f'metadata={{op_name="jit(f)/while/body/branch{branch}/while"}}'
+        return f"%{name}_loop = bf16[1000,1000] while(%{taken}), condition=%less, body=%{name}, {scope}"
+
+    within = computation("forward", ["%whole = bf16[1000,1000] parameter(0)", loop("one", "whole", "")])
+    lines = [loop("forward", "x", 1), "ROOT " + loop("two", "forward_loop", 2)]
+    less = "%less (c: bf16[1000,1000]) -> pred[] {\n  ROOT %c = pred[] parameter(0)\n}\n\n"
+    text = program(lines, less + products("one", 1) + within + products("two", 2))
+    ticks = np.array([[1, 0], [1, 1], [2, 1], [0, 2], [0, 0]])
+    assert seconds_of(text, ticks=ticks).total == pytest.approx((1 + 1 + 2 + 2) / 5 * (PRODUCT + LAUNCH))
+    assert seconds_of(text) is None
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def test_temporaries_are_those_of_a_slice():
     """Of rows whose hidden features take 25 times the memory of what is sent from stage to stage."""
     compiled = [compiled_on(slices) for slices in (None, 1, 4)]
     whole, in_one, in_four = (each.memory_analysis().temp_size_in_bytes for each in compiled)
-    assert in_four < 0.4 * min(whole, in_one)
+    assert in_four < 0.4 * in_one
+    assert in_four < 0.5 * whole
     counts = count_collectives(compiled[-1])
     assert counts.keys() == {"all-reduce", "collective-permute"}
     assert counts["all-reduce"].in_loops == 0
