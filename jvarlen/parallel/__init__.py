@@ -5,6 +5,7 @@
 - `cross_entropy`: that over a vocabulary, some tokens at a time.
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
+  `layered_sums`: the sums of a step of a model by layers. `layer_loop`: its forward and backward loops.
 - `predict`: results of a function for every sample of a dataset, by one such step in all of its shapes.
 - `host_params`: parameters on the host, of which slices are placed.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked or features reordered.

@@ -23,8 +23,7 @@ from jvarlen.training.trainable import TrainedOf, merge_trained
 __all__ = [
     "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "axes_of_ends", "bind_axes",
     "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
-    "rematerialized", "staged_specs", "trained_on_layout", "trained_when_stacked",
-    "unstack_own",
+    "staged_specs", "trained_on_layout", "trained_when_stacked", "unstack_own",
 ]  # fmt: skip
 
 
@@ -149,18 +148,6 @@ def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> Layer
         return lambda *args: call(*args[:-1], args[-1]._replace(**bound()))
 
     return model._replace(embed=binding(model.embed), layer=binding(model.layer), loss=binding(model.loss))
-
-
-def rematerialized(model: LayeredModel) -> LayeredModel:
-    """The same model, whose layers keep only their inputs, and run again in the backward pass (Chen et al. 2016)."""
-
-    def layer(layer_params: Any, x: Any, microbatch: Any, axes: Axes) -> Any:
-        def run(layer_params: Any, x: Any, microbatch: Any) -> Any:
-            return model.layer(layer_params, x, microbatch, axes)
-
-        return jax.checkpoint(run, prevent_cse=False)(layer_params, x, microbatch)  # layers are in a loop
-
-    return model._replace(layer=layer)
 
 
 def num_layers_of(params: Any) -> int:

@@ -22,7 +22,6 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, 
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, accumulated, bytes_of, shapes_on, stacked_shapes
 from jvarlen.parallel.sharded import other_specs_of, stacked_for, state_specs
-from jvarlen.parallel.train import Accumulate, accumulates_shards
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
@@ -88,7 +87,6 @@ def estimate_memory(
     trainable: Trainable = None,
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
-    accumulate: Accumulate | None = None,
     microbatches_per_step: int | None = None,
 ) -> MemoryEstimate:
     """The memory of a step on a device, for a layout that need not fit this machine.
@@ -105,7 +103,6 @@ def estimate_memory(
       trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
-      accumulate: as for `make_train_step`.
       microbatches_per_step: those of a step over all devices, which stages count with; None: as many as stages for each
         data shard, and at least two.
 
@@ -136,7 +133,7 @@ def estimate_memory(
     model, params, optimizer, trained_of = stacked_for(layout, model, params, optimizer, trainable=trainable)
     params = shapes_on(layout, params, model)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra, trained_of=trained_of), params)
-    held = state_bytes(layout, state, model, trained_of, accumulate)
+    held = state_bytes(layout, state, model, trained_of)
     estimate = MemoryEstimate(
         params=held.params,
         grads=held.grads,
@@ -156,8 +153,9 @@ def estimate_memory(
         of_shard = microbatches_per_step // (layout.num_shards if one.rows_along is None else layout.data)
     arrays = one.arrays().num_bytes()
     slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.virtual)
-    of_layout = {"has_stages": has_stages, "zero": layout.zero, "chunks": layout.virtual, "of_shard": of_shard}
+    of_layout = {"by_layers": isinstance(model, LayeredModel), "has_stages": has_stages, "zero": layout.zero}
     of_layout |= {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
+    of_layout |= {"chunks": layout.virtual, "of_shard": of_shard}
     temporary = temporary_bytes(held, arrays, slots, **of_layout)
     others = math.ceil(temporary) - held.accumulated
     gathered = min(estimate.gathered, others)
@@ -177,7 +175,8 @@ class StateBytes(NamedTuple):
     # What ZeRO-3 gathers for a time: parameters of a stage, or those and the gradients of one layer or of the ends,
     # whichever are more. Besides, layers that change places between chunks.
     whole: Any
-    once: Any  # whole gradients of one microbatch; with stages those of the ends and one layer
+    # Whole gradients of one microbatch; of a model by layers those of one layer, with stages also those of the ends.
+    once: Any
     stacked: Any  # copies of layers' own parameters, where a step stacks them
 
 
@@ -186,7 +185,6 @@ def state_bytes(
     state: TrainState,
     model: LayeredModel | LossFn | None,
     trained_of: TrainedOf,
-    accumulate: Accumulate | None = None,
 ) -> StateBytes:
     """Those of a state of shapes, whose parameters are split for "tensor"."""
     params = state.params
@@ -195,7 +193,7 @@ def state_bytes(
     specs_of_state = state_specs(state, layout, other_specs)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = beside
-    if accumulates_shards(layout, accumulate):
+    if layout.zero > 1 and layout.stage == 1:
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
     wide, specs, of_grads = jax.tree.map(accumulated, trained), *(where_trained(trained, x) for x in (specs, beside))
     stack = model.stack if isinstance(model, LayeredModel) else None
@@ -204,6 +202,13 @@ def state_bytes(
         once = ends + layers * layout.stage // num_layers_of(params)
     else:
         once = bytes_of(trained, of_grads, layout) if layout.zero < 3 else 0
+        if isinstance(model, LayeredModel) and layout.zero < 3:
+            stacked = params if stack is None else jax.eval_shape(stack, params)
+            of_layers, lie = wide, of_grads
+            if stack is not None:
+                of_layers = jax.tree.map(accumulated, trained_when_stacked(params, stack, trained)(stacked))
+                lie = jax.tree.map(lambda _: PartitionSpec(), of_layers)
+            once = bytes_of(of_layers.layers, lie.layers, layout) // num_layers_of(stacked)
     return StateBytes(
         params=bytes_of(params, specs_of_state.params, layout),
         opt_state=bytes_of((state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout),
@@ -211,14 +216,13 @@ def state_bytes(
         accumulated=bytes_of(wide, specs, layout),
         whole=_whole_bytes(params, trained, layout, model, other_specs),
         once=once,
-        stacked=0 if stack is None else stacked_bytes(jax.eval_shape(stack, params), layout),
+        stacked=0 if stack is None else stacked_bytes(jax.eval_shape(stack, params)),
     )
 
 
-def stacked_bytes(stacked: LayeredParams, layout: Layout) -> int:
-    """Bytes of the layers that a step stacks, on a layout without stages and "tensor"."""
-    specs = shard_specs(stacked, layout, padded=False).layers if layout.zero == 3 else None
-    return bytes_of(stacked.layers, specs, layout)
+def stacked_bytes(stacked: LayeredParams) -> int:
+    """Bytes of the layers that a step stacks, where the state has the model's own parameters."""
+    return bytes_of(stacked.layers)
 
 
 def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
@@ -237,6 +241,7 @@ def temporary_bytes(
     arrays: ArrayBytes,
     slots: BufferSlots,
     *,
+    by_layers: Any,
     has_stages: Any,
     zero: Any,
     chunks: Any,
@@ -249,14 +254,14 @@ def temporary_bytes(
     peak, peak_without_grads = margin * arrays.peak, margin * arrays.peak_without_grads
     sums = np.where(of_shard > 1, held.accumulated, 0)  # of one microbatch, they are its gradients
     below = np.where(zero == 2, held.accumulated, sums) + peak
-    sharded = sums + held.grads + peak_without_grads + held.whole
+    layered = held.accumulated + peak_without_grads + held.whole + held.once
     # What layers keep is in the buffers, but for the layer that runs. Sums of several chunks move back to where the
     # parameters are, and of a chunk what is sent and arrives is there as well.
     kept = (arrays.kept + arrays.handed) * (num_layers - 1)
     ticks = buffer_bytes(arrays, slots, num_layers=num_layers) + np.maximum(peak_without_grads - kept, 0)
     moved = np.where(chunks > 1, held.accumulated * (1 + 2 / np.maximum(chunks, 1)), 0)
     staged = held.accumulated + held.whole + np.maximum(ticks, moved)
-    return np.where(has_stages, staged, np.where(zero == 3, sharded, below)) + held.stacked
+    return np.where(has_stages, staged, np.where(by_layers, layered, below)) + held.stacked
 
 
 def _whole_bytes(
@@ -266,10 +271,6 @@ def _whole_bytes(
     moved = bytes_of(params.layers, other_specs.layers, layout) if layout.virtual > 1 else 0
     if layout.zero < 3:
         return moved
-    if isinstance(model, LayeredModel) and model.stack is not None:
-        trained_of = trained_when_stacked(params, model.stack, trained)
-        params, other_specs = jax.eval_shape(model.stack, params), None
-        trained = trained_of(params)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 

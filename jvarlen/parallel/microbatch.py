@@ -22,7 +22,6 @@ from jvarlen.parallel.layers import (
     LayeredModel,
     LayeredParams,
     layered_loss_fn,
-    rematerialized,
     trained_when_stacked,
 )
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
@@ -93,8 +92,6 @@ class OneMicrobatch:
         self._layout = layout
         other_specs = other_specs_of(params, model, layout)
         self._model, self.rows_along = model_on_axes(model, layout, params, batch)
-        if isinstance(self._model, LayeredModel) and layout.stage == 1 and layout.remat_in_force == "full":
-            self._model = rematerialized(self._model)
         self._params = params
         if other_specs is not None:
 
@@ -110,8 +107,8 @@ class OneMicrobatch:
 
     def arrays(self) -> DeviceArrays:
         """What it computes."""
-        if self._layout.stage > 1:
-            return self._staged_arrays()
+        if isinstance(self._model, LayeredModel):
+            return self._layered_arrays()
         return DeviceArrays(lifetimes_of(ClosedJaxpr(self.jaxpr(with_grads=True), ())))
 
     def jaxpr(self, *, with_grads: bool) -> Jaxpr:
@@ -134,8 +131,8 @@ class OneMicrobatch:
 
         return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, key))
 
-    def _staged_arrays(self) -> DeviceArrays:
-        """Of the actions of a stage with all parts of the model, one after the other."""
+    def _layered_arrays(self) -> DeviceArrays:
+        """Of the passes of the layers; with stages, of the actions of a stage with all parts, one after the other."""
         model = self._model
         sizes: dict[str, Any] = {}
         assert isinstance(model, LayeredModel)
@@ -157,7 +154,8 @@ class OneMicrobatch:
             trained, others, x = where_trained(self._trained, params), (microbatch, key, index), embed(params.ends)
             layers = trained.layers, params.layers
             first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-            how: Any = {"remat": self._layout.remat_in_force, "weights_apart": self._layout.schedule == "zero_bubble"}
+            splits = self._layout.stage > 1 and self._layout.schedule == "zero_bubble"
+            how: Any = {"remat": self._layout.remat_in_force, "weights_apart": splits}
             passes = split_passes(run_layer, first[0], x, first[1], *others, **how)
             y, kept = jax.lax.scan(lambda x, of: passes.forward(of[0], x, of[1], *others), x, layers)
             of_loss, of_y = jax.grad(loss, argnums=(0, 1))(trained.ends, floats_of(y))
@@ -192,6 +190,8 @@ class OneMicrobatch:
 
     def residual_bytes(self) -> int:
         """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
+        if isinstance(self._model, LayeredModel):
+            return sum(self.arrays().kept) * jax.tree.leaves(self._params.layers)[0].shape[0]
         loss = self._loss()
 
         def residuals(params: Any, *others: Any) -> Any:
@@ -211,7 +211,10 @@ class OneMicrobatch:
 
     def _loss(self) -> Any:
         """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
-        loss_fn = layered_loss_fn(self._model) if isinstance(self._model, LayeredModel) else self._model
+        loss_fn: Any = self._model
+        if isinstance(loss_fn, LayeredModel):
+            recomputes = self._layout.stage == 1 and self._layout.remat_in_force == "full"
+            loss_fn = layered_loss_fn(_rematerialized(loss_fn) if recomputes else loss_fn)
 
         def loss(params: Any, microbatch: Any, key: Any, extra: Any) -> Any:
             return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
@@ -226,6 +229,18 @@ class OneMicrobatch:
         closed, shapes = jax.make_jaxpr(on_device, return_shape=True)(*args)
         (equation,) = closed.jaxpr.eqns
         return equation.params["jaxpr"], shapes
+
+
+def _rematerialized(model: LayeredModel) -> LayeredModel:
+    """The same model, whose layers keep only their inputs."""
+
+    def layer(layer_params: Any, x: Any, microbatch: Any, axes: Axes) -> Any:
+        def run(layer_params: Any, x: Any, microbatch: Any) -> Any:
+            return model.layer(layer_params, x, microbatch, axes)
+
+        return jax.checkpoint(run, prevent_cse=False)(layer_params, x, microbatch)  # layers are in a loop
+
+    return model._replace(layer=layer)
 
 
 def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> Any:

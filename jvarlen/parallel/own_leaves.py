@@ -77,8 +77,8 @@ def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable:
         paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         missing = [jax.tree_util.keystr(path) for number, path in enumerate(paths) if number not in found]
         raise UserError(
-            "stages and tensorN take parameters that are stacked once, and the model's stack does not have each of its "
-            f"{len(leaves)} arrays once, whole or as one of the layers: {list_first(missing) or num_found}"
+            "layouts that shard states take parameters that are stacked once, and the model's stack does not have each "
+            f"of its {len(leaves)} arrays once, whole or as one of the layers: {list_first(missing) or num_found}"
         )
     return jax.tree.unflatten(structure, [found[number] for number in range(len(leaves))])
 

@@ -1,7 +1,8 @@
 """States and steps of layouts that shard state or rows.
 
-ZeRO-1 replaces the update and the reduction by those of shards, ZeRO-2 also accumulation, ZeRO-3 also the loss; stages
-replace accumulation and reduction. The compiler splits the update, so any Optax optimizer gives the same as unsharded.
+ZeRO-1 replaces the update and the reduction by those of shards, ZeRO-2 also accumulation, and ZeRO-3 gathers layers;
+stages replace accumulation and reduction. The compiler splits the update, so any Optax optimizer gives the same as
+unsharded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from jvarlen.parallel.layers import (
     LayeredParams,
     OwnLeavesState,
     is_own_leaf,
-    layered_loss_fn,
-    rematerialized,
     staged_specs,
     trained_on_layout,
 )
@@ -177,7 +176,7 @@ def _on_layout(
         params = _pad_params(following.params, layout, other_specs)
         params = where_trained(trained, params)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
-            from jvarlen.parallel.zero import shard_specs
+            from jvarlen.parallel.zero import gather_by_layers, shard_specs
 
             def on_shards(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
                 wide = _constrain(_pad(leaf, spec, layout.axis_sizes), NamedSharding(mesh, spec))
@@ -185,6 +184,13 @@ def _on_layout(
 
             specs = shard_specs(state.params, layout, other_specs=other_specs)
             params = jax.tree.map(on_shards, params, where_trained(trained, specs))
+            if layout.zero < 3 and isinstance(params, LayeredParams):
+                specs = shard_specs(state.params, layout, padded=False, other_specs=other_specs)
+                beside = jax.tree.map(lambda _: _WHOLE, specs) if other_specs is None else other_specs
+                into, specs, beside = (
+                    where_trained(trained.layers, each.layers) for each in (state.params, specs, beside)
+                )
+                params = params._replace(layers=gather_by_layers(params.layers, into, specs, beside, mesh))
         following = _padded(following, layout, other_specs)._replace(params=merge_trained(params, whole), key=None)
         following = _constrain(following, shardings._replace(key=None))._replace(key=state.key)  # as it was
         changed = where_trained(trained, following.params), following.extra
@@ -264,14 +270,10 @@ def sum_on_layout(
     batch: Any,
     *,
     placement: Placement,
-    accumulates_shards: bool = False,
-    trained_of: TrainedOf | None,
     **options: Any,
 ) -> StepSums:
     """The sums of a step of a model on the layout's axes."""
     layout = placement.layout
-    recomputes = layout.remat_in_force == "full"
-    options["trained_of"] = trained_of
     if layout.stage > 1:
         from jvarlen.parallel.pipeline import sum_scheduled
 
@@ -279,20 +281,13 @@ def sum_on_layout(
         options |= {"schedule": layout.schedule, "num_chunks": layout.virtual, "remat": layout.remat_in_force}
         return sum_scheduled(model, **options)(state, batch)
     options["layout_axes"] = placement.axes  # the program's mesh has them by the names of the layout
-    if layout.zero < 3:
-        if isinstance(model, LayeredModel):
-            model = layered_loss_fn(rematerialized(model) if recomputes and trained_of is not None else model)
-        return sum_over_shards(model, accumulates_shards=accumulates_shards, **options)(state, batch)
-    from jvarlen.parallel.zero import Perturbed, gathering_model, perturbed_loss_fn, shard_specs
+    options["accumulates_shards"] = layout.zero > 1
+    if isinstance(model, LayeredModel):
+        from jvarlen.parallel.layered_sums import sum_by_layers
 
-    assert isinstance(model, LayeredModel)
-    specs = options["param_specs"]
-    if model.stack is not None and layout.tensor == 1:  # with tensor, it stacks nothing
-        specs = shard_specs(jax.eval_shape(model.stack, state.params), layout, padded=False)
-    gathering = gathering_model(model, specs, recomputes=recomputes)
-    if accumulates_shards or trained_of is None:  # gathering layer by layer accumulates shards by itself
-        return sum_over_shards(layered_loss_fn(gathering), **options)(state, batch)
-    return sum_over_shards(perturbed_loss_fn(gathering), perturb=Perturbed, **options)(state, batch)
+        return sum_by_layers(model, remat=layout.remat_in_force, **options)(state, batch)
+    del options["rows_along"], options["param_specs"]  # which are of models by layers
+    return sum_over_shards(model, **options)(state, batch)
 
 
 def model_on_axes(
@@ -317,7 +312,7 @@ def model_on_axes(
 
 def stacks_layers(model: LayeredModel | LossFn | None, layout: Layout) -> bool:
     """Whether states of the layout have the arrays that the model's own parameters are stacked to."""
-    return isinstance(model, LayeredModel) and model.stack is not None and (layout.stage > 1 or layout.tensor > 1)
+    return isinstance(model, LayeredModel) and model.stack is not None and not layout.is_data_parallel
 
 
 def _of_stacked(model: Any, layout: Layout) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import check_arrays
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
 from jvarlen.parallel.layers import (
     LayeredModel,
     OwnLeavesState,
-    layered_loss_fn,
     num_layers_of,
-    rematerialized,
     trained_on_layout,
     unstack_own,
 )
@@ -46,11 +44,9 @@ from jvarlen.training.train_state import (
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 if TYPE_CHECKING:
-    from jvarlen.distributed.layout import Layout
+    pass
 
-__all__ = ["Accumulate", "EvalStep", "TrainStep", "accumulates_shards", "make_eval_step", "make_train_step"]
-
-Accumulate = Literal["shards", "whole"]
+__all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,8 +92,9 @@ class TrainStep:
           `TrainState`; of shapes with their shardings, if the parameters are shapes. What ZeRO shards lies along its
           first dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
-          whole. With `tensorN`, parameters are those of `split_params`, and with `stageN` each stage has consecutive
-          layers; either has `LayeredParams`. Arrays of the optimizer lie as their parameters.
+          whole. Of a model by layers, parameters are `LayeredParams` on all layouts but `dataN` alone; with `tensorN`
+          those of `split_params`, and with `stageN` each stage has consecutive layers. Arrays of the optimizer lie as
+          their parameters.
 
         Raises:
           ValueError: parameters that are no arrays, or not those of the model, or not by layers at ZeRO-3 or with
@@ -252,7 +249,6 @@ def make_train_step(
     trainable: Trainable = None,
     eval_params: EvalParams | None = None,
     norms: bool = False,
-    accumulate: Accumulate | None = None,
 ) -> TrainStep:
     """A train step with exact normalisation and accumulation over microbatches, with the same result on any layout.
 
@@ -286,16 +282,13 @@ def make_train_step(
         `stack`, joined by dots: `layers.0.mlp.up.kernel`. None: all floats. The others stay as they are, bit for bit,
         like integers and booleans. They have no gradient, no optimizer state and no collectives but to gather them, and
         norms leave them out. Optimizers see the tree with None in their place; a fixed tree for masks or labels may
-        have any entries there. With stages or tensorN, where layers are stacked, all layers of an array have gradients
-        if one is trained.
+        have any entries there. Where a layout stacks layers, which all do that shard, all layers of an array have
+        gradients if one is trained.
       eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
         optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
         `TrainStep.for_evaluation` calls it. None: those that are trained, or those of
         `optax.contrib.schedule_free_eval_params` where `optax.contrib.schedule_free` is a part of the optimizer.
       norms: whether the metrics include the global norms of gradient and updates.
-      accumulate: what is summed over the microbatches of a shard: `"whole"` gradients, reduced once, or `"shards"` of
-        them, reduced in each microbatch, which send more and hold less. Shards are for `zero2` and `zero3` without
-        stages, where they are the default.
 
     Returns:
       `TrainStep`, whose `init` makes the first state. The batch is any pytree whose leaves, except scalars, have
@@ -303,7 +296,7 @@ def make_train_step(
       field `num_tokens`, a scalar or a count for each microbatch, counts its tokens; batches of `jvarlen` need none.
 
     Raises:
-      ValueError: a layout that the devices do not make, or that is not for such a model or accumulation. When it is
+      ValueError: a layout that the devices do not make, or that is not for such a model. When it is
         traced: shards that do not divide M; microbatches or layers that a schedule cannot take; a loss that takes a key
         or `extra` that the state does not hold, returns another form, or reduces its sums over the mesh itself; a mesh
         other than the one it is compiled for.
@@ -314,23 +307,19 @@ def make_train_step(
     """
     placement = placement_of(layout)
     layout = None if placement is None else placement.layout
-    in_shards = accumulates_shards(layout, accumulate)
     if layout is not None:
         from jvarlen.parallel.layout_checks import check_model
 
         check_model(model, layout)
     if placement is None or placement.layout.is_data_parallel:
-        of_step = model
-        if isinstance(model, LayeredModel) and placement is not None and placement.layout.remat_in_force == "full":
-            of_step = rematerialized(model)
         trained_of = functools.partial(select_trained, trainable=trainable)
-        sums_of, values_of = (_sum_step(of_step, placement, each) for each in (trained_of, None))
+        sums_of, values_of = (_sum_step(model, placement, each) for each in (trained_of, None))
         is_whole = placement is None or placement.mesh.size == placement.layout.data  # no axis is the compiler's
         function = step_of_sums(sums_of, values_of, optimizer, norms=norms, is_whole=is_whole)
     else:
         from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
 
-        sum_of = functools.partial(sum_on_layout, placement=placement, accumulates_shards=in_shards)
+        sum_of = functools.partial(sum_on_layout, placement=placement)
         function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms, trainable=trainable)
     return TrainStep(
         function=function,
@@ -340,19 +329,6 @@ def make_train_step(
         trainable=trainable,
         eval_params=eval_params,
     )
-
-
-def accumulates_shards(layout: Layout | None, accumulate: Accumulate | None) -> bool:
-    """Whether gradients are summed in shards; raises ValueError where a layout, or one device (None), cannot do it."""
-    if accumulate is not None:
-        check_choices(accumulate=(accumulate, Accumulate))
-    is_possible = layout is not None and layout.zero >= 2 and layout.stage == 1
-    if accumulate == "shards" and not is_possible:
-        raise UserError(
-            f"accumulate='shards' takes zero2 or zero3 without stages, not {layout or 'one device'}, which sums whole "
-            "gradients: leave accumulate out"
-        )
-    return is_possible and accumulate != "whole"
 
 
 def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -> EvalStep:
@@ -400,15 +376,19 @@ def _sum_step(
     model: LayeredModel | LossFn, placement: Placement | None, trained_of: TrainedOf | None
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step whose state is whole on all devices."""
-    loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
+    options: dict[str, Any] = {"trained_of": trained_of}
+    if placement is not None:
+        options |= {"mesh": placement.mesh, "axis_name": placement.data_axis, "layout_axes": placement.axes.values()}
+    if isinstance(model, LayeredModel):
+        from jvarlen.parallel.layered_sums import sum_by_layers
+
+        remat = "none" if placement is None else placement.layout.remat_in_force
+        return sum_by_layers(model, remat=remat, **options)
     if placement is None:
-        return sum_step(loss_fn, trained_of=trained_of)
+        return sum_step(model, **options)
     from jvarlen.training.reduction import sum_over_shards
 
-    own_axes = placement.axes.values()
-    return sum_over_shards(
-        loss_fn, mesh=placement.mesh, axis_name=placement.data_axis, layout_axes=own_axes, trained_of=trained_of
-    )
+    return sum_over_shards(model, **options)
 
 
 def _opt_state_as_params(state: TrainState) -> Any:

@@ -1,35 +1,35 @@
-"""ZeRO: what of a state is sharded over the data axes, and layers that gather their parameters. N is the shards."""
+"""ZeRO: what of a state is sharded over the data axes, gathering it, and reducing to it. N is the shards."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import DATA_AXIS, axes_in
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.training.losses import LossFn
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in
+from jvarlen.parallel.layers import LayeredParams
+from jvarlen.training.trainable import merge_trained
 
 __all__ = [
-    "MIN_SHARDED", "Perturbed", "gather_shards", "gathering_model", "perturbed_loss_fn", "shard_specs",
-]  # fmt: skip
+    "MIN_SHARDED",
+    "along_data",
+    "gather_by_layers",
+    "gather_shards",
+    "reduce_to_shard",
+    "shard_specs",
+    "specs_of_layer",
+]
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
 
 _WHOLE = PartitionSpec()
-# What the backward pass computes again: gathered parameters, and what is next to free and may have been made from them.
-# A parameter without gradient is gathered in a `custom_vjp_call`.
-_NOT_SAVED = {
-    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "custom_vjp_call", "reshape",
-    "sharding_constraint", "slice", "squeeze", "transpose",
-}  # fmt: skip
+_MOST_WIDE = 2**26  # elements of a gradient that are widened at a time
 
 
 def shard_specs(params: Any, layout: Layout, *, padded: bool = True, other_specs: Any = None) -> Any:
@@ -60,95 +60,68 @@ def _spec(leaf: Any, taken: PartitionSpec, *, layout: Layout, padded: bool, begi
     return PartitionSpec(*axes)
 
 
-class Perturbed(NamedTuple):
-    """Parameters in shards, and zeros of their whole shapes, whose gradients are those of whole parameters."""
-
-    shards: Any
-    zeros: Any
+def specs_of_layer(specs: Any) -> Any:
+    """How one layer lies, from how stacked layers do."""
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
 
 
-def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LayeredModel:
-    """A model whose functions take shards of their parameters, inside `shard_map` over the data axes."""
-    # Each function gathers its parameters, a layer again in the backward pass, so that only those of the layer that
-    # runs are whole. Gradients are reduced to the same shards; of `Perturbed` parameters, they are those of the zeros.
-    # If it recomputes, layers hold only their inputs for the backward pass.
-    specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers)
-
-    def gathering(call: Callable[..., Any], specs: Any, *, again: bool = True, in_loop: bool = False) -> Any:
-        def gather_and_call(params: Any, *args: Any) -> Any:
-            *arrays, axes = args
-
-            def on_shards(params: Any, *arrays: Any) -> Any:
-                if isinstance(params, Perturbed):
-                    params = jax.tree.map(_gather_perturbed, params.shards, params.zeros, specs)
-                else:
-                    params = gather_shards(params, specs)
-                return call(params, *arrays, axes)
-
-            if again:  # forward and backward of a loop are different loops, and have no common subexpressions
-                policy = (
-                    None if in_loop and recomputes else lambda primitive, *_, **__: primitive.name not in _NOT_SAVED
-                )
-                on_shards = jax.checkpoint(on_shards, policy=policy, prevent_cse=not in_loop)
-            return on_shards(params, *arrays)
-
-        return gather_and_call
-
-    return model._replace(
-        embed=gathering(model.embed, specs.ends),
-        layer=gathering(model.layer, specs_of_layer, in_loop=True),
-        loss=gathering(model.loss, specs.ends, again=False),  # its backward pass follows at once
-    )
-
-
-def perturbed_loss_fn(model: LayeredModel) -> LossFn:
-    """The loss of a model that gathers, as a function of `Perturbed` parameters."""
-    stack = model.stack or (lambda params: params)
-
-    def stack_both(params: Perturbed) -> LayeredParams:
-        shards, zeros = map(stack, params)
-        return LayeredParams(Perturbed(shards.ends, zeros.ends), Perturbed(shards.layers, zeros.layers))
-
-    return layered_loss_fn(model._replace(stack=stack_both))
-
-
-def gather_shards(params: Any, specs: Any) -> Any:
-    """Whole parameters from shards, inside `shard_map` over the data axes; gradients are reduced to the same shards."""
-    return jax.tree.map(_gather_reducing, params, specs)
-
-
-def _along_data(spec: PartitionSpec) -> tuple[int, Any] | None:
+def along_data(spec: PartitionSpec) -> tuple[int, Any] | None:
     """The dimension that lies along the data axes, and these axes; None if there is none."""
     return next(((dim, axes) for dim, axes in enumerate(spec) if DATA_AXIS in axes_in([axes])), None)
 
 
-def _gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    along = _along_data(spec)
-    return shard if along is None else jax.lax.all_gather(shard, along[1], axis=along[0], tiled=True)
+def gather_shards(params: Any, specs: Any) -> Any:
+    """Whole parameters from shards, inside `shard_map` over the data axes."""
+
+    def gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        along = along_data(spec)
+        return shard if along is None else jax.lax.all_gather(shard, along[1], axis=along[0], tiled=True)
+
+    return jax.tree.map(gather, params, specs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_reducing(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    return _gather(shard, spec)
+def gather_by_layers(layers: Any, into: Any, specs: Any, whole: Any, mesh: Mesh) -> Any:
+    """Stacked layers that lie as `specs` say, gathered one after the other in place of others that lie as `whole`."""
+    # All at once would be transposed: a gather puts the shards one after the other, before the layers.
+    shards, into, specs, whole = (
+        jax.tree.map(lambda spec, leaf: None if along_data(spec) is None else leaf, specs, each)
+        for each in (layers, into, specs, whole)
+    )
+    of_layer = specs_of_layer(specs)
+
+    def on_device(shards: Any, into: Any) -> Any:
+        def turn(into: Any, index_and_layer: tuple[jax.Array, Any]) -> tuple[Any, None]:
+            index, layer = index_and_layer
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return jax.tree.map(put, into, gather_shards(layer, of_layer)), None
+
+        num_layers = jax.tree.leaves(shards)[0].shape[0]
+        return jax.lax.scan(turn, into, (jnp.arange(num_layers), shards))[0]
+
+    if not jax.tree.leaves(shards):
+        return layers
+    lie: dict[str, Any] = {"in_specs": (specs, whole), "out_specs": whole}
+    return merge_trained(jax.shard_map(on_device, mesh=auto_axes(mesh), check_vma=False, **lie)(shards, into), layers)
 
 
-def _reduce(spec: PartitionSpec, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    """Sums over the shards in float32 at least, which the transpose of a gather would not do."""
-    along = _along_data(spec)
+def reduce_to_shard(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """This device's shard of the sum of a gradient, in float32 at least; as it is, if it lies along no data axis."""
+    along, dtype = along_data(spec), jnp.promote_types(grad.dtype, jnp.float32)
     if along is None:
-        return (grad,)
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    summed = jax.lax.psum_scatter(wide, along[1], scatter_dimension=along[0], tiled=True)
-    return (summed.astype(grad.dtype),)
+        return grad.astype(dtype)
+    dim, axes = along
+    num_shards = jax.lax.axis_size(axes)
+    if missing := -grad.shape[dim] % num_shards:
+        grad = jnp.pad(grad, [(0, missing if i == dim else 0) for i in range(grad.ndim)])
 
+    def reduce(part: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(part.astype(dtype), axes, scatter_dimension=dim, tiled=True)
 
-# Forward by `_gather`: the policy of what is saved must see the primitive.
-_gather_reducing.defvjp(lambda shard, spec: (_gather(shard, spec), None), _reduce)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gather_perturbed(shard: jax.Array, zeros: jax.Array, spec: PartitionSpec) -> jax.Array:
-    return _gather(shard, spec)
-
-
-_gather_perturbed.defvjp(lambda shard, zeros, spec: (_gather(shard, spec), None), lambda spec, _, grad: (None, grad))
+    num_rows = grad.shape[dim] // num_shards
+    pieces = math.gcd(num_rows, -(-grad.size // _MOST_WIDE)) if dtype != grad.dtype and dim == 0 else 1
+    if pieces == 1:
+        return reduce(grad)
+    # Some rows of each shard at a time, so that the whole is not widened.
+    parts = grad.reshape(num_shards, pieces, -1, *grad.shape[1:])
+    shards = jax.lax.map(lambda i: reduce(parts[:, i].reshape(-1, *grad.shape[1:])), jnp.arange(pieces))
+    return shards.reshape(num_rows, *grad.shape[1:])

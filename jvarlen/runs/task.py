@@ -192,8 +192,8 @@ class Task:
 
 
 def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | LayeredModel:
-    """The loss of the built-in model, by layers where a layout needs that."""
-    if layout is None or (layout.zero < 3 and layout.num_devices == layout.data):
+    """The loss of the built-in model, by layers but on devices that all hold the whole state."""
+    if layout is None or (layout.is_data_parallel and layout.remat_in_force == "none"):
         return make_loss_fn(model)
     return layered(model)
 

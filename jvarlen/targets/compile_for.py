@@ -28,7 +28,7 @@ from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_
 from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.pipeline import branches_of_ticks
-from jvarlen.parallel.train import Accumulate, make_train_step
+from jvarlen.parallel.train import make_train_step
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.buffers import largest_buffers
@@ -65,7 +65,6 @@ def compile_for(
     layout: LayoutLike = None,
     params: Any,
     trainable: Trainable = None,
-    accumulate: Accumulate | None = None,
     extra: Any = None,
     seed: int | None = None,
     batch_spec: BatchSpec | None = None,
@@ -89,7 +88,6 @@ def compile_for(
       params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
         Its shardings over axes that are the compiler's count by their specs.
       trainable: as for `make_train_step`.
-      accumulate: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       seed: as for `TrainStep.init`.
       batch_spec: as for `BatchShapes`, for batches of fields of one's own.
@@ -117,7 +115,7 @@ def compile_for(
         target = Target.parse(target)
     state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
-    how |= {"trainable": trainable, "accumulate": accumulate}
+    how |= {"trainable": trainable}
     compiler = target_compiler(target, model, optimizer, plan, **state, **how)
     buckets, rows = largest_first(compiler.shapes.buckets), []
     bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
@@ -143,7 +141,6 @@ def target_compiler(
     batch_spec: BatchSpec | None,
     options: CompileOptions,
     trainable: Trainable = None,
-    accumulate: Accumulate | None = None,
 ) -> StepCompiler:
     """What compiles the train step, with the arguments of `compile_for`."""
     placement = _placed(layout, target)
@@ -153,7 +150,7 @@ def target_compiler(
         shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
     else:
         shapes = BatchShapes.of_plan(plan, layout=placement, batch_spec=batch_spec)
-    step = make_train_step(model, optimizer, layout=placement, trainable=trainable, accumulate=accumulate)
+    step = make_train_step(model, optimizer, layout=placement, trainable=trainable)
     state = step.init(_shapes_on(placement, params), extra=extra, seed=seed)
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
     with without_compilation_cache():  # options are tried on a program

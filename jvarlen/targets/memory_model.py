@@ -108,6 +108,7 @@ class MemoryModel:
             StateBytes(*(np.asarray(part, np.float64)[:, None] for part in held)),
             self._arrays_of(table),
             self._slots_of(table, of_shard),
+            by_layers=isinstance(self._model, LayeredModel),
             has_stages=has_stages,
             zero=table.zero[:, None],
             chunks=table.virtual[:, None],
@@ -153,7 +154,9 @@ class MemoryModel:
         parts = np.stack([self._state_parts(*key) for key in different.tolist()])
         one, more, moved = np.moveaxis(parts[place.ravel()], (1, 2), (0, 1))
         per_stage = np.maximum(1, self._num_layers // table.stage)
-        return StateBytes(*(one + (per_stage - 1) * more + np.where(table.virtual > 1, per_stage, 0) * moved))
+        held = StateBytes(*(one + (per_stage - 1) * more + np.where(table.virtual > 1, per_stage, 0) * moved))
+        is_whole = (table.zero == 0) & (table.tensor == 1) & (table.stage == 1) & (table.context == 1)
+        return held._replace(stacked=np.where(is_whole, held.stacked, 0))
 
     def _make_state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> np.ndarray:
         """float64[3, fields of `StateBytes`]: of stages with one layer, more for each further one, and moved ones."""
@@ -165,8 +168,8 @@ class MemoryModel:
 
         if not has_stages:
             parts = np.stack([held(), *np.zeros((2, len(StateBytes._fields)))])
-            if self._stacks and tensor == 1:
-                parts[0, StateBytes._fields.index("stacked")] = stacked_bytes(self._params, Layout(**sizes))
+            if self._stacks:
+                parts[0, StateBytes._fields.index("stacked")] = stacked_bytes(self._params)
             return parts
         one, two = held(2, stage=2), held(4, stage=2)
         moved = np.zeros(len(StateBytes._fields))

@@ -52,7 +52,7 @@ def assert_layout_invariant(
       dtype: what to compute in; `"float32"` for a model that takes nothing else.
       rtol: the largest difference allowed, relative to the loss, the norm, and the largest entry of each parameter.
         None: 1e-12, or 1e-5 in float32.
-      **options: of `make_train_step`, such as `accumulate`.
+      **options: of `make_train_step`, such as `norms`.
 
     Returns:
       The layouts, which all agree.

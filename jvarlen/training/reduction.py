@@ -5,7 +5,6 @@ Letters: M microbatches of a step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,13 +22,15 @@ from jvarlen.distributed.grad_buckets import (
     order_of_grads,
     reduce_in_buckets,
 )
-from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatches_of, split_step, sums_of_one
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, select_trained
 
-__all__ = ["bucket_each", "count_once", "reduce_sums", "sharded_dims", "sum_over_shards"]
+__all__ = [
+    "bucket_each", "check_reduced", "count_once", "reduce_sums", "sharded_dims", "sum_in_shards", "sum_over_shards",
+]  # fmt: skip
 
 _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
@@ -40,43 +41,21 @@ def sum_over_shards(
     mesh: Mesh,
     axis_name: str | tuple[str, ...] = "data",  # or several axes, over all of which sums are reduced
     layout_axes: Iterable[str] = (),  # of the mesh; axes that are neither here nor in `axis_name` are the compiler's
-    rows_along: str | None = None,  # of these, the axis along which the loss computes on parts of rows
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-    param_specs: Any = None,  # what of each parameter lies along the axis: the loss gets its shard, and gathers it
-    perturb: Callable[[Any, Any], Any] | None = None,  # perturb(shards, zeros): parameters with whole gradients
     grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
     accumulates_shards: bool = False,  # so that no more than one microbatch has whole gradients
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards."""
     # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
     # `with_grad_buckets`, buckets are reduced during the backward pass of the last microbatch, or of each one then.
-    mesh = auto_axes(mesh)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
-        over = tuple(name for name in axes_in(axis_name) if name != rows_along)
-        check_shards_divide(microbatches_of(batch), mesh, over)
         bucket_bytes = bucket_bytes_here() if trained_of is not None else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
-            loss, at = loss_fn, state
-            param_dims = sharded_dims(param_specs, state.params, axis_name)
-            if perturb is not None and trained_of is not None:  # then a function of zeros of the whole parameters
-
-                @functools.wraps(loss_fn)
-                def loss(zeros: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-                    return loss_fn(perturb(state.params, zeros), *args, **kwargs)
-
-                at = state._replace(params=_whole_zeros(state.params, param_dims, num_shards_of(mesh, axis_name)))
-            sums_of_microbatch = sums_of_one(loss, at, trained_of)
-
-            def one(microbatch: Any) -> StepSums:
-                return count_once(sums_of_microbatch(microbatch), rows_along)
-
+            one = sums_of_one(loss_fn, state, trained_of)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
-            for axis in axes_in(axis_name):
-                are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, axis))
-                _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis)
+            check_reduced(traced, shapes, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
             dims = sharded_dims(None if trained_of is None else grad_specs, shapes.grads, axis_name)
             buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
@@ -84,32 +63,51 @@ def sum_over_shards(
                 sums = one(microbatch)
                 return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
 
-            is_gathered = perturb is None and any(dim is not None for dim in param_dims)
-            if accumulates_shards or is_gathered:  # the backward pass of gathering reduces what is sharded
-                sums = accumulate(one_in_shards if accumulates_shards else one, microbatches)
-                return reduce_sums(sums, axis_name, dims, (), unbucketed)
+            if accumulates_shards:
+                return reduce_sums(accumulate(one_in_shards, microbatches), axis_name, dims, (), unbucketed)
             sums = accumulate(one, microbatches, last_apart=bucket_bytes is not None)
             return reduce_sums(sums, axis_name, dims, buckets, unbucketed)
 
-        # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
-        # the gradient's all-reduce inside the loop. An axis that is left to the compiler, even of one device, is one
-        # that kernels such as cuDNN's cannot be compiled beside.
-        split, replicated = PartitionSpec(over), PartitionSpec()
-        state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
-        sums_specs: Any = StepSums._make([replicated] * 6)
-        if grad_specs is not None and trained_of is not None:
-            sums_specs = sums_specs._replace(grads=grad_specs)
-        shards = jax.shard_map(
-            on_shard,
-            mesh=mesh,
-            in_specs=(state_specs, split),
-            out_specs=sums_specs,
-            axis_names={*axes_in(axis_name), *layout_axes},
-            check_vma=False,
-        )
-        return shards(state._replace(opt_state=None), (microbatches, keys))
+        given = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
+        lie: dict[str, Any] = {"axis_name": axis_name, "layout_axes": layout_axes}
+        lie["grad_specs"] = None if trained_of is None else grad_specs
+        return sum_in_shards(on_shard, state, given, mesh=mesh, **lie)
 
     return sums_of
+
+
+def sum_in_shards(
+    on_shard: Callable[[TrainState, Any], StepSums],
+    state: TrainState,
+    microbatches_and_keys: Any,
+    *,
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...],
+    layout_axes: Iterable[str] = (),
+    rows_along: str | None = None,  # of the axes, the one along which the loss computes on parts of rows
+    param_specs: Any = None,
+    grad_specs: Any = None,
+) -> StepSums:
+    """The sums that each shard computes and reduces of its microbatches, from the result of `split_step`."""
+    over = tuple(name for name in axes_in(axis_name) if name != rows_along)
+    check_shards_divide(microbatches_of(microbatches_and_keys), mesh, over)
+    # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put the
+    # gradient's all-reduce inside the loop. An axis that is left to the compiler, even of one device, is one that
+    # kernels such as cuDNN's cannot be compiled beside.
+    replicated = PartitionSpec()
+    state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
+    sums_specs: Any = StepSums._make([replicated] * 6)
+    if grad_specs is not None:
+        sums_specs = sums_specs._replace(grads=grad_specs)
+    shards = jax.shard_map(
+        on_shard,
+        mesh=auto_axes(mesh),
+        in_specs=(state_specs, PartitionSpec(over)),
+        out_specs=sums_specs,
+        axis_names={*axes_in(axis_name), *layout_axes},
+        check_vma=False,
+    )
+    return shards(state._replace(opt_state=None), microbatches_and_keys)
 
 
 def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
@@ -125,16 +123,6 @@ def sharded_dims(specs: Any, tree: Any, axis_name: str | tuple[str, ...]) -> tup
     if specs is None:
         return (None,) * len(jax.tree.leaves(tree))
     return tuple(spec.index(axis_name) if axis_name in spec else None for spec in jax.tree.leaves(specs))
-
-
-def _whole_zeros(params: Any, dims: Sequence[int | None], num_shards: int) -> Any:
-    """Zeros in the whole shapes of parameters that are in shards along these dimensions."""
-
-    def zeros(shard: jax.Array, dim: int | None) -> jax.Array:
-        return jnp.zeros([size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape)], shard.dtype)
-
-    leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(structure, map(zeros, leaves, dims))
 
 
 def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
@@ -165,7 +153,7 @@ def reduce_sums(
     buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
     unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
 ) -> StepSums:
-    """The sums over the shards; at ZeRO-3, gradients of layers were reduced in their backward pass."""
+    """The sums over the shards; gradients in no bucket that become shards have been reduced."""
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
     reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
@@ -178,8 +166,14 @@ def reduce_sums(
     return reduced._replace(grads=jax.tree.unflatten(structure, leaves))
 
 
+def check_reduced(traced: ClosedJaxpr, shapes: StepSums, loss_name: str, axis_name: str | tuple[str, ...]) -> None:
+    """Raises ValueError if a traced loss reduces some of its sums itself, so that the step would reduce them again."""
+    for axis in axes_in(axis_name):
+        reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, axis))
+        _check_reduced(reduced, loss_name, axis)
+
+
 def _check_reduced(reduced: StepSums, loss_name: str, axis_name: str) -> None:
-    """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
     by_name: dict[str, Any] = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
     if all(by_name.values()) and not reduced.sums:
         return  # both count every shard as often, and only their ratio matters

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
-from jvarlen.training.losses import LossFn, bind_loss, takes_argument
+from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys, keys_of_microbatches, kinds_of
 from jvarlen.training.train_state import TrainState, divide_once
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
@@ -33,6 +33,7 @@ __all__ = [
     "sum_microbatch",
     "sum_step",
     "sums_of_one",
+    "sums_of_outputs",
 ]
 
 
@@ -137,21 +138,26 @@ def sum_microbatch(
         (loss_sum, outputs), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, microbatch, key)
     else:
         loss_sum, outputs = loss(state.params, microbatch, key)
-    # Sums of many small numbers: whatever they are computed in, they are added in float32 at least. All but gradients
-    # are added in the widest type of loss and gradients, so that one all-reduce takes them along.
+    # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
     grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
+    sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)
+    if outputs.extra is not None:
+        sums = sums._replace(extra=_changes(state.extra, outputs.extra, sums.weight_sum, is_first))
+    return sums._replace(grads=grads)
+
+
+def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Any, grads: Any) -> StepSums:
+    """The sums of one call of the loss without gradients, which tell by their types that sums are to be wide."""
+    # All but gradients are added in the widest type of loss and gradients, so that one all-reduce takes them along.
     is_wide = any(_bits(leaf) == 64 for leaf in [loss_sum, *jax.tree.leaves(grads)])
     sum_type = jnp.float64 if is_wide else jnp.float32
-    weight_sum = outputs.weight_sum.astype(sum_type)
     num_tokens = field_of(microbatch, "num_tokens")
     num_tokens = count_tokens(microbatch, sum_type) if num_tokens is None else jnp.sum(num_tokens).astype(sum_type)
     return StepSums(
         loss_sum=loss_sum.astype(sum_type),
-        weight_sum=weight_sum,
+        weight_sum=outputs.weight_sum.astype(sum_type),
         num_tokens=num_tokens,
         sums=jax.tree.map(lambda leaf: leaf.astype(sum_type), outputs.sums),
-        extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight_sum, is_first),
-        grads=grads,
     )
 
 

@@ -336,9 +336,6 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         init("data1.stage4.interleaved.virtual2")
     with pytest.raises(ValueError, match=r"^virtual2 needs the schedule interleaved, not eager_1f1b"):
         init("data1.stage2.virtual2")
-    for text in ("data2.stage2.zero3", "data2.zero1", "data2"):
-        with pytest.raises(ValueError, match=r"^accumulate='shards' takes zero2 or zero3 without stages"):
-            make_layout_step(model, optimizer, accumulate="shards", layout=text)
     with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
         init("data1.stage2.context2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^a model by layers takes LayeredParams, not a dict"):

@@ -108,7 +108,7 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
     assert_equal(one_device(restored.params), whole.params)
 
     made = [leaf for leaf in jax.tree.leaves(form.like(state)) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    assert bool(made) == (layout.stage > 1 or layout.tensor > 1)
+    assert made
     spread = [leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in made if leaf.size >= MIN_SHARDED]
     assert all(spread), "no device holds a whole array"
 

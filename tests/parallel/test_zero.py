@@ -277,18 +277,19 @@ def reduced_elements(text, kind):
 def test_gradients_are_reduced_to_shards_once_or_in_each_microbatch(zero, in_loops):
     counts, text = collectives_of(f"data4.zero{zero}")
     assert counts["all-reduce"] == (2, 0)  # of sums, and of whether gradients are finite
-    assert counts["reduce-scatter"] == ((0, 2) if in_loops else (2, 0))
-    assert counts["all-gather"] == (2, 0)
-    odd, layers = 15 * 76, 3 * 64 * 64  # 75 padded to 76
-    assert sorted(reduced_elements(text, "reduce-scatter")) == [odd // 4, layers // 4]
-    assert sorted(reduced_elements(text, "all-gather")) == [odd, layers]
+    # Of the layers in a loop over them, which is in that over microbatches or after it.
+    assert counts["reduce-scatter"] == ((0, 2) if in_loops else (1, 1))
+    assert counts["all-gather"] == (1, 1)
+    odd, layer = 15 * 76, 64 * 64  # 75 padded to 76
+    assert sorted(reduced_elements(text, "reduce-scatter")) == [odd // 4, layer // 4]
+    assert sorted(reduced_elements(text, "all-gather")) == [odd, layer]
     assert max(reduced_elements(text, "all-reduce")) == 64 * 15  # the largest array that is whole
 
 
 def test_the_third_level_gathers_each_layer_forward_and_backward():
     counts, text = collectives_of("data4.zero3")
-    assert counts["all-gather"] == (1, 2)
-    assert sorted(reduced_elements(text, "all-gather")) == [15 * 76, 64 * 64, 64 * 64]  # one layer at a time
+    assert counts["all-gather"] == (2, 2)  # the first layer of a step before the loop over microbatches
+    assert sorted(reduced_elements(text, "all-gather")) == [15 * 76] + 3 * [64 * 64]  # one layer at a time
     assert counts["reduce-scatter"] == (0, 1)
     assert list(reduced_elements(text, "reduce-scatter")) == [64 * 64 // 4]
     assert counts["all-reduce"].in_loops == 0
@@ -360,7 +361,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
         assert_equal_trees(step.gather_params(state), expected.params, 1e-12)
         in_loops = compiled.collectives(bucket).get("reduce-scatter", (0, 0))[1]
-        assert in_loops == (0, 2, 1)[zero - 1]
+        assert in_loops == (1, 2, 1)[zero - 1]
 
 
 def test_what_cannot_be_spread_is_refused_by_name():
