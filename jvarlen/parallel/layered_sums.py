@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var, jaxpr_as_fun
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen.distributed.layout import Remat
 from jvarlen.distributed.mesh import DATA_AXIS
@@ -120,8 +121,20 @@ def _own_grads(model: LayeredModel, params: Any, trained: Any, grads: LayeredPar
 
 def _reduced(grads: LayeredParams, specs: LayeredParams) -> LayeredParams:
     """Whole sums of this device to shards of those of all, a layer at a time."""
-    of_layer = specs_of_layer(specs.layers)
-    layers = jax.lax.map(lambda grads: jax.tree.map(reduce_to_shard, grads, of_layer), grads.layers)
+
+    def of_layers(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if along_data(spec) is None:
+            return grad
+
+        def turn(index: jax.Array, grad: jax.Array) -> jax.Array:
+            shard = reduce_to_shard(grad[index], spec)
+            return jax.lax.dynamic_update_slice(grad, shard[np.newaxis], (index, *(0,) * shard.ndim))
+
+        shard = jax.eval_shape(lambda: reduce_to_shard(grad[0], spec))
+        # Each shard begins where its layer was: shards beside all layers would be half as much again, or more.
+        return jax.lax.fori_loop(0, len(grad), turn, grad)[:, *map(slice, shard.shape)]
+
+    layers = jax.tree.map(of_layers, grads.layers, specs_of_layer(specs.layers))
     return LayeredParams(jax.tree.map(reduce_to_shard, grads.ends, specs.ends), layers)
 
 

@@ -74,8 +74,14 @@ def gather_shards(params: Any, specs: Any) -> Any:
     """Whole parameters from shards, inside `shard_map` over the data axes."""
 
     def gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        along = along_data(spec)
-        return shard if along is None else jax.lax.all_gather(shard, along[1], axis=along[0], tiled=True)
+        if (along := along_data(spec)) is None:
+            return shard
+        dim, axes = along
+        if dim == 0:
+            return jax.lax.all_gather(shard, axes, tiled=True)
+        # Along another one, XLA would transpose all layers before their loop.
+        whole = jnp.moveaxis(jax.lax.all_gather(shard, axes), 0, dim)
+        return whole.reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
     return jax.tree.map(gather, params, specs)
 
