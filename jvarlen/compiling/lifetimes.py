@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.jaxprs import scan_parts
 
@@ -37,6 +37,7 @@ class Lifetimes(NamedTuple):
     end: Int64[np.ndarray, " N"]  # the point from which it no longer is; P for results
     num_bytes: Float64[np.ndarray, " N"]
     num_points: int  # P
+    in_loop: Bool[np.ndarray, " N"]  # whether a loop carries or stacks an array
 
     def peak(self, num_bytes: Float64[np.ndarray, "... N"] | None = None) -> Float64[np.ndarray, ...]:
         """Bytes at the fullest point, of these sizes or others of the same arrays."""
@@ -67,6 +68,8 @@ class _Flat:
         self.ranks: list[int] = []
         self.steps: list[_Step] = []
         self.loops: list[tuple[Any, Any]] = []  # what is carried in a loop, and then
+        self.stacks: _Values = []  # of loops
+        self.begin = 0  # the first step of the loop that is run, where compilers make constants
 
     def values(self, variables: Sequence[Any]) -> _Values:
         """New values of these types."""
@@ -122,8 +125,9 @@ class _Flat:
         self._each("begin", init, carried)
         for whole in gives[num_carry:]:
             self._add("empty", [], [whole])
+            self.stacks.append(whole)
         self._each("slice", stacked, slices)
-        results = self.run(body, [*consts, *carried, *slices])
+        results = self._run_body(body, [*consts, *carried, *slices])
         for own, place in zip(results[num_carry:], gives[num_carry:], strict=True):
             if own is not None:
                 self._add("write", [own, place], [])
@@ -136,10 +140,16 @@ class _Flat:
         num_consts = num_test + eqn.params["body_nconsts"]
         gives, carried = self.values(eqn.outvars), self.values(eqn.outvars)
         self._each("begin", takes[num_consts:], carried)
-        results = self.run(eqn.params["body_jaxpr"].jaxpr, [*takes[num_test:num_consts], *carried])
+        results = self._run_body(eqn.params["body_jaxpr"].jaxpr, [*takes[num_test:num_consts], *carried])
         self._add("hold", takes[:num_consts], [])
         self._ends(results, carried, gives)
         return gives
+
+    def _run_body(self, body: Jaxpr, takes: _Values) -> _Values:
+        before, self.begin = self.begin, len(self.steps)
+        results = self.run(body, takes)
+        self.begin = before
+        return results
 
     def _ends(self, results: _Values, carried: _Values, gives: _Values) -> None:
         """What a loop leaves: what its last turn carries, in its place."""
@@ -152,12 +162,14 @@ class _Flat:
             self._add(what, [taken], [given])
 
     def _add(self, what: str, takes: _Values, gives: _Values) -> None:
-        self.steps.append((what, [v for v in takes if v is not None], [v for v in gives if v is not None]))
+        step = what, [v for v in takes if v is not None], [v for v in gives if v is not None]
+        self.steps.insert(len(self.steps) if step[1] or what == "end" else self.begin, step)
 
     def lifetimes(self, results: _Values) -> Lifetimes:
         """Of all values that are stored."""
         steps = self._needed(results)
         num_points = len(steps)
+        updated = {takes[0] for what, takes, _ in steps if what == "dynamic_update_slice"}
         users: list[list[int]] = [[] for _ in self.sizes]
         for i, (_, takes, _) in enumerate(steps):
             for v in {*takes}:
@@ -176,10 +188,13 @@ class _Flat:
                 read = [j for j in users[v] if steps[j][0] != "write"]  # which is at once
                 last[v] = num_points if v in wanted else max([i, *read, *inside])
                 demanded[v] = v in wanted or any(self._demands(taker, demanded) for taker in takers)
-                if what in _STORED:
+                if what in _STORED or (what == "dynamic_slice" and steps[i][1][0] in updated):
                     stored[v] = True
                 elif not self._is_view(steps[i]):
                     stored[v] = demanded[v] or (what in _EXPENSIVE and len(takers) > 1)
+        for what, takes, gives in steps:  # what is added to a part of an array may be read as soon as it is there
+            if what == "dynamic_slice" and takes[0] in updated:
+                begin[gives] = begin[takes[0]]
         end = last + 1
         for i, (what, takes, gives) in enumerate(steps):  # a result takes the place of an argument that ends
             if what in _STORED - _IN_PLACE:
@@ -190,10 +205,9 @@ class _Flat:
                 if same is not None:
                     end[same] = i
                     free.remove(same)
-        chosen = np.flatnonzero(stored)
-        return Lifetimes(
-            begin[chosen], np.minimum(end[chosen], num_points), np.array(self.sizes, np.float64)[chosen], num_points
-        )
+        in_loop = np.isin(np.arange(len(stored)), [*self.stacks, *(carried for carried, _ in self.loops)])
+        sizes, end = np.array(self.sizes, np.float64), np.minimum(end, num_points)
+        return Lifetimes(begin[stored], end[stored], sizes[stored], num_points, in_loop[stored])
 
     def _is_view(self, step: _Step) -> bool:
         what, takes, _ = step

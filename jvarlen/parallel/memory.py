@@ -5,23 +5,33 @@ Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches o
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.pytree import check_arrays
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.compiling.lifetimes import lifetimes_of
 from jvarlen.distributed.layout import Layout, ScheduleName
-from jvarlen.distributed.mesh import DATA_AXIS, axes_in
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_when_stacked
+from jvarlen.distributed.mesh import DATA_AXIS, Placement, axes_in
+from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
-from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, accumulated, bytes_of, shapes_on, stacked_shapes
-from jvarlen.parallel.sharded import other_specs_of, stacked_for, state_specs
+from jvarlen.parallel.microbatch import OneMicrobatch, bytes_of, shapes_on
+from jvarlen.parallel.sharded import (
+    model_on_axes,
+    other_specs_of,
+    stacked_for,
+    state_specs,
+    sum_on_layout,
+    sums_on_layout,
+)
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
@@ -29,13 +39,13 @@ from jvarlen.training.train_state import TrainState, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, where_trained
 
 __all__ = [
-    "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "estimate_memory",
-    "stacked_bytes", "state_bytes", "temporary_bytes",
+    "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_slots", "estimate_memory", "state_bytes",
+    "step_jaxpr", "temporary_bytes",
 ]  # fmt: skip
 
-# A compiler's order of equations is not always the one that holds least, least of all where layers are run again. As
-# measured.
-_MARGIN, _MARGIN_AGAIN = 1.12, 1.28
+# A compiler's order of equations is not always the one that holds least, least of all where chunks of layers change
+# places, and what is freed leaves gaps. As measured.
+_MARGIN, _MARGIN_OF_CHUNKS = 1.1, 1.3
 
 
 class MemoryEstimate(NamedTuple):
@@ -46,9 +56,9 @@ class MemoryEstimate(NamedTuple):
       grads: gradients, in the type of their parameters.
       accumulation: what sums of gradients in float32 take beyond `grads`.
       opt_state: the state of the optimizer, and `extra`.
-      gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all of
-        the stage; below, the gradients of a microbatch. With several chunks also layers that change places, and where
-        `LayeredModel.stack` is called in the step, what it stacks.
+      gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all
+        parameters of the stage; of a loss function, the gradients of a microbatch. With several chunks also layers that
+        change places, and where `LayeredModel.stack` is called in the step, what it stacks.
       activations: what the forward pass of one microbatch leaves to the backward pass; with stages the buffers of the
         schedule. None if no model was given.
       workspace: the rest at the peak of the step, and the batch. None if no model was given.
@@ -91,8 +101,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory of a step on a device, for a layout that need not fit this machine.
 
-    Nothing is compiled. The state is counted exactly. Temporary memory is the peak of a traced microbatch, fused as a
-    compiler would, plus 12 % to 30 %, because compilers do not always find the order that holds least.
+    Nothing is compiled. The state is counted exactly. Temporary memory is the peak of the traced step, fused as a
+    compiler would, plus 10 %, because compilers do not always find the order that holds least.
 
     Args:
       layout: what is sharded, over any number of devices.
@@ -139,28 +149,24 @@ def estimate_memory(
         grads=held.grads,
         accumulation=held.accumulated - held.grads,
         opt_state=held.opt_state,
-        gathered=held.whole + held.once + held.stacked,
+        gathered=held.gathered,
     )
     if model is None or bucket is None:
         return estimate
-    has_stages = layout.stage > 1
-    num_layers = num_layers_of(params) // (layout.stage * layout.virtual) if has_stages else None
-    model, params, trained_of = stacked_shapes(model, params, trained_of)
-    one = OneMicrobatch(model, layout, params, trained_of, extra, bucket, batch_spec, num_layers)
+    rows_along = model_on_axes(model, layout, params, batch_spec(check_buckets([bucket])[0], 1))[1]
     of_shard = max(2, layout.stage)
     if microbatches_per_step is not None:
         check_bucket(layout, bucket, microbatches_per_step)
-        of_shard = microbatches_per_step // (layout.num_shards if one.rows_along is None else layout.data)
-    arrays = one.arrays().num_bytes()
-    slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.virtual)
-    of_layout = {"by_layers": isinstance(model, LayeredModel), "has_stages": has_stages, "zero": layout.zero}
-    of_layout |= {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
-    of_layout |= {"chunks": layout.virtual, "of_shard": of_shard}
-    temporary = temporary_bytes(held, arrays, slots, **of_layout)
-    others = math.ceil(temporary) - held.accumulated
-    gathered = min(estimate.gathered, others)
-    kept = buffer_bytes(arrays, slots, num_layers=num_layers) if has_stages else one.residual_bytes()
-    activations = min(int(kept), others - gathered)
+        of_shard = microbatches_per_step // (layout.num_shards if rows_along is None else layout.data)
+    of_device = model, layout, params, trained_of, extra, bucket, batch_spec
+    arrays = lifetimes_of(ClosedJaxpr(step_jaxpr(*of_device, of_shard), ()))
+    others = math.ceil(temporary_bytes(arrays.peak(), layout.virtual)) - held.accumulated
+    if isinstance(model, LayeredModel):
+        kept = int(arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))) - held.accumulated
+    else:
+        kept = OneMicrobatch(*of_device).residual_bytes()
+    activations = min(max(kept, 0), others)
+    gathered = min(estimate.gathered, others - activations)
     workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
     return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
 
@@ -172,12 +178,7 @@ class StateBytes(NamedTuple):
     opt_state: Any  # and `extra`
     grads: Any  # in the type of their parameters
     accumulated: Any  # sums of gradients, in float32 at least
-    # What ZeRO-3 gathers for a time: parameters of a stage, or those and the gradients of one layer or of the ends,
-    # whichever are more. Besides, layers that change places between chunks.
-    whole: Any
-    # Whole gradients of one microbatch; of a model by layers those of one layer, with stages also those of the ends.
-    once: Any
-    stacked: Any  # copies of layers' own parameters, where a step stacks them
+    gathered: Any  # as in `MemoryEstimate`
 
 
 def state_bytes(
@@ -195,34 +196,21 @@ def state_bytes(
     specs = beside
     if layout.zero > 1 and layout.stage == 1:
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
-    wide, specs, of_grads = jax.tree.map(accumulated, trained), *(where_trained(trained, x) for x in (specs, beside))
-    stack = model.stack if isinstance(model, LayeredModel) else None
-    if layout.stage > 1:
-        ends, layers = bytes_of(wide.ends, of_grads.ends, layout), bytes_of(wide.layers, of_grads.layers, layout)
-        once = ends + layers * layout.stage // num_layers_of(params)
-    else:
-        once = bytes_of(trained, of_grads, layout) if layout.zero < 3 else 0
-        if isinstance(model, LayeredModel) and layout.zero < 3:
-            stacked = params if stack is None else jax.eval_shape(stack, params)
-            of_layers, lie = wide, of_grads
-            if stack is not None:
-                of_layers = jax.tree.map(accumulated, trained_when_stacked(params, stack, trained)(stacked))
-                lie = jax.tree.map(lambda _: PartitionSpec(), of_layers)
-            once = bytes_of(of_layers.layers, lie.layers, layout) // num_layers_of(stacked)
+    wide, specs = jax.tree.map(_accumulated, trained), where_trained(trained, specs)
+    gathered = 0
+    if layout.zero == 3:
+        gathered = _gathered_bytes(params, wide, layout, beside)
+    elif not isinstance(model, LayeredModel) and layout.stage == 1:
+        gathered = bytes_of(trained, where_trained(trained, beside), layout)
+    elif isinstance(model, LayeredModel) and model.stack is not None:
+        gathered = bytes_of(jax.eval_shape(model.stack, params).layers)
     return StateBytes(
         params=bytes_of(params, specs_of_state.params, layout),
         opt_state=bytes_of((state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout),
         grads=bytes_of(trained, specs, layout),
         accumulated=bytes_of(wide, specs, layout),
-        whole=_whole_bytes(params, trained, layout, model, other_specs),
-        once=once,
-        stacked=0 if stack is None else stacked_bytes(jax.eval_shape(stack, params)),
+        gathered=gathered + (bytes_of(params.layers, beside.layers, layout) if layout.virtual > 1 else 0),
     )
-
-
-def stacked_bytes(stacked: LayeredParams) -> int:
-    """Bytes of the layers that a step stacks, where the state has the model's own parameters."""
-    return bytes_of(stacked.layers)
 
 
 def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
@@ -230,48 +218,41 @@ def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
     return bytes_of(batch_spec(check_buckets([bucket])[0], of_shard))
 
 
-def buffer_bytes(arrays: ArrayBytes, slots: BufferSlots, *, num_layers: Any) -> Any:
-    """What a stage holds in the buffers of its schedule, and what an action takes and gives, and what arrives."""
-    of_layers = slots.kept * (arrays.kept + arrays.handed) * num_layers
-    return of_layers + (slots.inputs + slots.outputs + 3) * arrays.x + (slots.gradients + 3) * arrays.floats
-
-
-def temporary_bytes(
-    held: StateBytes,
-    arrays: ArrayBytes,
-    slots: BufferSlots,
-    *,
-    by_layers: Any,
-    has_stages: Any,
-    zero: Any,
-    chunks: Any,
-    recomputes: Any,
-    num_layers: Any,
-    of_shard: Any,
-) -> Any:
+def temporary_bytes(peak: Any, num_chunks: Any) -> Any:
     """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts."""
-    margin = np.where(recomputes & ~np.asarray(has_stages), _MARGIN_AGAIN, _MARGIN)
-    peak, peak_without_grads = margin * arrays.peak, margin * arrays.peak_without_grads
-    sums = np.where(of_shard > 1, held.accumulated, 0)  # of one microbatch, they are its gradients
-    below = np.where(zero == 2, held.accumulated, sums) + peak
-    layered = held.accumulated + peak_without_grads + held.whole + held.once
-    # What layers keep is in the buffers, but for the layer that runs. Sums of several chunks move back to where the
-    # parameters are, and of a chunk what is sent and arrives is there as well.
-    kept = (arrays.kept + arrays.handed) * (num_layers - 1)
-    ticks = buffer_bytes(arrays, slots, num_layers=num_layers) + np.maximum(peak_without_grads - kept, 0)
-    moved = np.where(chunks > 1, held.accumulated * (1 + 2 / np.maximum(chunks, 1)), 0)
-    staged = held.accumulated + held.whole + np.maximum(ticks, moved)
-    return np.where(has_stages, staged, np.where(by_layers, layered, below)) + held.stacked
+    return np.where(np.asarray(num_chunks) > 1, _MARGIN_OF_CHUNKS, _MARGIN) * peak
 
 
-def _whole_bytes(
-    params: Any, trained: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any
-) -> int:
-    """`StateBytes.whole`."""
-    moved = bytes_of(params.layers, other_specs.layers, layout) if layout.virtual > 1 else 0
-    if layout.zero < 3:
-        return moved
-    beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
+def step_jaxpr(
+    model: LayeredModel | LossFn,
+    layout: Layout,
+    params: Any,  # shapes of whole ones, as the state has them
+    trained_of: TrainedOf,
+    extra: Any,
+    bucket: tuple[int, ...],
+    batch_spec: Any,
+    of_shard: int,
+) -> Jaxpr:
+    """What a device computes in a step but for the update: the sums of its microbatches, reduced."""
+    mesh = Mesh(np.empty(tuple(layout.axis_sizes.values()), object), tuple(layout.axis_sizes))  # of no devices
+    placement = Placement(layout=layout, mesh=mesh, axes={name: name for name in layout.axis_sizes})
+    of_one = batch_spec(check_buckets([bucket])[0], 1)
+    shards = layout.num_shards if model_on_axes(model, layout, params, of_one)[1] is None else layout.data
+    state = jax.eval_shape(lambda: new_state((), optax.identity(), seed=0))
+    state = state._replace(params=params, opt_state=None, extra=extra)
+    sum_of = functools.partial(sum_on_layout, placement=placement)
+    sums_of = sums_on_layout(model, placement, sum_of, trained_of=trained_of)
+    closed = jax.make_jaxpr(sums_of)(state, batch_spec(check_buckets([bucket])[0], of_shard * shards))
+    return next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
+
+
+def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The sum of gradients of a parameter: in float32 at least."""
+    return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
+
+
+def _gathered_bytes(params: Any, wide: Any, layout: Layout, beside: Any) -> int:
+    """What ZeRO-3 gathers: of a stage its parameters, or those and the gradients of one layer or of the ends."""
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
     def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
@@ -279,10 +260,9 @@ def _whole_bytes(
 
     found = [jax.tree.map(gathered, params, specs, beside)]
     if layout.stage == 1:
-        of_grads = [where_trained(trained, tree) for tree in (specs, beside)]
-        found.append(jax.tree.map(gathered, jax.tree.map(accumulated, trained), *of_grads))
+        found.append(jax.tree.map(gathered, wide, *(where_trained(wide, tree) for tree in (specs, beside))))
     ends, layers = (sum(jax.tree.leaves([part[i] for part in found])) for i in (0, 1))
-    return moved + (ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params)))
+    return ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params))
 
 
 class BufferSlots(NamedTuple):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import Jaxpr, Var
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import (
@@ -24,7 +23,6 @@ from jvarlen.parallel.layers import (
     layered_loss_fn,
     trained_when_stacked,
 )
-from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.sharded import model_on_axes, other_specs_of, padded_shape, split_specs
 from jvarlen.parallel.tensor_params import split_params
 from jvarlen.planning.buckets import check_buckets
@@ -32,43 +30,9 @@ from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, where_trained
 
-__all__ = [
-    "ArrayBytes", "DeviceArrays", "OneMicrobatch", "accumulated", "bytes_of", "shapes_on", "stacked_shapes",
-    "with_layers",
-]  # fmt: skip
+__all__ = ["OneMicrobatch", "bytes_of", "shapes_on", "stacked_shapes", "with_layers"]
 
 _ONE_DEVICE = Layout(data=1)
-
-
-class ArrayBytes(NamedTuple):
-    """Bytes of what one microbatch of some layers computes on a device; numbers, or arrays of several layouts."""
-
-    peak: Any  # at the fullest point
-    peak_without_grads: Any
-    x: Any  # of what goes from layer to layer; like the following, 0 without stages
-    floats: Any  # of its leaves that have gradients
-    kept: Any  # of all residuals of one layer
-    handed: Any  # of all that one layer's backward pass hands to weight gradients of their own, if it does
-
-
-class DeviceArrays(NamedTuple):
-    """The arrays of which these are the bytes; `kept` and `handed` by array."""
-
-    lifetimes: Lifetimes  # of the arrays of its gradient
-    x: int = 0
-    floats: int = 0
-    kept: tuple[int, ...] = ()
-    handed: tuple[int, ...] = ()
-
-    @property
-    def is_grad(self) -> np.ndarray:
-        """bool[N], which of the arrays are gradients."""
-        return self.lifetimes.end == self.lifetimes.num_points
-
-    def num_bytes(self) -> ArrayBytes:
-        """Their sizes."""
-        peak, without_grads = map(self.lifetimes.peak, (None, np.where(self.is_grad, 0, self.lifetimes.num_bytes)))
-        return ArrayBytes(peak, without_grads, self.x, self.floats, sum(self.kept), sum(self.handed))
 
 
 class OneMicrobatch:
@@ -105,12 +69,6 @@ class OneMicrobatch:
         self._key = jax.eval_shape(lambda: jax.random.key(0))  # which layers may draw masks from
         self._given = self._microbatch, self._key, extra  # what a loss takes beside parameters
 
-    def arrays(self) -> DeviceArrays:
-        """What it computes."""
-        if isinstance(self._model, LayeredModel):
-            return self._layered_arrays()
-        return DeviceArrays(lifetimes_of(ClosedJaxpr(self.jaxpr(with_grads=True), ())))
-
     def jaxpr(self, *, with_grads: bool) -> Jaxpr:
         """The loss, or its gradient, as a device computes it without stages."""
         loss = self._loss()
@@ -131,67 +89,8 @@ class OneMicrobatch:
 
         return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, key))
 
-    def _layered_arrays(self) -> DeviceArrays:
-        """Of the passes of the layers; with stages, of the actions of a stage with all parts, one after the other."""
-        model = self._model
-        sizes: dict[str, Any] = {}
-        assert isinstance(model, LayeredModel)
-
-        # Sums of gradients are arguments and results, and so apart from what an action holds beside them.
-        def actions(params: LayeredParams, totals: Any, microbatch: Any, key: Any, index: Any) -> Any:
-            axes = Axes(key=key)
-
-            def embed(ends: Any) -> Any:
-                return jax.tree.map(jax.numpy.asarray, model.embed(ends, microbatch, axes))
-
-            def run_layer(trained: Any, x: Any, own: Any, microbatch: Any, key: Any, index: Any) -> Any:
-                return model.layer(merge_trained(trained, own), x, microbatch, Axes(key=key, layer=index))
-
-            def loss(trained: Any, floats: Any) -> Any:
-                ends = merge_trained(trained, params.ends)
-                return model.loss(ends, with_floats(y, floats), microbatch, axes)[0]
-
-            trained, others, x = where_trained(self._trained, params), (microbatch, key, index), embed(params.ends)
-            layers = trained.layers, params.layers
-            first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-            splits = self._layout.stage > 1 and self._layout.schedule == "zero_bubble"
-            how: Any = {"remat": self._layout.remat_in_force, "weights_apart": splits}
-            passes = split_passes(run_layer, first[0], x, first[1], *others, **how)
-            y, kept = jax.lax.scan(lambda x, of: passes.forward(of[0], x, of[1], *others), x, layers)
-            of_loss, of_y = jax.grad(loss, argnums=(0, 1))(trained.ends, floats_of(y))
-            of_loss = jax.tree.map(jax.numpy.add, totals, of_loss)
-
-            def run_backward(of_y: Any, of: Any) -> Any:
-                (trained, own), kept = of
-                return passes.backward(trained, kept, of_y, own, *others)
-
-            of_x, rest = jax.lax.scan(run_backward, of_y, (layers, kept), reverse=True)
-            num_layers = jax.tree.leaves(params.layers)[0].shape[0]
-
-            def of_layer(tree: Any) -> tuple[int, ...]:
-                return tuple(bytes_of(leaf) // num_layers for leaf in jax.tree.leaves(tree))
-
-            sizes.update(x=bytes_of(x), floats=bytes_of(floats_of(x)), kept=of_layer(kept))
-            if passes.weights is not None:
-                sizes["handed"] = of_layer(rest)
-                run_weights = passes.weights
-
-                def weights(_: None, of: Any) -> Any:
-                    (trained, own), *given = of
-                    return None, run_weights(trained, *given, own, *others)
-
-                rest = jax.lax.scan(weights, None, (layers, kept, rest))[1]
-            _, pull = jax.vjp(lambda ends: floats_of(embed(merge_trained(ends, params.ends))), trained.ends)
-            return of_loss, rest, jax.tree.map(jax.numpy.add, totals, pull(of_x)[0])
-
-        totals = jax.tree.map(accumulated, where_trained(self._trained, self._params).ends)
-        jaxpr, _ = self._on_device(actions, self._params, totals, self._microbatch, self._key, np.int32(0))
-        return DeviceArrays(lifetimes_of(ClosedJaxpr(jaxpr, ())), **sizes)
-
     def residual_bytes(self) -> int:
         """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
-        if isinstance(self._model, LayeredModel):
-            return sum(self.arrays().kept) * jax.tree.leaves(self._params.layers)[0].shape[0]
         loss = self._loss()
 
         def residuals(params: Any, *others: Any) -> Any:
@@ -262,11 +161,6 @@ def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
     """Shapes of the parameters of a model with this many layers."""
     layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers)
     return params._replace(layers=layers)
-
-
-def accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The sum of gradients of a parameter: in float32 at least."""
-    return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
 def bytes_of(tree: Any, specs: Any = None, layout: Layout = _ONE_DEVICE) -> int:

