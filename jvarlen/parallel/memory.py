@@ -165,8 +165,8 @@ def estimate_memory(
         kept = int(arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))) - held.accumulated
     else:
         kept = OneMicrobatch(*of_device).residual_bytes()
-    activations = min(max(kept, 0), others)
-    gathered = min(estimate.gathered, others - activations)
+    gathered = min(estimate.gathered, others)
+    activations = min(max(kept, 0), others - gathered)
     workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
     return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
 
