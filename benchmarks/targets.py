@@ -56,6 +56,7 @@ class Case(NamedTuple):
 
 FULL = [
     Case("8xh100", "data8.zero3", 124.4, 89.9),
+    Case("8xh100", "data8.zero3.remat_selective"),
     Case("8xh100", "data8.zero3.remat_full", 28.5, 23.8),
     Case("8xh100", "data8.zero2.remat_full", 53.6),
     Case("8xh100", "data2.tensor4.zero1.remat_full", 31.6),
