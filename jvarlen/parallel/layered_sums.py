@@ -109,9 +109,7 @@ def _own_grads(model: LayeredModel, params: Any, trained: Any, grads: LayeredPar
     """Gradients of parameters as the state has them, by the transpose of what stacked them."""
     if model.stack is None:
         return grads
-    structures = {jax.tree.structure(grads), jax.tree.structure(trained)}
-    like = grads if len(structures) == 1 else trained  # if they are alike, these may be shards
-    zeros = widened(jax.tree.map(jnp.zeros_like, like))
+    zeros = widened(jax.tree.map(jnp.zeros_like, trained))
 
     def stack(trained: Any) -> Any:
         return where_trained(grads, _stacked(model, merge_trained(trained, params)))

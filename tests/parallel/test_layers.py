@@ -129,3 +129,23 @@ def test_what_is_no_model_by_layers_is_refused():
     half = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:2].astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"x: float32\[4,5\] -> bfloat16\[2,5\]"):
         layered_loss_fn(half)(params, microbatch)
+
+
+def test_a_stack_may_regroup_arrays_into_a_tree_of_the_same_structure():
+    rng = np.random.default_rng(0)
+    own = LayeredParams({"a": rng.normal(size=(5, 3)), "b": rng.normal(size=(3, 5))}, {"k": rng.normal(size=(2, 3, 3))})
+    own = jax.tree.map(lambda leaf: leaf.astype(np.float32), own)
+    model = LayeredModel(
+        lambda ends, microbatch, axes: microbatch @ ends["b"],
+        lambda layer, x, microbatch, axes: x + jnp.tanh(x @ layer["k"]),
+        lambda ends, x, microbatch, axes: (jnp.sum(x @ ends["a"]), jnp.float32(1)),
+        stack=lambda params: LayeredParams(
+            {"a": params.ends["b"], "b": params.ends["a"]}, {"k": params.layers["k"][::-1]}
+        ),
+    )
+    batch = rng.normal(size=(1, 4, 5)).astype(np.float32)
+    grads = jax.grad(lambda params: layered_loss_fn(model)(params, batch[0])[0])(own)
+    step = make_train_step(model, optax.sgd(1.0))
+    state, _ = step(step.init(own), batch)
+    expected = jax.tree.map(lambda leaf, grad: leaf - grad, own, grads)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, expected)
