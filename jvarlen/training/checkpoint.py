@@ -330,8 +330,10 @@ class Checkpoints:
                 lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
                 ocp.checkpoint_utils.construct_restore_args(abstract),
             )
-            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
-            restored = self._checkpointer.restore(self._directory / str(step) / "state", args=args)
+            path = self._directory / str(step) / "state"
+            has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
+            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
+            restored = self._checkpointer.restore(path, args=args)
             restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
             return restored if self._form is None else self._form.restore(restored, state), place
         except _UNREADABLE as error:
