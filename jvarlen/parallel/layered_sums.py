@@ -109,12 +109,18 @@ def _own_grads(model: LayeredModel, params: Any, trained: Any, grads: LayeredPar
     """Gradients of parameters as the state has them, by the transpose of what stacked them."""
     if model.stack is None:
         return grads
-    zeros = widened(jax.tree.map(jnp.zeros_like, trained))
+    is_alike = _form(params) == _form(jax.eval_shape(model.stack, params))  # then these may be shards
+    zeros = widened(jax.tree.map(jnp.zeros_like, grads if is_alike else trained))
 
     def stack(trained: Any) -> Any:
         return where_trained(grads, _stacked(model, merge_trained(trained, params)))
 
     return jax.vjp(stack, zeros)[1](grads)[0]
+
+
+def _form(tree: Any) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(np.shape, leaves)
 
 
 def _reduced(grads: LayeredParams, specs: LayeredParams) -> LayeredParams:
