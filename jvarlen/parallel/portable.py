@@ -304,7 +304,7 @@ def _joined(parts: Sequence[Any], sources: Sequence[_Source], num_parts: int) ->
     return joined
 
 
-def _route(source: _Source, leaf: jax.Array) -> list[PartitionSpec]:
+def _route(source: _Source, leaf: jax.Array | jax.ShapeDtypeStruct) -> list[PartitionSpec]:
     """The way of an array of a layout to where it can be rearranged without communication, spread over all devices."""
     # Axes of the mesh leave, one at a time, dimensions that are stacked, reordered or padded, for others that they
     # divide: an all-to-all each. Those along which the array is whole follow. The last spec has an entry a dimension.
