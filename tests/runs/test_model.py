@@ -245,6 +245,8 @@ def test_another_vocabulary_is_refused_by_name_unless_it_is_said(earlier, tmp_pa
         str(tmp_path / "tokens.npz"),
         "--fresh",
         "heads.*",
+        "--held-out-fraction",
+        "0.1",
         "--no-progress",
     ]
     capsys.readouterr()
