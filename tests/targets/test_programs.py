@@ -3,11 +3,15 @@
 import json
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from jvarlen import Layout, UserError
+from jvarlen.batches import BatchShapes
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetRow
-from tests.targets.cases import CASES, FEW, KNOWN_FAULTS, MEASURED, NOT_SURE, REFUSED, Case, faults_of_case
+from tests.targets.cases import CASES, FEW, KNOWN_FAULTS, MEASURED, NOT_SURE, OPTIMIZER, REFUSED, Case, faults_of_case
 
 TRITON = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
 CUDNN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
@@ -63,3 +67,17 @@ def test_programs_have_no_faults_but_known_ones(case):
 def test_what_the_list_leaves_out_is_refused(model, layout):
     with pytest.raises(UserError, match=REFUSED[model, layout]):
         Case("here", model, layout, "padded", 4).compile()
+
+
+@pytest.mark.slow
+def test_a_loop_over_layers_takes_little_more_than_unrolled_layers():
+    """Whose elementwise results XLA computes again inside of kernels."""
+    if missing := Case("1xh100", "demo", "data1", "padded", 1).not_here:
+        pytest.skip(missing)
+    config, buckets = DecoderConfig(num_layers=4), BatchShapes([(8, 512)], microbatches_per_step=1)
+    params, layout = jax.eval_shape(lambda: init_params(config, 0)), Layout(data=1)
+    unrolled, in_a_loop = (
+        compile_for("1xh100", model, OPTIMIZER, buckets, layout=layout, params=params, progress=False)[0].temp_bytes
+        for model in (make_loss_fn(config), layered(config))
+    )
+    assert in_a_loop < 1.2 * unrolled
