@@ -69,8 +69,9 @@ def predict(
 ) -> list[Any]:
     """What a function gives for every sample, in the order of the dataset.
 
-    Samples are planned, loaded and computed in a few static shapes, all compiled before the first step. Programs are
-    kept as long as `apply_fn` lives: a later call with it, with equal shapes and options, compiles nothing.
+    Samples are planned, loaded and computed in a few static shapes, all compiled before the first step. Programs of a
+    plain function are kept as long as it lives: a later call with it, with equal shapes and options, compiles nothing,
+    and as with `jax.jit` it has the values that the function closed over when it was traced.
 
     Args:
       apply_fn: `apply_fn(params, microbatch)` gives an array or a pytree of arrays, each with the axes [rows, …] or

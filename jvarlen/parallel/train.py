@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,6 @@ from jvarlen.training.train_state import (
     with_sharding,
 )
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
 
