@@ -69,11 +69,6 @@ GUIDES = {
     "quick_start.md": Guide(
         lambda left: left.step.report.times_used == left.plan.num_steps == len(left.losses), slow=True
     ),
-    "planning.md": Guide(
-        lambda left: left.plan.num_samples == len(left.lengths),
-        ("predicted", "1 of 16 buckets to compile"),
-        shows=False,
-    ),
     "packing.md": Guide(
         lambda left: left.plan.num_samples > 0,
         ("1 packed shape: predicted seconds", "of the rows", "4% of 295 rows again", "wrapped: 586 rows"),
@@ -83,7 +78,7 @@ GUIDES = {
         lambda left: left.plan.num_samples == len(left.corpus),
         (
             *("[16  1  8  4 13 19 ", "(1, 5)\n", "5×5 4×9 2×14 1×30\n", "5 23.5%\n", "ecb175badca2025b\n"),
-            "[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n",
+            *("[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n", "predicted", "1 of 16 buckets to compile"),
         ),
         shows=False,
         slow=True,
@@ -97,7 +92,7 @@ GUIDES = {
     "mixtures.md": Guide(
         lambda left: len(left.mixture) == left.plan.num_samples == 1000,
         (
-            "[500 400 100]\n[200 160  40]\n[500 400 100]\n",
+            "[500 400 100]\n[500 400 100]\n[200 160  40]\n",
             "[24  6  0]\n[24  6  0]\n[24  6  0]\n[24  5  1]\n[0.25 0.25]\n",
         ),
     ),
