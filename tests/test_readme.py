@@ -41,7 +41,6 @@ PACKAGES = [
 PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")]), *READMES]
 # What the pages name of other programs.
 FLAGS_OF_OTHERS = """
-dask: --host --nthreads --scheduler-file
 fairseq: --batch-size --curriculum --max-sentences --required-batch-size-multiple --required-seq-len-multiple
     --sentence-avg --skip-invalid-size-inputs-valid-test --update-freq
 mpirun: --allow-run-as-root --bind-to --hostfile --mca --oversubscribe

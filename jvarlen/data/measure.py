@@ -12,7 +12,6 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,8 +48,6 @@ def measure_lengths(
     length_fn: LengthFn = len,
     *,
     num_workers: int = 0,
-    executor: Executor | None = None,
-    executor_timeout_s: float | None = 60.0,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -67,12 +64,7 @@ def measure_lengths(
         it would count: mappings, named tuples, and lists or tuples that hold arrays or the like, or text beside other
         things.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
-        must pickle; each takes some seconds to start and a copy of `dataset`. With `executor`: the ranges of samples
-        submitted at a time, best the number of its workers; 0 submits one per CPU of this machine.
-      executor: used instead of worker processes: any `concurrent.futures.Executor`, such as those of Dask and mpi4py,
-        which stays open. Each task is a range of samples that takes about a quarter of a second. Each of its processes
-        is handed `dataset` and `length_fn` once, and keeps those of the last two measurements.
-      executor_timeout_s: seconds without any finished task after which `executor` counts as dead; None waits for ever.
+        must pickle; each takes some seconds to start and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
       shards: a directory for the measured lengths, created if missing. A repeated call resumes from its complete
         shards. It knows a measurement by the number of samples, `shard_size` and the name of `length_fn`: if the
@@ -92,7 +84,7 @@ def measure_lengths(
         `shards` that are damaged or of another measurement; arguments out of range; with workers, a dataset or function
         that does not pickle.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
-        a worker process or the executor failed; the samples that it had are given.
+        a worker process failed; the samples that it had are given.
 
     Example:
       >>> measure_lengths(["a", "bcd"], progress=False)
@@ -110,7 +102,7 @@ def measure_lengths(
         quantity = quantity._replace(name="lengths of good samples", check=check, value_of_bad=value_of_bad)
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
-    running = _Running(num_workers, progress, shards, shard_size, executor, executor_timeout_s)
+    running = _Running(num_workers, progress, shards, shard_size)
     return _measure(dataset, function, quantity, running, read_values)
 
 
@@ -119,8 +111,6 @@ def measure_difficulty(
     difficulty_fn: Callable[[Any], float],
     *,
     num_workers: int = 0,
-    executor: Executor | None = None,
-    executor_timeout_s: float | None = 60.0,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -132,8 +122,6 @@ def measure_difficulty(
       difficulty_fn: returns the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
         Booleans are rejected.
       num_workers: this and the other arguments as in `measure_lengths`.
-      executor: likewise.
-      executor_timeout_s: likewise.
       progress: likewise.
       shards: likewise; each quantity needs a directory of its own.
       shard_size: likewise.
@@ -150,7 +138,7 @@ def measure_difficulty(
       >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
       array([1.  , 0.25])
     """
-    running = _Running(num_workers, progress, shards, shard_size, executor, executor_timeout_s)
+    running = _Running(num_workers, progress, shards, shard_size)
     return _measure(dataset, difficulty_fn, _DIFFICULTIES, running)
 
 
@@ -197,8 +185,6 @@ class _Running(NamedTuple):
     progress: bool
     shards: str | os.PathLike[str] | None
     shard_size: int
-    executor: Executor | None = None
-    executor_timeout_s: float | None = None
 
 
 def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
@@ -381,14 +367,8 @@ def _measure(
     running: _Running,
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
-    num_workers, progress, shards, shard_size, executor, timeout_s = running
+    num_workers, progress, shards, shard_size = running
     check_at_least_zero(num_workers=num_workers)
-    if executor is not None and not isinstance(executor, Executor):
-        raise UserError(
-            f"executor must be a concurrent.futures.Executor, such as client.get_executor() of Dask, not {executor!r}"
-        )
-    if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
-        raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {timeout_s!r}")
     check_at_least_one(shard_size=shard_size)
     check_random_access(dataset)
     num_samples = len(dataset)
@@ -412,7 +392,7 @@ def _measure(
     work = Work(dataset, function, quantity.to_array, careful, read_values, quantity.value_of_bad)
     num_known = num_samples - sum(map(len, missing))
     bar = progress_bar(total=num_samples, initial=num_known, desc=quantity.name, unit="sample", progress=progress)
-    parts = measure_ranges(work, missing, num_workers, executor, timeout_s)
+    parts = measure_ranges(work, missing, num_workers)
     with contextlib.closing(parts), bar as shown:
         for part in parts:
             store(part.samples, part.values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,20 +43,14 @@ class MeasuredRange(NamedTuple):
     seconds: float
 
 
-def measure_ranges(
-    work: Work,
-    missing: Sequence[range],
-    num_workers: int,
-    executor: Executor | None = None,
-    executor_timeout_s: float | None = None,
-) -> Generator[MeasuredRange, None, None]:
-    """Measures the missing samples in ranges of about a quarter of a second, with the options of `measure_lengths`."""
+def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Generator[MeasuredRange, None, None]:
+    """Measures the missing samples in ranges of about a quarter of a second."""
     ranges = Ranges(missing)
     num_workers = min(num_workers, ranges.num_left)
-    if num_workers or executor is not None:
+    if num_workers:
         from jvarlen.data.sample_workers import measure_elsewhere
 
-        yield from measure_elsewhere(work, ranges, num_workers, executor, executor_timeout_s)
+        yield from measure_elsewhere(work, ranges, num_workers)
         return
     for samples in ranges:
         part = measure_range(work, samples)

@@ -4,14 +4,12 @@ import array
 import collections
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 import types
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -411,67 +409,11 @@ def test_worker_processes_measure_the_same(tmp_path):
     assert is_same(measure(halves, num_workers=1), np.array(halves))
 
 
-def test_an_executor_measures_the_same_and_stays_open(tmp_path):
-    samples = ["x" * (1 + i % 97) for i in range(10_000)]
-    with ThreadPoolExecutor(2) as executor:
-        options = {"executor": executor, "progress": False}
-        for num_workers in (0, 3):
-            shards = tmp_path / f"{num_workers}"
-            lengths = measure_lengths(samples, num_workers=num_workers, shards=shards, shard_size=999, **options)
-            assert is_same(lengths, np.array(list(map(len, samples))))
-            assert is_same(from_files(shards), lengths)
-        with pytest.raises(RuntimeError, match=r"sample 7 could not be measured: OSError\('no block'\)") as told:
-            measure_lengths(Samples(samples, 7, OSError("no block")), **options)
-        assert isinstance(told.value.__cause__, OSError)
-        assert executor.submit(len, "ab").result() == 2
-
-
-@pytest.mark.multiprocess
-def test_an_executor_whose_worker_died_is_told_with_the_samples_it_had(tmp_path):
-    samples = [None if i == 45 else i for i in range(100)]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        options = {"executor": executor, "num_workers": 1, "progress": False, "shards": tmp_path, "shard_size": 4}
-        with pytest.raises(RuntimeError, match=r"ProcessPoolExecutor failed: BrokenPr.* samples 44 to 47\..* 56"):
-            measure_difficulty(samples, die_of_none, **options)
-    assert len(list(tmp_path.glob("*.npy"))) == 11
-
-
-class Silent(Executor):
-    """An executor that is never done with anything."""
-
-    def submit(self, function, /, *args):
-        return Future()
-
-
-def test_an_executor_that_does_nothing_is_told(tmp_path):
-    with pytest.raises(
-        RuntimeError, match=r"Silent failed: .*executor_timeout_s=0\.1'\); it had .*; 7 samples are left"
-    ):
-        measure_lengths(["a"] * 7, executor=Silent(), executor_timeout_s=0.1, progress=False)
-    executor = ThreadPoolExecutor(1)
-    executor.shutdown()
-    with pytest.raises(
-        RuntimeError, match=r"ThreadPoolExecutor failed: .*after shutdown.*had no samples.*; 7 samples are left"
-    ):
-        measure_difficulty([1] * 7, identity, executor=executor, progress=False)
-    for timeout in (0, -1.0, "5", True):
-        with pytest.raises(ValueError, match="executor_timeout_s"):
-            measure_lengths(["a"], executor=Silent(), executor_timeout_s=timeout, progress=False)
-
-
 class ReadAtOnce(Samples):
     """Samples of which lengths are read by ranges."""
 
     def lengths_of(self, samples):
         return None if 3 in samples else [10 * len(self.samples[i]) for i in samples]
-
-
-def test_what_is_no_executor_is_named():
-    client = types.SimpleNamespace(submit=lambda function, *args: None)  # as of Dask, whose futures are of another kind
-    with pytest.raises(
-        ValueError, match=r"concurrent\.futures\.Executor, such as client\.get_executor\(\) .*namespace"
-    ):
-        measure_lengths(["a"], executor=client, progress=False)
 
 
 def test_lengths_that_a_dataset_reads_at_once_are_taken_where_all_are_there():
