@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from math import lcm
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,6 @@ def mixture_counts(
     num_samples: Sequence[int],
     weights: Sequence[float],
     total: int | None = None,
-    *,
-    carry: bool = False,
-    epoch: int = 0,
 ) -> NDArray[np.int64]:
     """Divide the samples of an epoch among datasets, as a parliament divides its seats among parties.
 
@@ -34,27 +30,20 @@ def mixture_counts(
         weights: [D] finite numbers >= 0 with a positive sum. A float stands for its decimal text: 0.1 is 1/10.
         total: samples of the epoch. None takes as many as leave every quota total * weight / sum(weights) within its
             dataset.
-        carry: let epochs make up for the rounding of those before them, so that each dataset is always less than one
-            sample off what its quotas add up to.
-        epoch: 0 <= epoch < 2**63, which one. Only matters with `carry`.
 
     Returns:
         int64[D] with the given sum: the floors of the quotas, and one more for the largest remainders, the lower index
-        first among equals. With `carry`: seats are given one by one, over all epochs, to the largest weight / (seats +
-        1), the lower index first among equals, as long as a dataset has fewer seats than its quotas up to the end of
-        the epoch add up to.
+        first among equals.
 
     Raises:
-        ValueError: if the sizes differ, a weight is out of its range, all are 0, a dataset with a weight is empty, the
-            total is below 1, or the epoch is out of its range.
+        ValueError: if the sizes differ, a weight is out of its range, all are 0, a dataset with a weight is empty, or
+            the total is below 1.
 
     Example:
         >>> mixture_counts([10, 10, 10], [1, 1, 1], 11)
         array([4, 4, 3])
     """
-    quotas = _quotas(num_samples, weights, total)
-    epoch = check_integer("epoch", epoch, minimum=0)
-    return _carried(quotas, epoch)[1] if carry else _largest_remainders(quotas)
+    return _largest_remainders(_quotas(num_samples, weights, total))
 
 
 def _quotas(num_samples: Sequence[int], weights: Sequence[float], total: int | None) -> list[Fraction]:
@@ -81,28 +70,6 @@ def _largest_remainders(quotas: list[Fraction]) -> NDArray[np.int64]:
     return np.array([int(floor) + (number in lucky) for number, (floor, _) in enumerate(divided)], dtype=np.int64)
 
 
-def _carried(quotas: list[Fraction], epoch: int) -> tuple[list[int], NDArray[np.int64]]:
-    """Return the seats of all epochs before this one, and of this one."""
-    # After some number of epochs the quotas add up to integers, and there is nothing to make up for.
-    done = epoch // lcm(*(quota.denominator for quota in quotas))
-    done *= lcm(*(quota.denominator for quota in quotas))
-    seats = [int(done * quota) for quota in quotas]
-    while True:
-        before = list(seats)
-        goals = [(done + 1) * quota for quota in quotas]
-        left = int(sum(quotas))
-        for number, goal in enumerate(goals):  # what is due comes first
-            due = max(int(goal) - seats[number], 0)
-            seats[number] += due
-            left -= due
-        for _ in range(left):
-            open_for = [number for number, goal in enumerate(goals) if seats[number] < goal]
-            seats[min(open_for, key=lambda number: ((seats[number] + 1) / quotas[number], number))] += 1
-        if done == epoch:
-            return before, np.array(seats, dtype=np.int64) - np.array(before, dtype=np.int64)
-        done += 1
-
-
 class Mixture(Dataset[Any]):
     """Several map-style datasets as one.
 
@@ -115,7 +82,6 @@ class Mixture(Dataset[Any]):
         seed: 0 <= seed < 2**63.
         epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e continues in that sequence
             where epoch e - 1 ended, and wraps around at its end.
-        carry: as for `mixture_counts`. Only with weights.
         loss_weights: [D] finite numbers >= 0, not all 0, that the loss weights of each dataset's tokens are multiplied
             by; samples are then `WeightedTokens`, or dicts with a field `weights`. None leaves all as they are.
 
@@ -126,7 +92,7 @@ class Mixture(Dataset[Any]):
 
     Raises:
         ValueError: if `mixture_counts` refuses the arguments, a dataset is empty (with weights: and its weight is not
-            0), the count of a dataset with a weight is 0 without `carry`, or the number of samples is given without
+            0), the count of a dataset with a weight is 0, or the number of samples is given without
             weights.
 
     Example:
@@ -142,7 +108,6 @@ class Mixture(Dataset[Any]):
         num_samples: int | None = None,
         seed: int = 0,
         epoch: int = 0,
-        carry: bool = False,
         loss_weights: Sequence[float] | None = None,
     ) -> None:
         """Choose the samples of the epoch."""
@@ -151,26 +116,22 @@ class Mixture(Dataset[Any]):
         if isinstance(datasets, Mapping):  # whose keys would be taken for the datasets
             raise ValueError(f"datasets must be a sequence, got the mapping {type(datasets).__name__}")
         sizes = [len(dataset) for dataset in datasets]
-        if weights is not None and carry:
-            before, self.counts = _carried(_quotas(sizes, weights, num_samples), epoch)
-        elif weights is not None:
+        if weights is not None:
             self.counts = mixture_counts(sizes, weights, num_samples)
             never = [number for number, count in enumerate(self.counts.tolist()) if weights[number] and not count]
             if never:
                 raise ValueError(
                     f"the quotas of these datasets round to 0 of {self.counts.sum()} samples in every epoch: {never}; "
-                    "raise num_samples, or set carry=True"
+                    "raise num_samples"
                 )
-        elif num_samples is not None or carry:
-            given = f"num_samples={num_samples!r}, carry={carry!r}"
-            raise ValueError(f"num_samples and carry can only be given together with weights, got {given}")
+        elif num_samples is not None:
+            raise ValueError(f"num_samples can only be given together with weights, got {num_samples!r}")
         elif not sizes or not all(sizes):
             empty = [number for number, size in enumerate(sizes) if size == 0]
             raise ValueError(f"a mixture needs datasets, each with at least one sample; these have none: {empty}")
         else:
             self.counts = np.array(sizes, dtype=np.int64)
-        if not carry:
-            before = [epoch * count for count in self.counts.tolist()]
+        before = [epoch * count for count in self.counts.tolist()]
         self._datasets = list(datasets)
         self._reweighs = loss_weights is not None
         factors = [1.0] * len(sizes) if loss_weights is None else list(loss_weights)

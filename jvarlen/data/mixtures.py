@@ -30,9 +30,6 @@ def mixture_counts(
     num_samples: Sequence[int],
     weights: Sequence[float],
     total: int | None = None,
-    *,
-    carry: bool = False,
-    epoch: int = 0,
 ) -> Int64[np.ndarray, " D"]:
     """How many samples of each dataset are in an epoch of a mixture, by the largest remainder method.
 
@@ -41,41 +38,28 @@ def mixture_counts(
     datasets with the largest fractions, the first ones among equals. All epochs have the same counts, so a dataset
     whose share rounds to 0 never comes; a `Mixture` refuses that.
 
-    With `carry`, rounding is carried from epoch to epoch: after any number of epochs e, dataset d has had less than one
-    sample more or less than its quota, e times its share. Samples are given one by one to the dataset with the largest
-    weight_d / (c_d + 1), the first among equals, where c_d is how many it has had, in earlier epochs too. Only datasets
-    with c_d below their quota at the end of the epoch take part.
-
     Args:
       num_samples: how many samples each of the D datasets has.
       weights: D numbers, finite, at least 0, not all 0; only their ratios matter. A dataset of weight 0 is left out.
       total: samples of the epoch. None: the most at which no sample comes twice; with more, small datasets repeat.
-      carry: whether rounding is carried over epochs.
-      epoch: 0 ≤ epoch < 2**63. With `carry`, the time grows with it, but never beyond the epochs after which the counts
-        repeat: 3 for shares of thirds.
 
     Returns:
       int64[D], which sum to the total.
 
     Raises:
       ValueError: another number of weights than of datasets; weights that are not as described; an empty dataset with a
-        weight above 0; a total below 1; an epoch out of range. Offenders are listed.
+        weight above 0; a total below 1. Offenders are listed.
 
     Example:
       >>> mixture_counts([900, 50], [0.7, 0.3], 10)
       array([7, 3])
       >>> mixture_counts([900, 50], [2, 1])
       array([100,  50])
-      >>> [mixture_counts([900, 50, 50], [8, 1, 1], 4, carry=True, epoch=e).tolist() for e in range(3)]
-      [[4, 0, 0], [3, 1, 0], [3, 0, 1]]
 
     References:
-      Hamilton's method of apportionment: Balinski and Young 1982, "Fair Representation". Carried: their quota method of
-      1975, under which no count falls behind as the total grows.
+      Hamilton's method of apportionment: Balinski and Young 1982, "Fair Representation".
     """
-    check_seed(0, epoch)
-    shares = _shares(num_samples, weights, total)
-    return np.array(_carried_counts(shares, int(epoch))[1] if carry else _rounded(shares), np.int64)
+    return np.array(_rounded(_shares(num_samples, weights, total)), np.int64)
 
 
 def _shares(num_samples: Sequence[int], weights: Sequence[float], total: int | None) -> list[Fraction]:
@@ -102,28 +86,6 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     return counts
 
 
-def _carried_counts(shares: list[Fraction], epoch: int) -> tuple[list[int], list[int]]:
-    """Counts of all epochs before, and of this one."""
-    period = math.lcm(*(share.denominator for share in shares))  # then all quotas are integers, and nothing is carried
-    first = epoch - epoch % period
-    before, after = [], [int(first * share) for share in shares]
-    for num_epochs in range(first + 1, epoch + 2):
-        before, after = after, _next_counts(after, shares, num_epochs)
-    return before, [late - early for early, late in zip(before, after, strict=True)]
-
-
-def _next_counts(counts: list[int], shares: list[Fraction], num_epochs: int) -> list[int]:
-    """Counts of this many epochs from those of one fewer."""
-    quotas = [num_epochs * share for share in shares]
-    # Whoever is below the integer part of its quota comes before all others; these get one sample at most.
-    after = [max(count, math.floor(quota)) for count, quota in zip(counts, quotas, strict=True)]
-    below = [d for d, quota in enumerate(quotas) if after[d] < quota]
-    soonest = sorted(below, key=lambda d: (after[d] + 1) / shares[d])
-    for d in soonest[: int(sum(quotas)) - sum(after)]:
-        after[d] += 1
-    return after
-
-
 class Mixture(Dataset):
     """Several datasets as one data source, without copying.
 
@@ -140,7 +102,6 @@ class Mixture(Dataset):
       num_samples: samples of an epoch, the total of `mixture_counts`; needs weights.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
-      carry: as for `mixture_counts`; needs weights.
       loss_weights: D numbers, finite, at least 0 and not all 0, by which the loss weights of each dataset's tokens are
         multiplied. None or 1 leaves samples as they are; those of other datasets become `WeightedTokens`.
 
@@ -151,8 +112,8 @@ class Mixture(Dataset):
 
     Raises:
       ValueError: arguments that `mixture_counts` rejects, likewise loss weights; without weights, an empty dataset; a
-        dataset with a weight of which no epoch has a sample, because its share rounds to 0 and nothing is carried;
-        `num_samples` or `carry` without weights; seed or epoch out of range.
+        dataset with a weight of which no epoch has a sample, because its share rounds to 0; `num_samples`
+        without weights; seed or epoch out of range.
 
     Example:
       >>> mixture = Mixture([["a", "b", "c", "d"], ["x"]], [1, 1], num_samples=4)
@@ -170,7 +131,6 @@ class Mixture(Dataset):
         num_samples: int | None = None,
         seed: int = 0,
         epoch: int = 0,
-        carry: bool = False,
         loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
@@ -179,15 +139,12 @@ class Mixture(Dataset):
         sizes = [len(dataset) for dataset in datasets]
         before, counts = [0] * len(sizes), sizes
         if weights is None:
-            if num_samples is not None or carry:
-                needy = "carry" if carry else "num_samples"
-                raise UserError(f"{needy} needs weights: without them every sample comes once")
+            if num_samples is not None:
+                raise UserError("num_samples needs weights: without them every sample comes once")
             if not sizes:
                 raise UserError("a mixture needs at least one dataset")
             if empty := [f"dataset {d}" for d, size in enumerate(sizes) if not size]:
                 raise UserError(f"these datasets have no samples: {list_first(empty)}; leave them out")
-        elif carry:
-            before, counts = _carried_counts(_shares(sizes, weights, num_samples), int(epoch))
         else:
             shares = _shares(sizes, weights, num_samples)
             counts = _rounded(shares)
@@ -253,8 +210,8 @@ def _check_drawn(weights: Sequence[float], shares: list[Fraction], counts: list[
     ]
     if unseen:
         raise UserError(
-            "no epoch would have a sample of these datasets, whose shares round to 0: mix more samples, raise their "
-            f"weights, or carry the rounding from epoch to epoch, Mixture(carry=True): {list_first(unseen)}"
+            "no epoch would have a sample of these datasets, whose shares round to 0: mix more samples, or raise "
+            f"their weights: {list_first(unseen)}"
         )
 
 

@@ -179,7 +179,7 @@ def test_what_is_no_sample_is_an_index_error(index):
 def test_datasets_that_would_never_come_are_listed():
     with pytest.raises(ValueError, match="have no samples: dataset 1, dataset 3; leave"):
         Mixture(datasets_of(2, 0, 2, 0))
-    with pytest.raises(ValueError, match=r"Mixture\(carry=True\): dataset 1: weight 1, 0.1 of 10 samples$"):
+    with pytest.raises(ValueError, match=r"raise their weights: dataset 1: weight 1, 0.1 of 10 samples$"):
         Mixture(datasets_of(50, 5), [99, 1], num_samples=10)
     with pytest.raises(ValueError, match="at least one dataset"):
         Mixture([])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import PACKAGES
-from .inputs import few, moderate, seeds
+from .inputs import few, seeds
 
 weights = st.lists(
     st.one_of(st.integers(0, 9), st.sampled_from([0.1, 0.3, 1e-9, 2.5e6, 1 / 3])), min_size=1, max_size=5
@@ -48,57 +47,6 @@ def test_counts_sources_and_ids_are_identical(mixtures, reference, data, shares,
             assert getattr(one, name).dtype == np.int64
             assert np.array_equal(getattr(one, name), getattr(other, name))
         assert [one[i] for i in range(len(one))] == one.ids.tolist()
-
-
-@moderate
-@given(data=st.data(), shares=weights, total=st.integers(1, 40), seed=seeds)
-def test_carried_counts_are_never_a_sample_off_their_quotas(mixtures, data, shares, total, seed):
-    """After any number of epochs; each has the total, and goes on in every dataset where the last one ended."""
-    sizes = [data.draw(st.integers(1 if share else 0, 9)) for share in shares]
-    exact = [Fraction(str(share)) for share in shares]
-    had = [0] * len(shares)
-    seen = [[] for _ in shares]
-    for epoch in range(data.draw(st.integers(1, 12))):
-        expected = list(had)
-        for _ in range(total):  # one by one, as the rule says
-            below = [d for d, w in enumerate(exact) if expected[d] < (epoch + 1) * total * w / sum(exact)]
-            expected[max(below, key=lambda d: (exact[d] / (expected[d] + 1), -d))] += 1
-        mixture = mixtures.Mixture(
-            [range(size) for size in sizes], shares, num_samples=total, seed=seed, epoch=epoch, carry=True
-        )
-        counts = mixtures.mixture_counts(sizes, shares, total, carry=True, epoch=epoch)
-        assert counts.dtype == np.int64
-        assert counts.tolist() == mixture.counts.tolist() == [new - old for new, old in zip(expected, had, strict=True)]
-        assert counts.min() >= 0
-        assert counts.sum() == len(mixture) == total
-        had = expected
-        assert all(abs(count - (epoch + 1) * total * w / sum(exact)) < 1 for count, w in zip(had, exact, strict=True))
-        for d, size in enumerate(sizes):
-            seen[d] += mixture.ids[mixture.source == d].tolist()
-            if size:
-                times = np.bincount(seen[d], minlength=size)
-                assert times.max() - times.min() <= 1
-
-
-@few
-@given(data=st.data(), shares=weights, total=st.one_of(st.none(), st.integers(1, 500)), seed=seeds)
-def test_carried_counts_and_ids_are_identical(mixtures, reference, data, shares, total, seed):
-    """Also far away, where only few epochs have to be gone through again."""
-    sizes = [data.draw(st.integers(1 if share else 0, 50)) for share in shares]
-    for epoch in (0, 1, 7, 10**12 if all(isinstance(share, int) for share in shares) else 30):
-        one, other = (
-            module.Mixture([range(n) for n in sizes], shares, num_samples=total, seed=seed, epoch=epoch, carry=True)
-            for module in (mixtures, reference)
-        )
-        for name in ("counts", "source", "ids"):
-            assert np.array_equal(getattr(one, name), getattr(other, name))
-
-
-def test_a_dataset_of_a_small_share_comes_in_its_time(mixtures):
-    """Where rounding within the epoch would leave it out for good."""
-    counts = [mixtures.mixture_counts([50, 5], [99, 1], 10, carry=True, epoch=epoch)[1] for epoch in range(30)]
-    assert mixtures.mixture_counts([50, 5], [99, 1], 10)[1] == 0
-    assert np.flatnonzero(counts).tolist() == [9, 19, 29]
 
 
 def test_the_choice_is_fixed_for_good(mixtures):
@@ -144,8 +92,6 @@ def test_a_dataset_that_would_never_come_is_named(mixtures, sizes, shares, named
         mixtures.Mixture(datasets, shares, num_samples=total)
     kept = [0 if d == named else 1 for d in range(len(sizes))]
     assert mixtures.Mixture(datasets, kept, num_samples=total).counts[named] == 0
-    if all(sizes):
-        assert mixtures.Mixture(datasets, shares, num_samples=total, carry=True).counts[named] == 0
 
 
 @pytest.mark.parametrize(
@@ -170,8 +116,7 @@ def test_a_dataset_that_would_never_come_is_named(mixtures, sizes, shares, named
         ([2, 2], [1, 1], {"loss_weights": [1, np.inf]}),
         ([2, 2], None, {"loss_weights": [0, 0]}),
         ([2, 2], [1, 0], {"loss_weights": [0, 1]}),
-        ([2, 2], None, {"carry": True}),
-        ([2, 2], [1, 1], {"carry": True, "epoch": -1}),
+        ([2, 2], [1, 1], {"epoch": -1}),
         ([2, 2], [1, 1], {"seed": -1}),
         ([2, 2], [1, 1], {"epoch": 2**63}),
     ],
