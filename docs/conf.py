@@ -23,7 +23,7 @@ project = "jvarlen"
 author = "the authors of jvarlen"
 version = release = jvarlen.__version__
 language = "en"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "command_help"]
 exclude_patterns = ["_build"]
 nitpicky = True
 # Type hints name types of other packages, and shapes. Full names of our own must exist.
