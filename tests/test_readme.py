@@ -69,9 +69,11 @@ GUIDES = {
         lambda left: left.step.report.times_used == left.plan.num_steps == len(left.losses), slow=True
     ),
     "packing.md": Guide(
-        lambda left: left.plan.num_samples > 0,
+        lambda left: (
+            len({each.digest for each in (left.unbalanced, left.within_steps, left.over_epoch)}) == 3
+            and left.plan.num_samples > 0
+        ),
         ("1 packed shape: predicted seconds", "of the rows", "4% of 295 rows again", "wrapped: 586 rows"),
-        shows=False,
     ),
     "how_a_plan_is_made.md": Guide(
         lambda left: left.plan.num_samples == len(left.corpus),
@@ -84,9 +86,6 @@ GUIDES = {
     ),
     "curriculum.md": Guide(
         lambda left: left.plan.num_samples == 1000 and left.measured.tolist() == left.difficulty.tolist() == [1, 3, 2]
-    ),
-    "balance.md": Guide(
-        lambda left: len({each.digest for each in (left.plan, left.within_steps, left.over_epoch)}) == 3
     ),
     "mixtures.md": Guide(
         lambda left: len(left.mixture) == left.plan.num_samples == 1000,
