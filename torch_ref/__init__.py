@@ -17,7 +17,7 @@ from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.order import Order, sample_order
 from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from torch_ref.packing import PackedHistogram, Packing, pack_samples
+from torch_ref.packing import Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
 from torch_ref.row_lengths import choose_row_lengths
@@ -41,7 +41,6 @@ __all__ = [
     "MixedPlan",
     "Mixture",
     "Order",
-    "PackedHistogram",
     "Packing",
     "PairBatch",
     "PairBucket",

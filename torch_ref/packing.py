@@ -3,23 +3,22 @@
 Letters: n samples in R rows.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, overload
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import check_integer, integer_array, list_offenders, to_tensor
+from torch_ref.checks import check_integer, to_tensor
 from torch_ref.joint import check_sizes, fill_joint_rows, fit_joint, place_samples
 from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_joint_lengths, check_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.placing import fill_rows
 
-__all__ = ["METHODS", "PackedHistogram", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
+__all__ = ["METHODS", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
 
 METHODS = ("best_fit", "wrapped")
 
@@ -84,85 +83,17 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedHistogram:
-    """Rows by what they hold. Of samples with D lengths each, lengths and capacities are [..., D].
-
-    Attributes:
-        sample_lengths: int64[n], the lengths in the rows of each kind, descending; of D lengths as they were placed.
-        row_offsets: int64[G + 1]; rows of kind g hold `sample_lengths[row_offsets[g]:row_offsets[g + 1]]`.
-        capacity: int64[G], the length of the rows of each kind.
-        counts: int64[G], the number of rows of each kind.
-        row_lengths: the lengths that rows can have, ascending; or the D lengths of every row.
-        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
-        num_dropped: samples left out because they were too long.
-        num_truncated: samples cut to the longest row.
-    """
-
-    sample_lengths: NDArray[np.int64]
-    row_offsets: NDArray[np.int64]
-    capacity: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    row_lengths: tuple[int, ...]
-    overlong: str = "error"
-    num_dropped: int = 0
-    num_truncated: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of all kinds."""
-        return int(self.counts.sum())
-
-    @property
-    def num_tokens(self) -> NDArray[np.int64]:
-        """int64[G], the tokens of a row of each kind."""
-        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
-
-    @property
-    def fill(self) -> float:
-        """The share of the rows' capacity that holds tokens."""
-        return int(np.dot(self.counts, self.num_tokens).sum()) / int(np.dot(self.counts, self.capacity).sum())
-
-
-@overload
 def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
     method: str = "best_fit",
-    counts: None = None,
     max_samples_per_row: int | None = None,
     order: str | Order | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
-) -> Packing: ...
-
-
-@overload
-def pack_samples(
-    lengths: ArrayLike,
-    row_lengths: int | Sequence[int],
-    *,
-    method: str = "best_fit",
-    counts: ArrayLike,
-    max_samples_per_row: int | None = None,
-    overlong: str = "error",
-) -> PackedHistogram: ...
-
-
-def pack_samples(
-    lengths: ArrayLike,
-    row_lengths: int | Sequence[int],
-    *,
-    method: str = "best_fit",
-    counts: ArrayLike | None = None,
-    max_samples_per_row: int | None = None,
-    order: str | Order | ArrayLike = "dataset",
-    seed: int = 0,
-    epoch: int = 0,
-    overlong: str = "error",
-) -> Packing | PackedHistogram:
+) -> Packing:
     """Put several samples into a row: longest first, each where it leaves the least space; or wrapped, end to end.
 
     Wrapped samples follow each other in their order through rows of one length, which cut them into pieces: each row
@@ -200,8 +131,7 @@ def pack_samples(
         row_lengths: the lengths that rows can have, strictly ascending, or one of them; or the D lengths of every row,
             each below 2**23.
         method: "best_fit" | "wrapped". Wrapped, samples have one length each and all rows the same; there is no
-            `counts`, `max_samples_per_row`, `block_size` or rule for long samples.
-        counts: [N] integers >= 1: there are `counts[i]` samples of `lengths[i]`. They have no ids and no order.
+            `max_samples_per_row`, `block_size` or rule for long samples.
         max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
             every epoch. It has random keys of its own, independent of those of a plan, and alone has blocks.
@@ -211,7 +141,7 @@ def pack_samples(
             each as long as that row but the last, which are packed like samples of their own.
 
     Returns:
-        The rows, numbered in the order of opening; with `counts` by what they hold, likewise.
+        The rows, numbered in the order of opening.
 
     Raises:
         ValueError: if an argument is out of its range, or a sample is too long (the first are listed).
@@ -224,20 +154,16 @@ def pack_samples(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if method == "wrapped":
-        unfit = {"counts": counts, "max_samples_per_row": max_samples_per_row}
-        unfit["overlong"] = None if overlong == "error" else overlong
+        unfit = {"max_samples_per_row": max_samples_per_row, "overlong": None if overlong == "error" else overlong}
         return _wrap(lengths, row_lengths, as_order(order), seed, epoch, unfit)
     if np.ndim(lengths) == 2:
-        return _pack_joint(lengths, row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong)
+        return _pack_joint(lengths, row_lengths, max_samples_per_row, order, seed, epoch, overlong)
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
     if overlong not in PACKED_OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
     if max_samples_per_row is not None:
         max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
-    if counts is not None:
-        numbers = _check_counts(counts, len(checked), order)
-        return _pack_histogram(checked, numbers, sizes, max_samples_per_row, overlong)
     packed = _Packer(checked, sizes, max_samples_per_row, overlong).pack(as_order(order), seed, epoch)
     return Packing(row_lengths=sizes, overlong=overlong, **packed)
 
@@ -434,40 +360,20 @@ class _Packer:
 def _pack_joint(
     lengths: ArrayLike,
     row_lengths: Any,
-    counts: ArrayLike | None,
     most: int | None,
     order: str | Order | ArrayLike,
     seed: int,
     epoch: int,
     overlong: str,
-) -> Packing | PackedHistogram:
+) -> Packing:
     """Pack samples with several lengths each."""
     checked = check_joint_lengths(lengths)
     sizes = check_sizes(row_lengths, checked.shape[1])
     if overlong not in PACKED_OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
     most = None if most is None else check_integer("max_samples_per_row", most)
-    if counts is None:
-        packed = _Packer(checked, sizes, most, overlong).pack(as_order(order), seed, epoch)
-        return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
-    each, ids = _check_counts(counts, len(checked), order), np.arange(len(checked))
-    fitted = fit_joint(checked, ids, sizes, overlong)
-    distinct, inverse = np.unique(fitted.lengths, axis=0, return_inverse=True)
-    by_kind = Counter[int]()
-    for k, number in zip(inverse.reshape(-1).tolist(), each[fitted.sample_ids].tolist(), strict=True):
-        by_kind[k] += number
-    rows = fill_joint_rows(distinct, [by_kind[k] for k in range(len(distinct))], sizes, most)
-    too_long = int(each[np.any(checked > sizes, axis=1)].sum())
-    return PackedHistogram(
-        sample_lengths=distinct[np.concatenate([row.kinds for row in rows])],
-        row_offsets=np.array(list(accumulate((len(row.kinds) for row in rows), initial=0)), dtype=np.int64),
-        capacity=np.tile(sizes, (len(rows), 1)),
-        counts=np.array([row.number for row in rows], dtype=np.int64),
-        row_lengths=tuple(sizes.tolist()),
-        overlong=overlong,
-        num_dropped=too_long if overlong == "drop" else 0,
-        num_truncated=too_long if overlong == "truncate" else 0,
-    )
+    packed = _Packer(checked, sizes, most, overlong).pack(as_order(order), seed, epoch)
+    return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
 
 
 def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
@@ -477,47 +383,6 @@ def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int
     place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
     is_full = place < np.repeat(full, number)
     return Fitted(np.repeat(ids, number), np.where(is_full, limit, np.repeat(rest, number)), 0, 0), place * limit
-
-
-def _pack_histogram(
-    lengths: NDArray[np.int64], counts: NDArray[np.int64], sizes: tuple[int, ...], most: int | None, overlong: str
-) -> PackedHistogram:
-    ids = np.arange(len(lengths))
-    if overlong == "split":
-        fitted, _ = split_samples(lengths, ids, sizes[-1])
-    else:
-        fitted = fit_lengths(lengths, ids, sizes[-1], overlong, name="the longest row")
-    by_length: Counter[int] = Counter()
-    for length, count in zip(fitted.lengths.tolist(), counts[fitted.sample_ids].tolist(), strict=True):
-        by_length[length] += count
-    descending = sorted(by_length, reverse=True)
-    rows = fill_rows(sizes, descending, [by_length[length] for length in descending], most)
-    kinds: Counter[tuple[int, tuple[int, ...]]] = Counter()
-    for size, held, number in rows.alike():
-        kinds[size, tuple(sorted(held, reverse=True))] += number
-    too_long = int(counts[lengths > sizes[-1]].sum())
-    return PackedHistogram(
-        sample_lengths=np.array([length for _, held in kinds for length in held], dtype=np.int64),
-        row_offsets=np.array(list(accumulate((len(held) for _, held in kinds), initial=0)), dtype=np.int64),
-        capacity=np.array([capacity for capacity, _ in kinds], dtype=np.int64),
-        counts=np.array(list(kinds.values()), dtype=np.int64),
-        row_lengths=sizes,
-        overlong=overlong,
-        num_dropped=too_long if overlong == "drop" else 0,
-        num_truncated=too_long if overlong == "truncate" else 0,
-    )
-
-
-def _check_counts(counts: ArrayLike, num_lengths: int, order: str | Order | ArrayLike) -> NDArray[np.int64]:
-    if not isinstance(order, str) or order != "dataset":
-        raise ValueError(f"order must not be given for a histogram (counts=), got {order!r}")
-    values = integer_array("counts", counts)
-    if len(values) != num_lengths:
-        raise ValueError(f"counts must be as many as lengths, {num_lengths}, got {len(values)}")
-    bad = np.flatnonzero(values < 1)
-    if len(bad):
-        raise ValueError(f"counts must be at least 1: {list_offenders(bad, values[bad], 1)}")
-    return values.astype(np.int64, copy=False)
 
 
 def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import PairBucket
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, root_pacing
-    from jvarlen.planning.packing import PackedHistogram
     from jvarlen.planning.packings import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
     "Batches",
-    "PackedHistogram",
     "Packing",
     "PairBucket",
     "StreamBatches",

@@ -5,10 +5,9 @@ Letters: N samples, n of them (or of their chunks) packed, D features, R rows, G
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +27,9 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
     PackedOverlong,
-    check_counts,
     check_feature_lengths,
     check_lengths,
     check_lengths_for,
-    dropped_and_truncated,
     ends_to_offsets,
     fit_lengths,
 )
@@ -47,7 +44,7 @@ from jvarlen.planning.order import (
     sample_order,
     stable_argsort,
 )
-from jvarlen.planning.packings import PackedRows, Packing, PackingMethod, feature_histograms
+from jvarlen.planning.packings import Packing, PackingMethod, feature_histograms
 from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
 if TYPE_CHECKING:
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_ROW_LENGTH",
-    "PackedHistogram",
     "lengths_of_rows",
     "order_of_wrapped_rows",
     "orders_of_packing",
@@ -74,59 +70,17 @@ _TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate"
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PackedHistogram(PackedRows):
-    """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
-
-    Attributes:
-      sample_lengths: int64[n], the lengths in each distinct row, descending; of D features int64[n, D], as placed.
-      row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
-      capacity: int64[G], the length of each distinct row.
-      counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
-        the buckets of all rows.
-      row_lengths: as in a `Packing`.
-      overlong: likewise.
-      num_dropped: likewise.
-      num_truncated: likewise.
-    """
-
-    counts: Int64[np.ndarray, " R"]
-
-    @property
-    def num_rows(self) -> int:
-        """The number of all rows."""
-        return int(self.counts.sum())
-
-    @property
-    def fill(self) -> float:
-        """The share of all rows' tokens that are real, in (0, 1]."""
-        return int((self.counts @ self.num_tokens).sum()) / int((self.counts @ self.capacity).sum())
-
-
-@overload
 def pack_samples(
-    lengths: npt.ArrayLike, row_lengths: int | Sequence[int], *, counts: None = None, **options: Any
-) -> Packing: ...
-
-
-@overload
-def pack_samples(
-    lengths: npt.ArrayLike, row_lengths: int | Sequence[int], *, counts: npt.ArrayLike, **options: Any
-) -> PackedHistogram: ...
-
-
-def pack_samples(  # type: ignore[misc]
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],
     *,
     method: PackingMethod = "best_fit",
-    counts: npt.ArrayLike | None = None,
     max_samples_per_row: int | None = None,
     order: str | Order | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: PackedOverlong = "error",
-) -> Packing | PackedHistogram:
+) -> Packing:
     """Packs several samples into each row.
 
     Wrapped, samples lie end to end in their order, and are cut at the end of every row, so that all rows but the last
@@ -162,10 +116,8 @@ def pack_samples(  # type: ignore[misc]
       lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
         `choose_row_lengths`; wrapped, one. For D features: D integers, the length of a row in each, below 2**23.
-      method: `"best_fit"`, or `"wrapped"`, of one feature, without `counts` and `max_samples_per_row`, in blocks of no
-        size, and with the default `overlong`, since every sample may be cut.
-      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order;
-        time no longer depends on the number of samples.
+      method: `"best_fit"`, or `"wrapped"`, of one feature, without `max_samples_per_row`, in blocks of no size, and
+        with the default `overlong`, since every sample may be cut.
       max_samples_per_row: the most samples in a row; None: any number.
       order: a word, an array of sample ids or an `Order`, of which `by` and, of `"shuffle"`, `block_size` count;
         `"shuffle"` draws from a stream that is independent of that of plans.
@@ -175,7 +127,7 @@ def pack_samples(  # type: ignore[misc]
         feature), or `"split"`, of one feature: into chunks as long as that row and a shorter last one.
 
     Returns:
-      `Packing`; with `counts`, a `PackedHistogram` of the same rows.
+      `Packing`.
 
     Raises:
       ValueError: arguments that are not as described; offending samples are listed as id, value, limit.
@@ -184,9 +136,6 @@ def pack_samples(  # type: ignore[misc]
       >>> packing = pack_samples([3, 6, 2, 5, 4], 10)
       >>> packing.sample_ids.tolist(), packing.row_offsets.tolist(), packing.starts.tolist()
       ([1, 4, 3, 0, 2], [0, 2, 5], [0, 6, 0, 5, 8])
-      >>> packed = pack_samples([6, 4, 5], 10, counts=[1_000, 1_000, 500])
-      >>> packed.sample_lengths.tolist(), packed.row_offsets.tolist(), packed.counts.tolist()
-      ([6, 4, 5, 5], [0, 2, 4], [1000, 250])
 
     References:
       Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
@@ -205,12 +154,8 @@ def pack_samples(  # type: ignore[misc]
     else:
         sizes = check_bucket_lengths([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     if method == "wrapped":
-        given_too = {"counts": counts, "max_samples_per_row": max_samples_per_row}
+        given_too = {"max_samples_per_row": max_samples_per_row}
         return _wrapped(given, sizes, as_order(order), seed, epoch, overlong, given_too)
-    if counts is not None:
-        if not isinstance(order, str) or order != "dataset":
-            raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
-        return _pack_histogram(given, check_counts(counts, len(given)), sizes, max_samples_per_row, overlong)
     check_seed(seed, epoch)
     order = as_order(order)
     if not is_by(order, "shuffle"):
@@ -353,7 +298,7 @@ def _pack(
     if block_ends is not None:
         return _pack_blocks(lengths, block_ends, sizes, max_samples_per_row, most_rows)
     if lengths.ndim == 2:
-        joint, kind = distinct_joint_rows(lengths, None, sizes, max_samples_per_row)
+        joint, kind = distinct_joint_rows(lengths, sizes, max_samples_per_row)
         which, offsets = joint.filled(kind)
         return _Rows(which, offsets, np.tile(sizes, (len(offsets) - 1, 1)))
     descending = stable_argsort(-lengths)
@@ -387,45 +332,6 @@ def _pack_blocks(
             break
     which, num_in_row, capacity = map(np.concatenate, zip(*parts, strict=True))
     return _Rows(which, ends_to_offsets(np.cumsum(num_in_row)), capacity)
-
-
-def _pack_histogram(
-    lengths: Int64[np.ndarray, " N *features"],
-    counts: Int64[np.ndarray, " N"],
-    sizes: Int64[np.ndarray, " K"],
-    max_samples_per_row: int | None,
-    overlong: PackedOverlong,
-) -> PackedHistogram:
-    """`pack_samples` of a histogram."""
-    fitted = _fit(lengths, sizes, overlong)
-    if lengths.ndim == 2:
-        joint, _ = distinct_joint_rows(fitted.lengths, counts[fitted.which], sizes, max_samples_per_row)
-        sample_lengths, row_offsets, num_rows = joint.lengths, joint.offsets, joint.counts
-        capacity = np.tile(sizes, (len(num_rows), 1))
-        is_long = (lengths > sizes).any(axis=1)
-    else:
-        distinct, which = np.unique(fitted.lengths, return_inverse=True)
-        num_of_each = np.zeros(len(distinct), np.int64)
-        np.add.at(num_of_each, which, counts[fitted.which])
-        placed = place_samples(distinct[::-1].tolist(), num_of_each[::-1].tolist(), sizes.tolist(), max_samples_per_row)
-        num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
-        for of_row, row, number in placed.rows():
-            num_alike[of_row, tuple(row)] += number
-        sample_lengths = np.concatenate([np.array(row) for _, row in num_alike])
-        row_offsets = ends_to_offsets(np.cumsum([len(row) for _, row in num_alike]))
-        num_rows, capacity = np.array(list(num_alike.values())), np.array([of_row for of_row, _ in num_alike])
-        is_long = lengths > sizes[-1]
-    num_dropped, num_truncated = dropped_and_truncated(int(counts[is_long].sum()), overlong)
-    return PackedHistogram(
-        sample_lengths=sample_lengths,
-        row_offsets=row_offsets,
-        capacity=capacity,
-        counts=num_rows,
-        row_lengths=tuple(sizes.tolist()),
-        overlong=overlong,
-        num_dropped=num_dropped,
-        num_truncated=num_truncated,
-    )
 
 
 class _Fitted(NamedTuple):

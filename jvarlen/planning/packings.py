@@ -14,31 +14,13 @@ from jaxtyping import Int64
 
 from jvarlen.planning.lengths import LengthHistogram, PackedOverlong, histogram_of
 
-__all__ = ["PackedRows", "Packing", "PackingMethod", "feature_histograms"]
+__all__ = ["Packing", "PackingMethod", "feature_histograms"]
 
 PackingMethod = Literal["best_fit", "wrapped"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PackedRows:
-    """What is the same of all rows and of distinct ones: see `Packing`."""
-
-    sample_lengths: Int64[np.ndarray, " n *features"]
-    row_offsets: Int64[np.ndarray, " R_plus_1"]
-    capacity: Int64[np.ndarray, " R *features"]
-    row_lengths: tuple[int, ...]
-    overlong: PackedOverlong = "error"
-    num_dropped: int = 0
-    num_truncated: int = 0
-
-    @property
-    def num_tokens(self) -> Int64[np.ndarray, " R *features"]:
-        """int64[R], tokens in each row, which a plan takes as the length of the row."""
-        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Packing(PackedRows):
+class Packing:
     """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
 
     If samples have several features, every length has a last axis of them.
@@ -61,6 +43,13 @@ class Packing(PackedRows):
     """
 
     sample_ids: Int64[np.ndarray, " n"]
+    row_offsets: Int64[np.ndarray, " R_plus_1"]
+    sample_lengths: Int64[np.ndarray, " n *features"]
+    capacity: Int64[np.ndarray, " R *features"]
+    row_lengths: tuple[int, ...]
+    overlong: PackedOverlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
     piece_starts: Int64[np.ndarray, " n"] | None = None
     method: PackingMethod = "best_fit"
     max_samples_per_row: int | None = None
@@ -70,6 +59,11 @@ class Packing(PackedRows):
     def num_rows(self) -> int:
         """R."""
         return len(self.capacity)
+
+    @property
+    def num_tokens(self) -> Int64[np.ndarray, " R *features"]:
+        """int64[R], tokens in each row, which a plan takes as the length of the row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
 
     def samples_per_row(self, row_lengths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import bisect
 import collections
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,24 +37,6 @@ class Placed(NamedTuple):
         run = np.repeat(np.arange(len(num_samples)), num_samples)
         place_in_run = np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]
         return first_row[run] + place_in_run // per_row[run]
-
-    def rows(self) -> Iterator[tuple[int, list[int], int]]:
-        """Rows in the order of opening: the capacity, the lengths of its samples, and how many rows in turn are so."""
-        changes = collections.defaultdict[int, collections.Counter[int]](collections.Counter)  # of what rows hold
-        for length, first, per_row, num_samples in self.runs:
-            num_full, rest = divmod(num_samples, per_row)
-            last = first + num_full  # it gets the rest
-            for start, end, each in ((first, last, per_row), (last, last + 1, rest)):
-                if each and start < end:
-                    changes[start][length] += each
-                    changes[end][length] -= each
-        capacities, opened = zip(*self.opened, strict=True)
-        first_opened = list(itertools.accumulate(opened))
-        in_row = collections.Counter[int]()
-        for row, next_row in itertools.pairwise(sorted(changes)):
-            in_row.update(changes[row])
-            lengths = sorted((+in_row).elements(), reverse=True)
-            yield capacities[bisect.bisect_right(first_opened, row)], lengths, next_row - row
 
 
 def place_samples(
@@ -101,7 +82,6 @@ class DistinctRows(NamedTuple):
 
 def distinct_joint_rows(
     lengths: Int64[np.ndarray, "n D"],
-    counts: Int64[np.ndarray, " n"] | None,
     row_lengths: Int64[np.ndarray, " D"],
     max_samples_per_row: int | None,
 ) -> tuple[DistinctRows, Int64[np.ndarray, " n"]]:
@@ -113,7 +93,7 @@ def distinct_joint_rows(
     distinct = lengths[first]
     padded = np.pad(distinct, [(0, (1 << (len(distinct) - 1).bit_length()) - len(distinct)), (0, 0)], mode="edge")
     num_of_each = np.zeros(len(padded), np.int64)
-    np.add.at(num_of_each, kind, np.int64(1) if counts is None else counts)
+    np.add.at(num_of_each, kind, 1)
     num_samples = int(num_of_each.sum())
     max_samples = num_samples if max_samples_per_row is None else min(num_samples, int(max_samples_per_row))
     order = halved_order(padded)

@@ -205,7 +205,7 @@ def _pair_row_lengths(
     tried = np.stack(np.divmod(codes, longest[1] + 1), axis=1)
 
     def num_tokens(row_lengths: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        rows, _ = distinct_joint_rows(tried, None, np.array(row_lengths), max_samples_per_row)
+        rows, _ = distinct_joint_rows(tried, np.array(row_lengths), max_samples_per_row)
         return int(rows.counts.sum()) * sum(row_lengths), row_lengths
 
     within = [each for each in candidates if max(each) <= most and sum(each) <= limits.max_tokens]

@@ -313,14 +313,6 @@ add_all(
 )
 
 
-@case("packed: a histogram of lengths")
-def _(package: str) -> Any:
-    values, counts = np.unique(LENGTHS, return_counts=True)
-    rows = calls.pack_samples(package, values, (1024, 2048), counts=counts)
-    names = ("sample_lengths", "row_offsets", "capacity", "counts", "num_rows", "num_tokens")
-    return {name: exact(getattr(rows, name)) for name in names} | {"fill": float(rows.fill).hex()}
-
-
 @case("packed: pairs")
 def _(package: str) -> Any:
     return of_rows(

@@ -168,15 +168,6 @@ def after_earlier_pieces(groups: Sequence[Sequence[tuple[int, int]]]) -> list[in
     return ordered
 
 
-def distinct_rows(rows: Sequence[Row]) -> dict[tuple[int, tuple[int, ...]], int]:
-    """Return how many rows there are of a capacity and lengths, in the order of the first of each."""
-    counts: dict[tuple[int, tuple[int, ...]], int] = {}
-    for row in rows:
-        kind = row.capacity, tuple(sorted((length for _, length in row.samples), reverse=True))
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
-
-
 def limited_rows(ids: Sequence[int], lengths: dict[int, int], row_lengths: Sequence[int], most: int) -> list[Row]:
     """Return rows of at most so many samples."""
     left: dict[int, list[int]] = {}

@@ -68,27 +68,6 @@ def test_rows_match_the_contract(package, arguments):
     assert all(getattr(packing, name).dtype == np.int64 for name in names)
 
 
-@moderate
-@given(arguments=joint_arguments(), data=st.data())
-def test_a_histogram_is_packed_into_the_same_rows(package, arguments, data):
-    """The rows of the samples that it counts, each kind once with its number."""
-    del arguments["order"], arguments["seed"], arguments["epoch"]
-    size = len(arguments["lengths"])
-    counts = data.draw(st.lists(st.integers(1, 5), min_size=size, max_size=size))
-    packed = package.pack_samples(**as_arrays(arguments), counts=np.array(counts))
-    each = [sample for sample, count in zip(arguments["lengths"], counts, strict=True) for _ in range(count)]
-    kinds = {}
-    for row in slow_packing.pack_jointly(**arguments | {"lengths": each}):
-        kind = tuple(lengths for _, lengths in row.samples)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    bounds, lengths_in = packed.row_offsets.tolist(), list(map(tuple, packed.sample_lengths.tolist()))
-    found = [tuple(lengths_in[start:end]) for start, end in itertools.pairwise(bounds)]
-    assert list(zip(found, packed.counts.tolist(), strict=True)) == list(kinds.items())
-    rows = package.pack_samples(**as_arrays(arguments | {"lengths": each}))
-    for name in ("num_rows", "fill", "num_dropped", "num_truncated", "row_lengths", "overlong"):
-        assert getattr(packed, name) == getattr(rows, name)
-
-
 @few
 @given(arguments=joint_arguments(), other_seed=seeds)
 def test_shuffled_samples_fill_rows_of_the_same_sizes(package, arguments, other_seed):
@@ -169,8 +148,6 @@ def test_plans_of_rows_of_pairs_match_the_contract(package, tmp_path_factory, da
         ({"row_lengths": [8, 2**23]}, str(2**23)),
         ({"max_samples_per_row": 0}, "max_samples_per_row"),
         ({"overlong": "split"}, "split"),
-        ({"counts": [1]}, "counts"),
-        ({"counts": [1, 2], "order": "shuffle"}, "shuffle"),
         ({"lengths": [[3, 4], [0, 5]]}, r"id 1\D+0, 5"),
         ({"lengths": [[3], [5]]}, r"\(2, 1\)"),
         ({"lengths": [[3.0, 4.0]]}, "float64"),

@@ -122,47 +122,6 @@ def test_rows_match_the_contract(package, arguments):
     assert all(getattr(packing, name).dtype == np.int64 for name in names)
 
 
-@moderate
-@given(arguments=packing_arguments(), data=st.data())
-def test_a_histogram_is_packed_into_the_same_rows(package, arguments, data):
-    """The distinct rows of the samples that it counts, in the order of the first of each."""
-    del arguments["order"], arguments["seed"], arguments["epoch"]
-    lengths = [min(length, 60) for length in arguments["lengths"]]
-    counts = data.draw(st.lists(st.integers(1, 5), min_size=len(lengths), max_size=len(lengths)))
-    longest = arguments["row_lengths"][-1]
-    if arguments["overlong"] != "truncate" and not any(length <= longest for length in lengths):
-        arguments["overlong"] = "truncate"
-    if arguments["overlong"] == "error" and max(lengths) > longest:
-        arguments["overlong"] = "drop"
-    packed = package.pack_samples(**as_arrays(arguments), counts=np.array(counts))
-    each = [length for length, count in zip(lengths, counts, strict=True) for _ in range(count)]
-    rows = slow_packing.pack_samples(**arguments | {"lengths": each})
-    bounds, lengths_in = packed.row_offsets.tolist(), packed.sample_lengths.tolist()
-    kinds = [(c, tuple(lengths_in[bounds[g] : bounds[g + 1]])) for g, c in enumerate(packed.capacity.tolist())]
-    assert list(zip(kinds, packed.counts.tolist(), strict=True)) == list(slow_packing.distinct_rows(rows).items())
-    assert packed.num_rows == len(rows)
-    assert packed.num_tokens.tolist() == [sum(kind) for _, kind in kinds]
-    assert packed.fill == sum(row.num_tokens for row in rows) / sum(row.capacity for row in rows)
-    num_too_long = sum(length > longest for length in each)
-    assert packed.row_lengths == tuple(arguments["row_lengths"])
-    assert packed.overlong == arguments["overlong"]
-    assert packed.num_dropped == (num_too_long if packed.overlong == "drop" else 0)
-    assert packed.num_truncated == (num_too_long if packed.overlong == "truncate" else 0)
-    names = ("sample_lengths", "row_offsets", "capacity", "counts", "num_tokens")
-    assert all(getattr(packed, name).dtype == np.int64 for name in names)
-
-
-def test_millions_of_samples_are_packed_by_their_histogram(package):
-    """Sixteen million, of which nobody made a list."""
-    counts = np.full(512, 2**15)
-    packed = package.pack_samples(np.arange(1, 513), 512, counts=counts, max_samples_per_row=3)
-    assert packed.num_tokens @ packed.counts == 2**15 * 512 * 513 // 2
-    assert np.bincount(packed.sample_lengths, np.repeat(packed.counts, np.diff(packed.row_offsets)))[1:].tolist() == (
-        counts.tolist()
-    )
-    assert packed.fill > 0.998
-
-
 @few
 @given(arguments=packing_arguments(), other_seed=seeds)
 def test_shuffled_samples_fill_rows_of_the_same_sizes(package, arguments, other_seed):
@@ -341,9 +300,6 @@ def test_large_packings_match_the_contract(package, order, most):
         ({"row_lengths": 8.5}, r"8\.5"),
         ({"max_samples_per_row": 0}, "max_samples_per_row"),
         ({"overlong": "ignore"}, "ignore"),
-        ({"counts": [1, 2]}, "counts"),
-        ({"counts": [1, 2, -7]}, r"counts.*id 2: -7"),
-        ({"counts": [1, 2, 3], "order": "shuffle"}, "shuffle"),
         ({"order": "random"}, "random"),
         ({"seed": -1}, "seed"),
         ({"lengths": [3, -77]}, "-77"),
@@ -431,16 +387,6 @@ def test_plans_of_pieces_match_the_contract(package, tmp_path_factory, drawn, da
         for j, row in enumerate(held):
             in_row = laid_out[j % microbatches, j // microbatches].tolist()
             assert in_row == [pieces[p][1] for p in row] + [-1] * (len(in_row) - len(row))
-
-
-def test_a_split_histogram_counts_pieces(package):
-    """Two samples of 25 are four pieces of 10 and two of 5."""
-    packed = package.pack_samples([25, 3], [5, 10], counts=[2, 1], overlong="split")
-    rows = package.pack_samples([25, 25, 3], [5, 10], overlong="split")
-    assert packed.counts.tolist() == [4, 2, 1]
-    assert packed.sample_lengths.tolist() == [10, 5, 3]
-    assert packed.num_rows == rows.num_rows
-    assert packed.fill == rows.fill
 
 
 def test_pieces_need_their_bucket(package):
@@ -637,7 +583,6 @@ def test_wrapped_rows_are_as_long_as_said(package):
         ({"row_lengths": [4, 8]}, r"\[4, 8\]"),
         ({"overlong": "split"}, "overlong='split'"),
         ({"max_samples_per_row": 2}, "max_samples_per_row=2"),
-        ({"counts": [1, 1]}, "counts="),
         ({"order": {"by": "shuffle", "block_size": 4}}, "block_size=4"),
         ({"lengths": [2**61, 2**61]}, r"2\*\*62"),
         ({"method": "first_fit"}, "first_fit"),
