@@ -6,6 +6,7 @@
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
   `layered_sums`: the sums of a step of a model by layers. `layer_loop`: its forward and backward loops.
+- `step_loss`: losses of the sums and of all samples of a step.
 - `predict`: results of a function for every sample of a dataset, by one such step in all of its shapes.
 - `host_params`: parameters on the host, of which slices are placed.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked or features reordered.
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         unspread_rows,
     )
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
-    from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+    from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
     from jvarlen.parallel.memory import estimate_memory
     from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
@@ -69,6 +70,7 @@ __all__ = [
     "Layout",
     "Placement",
     "Schedule",
+    "StepLoss",
     "TensorSpec",
     "Timeline",
     "TrainStep",

@@ -1,4 +1,4 @@
-"""A model by layers: pure functions of one microbatch, and parameters stacked over the layers.
+"""A model by layers: pure functions of one microbatch, and parameters stacked over the layers. A loss of a whole step.
 
 Pipelines, ZeRO-3, tensor and sequence parallelism split it. Letters: L layers.
 """
@@ -21,9 +21,9 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import TrainedOf, merge_trained
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "axes_at", "axes_of_ends", "bind_axes",
-    "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "num_layers_of",
-    "staged_specs", "trained_on_layout", "trained_when_stacked", "unstack_own",
+    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_at", "axes_of_ends",
+    "bind_axes", "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "model_of",
+    "num_layers_of", "staged_specs", "trained_on_layout", "trained_when_stacked", "unstack_own",
 ]  # fmt: skip
 
 
@@ -37,6 +37,7 @@ class Axes(NamedTuple):
       positions: int[S], the place in the row of each position of this shard; None if rows are whole.
       key: typed key[], the random key of this call; None if the state has none.
       layer: int32[] or int, the index of the layer among all L in `layer`; None in `embed` and `loss`.
+      extra: that of the state, in a `StepLoss`.
     """
 
     tensor: str | None = None
@@ -45,6 +46,7 @@ class Axes(NamedTuple):
     positions: Any = None
     key: Any = None
     layer: Any = None
+    extra: Any = None
 
 
 class LayeredParams(NamedTuple):
@@ -65,7 +67,8 @@ class LayeredModel(NamedTuple):
 
     Attributes:
       embed: `embed(ends, microbatch, axes) -> x`, the input of the first layer; a pytree of arrays.
-      layer: `layer(layer_params, x, microbatch, axes) -> x`, with the same shapes and dtypes.
+      layer: `layer(layer_params, x, microbatch, axes) -> x`, with the same shapes and dtypes. In a `StepLoss` it may
+        return `(x, sums)`, and `loss` returns what that says.
       loss: `loss(ends, x, microbatch, axes) -> (loss_sum, weight_sum)`, two float scalars, from the output of the last
         layer; and optionally a dict of further sums.
       specs: a `PartitionSpec` or a `TensorSpec` for every leaf of the parameters, without the layer axis, that tells
@@ -84,6 +87,46 @@ class LayeredModel(NamedTuple):
     specs: LayeredParams | None = None
     stack: Callable[[Any], LayeredParams] | None = None
     by_positions: bool = False
+
+
+class StepLoss(NamedTuple):
+    """A loss that is no sum over microbatches: of sums over the whole step, or of its samples together.
+
+    `make_train_step`, `make_eval_step` and `fit` take it in place of a loss. Loss and gradient are those of the whole
+    step, the same on any layout and for any number of microbatches. A step computes the forward pass twice, which takes
+    about a third longer. In metrics the loss of a step has weight 1, so that an evaluation is the mean of its steps.
+
+    Attributes:
+      sums: `sums(params, microbatch) -> sums`, or `-> (sums, rows)`, with the parameters `key` and `extra` as for
+        `make_train_step`. Two dicts of real arrays: `sums` are added over the microbatches of the step, in float32 at
+        least, and `rows`, which are [B, …], become [M · B, …]: row j is row j // M of microbatch j mod M, as in plans,
+        and rows without a sample are among them. Each device holds all rows. Or a `LayeredModel` whose `loss` returns
+        this. Its `layer` may return `(x, sums)`, again a dict, with the same shapes in all layers. All its functions
+        find `state.extra` in `axes.extra`. On the axis `"context"` sums and rows are added over positions as well.
+      loss: `loss(sums) -> float[]`, or with a dict of arrays for `Metrics.sums`. It may have further parameters by
+        these names: `rows`; `layer_sums`, the sums of all layers, [L, …]; `extra`, that of the state.
+      next_extra: `next_extra(sums, …) -> extra`, with the same parameters as `loss`, gives `state.extra` after the
+        step, such as running statistics of all samples. None: it stays as it is.
+
+    Raises:
+      ValueError: when a step is traced: other results than these.
+
+    Example:
+      >>> def sums(scale, x):  # two denominators
+      ...     return {"errors": jnp.sum((scale * x) ** 2), "numbers": x.size, "sizes": scale**2, "calls": 1}
+      >>> def loss(sums):
+      ...     return sums["errors"] / sums["numbers"] + sums["sizes"] / sums["calls"]
+      >>> from jvarlen import make_train_step
+      >>> import optax
+      >>> step = make_train_step(StepLoss(sums, loss), optax.sgd(0.5))
+      >>> state, metrics = step(step.init(jnp.float32(3)), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      >>> float(metrics.loss)
+      76.5
+    """
+
+    sums: LayeredModel | Callable[..., Any]
+    loss: Callable[..., Any]
+    next_extra: Callable[..., Any] | None = None
 
 
 def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
@@ -139,6 +182,11 @@ def axes_at(key: Any, layer: Any) -> Axes:
 def axes_of_ends(key: Any, index: Any) -> Axes:
     """The axes of `embed`, whose index is L, or of `loss`, whose index is L + 1."""
     return Axes(key=None if key is None else jax.random.fold_in(key, index))
+
+
+def model_of(model: Any) -> Any:
+    """The loss function or model by layers whose parameters are trained."""
+    return model.sums if isinstance(model, StepLoss) else model
 
 
 def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> LayeredModel:

@@ -26,7 +26,9 @@ from jvarlen.parallel.layers import (
     LayeredModel,
     LayeredParams,
     OwnLeavesState,
+    StepLoss,
     is_own_leaf,
+    model_of,
     staged_specs,
     trained_on_layout,
 )
@@ -119,7 +121,7 @@ def _run_init(init: Callable[[Any], Any], shardings: Any, params: Any) -> Any:
 
 
 def make_sharded_step(
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     placement: Placement,
     sum_of: Callable[..., StepSums],
@@ -129,10 +131,10 @@ def make_sharded_step(
 ) -> StepFn:
     """A train step of states that lie as a layout says; `sum_of` as for `sums_on_layout`."""
     layout, mesh = placement.layout, placement.program_mesh
-    optimizer, model = optimizer_on(layout, model, optimizer, mesh=mesh), _of_stacked(model, layout)
+    optimizer, own = optimizer_on(layout, model_of(model), optimizer, mesh=mesh), _of_stacked(model_of(model), layout)
     trained_of = functools.partial(select_trained, trainable=trainable)
     sums_of, values_of = (sums_on_layout(model, placement, sum_of, trained_of=each) for each in (trained_of, None))
-    return _on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), model, placement, trained_of)
+    return _on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), own, placement, trained_of)
 
 
 def average_on_layout(
@@ -201,7 +203,7 @@ def _on_layout(
 
 
 def sums_on_layout(
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     placement: Placement,
     sum_of: Callable[..., StepSums],
     *,
@@ -210,11 +212,22 @@ def sums_on_layout(
     """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
     # They are those of `sum_of(model, state, batch, **options)`, for the model on this layout's axes.
     layout, mesh = placement.layout, placement.program_mesh
-    model = _of_stacked(model, layout)
+    own = _of_stacked(model_of(model), layout)
+    if isinstance(model, StepLoss):
+        from jvarlen.parallel.step_loss import sum_step_loss
+
+        def sums_with(each: Any, carry: Callable[[Any], Any], trained: TrainedOf | None) -> Any:
+            def carried(on_axes: Any, *given: Any, **options: Any) -> StepSums:
+                return sum_of(carry(on_axes), *given, **options)
+
+            return sums_on_layout(each, placement, carried, trained_of=trained)
+
+        whole_of = functools.partial(_cropped, model=own, layout=layout)
+        return sum_step_loss(model._replace(sums=own), sums_with, trained_of, whole_of)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        params, other_specs = state.params, other_specs_of(state.params, model, layout)
-        on_axes, rows_along = model_on_axes(model, layout, params, batch)
+        params, other_specs = state.params, other_specs_of(state.params, own, layout)
+        on_axes, rows_along = model_on_axes(own, layout, params, batch)
         state = state._replace(params=_pad_params(params, layout, other_specs))
         param_specs = grad_specs = other_specs
         on_layout = None if trained_of is None else _trained_in(state, trained_of)

@@ -23,6 +23,8 @@ from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placemen
 from jvarlen.parallel.layers import (
     LayeredModel,
     OwnLeavesState,
+    StepLoss,
+    model_of,
     num_layers_of,
     trained_on_layout,
     unstack_own,
@@ -57,8 +59,8 @@ class TrainStep:
 
     function: StepFn
     """What a call does."""
-    model: LayeredModel | LossFn
-    """A loss function, or a model by layers."""
+    model: LayeredModel | LossFn | StepLoss
+    """A loss function, or a model by layers, or a loss of the whole step."""
     optimizer: optax.GradientTransformation | optax.MultiSteps
     """Any Optax optimizer."""
     placement: Placement | None
@@ -104,9 +106,10 @@ class TrainStep:
           ([1.0, 1.0], 0)
         """
         check_arrays(params)
-        if isinstance(self.model, LayeredModel):
-            num_layers_of(params if self.model.stack is None else jax.eval_shape(self.model.stack, params))
-            if extra is not None:
+        model = model_of(self.model)
+        if isinstance(model, LayeredModel):
+            num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
+            if extra is not None and not isinstance(self.model, StepLoss):
                 raise UserError(
                     "a model by layers takes no extra: its functions have no place for it, and return no next value"
                 )
@@ -114,7 +117,7 @@ class TrainStep:
             from jvarlen.parallel.sharded import init_sharded
 
             others: dict[str, Any] = {"extra": extra, "seed": seed, "trainable": self.trainable}
-            return init_sharded(params, self.optimizer, self.placement, self.model, **others)
+            return init_sharded(params, self.optimizer, self.placement, model, **others)
 
         def first(params: Any, extra: Any) -> TrainState:
             trained_of = functools.partial(select_trained, trainable=self.trainable)
@@ -162,7 +165,7 @@ class TrainStep:
         if self.placement is not None and not self.placement.layout.is_data_parallel:
             from jvarlen.parallel.sharded import average_on_layout
 
-            return average_on_layout(average, self.model, self.optimizer, self.placement, self.trainable)
+            return average_on_layout(average, model_of(self.model), self.optimizer, self.placement, self.trainable)
         return lambda state: average(state.opt_state, select_trained(state.params, self.trainable))
 
     def gather_params(self, state: TrainState) -> Any:
@@ -185,9 +188,7 @@ class TrainStep:
         if self.placement is not None and self.placement.layout.tensor > 1:
             from jvarlen.parallel.tensor_params import merge_params
 
-            assert isinstance(self.model, LayeredModel)
-            assert self.model.specs is not None
-            params = merge_params(params, self.model.specs, self.placement.layout.tensor)
+            params = merge_params(params, model_of(self.model).specs, self.placement.layout.tensor)
         return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
 
     def state_shardings(self, params: Any) -> TrainState:
@@ -239,7 +240,7 @@ class EvalStep:
 
 
 def make_train_step(
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     layout: LayoutLike = None,
@@ -266,7 +267,8 @@ def make_train_step(
     Args:
       model: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
         sums are scalars over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which
-        layouts with `zero3`, `stageN`, `tensorN` or `contextN` take.
+        layouts with `zero3`, `stageN`, `tensorN` or `contextN` take. Or a `StepLoss` of either, for a loss that is no
+        sum over microbatches.
       optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. It gets whole arrays,
         which the compiler splits: global norms are those of the whole model. Its update gets the extra arguments that
         it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step;
@@ -307,7 +309,7 @@ def make_train_step(
     if layout is not None:
         from jvarlen.parallel.layout_checks import check_model
 
-        check_model(model, layout)
+        check_model(model_of(model), layout)
     if placement is None or placement.layout.is_data_parallel:
         trained_of = functools.partial(select_trained, trainable=trainable)
         sums_of, values_of = (_sum_step(model, placement, each) for each in (trained_of, None))
@@ -328,7 +330,7 @@ def make_train_step(
     )
 
 
-def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -> EvalStep:
+def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLike = None) -> EvalStep:
     """An evaluation step: the sums of a step without a gradient.
 
     A model by layers gets no key, so that nothing is dropped out. With stages, microbatches follow each other through
@@ -354,7 +356,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
         from jvarlen.parallel.layout_checks import check_model
         from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
 
-        check_model(model, placement.layout)
+        check_model(model_of(model), placement.layout)
         sum_of = functools.partial(sum_on_layout, placement=placement)
         sums_of = sums_on_layout(model, placement, sum_of, trained_of=None)
 
@@ -362,7 +364,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
         if hasattr(state, "opt_state"):
             check_state(state)
         given = state if isinstance(state, TrainState) else TrainState(state, None)
-        if isinstance(model, LayeredModel):
+        if isinstance(model_of(model), LayeredModel):
             given = given._replace(key=None)
         return state, metrics_of(sums_of(given, batch), batch)
 
@@ -370,9 +372,13 @@ def make_eval_step(model: LayeredModel | LossFn, *, layout: LayoutLike = None) -
 
 
 def _sum_step(
-    model: LayeredModel | LossFn, placement: Placement | None, trained_of: TrainedOf | None
+    model: LayeredModel | LossFn | StepLoss, placement: Placement | None, trained_of: TrainedOf | None
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step whose state is whole on all devices."""
+    if isinstance(model, StepLoss):
+        from jvarlen.parallel.step_loss import sum_step_loss
+
+        return sum_step_loss(model, lambda each, carry, trained: _sum_step(carry(each), placement, trained), trained_of)
     options: dict[str, Any] = {"trained_of": trained_of}
     if placement is not None:
         options |= {"mesh": placement.mesh, "axis_name": placement.data_axis, "layout_axes": placement.axes.values()}

@@ -13,7 +13,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument"]
+__all__ = ["LossFn", "LossOutputs", "bind_loss", "checked_extra", "takes_argument"]
 
 LossFn = Callable[..., tuple[Any, ...]]
 
@@ -52,7 +52,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
             got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
             raise UserError(f"{name} must return {wanted}, not {got}")
         loss_sum, weight_sum, *rest = returned
-        next_extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
+        next_extra = checked_extra(name, rest.pop(), state.extra) if takes_extra else None
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
             raise UserError(f"{name} must return {wanted}, sums a dict of arrays, not a {type(sums).__name__}")
@@ -65,11 +65,12 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     return loss
 
 
-def _checked_extra(name: str, returned: Any, given: Any) -> Any:
+def checked_extra(name: str, returned: Any, given: Any) -> Any:
+    """The next `extra`; raises ValueError if it is not as the given one."""
     one, other = leaves_by_name(given), leaves_by_name(returned)
     described = {leaf: (describe(one.get(leaf)), describe(other.get(leaf))) for leaf in one | other}
     differing = [f"{leaf or 'it'}: {old} -> {new}" for leaf, (old, new) in described.items() if old != new]
     if differing or not have_same_containers(given, returned):
         listed = list_first(differing, "; ") or "its containers differ"
-        raise UserError(f"{name} must return extra, last, as it takes it: {listed}")
+        raise UserError(f"{name} must return extra as it takes it, and last: {listed}")
     return returned

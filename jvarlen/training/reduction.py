@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
+from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import (
     assign_grad_buckets,
@@ -177,7 +178,7 @@ def _check_reduced(reduced: StepSums, loss_name: str, axis_name: str) -> None:
     by_name: dict[str, Any] = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
     if all(by_name.values()) and not reduced.sums:
         return  # both count every shard as often, and only their ratio matters
-    by_name |= {f"sums[{key!r}]": all(jax.tree.leaves(value)) for key, value in reduced.sums.items()}
+    by_name |= {f"sums{name}": is_reduced for name, is_reduced in leaves_by_name(reduced.sums).items()}
     if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
         raise UserError(
             f"{loss_name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum "

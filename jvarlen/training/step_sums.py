@@ -24,6 +24,7 @@ from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 __all__ = [
     "StepSums",
     "accumulate",
+    "changes_of_extra",
     "field_of",
     "first_of",
     "microbatches_of",
@@ -142,7 +143,7 @@ def sum_microbatch(
     grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
     sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)
     if outputs.extra is not None:
-        sums = sums._replace(extra=_changes(state.extra, outputs.extra, sums.weight_sum, is_first))
+        sums = sums._replace(extra=changes_of_extra(state.extra, outputs.extra, sums.weight_sum, is_first))
     return sums._replace(grads=grads)
 
 
@@ -207,7 +208,7 @@ def _bits(leaf: jax.Array) -> int:
     return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
 
 
-def _changes(old: Any, new: Any, weight_sum: jax.Array, is_first: Any) -> tuple[jax.Array, ...]:
+def changes_of_extra(old: Any, new: Any, weight_sum: jax.Array, is_first: Any = None) -> tuple[jax.Array, ...]:
     """The change by a microbatch of each numeric leaf of `extra`; 0 without weight, never NaN."""
     # Counts of the uses of a key advance by those of the first microbatch: each has counted them with its own key.
     changes = []

@@ -1,0 +1,285 @@
+"""The sums of a step with a `StepLoss`, on any layout.
+
+It takes two passes of what it takes for any other loss: one for the sums, without gradients, and one for the
+gradient of Σ ⟨gradient of the loss, sums of a microbatch⟩. Letters: L layers, M microbatches of a step, B rows of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
+from jvarlen.batches.batches import count_tokens
+from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_at, axes_of_ends, check_layer, num_layers_of
+from jvarlen.training.losses import LossFn, bind_loss, checked_extra, takes_argument
+from jvarlen.training.random_state import MicrobatchKeys
+from jvarlen.training.step_sums import StepSums, changes_of_extra, field_of, first_of, microbatches_of, split_step
+from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import TrainedOf
+
+__all__ = ["sum_step_loss"]
+
+
+class _Given(NamedTuple):
+    """A microbatch and what is told beside it; of a step, all with a leading axis M."""
+
+    batch: Any
+    index: Any  # int32[], which microbatch of the step it is
+    extra: Any  # for models by layers
+    gradients: Any = None  # of the loss for the values; None in the pass that computes these
+
+    @property
+    def num_tokens(self) -> Any:
+        """As a step counts those of the batch."""
+        told = field_of(self.batch, "num_tokens")
+        return count_tokens(self.batch) if told is None else told
+
+
+def sum_step_loss(
+    step_loss: StepLoss,
+    sum_of: Callable[[Any, Callable[[Any], Any], TrainedOf | None], Callable[[TrainState, Any], StepSums]],
+    trained_of: TrainedOf | None,  # None: no gradients
+    whole_of: Callable[[Any], Any] = lambda params: params,
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a step with such a loss, whose weight is 1; `whole_of` makes parameters those of the whole model."""
+    # `sum_of(model, carry, trained_of)` are those of an ordinary model, of which `carry`, on the axes of the layout,
+    # makes one whose layers hand on their sums.
+    model = step_loss.sums
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        num_microbatches = microbatches_of(batch)
+
+        def repeated(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_microbatches, *leaf.shape)), tree)
+
+        extra = repeated(state.extra) if isinstance(model, LayeredModel) else None
+        given = _Given(batch, jnp.arange(num_microbatches, dtype=jnp.int32), extra)
+        one = functools.partial(_values_of_one, model, whole_of)
+        shapes = jax.eval_shape(one, state._replace(opt_state=None), given)
+        _check_parameters(step_loss, shapes)
+        carry = functools.partial(_carrying, shapes=shapes.get("layer_sums"))
+        values_of = _returning(model, functools.partial(_values, num_microbatches=num_microbatches))
+        first = sum_of(values_of, carry, None)(state, given)
+
+        def loss_of(values: dict[str, Any]) -> tuple[jax.Array, Any]:
+            values = _of_step(values, shapes)
+            loss, metrics = _checked_loss(_call(step_loss.loss, values, state.extra), first.loss_sum.dtype)
+            return loss, (metrics, values)
+
+        if trained_of is None:
+            loss, (metrics, _) = loss_of(dict(first.sums))
+            return first._replace(loss_sum=loss, weight_sum=jnp.ones_like(loss), sums=metrics, extra=())
+        (loss, (metrics, values)), gradients = jax.value_and_grad(loss_of, has_aux=True)(dict(first.sums))
+        gradients = {name: each if name == "rows" else repeated(each) for name, each in gradients.items()}
+        product_of = _returning(model, _inner_product)
+        second = sum_of(product_of, carry, trained_of)(state, given._replace(gradients=gradients))
+        sums = first._replace(loss_sum=loss, weight_sum=jnp.ones_like(loss), sums=metrics, extra=(), grads=second.grads)
+        if step_loss.next_extra is None:
+            return sums
+        following = checked_extra("next_extra", _call(step_loss.next_extra, values, state.extra), state.extra)
+        return sums._replace(extra=changes_of_extra(state.extra, following, sums.weight_sum))
+
+    return sums_of
+
+
+def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Any], _Given], Any]) -> Any:
+    """The model of one pass, which takes `_Given` and returns what `finish` makes of a microbatch's sums and rows."""
+    if isinstance(model, LayeredModel):
+
+        def told(call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                *others, given, axes = args
+                return call(*others, given.batch, axes._replace(extra=given.extra))
+
+            return run
+
+        def loss(ends: Any, x: Any, given: _Given, axes: Axes) -> Any:
+            return finish(_checked(told(model.loss)(ends, x, given, axes), "loss", given.batch), given)
+
+        return model._replace(embed=told(model.embed), layer=told(model.layer), loss=loss)
+
+    @functools.wraps(model)
+    def loss_fn(params: Any, given: _Given, **told: Any) -> tuple[Any, ...]:
+        values = _checked(model(params, given.batch, **told), getattr(model, "__name__", "sums"), given.batch)
+        return (*finish(values, given), *([told["extra"]] if "extra" in told else []))
+
+    return loss_fn
+
+
+def _values(values: dict[str, Any], given: _Given, num_microbatches: int) -> tuple[Any, ...]:
+    """What a microbatch adds to the sums of the step, and to its rows, which are 0 but in its own place."""
+
+    def place(leaf: jax.Array) -> jax.Array:
+        leaf = _in_parts(leaf)
+        return _placed(jnp.zeros((num_microbatches, *leaf.shape), leaf.dtype), leaf, given.index)
+
+    placed = {**values, "rows": jax.tree.map(place, values["rows"])}
+    return jnp.zeros((), _wide(values)), 1.0, placed
+
+
+def _inner_product(values: dict[str, Any], given: _Given) -> tuple[Any, ...]:
+    """What has the microbatch's share of the gradient."""
+    return _product(values, {name: given.gradients[name] for name in values}), 1.0, {}
+
+
+def _placed(of_all: jax.Array, leaf: jax.Array, index: Any) -> jax.Array:
+    return of_all.at[index].set(leaf.astype(of_all.dtype))
+
+
+def _product(values: Any, gradients: Any) -> Any:
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(gradients), strict=True)
+    products = [jnp.sum(leaf.astype(grad.dtype) * grad) for leaf, grad in pairs if _is_float(leaf)]
+    return functools.reduce(operator.add, products or [jnp.float32(0)])
+
+
+def _carrying(on_axes: Any, shapes: Any) -> Any:
+    """The model whose x has beside it the sums of its layers, [L, …], or their share of the derivative."""
+    if shapes is None:
+        return on_axes
+
+    def embed(ends: Any, given: _Given, axes: Axes) -> Any:
+        x, gradients = on_axes.embed(ends, given, axes), given.gradients
+        if gradients is not None:
+            return x, jnp.zeros((), _wide(gradients))
+        return x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def layer(own: Any, x_and_carried: Any, given: _Given, axes: Axes) -> Any:
+        x, carried = x_and_carried
+        following, sums = _split_layer(x, on_axes.layer(own, x, given, axes))
+        check_layer(x, following)
+        one, other = ({name: leaf.shape for name, leaf in leaves_by_name(each).items()} for each in (sums, shapes))
+        if one != {name: shape[1:] for name, shape in other.items()}:
+            raise UserError(f"layers must return the same sums, and in every call: now {one}, before {other}")
+        if given.gradients is None:
+            place = functools.partial(_placed, index=axes.layer)
+            return following, jax.tree.map(place, carried, sums)
+        gradients = jax.tree.map(lambda leaf: leaf[axes.layer], given.gradients["layer_sums"])
+        return following, carried + _product(sums, gradients)
+
+    def loss(ends: Any, x_and_carried: Any, given: _Given, axes: Axes) -> tuple[Any, ...]:
+        x, carried = x_and_carried
+        loss_sum, weight_sum, sums = on_axes.loss(ends, x, given, axes)
+        if given.gradients is None:
+            return loss_sum.astype(_wide((loss_sum, carried))), weight_sum, sums | {"layer_sums": carried}
+        return loss_sum + carried, weight_sum, sums
+
+    return on_axes._replace(embed=embed, layer=layer, loss=loss)
+
+
+def _values_of_one(
+    model: LayeredModel | LossFn, whole_of: Callable[[Any], Any], state: TrainState, given: _Given
+) -> dict[str, Any]:
+    """The sums and rows of a microbatch, and something like the sums of all layers, by name."""
+    microbatch, key = first_of(split_step(state, given, takes_key=True))
+    key = key.key if isinstance(key, MicrobatchKeys) else key
+    params = whole_of(state.params)
+    if not isinstance(model, LayeredModel):
+        loss_fn = _returning(model, lambda values, _: (0.0, 1.0, values))
+        return {**bind_loss(loss_fn, state)(params, microbatch, key)[1].sums}
+    each = _returning(model, lambda values, _: values)
+    params = params if model.stack is None else model.stack(params)
+    num_layers = num_layers_of(params)
+    x = jax.tree.map(jnp.asarray, each.embed(params.ends, microbatch, axes_of_ends(key, num_layers)))
+    own = jax.tree.map(lambda leaf: leaf[0], params.layers)
+    _, sums = _split_layer(x, each.layer(own, x, microbatch, axes_at(key, jnp.int32(0))))
+    found = each.loss(params.ends, x, microbatch, axes_of_ends(key, num_layers + 1))
+    if sums:
+        found["layer_sums"] = jax.tree.map(lambda leaf: jnp.zeros((num_layers, *leaf.shape), _wide(leaf)), sums)
+    return found
+
+
+def _split_layer(x: Any, returned: Any) -> tuple[Any, Any]:
+    """The output of a layer, and its sums; None if it returns none."""
+    if isinstance(returned, tuple) and len(returned) == 2 and not have_same_containers(x, returned):
+        return returned[0], _arrays(returned[1], "a layer", "x or (x, sums)")
+    return returned, None
+
+
+def _checked(returned: Any, name: str, batch: Any) -> dict[str, Any]:
+    """The sums and rows of a microbatch."""
+    sums, rows = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    sums, rows = (_arrays(each, name, "sums or (sums, rows)") for each in (sums, rows))
+    num_rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim}
+    others = {at: leaf for at, leaf in leaves_by_name(rows).items() if not num_rows & {*leaf.shape[:1]}}
+    if wrong := [f"{at} {describe(leaf)}" for at, leaf in others.items()]:
+        raise UserError(f"rows of {name} must begin with the axis of the microbatch's rows, not {list_first(wrong)}")
+    return {"sums": sums, "rows": rows}
+
+
+def _arrays(given: Any, name: str, wanted: str) -> Any:
+    if not isinstance(given, Mapping):
+        raise UserError(f"{name} of a StepLoss must return {wanted}, dicts of arrays, not a {type(given).__name__}")
+    check_arrays(given, f"what {name} of a StepLoss returns")
+    arrays = jax.tree.map(jnp.asarray, dict(given))
+    if wrong := [f"{at} {describe(leaf)}" for at, leaf in leaves_by_name(arrays).items() if not _is_real(leaf)]:
+        raise UserError(f"{name} of a StepLoss must return real numbers, not {list_first(wrong)}")
+    return arrays
+
+
+def _check_parameters(step_loss: StepLoss, shapes: Mapping[str, Any]) -> None:
+    """Raises ValueError if rows or sums of layers are read and not there, or there and not read."""
+    functions = [each for each in (step_loss.loss, step_loss.next_extra) if each is not None]
+    for name, how in (("rows", "return (sums, rows)"), ("layer_sums", "let layers return (x, sums)")):
+        is_there, is_read = bool(shapes.get(name)), any(takes_argument(each, name) for each in functions)
+        if is_there != is_read:
+            told = f"takes no {name}, which there are" if is_there else f"takes {name}, which there are not: {how}"
+            raise UserError(f"the loss of a StepLoss {told}")
+
+
+def _call(function: Callable[..., Any], values: dict[str, Any], extra: Any) -> Any:
+    told = {"rows": values["rows"], "layer_sums": values.get("layer_sums"), "extra": extra}
+    return function(values["sums"], **{name: each for name, each in told.items() if takes_argument(function, name)})
+
+
+def _checked_loss(returned: Any, dtype: Any) -> tuple[jax.Array, Any]:
+    """The loss and the sums for metrics."""
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    is_float = isinstance(loss, float) or _is_float(loss)
+    if np.shape(loss) or not is_float or not isinstance(metrics, Mapping):
+        raise UserError("the loss of a StepLoss must return a float scalar, or that and a dict of arrays for metrics")
+    return jnp.asarray(loss, dtype), jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), dict(metrics))
+
+
+def _of_step(values: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
+    """The sums, and the rows of the step in the order of the plan, in their own types."""
+
+    def in_order(leaf: jax.Array, shape: Any) -> jax.Array:
+        leaf = jnp.swapaxes(leaf, 0, 1).reshape(-1, *leaf.shape[2:])
+        if not _is_large(shape.dtype):
+            return leaf.astype(shape.dtype)
+        parts = [leaf[..., k].astype(shape.dtype) << 16 * k for k in range(leaf.shape[-1])]
+        return functools.reduce(operator.add, parts)
+
+    return {**values, "rows": jax.tree.map(in_order, values["rows"], shapes["rows"])}
+
+
+def _in_parts(leaf: jax.Array) -> jax.Array:
+    """Large integers as parts of 16 bits, [..., P], for they are added as floats."""
+    if not _is_large(leaf.dtype):
+        return leaf
+    return jnp.stack([(leaf >> shift) & 0xFFFF for shift in range(0, 8 * leaf.dtype.itemsize, 16)], -1)
+
+
+def _is_large(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2
+
+
+def _is_real(leaf: Any) -> bool:
+    return leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer) or _is_float(leaf)
+
+
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _wide(tree: Any) -> Any:
+    """The widest type of the floats of a tree, and of float32."""
+    return jnp.result_type(np.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree) if _is_float(leaf)))

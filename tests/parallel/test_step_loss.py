@@ -1,0 +1,356 @@
+"""Losses of a whole step have the value and the gradient that plain JAX gives for all of it at once, on any layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jvarlen import UserError, compile_buckets, load, make_eval_step, make_plan, make_train_step
+from jvarlen.batches import count_tokens
+from jvarlen.parallel import (
+    Axes,
+    LayeredModel,
+    LayeredParams,
+    StepLoss,
+    TensorSpec,
+    column_linear,
+    row_linear,
+    sum_over_positions,
+    take_positions,
+    vocabulary_embedding,
+)
+from tests.conftest import random_dataset
+
+RNG = np.random.default_rng(0)
+M, B, T, D, V, E, L = 8, 3, 8, 4, 11, 3, 4
+RTOL = 1e-12
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def gradient_by(step, params, batch, **init):
+    """Loss and gradient of a step, which a rate of 1 subtracts, in the form of the parameters."""
+    state = step.init(params, **init)
+    state, metrics = jax.jit(step)(state, batch)
+    gradient = jax.tree.map(np.subtract, params, step.gather_params(state))
+    return float(metrics.loss), gradient, metrics, state
+
+
+def assert_equals(found, expected):
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=RTOL, atol=RTOL * max(1, np.max(np.abs(other))))
+
+
+def in_order(leaf):
+    """The rows of a step, [M · B, …], in the order of plans."""
+    return leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:])
+
+
+# Pairs of vectors, each to be told from all others of the step.
+PAIRS = {
+    "one": RNG.normal(size=(M, B, D)),
+    "other": RNG.normal(size=(M, B, D)),
+    "is_real": RNG.random((M, B)) < 0.8,
+    "id": (RNG.permutation(M * B) * 104_729 - 700_000).astype(np.int32).reshape(M, B),
+}
+TOWERS = {"one": RNG.normal(size=(D, 5)), "other": RNG.normal(size=(D, 5))}
+
+
+def towers(params, microbatch):
+    vectors = {side: microbatch[side] @ params[side] for side in params}
+    size = jnp.sum(params["one"] ** 2) * jnp.sum(microbatch["is_real"])
+    return {"size": size}, vectors | {name: microbatch[name] for name in ("is_real", "id")}
+
+
+def contrast(sums, rows):
+    """Weighted by the ids, which must come as they are."""
+    logits = jnp.where(rows["is_real"], rows["one"] @ rows["other"].T, -1e9)
+    losses = jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits)
+    weights = jnp.where(rows["is_real"], 1 + rows["id"] / 1e6, 0)
+    contrastive = jnp.sum(losses * weights) / jnp.sum(weights)
+    return contrastive + 1e-3 * sums["size"] ** 2, {"contrastive": contrastive, "first": rows["id"][0]}
+
+
+def contrast_of_all(params):
+    sums, rows = towers(params, jax.tree.map(in_order, PAIRS))
+    return contrast(sums, rows)
+
+
+CONTRASTIVE = StepLoss(towers, contrast)
+
+
+@pytest.mark.parametrize(
+    "layout", [None, "data2.zero1", "data8.zero2", slow("data1"), slow("data4"), slow("data2.zero2"), slow("data8")]
+)
+def test_a_contrastive_loss_is_that_of_all_samples_of_the_step(layout):
+    (expected, told), gradient = jax.value_and_grad(contrast_of_all, has_aux=True)(TOWERS)
+    step = make_train_step(CONTRASTIVE, optax.sgd(1), layout=layout)
+    loss, found, metrics, state = gradient_by(step, TOWERS, PAIRS)
+    np.testing.assert_allclose(loss, expected, rtol=RTOL)
+    assert_equals(found, gradient)
+    assert_equals(metrics.sums, told)
+    assert metrics.weight_sum == 1
+    state = step.init(TOWERS)
+    evaluated = jax.jit(make_eval_step(CONTRASTIVE, layout=layout))(state, PAIRS)[1]
+    np.testing.assert_allclose(float(evaluated.loss), expected, rtol=RTOL)
+    assert_equals(evaluated.sums, told)
+
+
+def test_accumulation_changes_nothing():
+    expected = jax.grad(lambda params: contrast_of_all(params)[0])(TOWERS)
+    for num_microbatches in (1, 2, 4):
+        batch = jax.tree.map(
+            lambda leaf, m=num_microbatches: np.swapaxes(in_order(leaf).reshape(-1, m, *leaf.shape[2:]), 0, 1), PAIRS
+        )
+        step = make_train_step(CONTRASTIVE, optax.sgd(1))
+        assert_equals(gradient_by(step, TOWERS, batch)[1], expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_narrow_parameters_have_gradients_of_their_own_type(dtype):
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), TOWERS)
+    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype if leaf.dtype == np.float64 else None), PAIRS)
+    expected = jax.grad(lambda params: contrast_of_all(params)[0])(TOWERS)
+    step = make_train_step(CONTRASTIVE, optax.sgd(1), layout="data2")
+    state, metrics = jax.jit(step)(step.init(params), batch)
+    assert metrics.loss.dtype == np.float32
+    for name, leaf in state.params.items():
+        assert leaf.dtype == dtype
+        error = np.abs(np.float64(params[name]) - np.float64(leaf) - expected[name])
+        assert np.max(error) < (1e-4 if dtype == np.float32 else 0.3) * np.max(np.abs(expected[name]))
+
+
+# Layers of experts whose loads are balanced over the step, and a loss with two denominators and one over pairs of rows.
+def here(leaf, axes):
+    """What a device has of an array of whole rows."""
+    return take_positions(leaf if axes.positions is None else leaf[:, axes.positions], 1, axes=axes)
+
+
+def over_positions(sums, axes):
+    return jax.tree.map(lambda leaf: sum_over_positions(leaf.astype(np.float64), axes=axes), sums)
+
+
+def embed(ends, microbatch, axes):
+    tokens = microbatch["tokens"] if axes.positions is None else microbatch["tokens"][:, axes.positions]
+    return vocabulary_embedding(ends["table"], tokens, axes=axes)
+
+
+def layer(own, x, microbatch, axes):
+    is_real = here(microbatch["is_real"], axes)
+    gates = jax.nn.softmax(x @ own["router"])
+    y = (
+        x
+        + row_linear(jnp.tanh(column_linear(x, own["up"], axes=axes)), own["down"], axes=axes)
+        + gates @ own["experts"]
+    )
+    if axes.key is not None:
+        y = y * here(jax.random.bernoulli(axes.key, 0.7, microbatch["tokens"].shape), axes)[..., None]
+    if axes.extra is not None:
+        y = y - axes.extra["mean"][axes.layer]
+    gated, chosen = (jnp.sum(each, (0, 1), where=is_real[..., None]) for each in (gates, gates > 1 / E))
+    sums = {"load": gated, "chosen": chosen, "x": jnp.sum(x, (0, 1), where=is_real[..., None])}
+    return y, over_positions(sums, axes)
+
+
+def layered_sums(ends, x, microbatch, axes):
+    is_real = here(microbatch["is_real"], axes)[..., None]
+    is_learned = here(microbatch["is_learned"], axes)[..., None] & is_real
+    errors = (x - ends["target"]) ** 2
+    sums = {"errors": jnp.sum(errors, where=is_learned), "learned": jnp.sum(is_learned)}
+    sums |= {"sizes": jnp.sum(jnp.abs(x), where=is_real), "real": jnp.sum(is_real)}
+    rows = {"vectors": jnp.sum(x, 1, where=is_real)}
+    return over_positions((sums, rows), axes)
+
+
+def layered_loss(sums, rows, layer_sums):
+    two = sums["errors"] / sums["learned"] + 0.1 * sums["sizes"] / sums["real"]
+    loads = layer_sums["load"] * layer_sums["chosen"] / sums["real"] ** 2
+    similar = rows["vectors"] @ rows["vectors"].T
+    return two + jnp.sum(E * jnp.arange(1, L + 1)[:, None] * loads) + jnp.mean(jnp.tanh(similar)), {"two": two}
+
+
+def next_mean(sums, extra, layer_sums):
+    return {"mean": 0.5 * extra["mean"] + 0.5 * layer_sums["x"] / sums["real"]}
+
+
+SPECS = LayeredParams(
+    {"table": TensorSpec(P("tensor"), num_values=V), "target": P()},
+    {"router": P(), "experts": P(), "up": P(None, "tensor"), "down": P("tensor")},
+)
+MODEL = LayeredModel(embed, layer, layered_sums, specs=SPECS, by_positions=True)
+BALANCED = StepLoss(MODEL, layered_loss)
+PARAMS = LayeredParams(
+    {"table": RNG.normal(size=(V, D)), "target": RNG.normal(size=D)},
+    {
+        "router": RNG.normal(size=(L, D, E)),
+        "experts": RNG.normal(size=(L, E, D)),
+        "up": RNG.normal(size=(L, D, 6)),
+        "down": RNG.normal(size=(L, 6, D)),
+    },
+)
+ROWS = {
+    "tokens": RNG.integers(0, V, (M, B, T)).astype(np.int32),
+    "is_real": np.arange(T) < RNG.integers(0, T + 1, (M, B, 1)),
+    "is_learned": RNG.random((M, B, T)) < 0.3,
+}
+
+
+def all_by_layers(params, batch, keys=None, extra=None):
+    """All sums of a step, without any of the library's loops."""
+
+    def of_one(microbatch, key):
+        fold = (lambda i: None) if key is None else functools.partial(jax.random.fold_in, key)
+        x, of_layers = embed(params.ends, microbatch, Axes(key=fold(L))), []
+        for i in range(L):
+            own = jax.tree.map(lambda leaf, i=i: leaf[i], params.layers)
+            x, sums = layer(own, x, microbatch, Axes(key=fold(i), layer=i, extra=extra))
+            of_layers.append(sums)
+        sums, rows = layered_sums(params.ends, x, microbatch, Axes(key=fold(L + 1)))
+        return sums, rows, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
+
+    sums, rows, layer_sums = jax.vmap(of_one)(jax.tree.map(jnp.asarray, batch), keys)
+    sums, layer_sums = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), (sums, layer_sums))
+    return sums, jax.tree.map(in_order, rows), layer_sums
+
+
+@functools.cache
+def expected_by_layers():
+    def loss_of(params):
+        return layered_loss(*all_by_layers(params, ROWS))
+
+    return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None, "data2.zero3", "data2.tensor2.sequence_parallel.zero1", "data2.context2.zero2", "stage2.data2.remat_full",
+        *map(slow, [
+            "data1", "data4.zero1", "data8", "data2.zero2.remat_full", "data4.zero3.remat_full", "tensor2", "context2",
+            "context2.context_from100", "stage2", "stage2.data2.interleaved.virtual2", "stage4.zero_bubble",
+            "stage2.context2", "stage2.tensor2.data2.zero1", "data2.tensor2.zero3", "context2.tensor2",
+        ]),
+    ],
+)  # fmt: skip
+def test_sums_of_layers_and_of_the_loss_are_those_of_the_step_on_any_layout(layout):
+    (expected, told), gradient = expected_by_layers()
+    step = make_train_step(BALANCED, optax.sgd(1), layout=layout)
+    loss, found, metrics, _ = gradient_by(step, PARAMS, ROWS)
+    np.testing.assert_allclose(loss, expected, rtol=RTOL)
+    assert_equals(found, gradient)
+    assert_equals(metrics.sums, told)
+    if layout in ("data2.tensor2.sequence_parallel.zero1", "stage2"):
+        evaluated = jax.jit(make_eval_step(BALANCED, layout=layout))(step.init(PARAMS), ROWS)[1]
+        np.testing.assert_allclose(float(evaluated.loss), expected, rtol=RTOL)
+
+
+@pytest.mark.parametrize("layout", ["data2", slow("data2.stage2"), slow("data2.zero3")])
+def test_both_passes_have_the_same_keys_and_statistics_are_those_of_the_step(layout):
+    step = make_train_step(BALANCED._replace(next_extra=next_mean), optax.sgd(1), layout=layout)
+    extra = {"mean": RNG.normal(size=(L, D))}
+    loss, found, _, state = gradient_by(step, PARAMS, ROWS, seed=5, extra=extra)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(jax.random.key(5), 0)))(np.arange(M))
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def whole(params):
+        sums, rows, layer_sums = all_by_layers(params, ROWS, keys, extra)
+        return layered_loss(sums, rows, layer_sums)[0], next_mean(sums, extra, layer_sums)
+
+    (expected, following), gradient = jax.jit(whole)(PARAMS)
+    np.testing.assert_allclose(loss, expected, rtol=RTOL)
+    assert_equals(found, gradient)
+    assert_equals(state.extra, following)
+
+
+def test_optimizers_may_ask_for_the_loss_and_its_gradient_at_other_parameters():
+    def update(grads, state, params, *, value, value_fn, grad_fn):
+        at_half = jax.tree.map(lambda leaf: leaf / 2, params)
+        return grad_fn(at_half), jnp.stack([value, value_fn(params), value_fn(at_half)])
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(3), update)
+    step = make_train_step(CONTRASTIVE, optimizer, layout="data2")
+    state, metrics = jax.jit(step)(step.init(TOWERS), PAIRS)
+    halved = jax.tree.map(lambda leaf: leaf / 2, TOWERS)
+    (value, _), gradient = jax.value_and_grad(contrast_of_all, has_aux=True)(halved)
+    assert_equals(state.opt_state, jnp.stack([metrics.loss, metrics.loss, value]))
+    assert_equals(jax.tree.map(np.subtract, state.params, TOWERS), gradient)
+
+
+def test_planned_steps_of_packed_rows_have_both_denominators():
+    """A mean over tokens and one over samples, of what is trained alone."""
+    dataset = random_dataset(40, 9)
+    lengths = np.diff(dataset.offsets)
+    plan = make_plan(lengths, max_tokens=36, max_length=9, packing="best_fit", microbatches_per_step=2)
+
+    def sums(params, batch, key):
+        is_real = batch.segment_ids > 0
+        values = (params["table"] * jax.random.normal(key))[batch.tokens] + params["fixed"]
+        is_first = is_real & (batch.positions == 0)
+        over = {"tokens": is_real, "samples": is_first}
+        return {n: jnp.sum(each) for n, each in over.items()} | {
+            f"of_{n}": jnp.sum(values**2, where=each) for n, each in over.items()
+        }
+
+    def loss(sums):
+        return sums["of_tokens"] / sums["tokens"] + sums["of_samples"] / sums["samples"], {"samples": sums["samples"]}
+
+    params = {"table": RNG.normal(size=256), "fixed": np.float64(3)}
+    step = make_train_step(StepLoss(sums, loss), optax.sgd(1), layout="data2", trainable="table")
+    state, batches = step.init(params, seed=1), load(plan, dataset, layout="data2")
+    compiled = compile_buckets(step, state, batches, progress=False)
+    for number, batch in enumerate(batches):
+        before = np.asarray(state.params["table"])
+        microbatches = [jax.tree.map(lambda leaf, m=m: leaf[m] if leaf.ndim else leaf, batch) for m in range(2)]
+        keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(1), number), m) for m in range(2)]
+
+        def whole(table, microbatches=microbatches, keys=keys):
+            of_all = [sums({**params, "table": table}, *each) for each in zip(microbatches, keys, strict=True)]
+            return loss(jax.tree.map(lambda *leaves: sum(leaves), *of_all))[0]
+
+        expected, gradient = jax.value_and_grad(whole)(jnp.asarray(before))
+        num_sequences, num_tokens = int(batch.num_sequences), float(count_tokens(batch))
+        state, metrics = compiled(state, batch)
+        np.testing.assert_allclose(float(metrics.loss), expected, rtol=RTOL)
+        assert_equals(before - state.params["table"], gradient)
+        assert state.params["fixed"] == 3
+        assert (metrics.sums["samples"], metrics.num_tokens) == (num_sequences, num_tokens)
+
+
+def test_what_is_no_loss_of_a_step_is_refused():
+    def refused(match, sums=towers, loss=contrast, **others):
+        step = make_train_step(StepLoss(sums, loss, **others), optax.sgd(1))
+        with pytest.raises(UserError, match=match):
+            step(step.init(TOWERS, extra=np.zeros(2)), PAIRS)
+
+    refused("the loss of a StepLoss must return a float scalar", loss=lambda sums, rows: rows["one"])
+    refused("the loss of a StepLoss must return a float scalar", loss=lambda sums, rows: 1)
+    refused("the loss of a StepLoss takes no rows, which there are", loss=lambda sums: sums["size"])
+    refused("the loss of a StepLoss takes layer_sums, which there are not", loss=lambda sums, rows, layer_sums: 0.0)
+    refused(r"of_arrays of a StepLoss must return sums or \(sums, rows\), dicts of arrays, not a \w+", sums=of_arrays)
+    refused(r"real numbers, not \['z'\] complex128\[\]", sums=lambda params, batch: {"z": jnp.sum(batch["one"]) * 1j})
+    refused(r"begin with the axis .* not \['r'\] float64\[4\]", sums=lambda params, batch: ({}, {"r": batch["one"][0]}))
+    refused("next_extra must return extra as it takes it", next_extra=lambda sums, extra: extra[0])
+    calls = []
+
+    def forgetful(own, x, microbatch, axes):
+        calls.append(axes)
+        return layer(own, x, microbatch, axes) if len(calls) == 1 else layer(own, x, microbatch, axes)[0]
+
+    step = make_train_step(BALANCED._replace(sums=MODEL._replace(layer=forgetful)), optax.sgd(1))
+    with pytest.raises(UserError, match="layers must return the same sums, and in every call"):
+        step(step.init(PARAMS), ROWS)
+    with pytest.raises(UserError, match="zero3 takes a LayeredModel, and towers is a loss function"):
+        make_train_step(CONTRASTIVE, optax.sgd(1), layout="data2.zero3")
+
+
+def of_arrays(params, microbatch):
+    return jnp.sum(microbatch["one"]), jnp.float64(1)
