@@ -21,7 +21,7 @@ from jvarlen.batches.batches import token_batch_spec
 from jvarlen.compiling.lifetimes import lifetimes_of
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, Placement, axes_in
-from jvarlen.parallel.layers import LayeredModel, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.microbatch import OneMicrobatch, bytes_of, shapes_on
 from jvarlen.parallel.sharded import (
@@ -32,6 +32,7 @@ from jvarlen.parallel.sharded import (
     sum_on_layout,
     sums_on_layout,
 )
+from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
@@ -93,7 +94,7 @@ def estimate_memory(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     bucket: tuple[int, ...] | None = None,
     *,
-    model: LayeredModel | LossFn | None = None,
+    model: LayeredModel | LossFn | StepLoss | None = None,
     trainable: Trainable = None,
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
@@ -109,7 +110,7 @@ def estimate_memory(
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       optimizer: any Optax optimizer.
       bucket: the shape of a microbatch; None counts no activations.
-      model: as for `make_train_step`; None counts no activations.
+      model: as for `make_train_step`; None counts no activations. Of a `StepLoss` without the rows of the step.
       trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
@@ -138,12 +139,13 @@ def estimate_memory(
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
     check_arrays(params)
-    check_layout(layout, params, model)
+    own: Any = model_to_estimate(model)
+    check_layout(layout, params, own)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    model, params, optimizer, trained_of = stacked_for(layout, model, params, optimizer, trainable=trainable)
-    params = shapes_on(layout, params, model)
+    own, params, optimizer, trained_of = stacked_for(layout, own, params, optimizer, trainable=trainable)
+    params = shapes_on(layout, params, own)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra, trained_of=trained_of), params)
-    held = state_bytes(layout, state, model, trained_of)
+    held = state_bytes(layout, state, own, trained_of)
     estimate = MemoryEstimate(
         params=held.params,
         grads=held.grads,
@@ -151,17 +153,17 @@ def estimate_memory(
         opt_state=held.opt_state,
         gathered=held.gathered,
     )
-    if model is None or bucket is None:
+    if own is None or bucket is None:
         return estimate
-    rows_along = model_on_axes(model, layout, params, batch_spec(check_buckets([bucket])[0], 1))[1]
+    rows_along = model_on_axes(own, layout, params, batch_spec(check_buckets([bucket])[0], 1))[1]
     of_shard = max(2, layout.stage)
     if microbatches_per_step is not None:
         check_bucket(layout, bucket, microbatches_per_step)
         of_shard = microbatches_per_step // (layout.num_shards if rows_along is None else layout.data)
-    of_device = model, layout, params, trained_of, extra, bucket, batch_spec
+    of_device = own, layout, params, trained_of, extra, bucket, batch_spec
     arrays = lifetimes_of(ClosedJaxpr(step_jaxpr(*of_device, of_shard), ()))
     others = math.ceil(temporary_bytes(arrays.peak(), layout.virtual)) - held.accumulated
-    if isinstance(model, LayeredModel):
+    if isinstance(own, LayeredModel):
         kept = int(arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))) - held.accumulated
     else:
         kept = OneMicrobatch(*of_device).residual_bytes()

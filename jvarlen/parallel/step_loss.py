@@ -25,7 +25,7 @@ from jvarlen.training.step_sums import StepSums, changes_of_extra, field_of, fir
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf
 
-__all__ = ["sum_step_loss"]
+__all__ = ["model_to_estimate", "sum_step_loss"]
 
 
 class _Given(NamedTuple):
@@ -88,6 +88,27 @@ def sum_step_loss(
         return sums._replace(extra=changes_of_extra(state.extra, following, sums.weight_sum))
 
     return sums_of
+
+
+def model_to_estimate(model: Any) -> Any:
+    """An ordinary model that computes of a microbatch what the pass for gradients does."""
+    if not isinstance(model, StepLoss):
+        return model
+
+    def summed(values: dict[str, Any], _: _Given) -> tuple[Any, ...]:
+        return _product(values, jax.tree.map(lambda leaf: jnp.ones((), _wide(leaf)), values)), 1.0, {}
+
+    own, each = model.sums, _returning(model.sums, summed)
+    if not isinstance(own, LayeredModel):
+        return functools.wraps(own)(lambda params, batch, **told: each(params, _Given(batch, 0, None), **told))
+
+    def layer(layer_params: Any, x: Any, batch: Any, axes: Axes) -> Any:
+        return _split_layer(x, own.layer(layer_params, x, batch, axes))[0]
+
+    def loss(ends: Any, x: Any, batch: Any, axes: Axes) -> Any:
+        return each.loss(ends, x, _Given(batch, 0, axes.extra), axes)
+
+    return own._replace(layer=layer, loss=loss)
 
 
 def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Any], _Given], Any]) -> Any:

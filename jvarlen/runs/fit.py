@@ -50,7 +50,7 @@ from jvarlen.distributed.processes import (
 from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.plan_source import SkippedSample
-from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.reports.run_records import read_metrics
@@ -105,14 +105,14 @@ def fit(
     config: FitConfig,
     data: Split | None = None,
     *,
-    loss_fn: LossFn | LayeredModel | None = None,
+    loss_fn: LossFn | LayeredModel | StepLoss | None = None,
     params: Any = None,
     optimizer: optax.GradientTransformation | None = None,
     eval_params: EvalParams | None = None,
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
     length_fn: LengthFn | PairLengthsFn | None = None,
-    eval_loss_fn: LossFn | LayeredModel | None = None,
+    eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None,
     extra: Any = None,
     batch_spec: BatchSpec | None = None,
     layout: LayoutLike = None,
@@ -135,7 +135,7 @@ def fit(
     Args:
       config: the settings.
       data: training and held-out samples, the same on all processes; None: the settings' files or the built-in corpus.
-      loss_fn: a loss function, as for `make_train_step`, or a `jvarlen.parallel.LayeredModel`.
+      loss_fn: a loss function, a `jvarlen.parallel.LayeredModel`, or a `StepLoss`, as for `make_train_step`.
       params: pytree of arrays, the initial parameters; arrays that are already placed on these devices
         keep their sharding, if the layout is data-parallel alone.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.

@@ -267,7 +267,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
 
 def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
     """Raises ValueError where a layout does not take the optimizer or a bucket."""
-    of_task: dict[str, Any] = {"model": task.loss_fn, "trainable": task.trainable}
+    of_task: dict[str, Any] = {"model": task.model, "trainable": task.trainable}
     check_portable(task.params, training_plan.optimizer, layout=layout, **of_task)
     for bucket in sorted(buckets):
         check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)

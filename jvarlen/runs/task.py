@@ -28,7 +28,7 @@ from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
-from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
+from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
 from jvarlen.parallel.sharded import stacked_for
@@ -55,9 +55,9 @@ __all__ = ["PairLengthsFn", "SamplesOfLengths", "Task", "TrainingData", "open_tr
 class Task:
     """The model that is trained, and the batches that it is trained on: the arguments of `fit`."""
 
-    loss_fn: LossFn | LayeredModel | None = None  # None: the built-in language model, until `with_decoder`
+    loss_fn: LossFn | LayeredModel | StepLoss | None = None  # None: the built-in language model, until `with_decoder`
     params: Any = None
-    eval_loss_fn: LossFn | LayeredModel | None = None
+    eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None
     extra: Any = None
     optimizer: optax.GradientTransformation | None = None
     fields: FieldAxes | None = None
@@ -86,7 +86,7 @@ class Task:
 
     def check_layout(self, layout: Layout, model: DecoderConfig) -> None:
         """Raises ValueError if a layout is not for this model, or for the built-in one; computes nothing."""
-        loss_fn, params = self.loss_fn, self.shapes
+        loss_fn, params = self.model, self.shapes
         if loss_fn is None:
             loss_fn = _built_in_loss(model, layout)
             params = model_shapes(None, model)
@@ -153,7 +153,8 @@ class Task:
         """How many values arrays of a batch may have that the loss reads a table by, as far as can be seen."""
         if self.is_language_model:
             return {"tokens": num_tokens}
-        return table_rows(whole_loss(self.loss_fn), self.params, self.extra, batch)
+        loss_fn = self.loss_fn if isinstance(self.loss_fn, StepLoss) else whole_loss(self.loss_fn)
+        return table_rows(loss_fn, self.params, self.extra, batch)
 
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
         """The state before the first step; it has keys if a loss takes one."""
@@ -165,17 +166,18 @@ class Task:
         """The form of states on one device, which checkpoints hold; None if states have it already."""
         if step.placement is None or step.placement.layout.is_data_parallel:
             return None
-        of_step: dict[str, Any] = {"model": self.loss_fn, "trainable": self.trainable}
+        of_step: dict[str, Any] = {"model": self.model, "trainable": self.trainable}
         return portable_form(state, self.params, step.optimizer, layout=step.placement, **of_step)
 
     def eval_step(self, placement: Placement | None = None) -> StepFn:
         """The step of evaluations to compile."""
-        loss_fn, trained = self.eval_loss_fn or self.loss_fn, self.loss_fn
+        loss_fn, trained = self.eval_loss_fn or self.loss_fn, self.model
         assert loss_fn is not None
         if placement is None or placement.layout.is_data_parallel:
             return make_eval_step(loss_fn, layout=placement)
         layout = placement.layout
-        if isinstance(loss_fn, LayeredModel) and isinstance(trained, LayeredModel) and loss_fn.stack is trained.stack:
+        model = model_of(loss_fn)
+        if isinstance(model, LayeredModel) and isinstance(trained, LayeredModel) and model.stack is trained.stack:
             return make_eval_step(loss_fn, layout=placement)
         step = make_eval_step(loss_fn, layout=Layout().on(placement.mesh, axes={"data": "data"}))
 
@@ -184,6 +186,11 @@ class Task:
             return state, step(state._replace(params=params), batch)[1]
 
         return eval_step
+
+    @property
+    def model(self) -> Any:
+        """The loss function or model by layers whose parameters are trained."""
+        return model_of(self.loss_fn)
 
     @property
     def shapes(self) -> Any:
@@ -198,10 +205,11 @@ def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | Laye
     return layered(model)
 
 
-def whole_loss(loss_fn: LossFn | LayeredModel | None) -> LossFn:
-    """The loss of the whole model, on one device."""
-    assert loss_fn is not None  # there is one after `with_decoder`
-    return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
+def whole_loss(loss_fn: LossFn | LayeredModel | StepLoss | None) -> LossFn:
+    """The loss of the whole model, on one device; of a `StepLoss` what it takes and where it stands."""
+    model = model_of(loss_fn)
+    assert model is not None  # there is one after `with_decoder`
+    return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
 def _gives_two(length_fn: Any, dataset: DataSource) -> bool:

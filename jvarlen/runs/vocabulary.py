@@ -13,6 +13,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jvarlen._common.pytree import plain_names
+from jvarlen.parallel.layers import StepLoss
 from jvarlen.parallel.train import make_eval_step
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import new_state
@@ -32,7 +33,7 @@ class _Kind(NamedTuple):
     name: str = ""
 
 
-def table_rows(loss_fn: LossFn, params: Any, extra: Any, batch: Any) -> dict[str, int]:
+def table_rows(loss_fn: LossFn | StepLoss, params: Any, extra: Any, batch: Any) -> dict[str, int]:
     """How many rows the tables have that arrays of a batch index as they are, the least of each, as far as can be seen.
 
     Nothing is computed. Indices that a loss clips, folds or replaces by their values are not seen, nor are one-hots.

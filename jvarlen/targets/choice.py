@@ -17,7 +17,8 @@ from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
-from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layers import LayeredModel, StepLoss
+from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan
@@ -147,7 +148,7 @@ def candidate_cells(choice: LayoutChoice, most: int) -> list[list[str]]:
 
 def choose_layout(
     plan: Plan,
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     cluster: Cluster,
     *,
@@ -169,7 +170,7 @@ def choose_layout(
 
     Args:
       plan: its buckets, steps of each, and microbatches of a step.
-      model: as for `parallel.make_train_step`.
+      model: as for `parallel.make_train_step`; of a `StepLoss` its pass for gradients counts.
       optimizer: any Optax optimizer.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
@@ -203,12 +204,13 @@ def choose_layout(
     buckets = [bucket for bucket in plan.buckets if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
+    own = model_to_estimate(model)
     if costs is None:
         sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
         of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
-        costs = count_costs(model, params, buckets, tensor_sizes=sizes, **of_model)
+        costs = count_costs(own, params, buckets, tensor_sizes=sizes, **of_model)
     if memory is None:
-        memory = MemoryModel(model, params, optimizer, buckets, **of_model)
+        memory = MemoryModel(own, params, optimizer, buckets, **of_model)
     cost = None if cost is None else cost_of_plan(plan, cost, lengths)
     num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets)), plan.microbatches_per_step
     search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})

@@ -26,7 +26,7 @@ from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_of, placement_of
 from jvarlen.parallel.communication import communication_of
-from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.pipeline import branches_of_ticks
 from jvarlen.parallel.train import make_train_step
 from jvarlen.planning.buckets import AnyBucket
@@ -58,7 +58,7 @@ _NO_ROOM = re.compile(rf"Used {_BYTES} of {_BYTES} hbm|\({_BYTES}\) exceeds avai
 
 def compile_for(
     target: Target | str,
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: HasShapes | PlannedSteps | BatchShapes,
     *,
@@ -130,7 +130,7 @@ def compile_for(
 
 def target_compiler(
     target: Target,
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: HasShapes | PlannedSteps | BatchShapes,
     *,

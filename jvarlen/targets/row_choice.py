@@ -19,7 +19,7 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import StepCompiler, largest_first
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.mesh import LayoutLike
-from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, rounded_caps, steps_and_rows
 from jvarlen.planning.cost_model import CostModel
@@ -176,7 +176,7 @@ class RowChoice:
 
 def choose_rows(
     target: Target | str,
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: Callable[[Budget | Buckets[Bucket]], Plan],
     budget: Budget,

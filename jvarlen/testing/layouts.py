@@ -12,7 +12,7 @@ import optax
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
-from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
+from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn
 from jvarlen.parallel.train import TrainStep, make_train_step
 from jvarlen.testing.partition import FloatDtype, floats_in
 from jvarlen.training.losses import LossFn
@@ -22,7 +22,7 @@ __all__ = ["assert_layout_invariant"]
 
 
 def assert_layout_invariant(
-    model: LayeredModel | LossFn,
+    model: LayeredModel | LossFn | StepLoss,
     params: Any,
     batch: Any,
     layouts: Iterable[Layout | str],

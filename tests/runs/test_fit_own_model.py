@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, scale_by_batch_size
+from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, make_plan, scale_by_batch_size
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import pad_to_bucket
+from jvarlen.parallel import StepLoss
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import bucket_uses, read_metrics, read_run
 from jvarlen.runs.config import DirectoryConfig, load_config
@@ -557,3 +558,36 @@ def test_settings_that_two_lengths_do_not_have_are_refused(tmp_path, plan, error
     with pytest.raises(ValueError, match=error):
         fit_pairs(tmp_path, plan=plan, options={"fields": PAIR_FIELDS})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("layout", [None, "data2.zero1"])
+def test_a_loss_of_whole_steps_is_trained_evaluated_and_logged(tmp_path, layout):
+    """The variance of a step's values, whose mean over its tokens is part of it."""
+    rng = np.random.default_rng(4)
+    samples = [rng.integers(0, 50, length) for length in rng.integers(1, 16, 120)]
+
+    def sums(params, batch):
+        values, is_real = params[batch.tokens], jnp.arange(batch.tokens.shape[1]) < batch.lengths[..., None]
+        return {"n": jnp.sum(is_real), "x": jnp.sum(values, where=is_real), "xx": jnp.sum(values**2, where=is_real)}
+
+    def loss(sums):
+        mean = sums["x"] / sums["n"]
+        return sums["xx"] / sums["n"] - mean**2, {"mean": mean}
+
+    table = rng.normal(size=50).astype(np.float32)
+    config = changed(make_config(tmp_path), max_steps=None, num_epochs=1)
+    options = {"loss_fn": StepLoss(sums, loss), "params": jnp.asarray(table), "optimizer": optax.sgd(0.0)}
+    result = fit(config, Split(samples, samples[:9]), layout=layout, **options)
+    plan = Plan.load(result.run_dir / "plan.npz")
+    records = read_metrics(result.run_dir / "metrics.jsonl")
+    steps = [(row["loss"], row["mean"], row["num_tokens"]) for row in records if "loss" in row]
+    assert len(steps) == plan.num_steps > 2
+    for number, (variance, mean, num_tokens) in enumerate(steps):
+        ids = plan.rows(number)
+        values = table[np.concatenate([samples[i] for i in ids[ids >= 0]])]
+        np.testing.assert_allclose((variance, mean), (values.var(), values.mean()), rtol=1e-4, atol=1e-6)
+        assert num_tokens == len(values)
+    held_out = make_plan(np.array(list(map(len, samples[:9]))), plan.buckets, microbatches_per_step=4, order="length")
+    of_steps = (ids[ids >= 0] for ids in map(held_out.rows, range(held_out.num_steps)))
+    expected = [table[np.concatenate([samples[i] for i in ids])].var() for ids in of_steps]
+    np.testing.assert_allclose(result.summary.held_out_after, np.mean(expected), rtol=1e-4)
