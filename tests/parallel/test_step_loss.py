@@ -15,9 +15,11 @@ from jvarlen.parallel import (
     Axes,
     LayeredModel,
     LayeredParams,
+    Layout,
     StepLoss,
     TensorSpec,
     column_linear,
+    estimate_memory,
     row_linear,
     sum_over_positions,
     take_positions,
@@ -354,3 +356,19 @@ def test_what_is_no_loss_of_a_step_is_refused():
 
 def of_arrays(params, microbatch):
     return jnp.sum(microbatch["one"]), jnp.float64(1)
+
+
+def test_memory_is_estimated_without_the_rows_of_the_step():
+    def batch_spec(bucket, num_microbatches):
+        shapes = jax.tree.map(lambda leaf: (num_microbatches, *bucket, *leaf.shape[3:]), ROWS)
+        return jax.tree.map(lambda leaf, shape: jax.ShapeDtypeStruct(shape, leaf.dtype), ROWS, shapes)
+
+    def loss(ends, x, microbatch, axes):
+        return jnp.sum(layered_sums(ends, x, microbatch, axes)[0]["errors"]), 1.0
+
+    ordinary = MODEL._replace(layer=lambda *given: layer(*given)[0], loss=loss)
+    of = {"params": PARAMS, "optimizer": optax.adam(1e-3), "bucket": (4, 64), "batch_spec": batch_spec}
+    for layout in ("data2.zero3", "data1.stage2.tensor2"):
+        expected, found = (estimate_memory(Layout.parse(layout), model=model, **of) for model in (ordinary, BALANCED))
+        assert (found.params, found.grads, found.opt_state) == (expected.params, expected.grads, expected.opt_state)
+        assert 1 <= found.total / expected.total < 1.3
