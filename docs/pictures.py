@@ -1,4 +1,4 @@
-"""Draws the SVG pictures of "How a plan is made", "Collectives", "Pipeline schedules" and "One plan, any layout".
+"""Draws the SVG pictures of the pages, and of the READMEs of experimental features.
 
 `python docs/pictures.py` writes them all. Pictures of the example are drawn here, and are byte-identical everywhere.
 Pictures of the built-in corpus depend on the Python version, because the corpus is its standard library. Letters: N
@@ -22,7 +22,7 @@ from jvarlen.experimental import token_slices
 from jvarlen.parallel import make_schedule
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
-from jvarlen.reports.layout_figures import draw_memory, draw_timelines
+from jvarlen.reports.layout_figures import draw_timelines
 from jvarlen.reports.plan_page import draw_plan
 
 __all__ = [
@@ -79,9 +79,6 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
     costs, split = {"F": 1, "B": 2}, {"F": 1, "B": 1, "W": 1}
     lockstep = [make_schedule(name, 4, 8).simulate(costs) for name in ("gpipe", "1f1b", "eager_1f1b")]
     yield "schedules-lockstep", draw_timelines(*lockstep, make_schedule("zero_bubble", 4, 8).simulate(split))
-    halves = {kind: cost / 2 for kind, cost in costs.items()}  # a chunk is half of a stage
-    in_chunks = make_schedule("interleaved", 4, 8, 2).simulate(halves, "mpmd")
-    yield "schedules-mpmd", draw_timelines(make_schedule("1f1b", 4, 8).simulate(costs, "mpmd"), in_chunks)
 
     def seconds(num_tokens: np.ndarray, num_earlier: np.ndarray) -> np.ndarray:
         return 1 + num_tokens * (1 + (num_earlier + num_tokens / 2) / 1024) / 128
@@ -95,10 +92,8 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
 
 
 def draw_layouts() -> Iterator[tuple[str, str]]:
-    """The name and the SVG of each picture of layouts. What JAX keeps for the backward pass depends on its version."""
-    names = _run_guide("layouts.md")
-    yield "layouts-memory", draw_memory(names["estimates"])
-    yield "layouts-stages", names["svg"]
+    """The name and the SVG of the picture of layouts. What JAX keeps for the backward pass depends on its version."""
+    yield "layouts-memory", _run_guide("layouts.md")["svg"]
 
 
 def draw_simulation() -> Iterator[tuple[str, str]]:

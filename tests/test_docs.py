@@ -261,7 +261,7 @@ def test_pictures_of_the_corpus_show_what_the_library_draws(pictures, of_the_exa
         return re.findall(r">([a-z_% ]*[a-z]{2}[a-z_% ]*)<", svg)
 
     drawn = dict(pictures.draw_corpus())
-    of_guides = {"layouts-memory", "layouts-stages", "simulation"}  # compared where the guides run
+    of_guides = {"layouts-memory", "simulation"}  # compared where the guides run
     assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {
         *drawn,
         *of_the_example,

@@ -1,4 +1,4 @@
-"""The commands of docs/launching.md, run as they stand there: by mpirun, a Slurm batch script and torchrun."""
+"""The commands of docs/many_devices.md and examples/launch, as they stand: by mpirun, a Slurm script and torchrun."""
 
 import contextlib
 import functools
@@ -61,11 +61,16 @@ exit $code
 """
 
 
-def block(language: str, containing: str, page: str = "docs/launching.md") -> str:
+def block(language: str, containing: str, page: str = "docs/many_devices.md") -> str:
     """The one block of a page that is in a language and contains a text."""
     text = (ROOT / page).read_text()
     (found,) = (each for each in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if containing in each)
     return found
+
+
+def launch_file(name: str) -> str:
+    """One of the files that start a run."""
+    return (ROOT / "examples" / "launch" / name).read_text()
 
 
 def small_settings(data: Path) -> list[str]:
@@ -386,7 +391,7 @@ def test_the_loop_around_mpirun_goes_on_without_a_host_that_is_lost(place, losse
         (place.folder / "lost").touch()
         place.kill_first("OMPI_COMM_WORLD_RANK")
 
-    assert place.run_struck(block("bash", "survivors="), lose_host, **AS_ANY_USER) == 0, place.output
+    assert place.run_struck(launch_file("mpirun.sh"), lose_host, **AS_ANY_USER) == 0, place.output
     assert len(place.pids()) == 3
     assert "Resumed" in place.output
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
@@ -398,7 +403,7 @@ def test_the_loop_around_mpirun_starts_again_after_an_error_only_where_something
         place.write_program(program, "#!/bin/sh\necho 2\n")
     place.write_program("mpirun", f'#!/bin/sh\necho start "$@" >> starts\nmkdir -p runs {saves}\nexit 2\n')
     (place.folder / "hosts").write_text("first\nsecond\n")
-    assert place.run(block("bash", "survivors=")) == 2
+    assert place.run(launch_file("mpirun.sh")) == 2
     starts = (place.folder / "starts").read_text().splitlines()
     assert len(starts) == (2 if saves else 1)
     assert starts[0].startswith("start -n 2 --hostfile alive --bind-to none jvarlen train --distributed ")
@@ -423,7 +428,7 @@ def test_the_batch_script_is_requeued_after_an_error_only_where_something_was_sa
 
 
 def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):
-    (service, job) = yaml.safe_load_all(block("yaml", "kind: Job"))
+    (service, job) = yaml.safe_load_all(launch_file("kubernetes.yaml"))
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (script,) = container["args"]
     command = script.replace("$JOB_COMPLETION_INDEX", "3").removeprefix("exec ")
@@ -437,17 +442,17 @@ def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):
 
 
 def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(parse):
-    (command,) = re.findall(r"ExecStart=(.*)", block("ini", "ExecStart"))
+    (command,) = re.findall(r"ExecStart=(.*)", launch_file("train.service"))
     config = parse(command)
     assert config.directory.run_dir == Path("/srv/training/run")
     assert not config.progress
 
 
-@pytest.mark.parametrize("containing", ["torchrun --nproc-per-node", "torchrun --nnodes"])
-def test_the_replicas_of_torchrun_divide_the_microbatches_of_its_program(containing):
-    microbatches = set(re.findall(r"microbatches_per_step=(\d+)", block("python", "torch_ref.load")))
+@pytest.mark.parametrize("command", block("bash", "torchrun").splitlines())
+def test_the_replicas_of_torchrun_divide_the_microbatches_of_its_program(command):
+    microbatches = set(re.findall(r"microbatches_per_step=(\d+)", launch_file("train_torch.py")))
     assert len(microbatches) == 1
-    numbers = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", block("bash", containing)))
+    numbers = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", command))
     num_replicas = int(numbers.get("nnodes", 1)) * int(numbers["nproc-per-node"])
     assert int(microbatches.pop()) % num_replicas == 0
 
@@ -456,8 +461,8 @@ def test_the_replicas_of_torchrun_divide_the_microbatches_of_its_program(contain
 @pytest.mark.multiprocess
 def test_torchrun_starts_the_program_and_its_replicas_read_every_sample_once(tmp_path):
     program = tmp_path / "train_torch.py"
-    program.write_text(block("python", "torch_ref.load"))
-    command = shlex.split(block("bash", "torchrun --nproc-per-node"))
+    program.write_text(launch_file("train_torch.py"))
+    command = shlex.split(block("bash", "torchrun").splitlines()[0])
     assert command[0] == "torchrun"
     assert command[-1] == program.name
     # As the page has it, but beside other torchruns, by an interpreter that is not on the path, and recorded.

@@ -27,7 +27,6 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
-from jvarlen.reports.layout_figures import draw_memory
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
@@ -144,11 +143,11 @@ GUIDES = {
     "one_piece.md": Guide(
         lambda left: int(left.total) == sum(map(sum, left.samples)) and float(left.metrics["loss"]) < 4.8, shows=False
     ),
-    "exactness.md": Guide(slow=True),
     "resuming.md": Guide(lambda left: int(left.resumed.opt_state[0].count) == 30, slow=True),
-    "context_parallel.md": Guide(),
-    "schedules.md": Guide(),
-    "tensor_parallel.md": Guide(slow=True),
+    "many_devices.md": Guide(
+        lambda left: left.step.collectives(left.plan.buckets[0])["all-reduce"].in_loops == 0, slow=True
+    ),
+    "layered.md": Guide(slow=True),
     "collectives/README.md": Guide(),
     "large_plans/README.md": Guide(slow=True),
     "mixed/README.md": Guide(lambda left: len(left.compiled.specs) == 1, slow=True),
@@ -215,19 +214,6 @@ def run_guide(name):
     return names
 
 
-@pytest.mark.slow
-def test_the_lines_of_the_parallel_guide_run(capsys):
-    names: dict = {}
-    for script in blocks("parallel.md", "python"):
-        if "torch_ref" not in script:  # for torchrun
-            exec(script, names)
-    assert names["estimate"].wire_bytes > 0
-    assert names["replicated"].collectives(names["plan"].buckets[0])["all-reduce"].in_loops == 0
-    printed = capsys.readouterr().out
-    assert "all-gather" in printed
-    assert "{'float32'}" in printed
-
-
 def assert_shows(name, printed):
     """The blocks of text of a guide are what its lines have printed, in order."""
     lines = iter(printed.splitlines())
@@ -253,14 +239,19 @@ def test_the_guide_to_asynchronous_training_prints_what_it_shows(capsys, tmp_pat
 
 @pytest.mark.slow
 def test_the_guide_to_layouts_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("layouts.md", capsys)
+    names = run_guide("layouts.md")
+    printed = capsys.readouterr().out
+    assert_shows("layouts.md", printed)
     assert len(names["expected"]) == names["plan"].num_steps
-    for name, svg in (("layouts-memory", draw_memory(names["estimates"])), ("layouts-stages", names["svg"])):
-        drawn, saved = (  # but for the bytes of activations, which depend on the version of JAX
-            [word for word in re.findall(r"<text[^>]*>([^<]+)<", text) if not re.fullmatch(r"[ \d.,]+", word)]
-            for text in (svg, (DOCS / "pictures" / f"{name}.svg").read_text())
-        )
-        assert drawn == saved != [], f"{name} is out of date: run `python docs/pictures.py`"
+    assert names["estimate"].wire_bytes > 0
+    assert "all-gather" in printed
+    assert names["choice"].layout.num_devices == 16
+    assert str(names["choice"].layout) in printed
+    drawn, saved = (  # but for the bytes of activations, which depend on the version of JAX
+        [word for word in re.findall(r"<text[^>]*>([^<]+)<", text) if not re.fullmatch(r"[ \d.,]+", word)]
+        for text in (names["svg"], (DOCS / "pictures" / "layouts-memory.svg").read_text())
+    )
+    assert drawn == saved != [], "the picture is out of date: run `python docs/pictures.py`"
 
 
 @pytest.mark.slow
@@ -288,14 +279,6 @@ def test_the_lines_and_commands_of_the_guide_to_fine_tuning_run_and_print_what_i
     for line in (sample, f"{export}-again"):
         assert main(shlex.split(line)[1:]) == 0
     assert "learning rate 5e-06 at 8 sequences a step" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_lines_of_the_guide_to_choosing_run(capsys):
-    choice = run_guide("choosing.md")["choice"]
-    assert choice.layout.num_devices == 16
-    assert str(choice.layout) in capsys.readouterr().out
-    assert f"{len(choice.candidates.reasons)} layouts" in (DOCS / "choosing.md").read_text()
 
 
 def test_the_lines_for_those_who_come_from_elsewhere_run(capsys):

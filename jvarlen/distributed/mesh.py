@@ -228,7 +228,14 @@ def split_cpu(num_devices: int, *, again: bool = True) -> None:
 
 
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:
-    """The devices of the mesh, including those of other processes; for None, the default device."""
+    """The devices of a mesh, those of other processes included.
+
+    Args:
+      mesh: the mesh; None for the default device.
+
+    Returns:
+      The devices, in the order of the mesh.
+    """
     if mesh is not None:
         return mesh.devices.flatten().tolist()
     default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None

@@ -38,7 +38,7 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
     utilisation = flops / (choice.seconds * cluster.num_devices * cluster.flops_per_second)
     write_page(
         path,
-        title=f"The fastest layout on {cluster.num_devices:,} devices",
+        title=f"Layouts on {cluster.num_devices:,} devices, by estimated time",
         summary=f"Of those that fit on {cluster.name}, for {plan.num_steps:,} steps in {len(plan.buckets):,} shapes. "
         f"Predicted: {choice.why()}.",
         key_figures=[

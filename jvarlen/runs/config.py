@@ -215,8 +215,8 @@ class HardwareConfig(DeviceConfig):
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
-    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" chooses the
-    fastest that fits, for all devices. None: data parallelism."""
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" takes
+    the one that fits with the least estimated time, for all devices. None: data parallelism."""
     cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
     None measures them before the run."""

@@ -10,7 +10,7 @@
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: matrix products and collectives of a model. `step_seconds`: the time of a step on each layout.
 - `memory_model`: the bytes of a step on many layouts at once.
-- `choice`: every layout, the cost of a plan on each, and the fastest that fits.
+- `choice`: every layout, the cost of a plan on each, and the one that fits with the least estimated time.
 """
 
 from __future__ import annotations
