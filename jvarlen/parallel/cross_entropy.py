@@ -19,7 +19,8 @@ from jvarlen.parallel.tensor import losses_and_gradient, vary_alike
 
 __all__ = ["chunked_cross_entropy"]
 
-_MOST_LOGITS = 2**27  # of a chunk; each more reads and writes the kernel's gradient once more
+_MOST_LOGITS = 2**27  # of a chunk; half as many where these are of as many tokens as follow
+_FEWEST_TOKENS = 1024  # of fewer, products take no longer than to read and write the kernel's gradient
 
 
 def chunked_cross_entropy(
@@ -65,7 +66,8 @@ def chunked_cross_entropy(
     References:
       Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", for gradients in the forward pass.
     """
-    num_chunks = -(-targets.size * kernel.shape[1] // _MOST_LOGITS)
+    most_logits = min(_MOST_LOGITS, max(_MOST_LOGITS // 2, _FEWEST_TOKENS * kernel.shape[1]))
+    num_chunks = -(-targets.size * kernel.shape[1] // most_logits)
     dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
     static = _Static(vocab_size, axes.tensor, dtype, max(1, num_chunks))
     return _sum_of_losses_jit(*vary_alike(x, kernel, targets, weights), static)

@@ -184,23 +184,36 @@ def test_a_kernel_of_another_vocabulary_is_refused():
         chunked(*arrays_of("float32"), vocab_size=12)
 
 
+def argument_shapes(num_tokens, num_values):
+    shapes = (num_tokens, 8), (8, num_values), (num_tokens,), (num_tokens,)
+    types = jnp.float32, jnp.float32, jnp.int32, jnp.float32
+    return [jax.ShapeDtypeStruct(*each) for each in zip(shapes, types, strict=True)]
+
+
+def most_elements(call, num_tokens, num_values):
+    """Of the arrays of a program."""
+    text = jax.jit(call).lower(*argument_shapes(num_tokens, num_values)).compile().as_text()
+    return max(math.prod(map(int, size.split(","))) for size in re.findall(r"f32\[([\d,]+)\]", text))
+
+
 @pytest.mark.usefixtures("optimized")
 def test_8192_tokens_of_128256_values_take_an_eighth_of_the_memory_of_all_logits():
     num_tokens, num_values = 8192, 128_256
-    shapes = (num_tokens, 8), (8, num_values), (num_tokens,), (num_tokens,)
-    types = jnp.float32, jnp.float32, jnp.int32, jnp.float32
-    arguments = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, types, strict=True)]
+    arguments = argument_shapes(num_tokens, num_values)
     in_chunks = functools.partial(chunked, vocab_size=num_values)
 
-    def program(call):
-        return jax.jit(call).lower(*arguments).compile()
-
     def gigabytes(call):
-        return program(call).memory_analysis().temp_size_in_bytes / 1e9
+        return jax.jit(call).lower(*arguments).compile().memory_analysis().temp_size_in_bytes / 1e9
 
     assert gigabytes(jax.value_and_grad(of_all_logits, argnums=(0, 1))) > 8.4
     assert gigabytes(jax.value_and_grad(in_chunks, argnums=(0, 1))) < 1.1
     assert gigabytes(in_chunks) < 0.55
     assert gigabytes(jax.grad(in_chunks)) < 0.55  # without the gradient of a kernel that is frozen
-    sizes = re.findall(r"f32\[([\d,]+)\]", program(jax.grad(in_chunks)).as_text())
-    assert max(math.prod(map(int, size.split(","))) for size in sizes) <= 2**27
+    assert most_elements(jax.grad(in_chunks), num_tokens, num_values) <= 2**27
+
+
+@pytest.mark.usefixtures("optimized")
+def test_chunks_of_at_least_1024_tokens_have_half_as_many_logits():
+    for num_values, most in ((32_064, 2**26), (2**16, 2**26), (2**16 + 2**14, 1024 * (2**16 + 2**14))):
+        in_chunks = functools.partial(chunked, vocab_size=num_values)
+        assert 0.9 * most < most_elements(jax.grad(in_chunks), 8192, num_values) <= most
