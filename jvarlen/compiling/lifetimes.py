@@ -37,7 +37,7 @@ class Lifetimes(NamedTuple):
     end: Int64[np.ndarray, " N"]  # the point from which it no longer is; P for results
     num_bytes: Float64[np.ndarray, " N"]
     num_points: int  # P
-    in_loop: Bool[np.ndarray, " N"]  # whether a loop carries or stacks an array
+    in_loop: Bool[np.ndarray, " N"]  # whether a loop carries, leaves or stacks an array
 
     def peak(self, num_bytes: Float64[np.ndarray, "... N"] | None = None) -> Float64[np.ndarray, ...]:
         """Bytes at the fullest point, of these sizes or others of the same arrays."""
@@ -205,7 +205,7 @@ class _Flat:
                 if same is not None:
                     end[same] = i
                     free.remove(same)
-        in_loop = np.isin(np.arange(len(stored)), [*self.stacks, *(carried for carried, _ in self.loops)])
+        in_loop = np.isin(np.arange(len(stored)), [*self.stacks, *(value for each in self.loops for value in each)])
         sizes, end = np.array(self.sizes, np.float64), np.minimum(end, num_points)
         return Lifetimes(begin[stored], end[stored], sizes[stored], num_points, in_loop[stored])
 

@@ -5,7 +5,7 @@
 - `cross_entropy`: that over a vocabulary, some tokens at a time.
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
-  `layered_sums`: the sums of a step of a model by layers. `layer_loop`: its forward and backward loops.
+  `layer_loop`: a model by layers on one device. `layered_sums`: its sums of a step without stages.
 - `step_loss`: losses of the sums and of all samples of a step.
 - `predict`: results of a function for every sample of a dataset, by one such step in all of its shapes.
 - `host_params`: parameters on the host, of which slices are placed.

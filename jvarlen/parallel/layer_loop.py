@@ -1,6 +1,7 @@
-"""Loops over the layers of a model: forward, which keep residuals, and backward, which add gradients to their sums.
+"""A model by layers on one device, by explicit passes: those of its ends, and loops over its layers.
 
-Letters: L layers of the loop, all of a model or those of a chunk of a stage.
+Loops change residuals and sums of gradients in place. Letters: L layers of the device, all of the model or those of a
+stage.
 """
 
 from __future__ import annotations
@@ -8,139 +9,309 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 
 from jvarlen.distributed.layout import Remat
-from jvarlen.parallel.layers import axes_at, check_layer
-from jvarlen.parallel.passes import Passes, split_passes
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_at, axes_of_ends, check_layer, num_layers_of
+from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
+from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
+from jvarlen.training.losses import bind_loss
+from jvarlen.training.step_sums import StepSums, sums_of_outputs
+from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import merge_trained, where_trained
 
-__all__ = ["LayerLoop", "widened"]
+__all__ = [
+    "DeviceLayers", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "wide_zeros", "zeros_of_shapes",
+]  # fmt: skip
+
+
+class Part(NamedTuple):
+    """The layers that a loop runs on a microbatch."""
+
+    given: tuple[Any, Any]  # the microbatch and its key
+    num_layers: int
+    index: Any = 0  # of the first one in the model
+    place: Any = 0  # of the first one on the device
+    slot: Any = 0  # of the residuals of the first one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LayerLoop:
-    """The loops of layers that are stacked, [L, …]. `given` is a microbatch and its key; `first` a layer's index.
+class DeviceLayers:
+    """What one device computes of a microbatch; `given` is that and its key.
 
-    Where `gather` makes a whole layer of shards, a loop gathers the next layer while one computes: it takes `ahead`,
-    its first layer gathered, and returns the one that is next after it.
+    Where a whole layer is gathered from shards, a loop gathers the next layer while one computes: it takes `ahead`, its
+    first layer gathered, and returns the one that is next after it.
     """
 
-    layer: Callable[..., Any]  # of the model
-    example: tuple[Any, ...]  # a whole layer, x, a microbatch and its key; arrays or shapes
-    trained: Any  # a tree like a layer, None in place of what has no gradient
-    remat: Remat = "none"
+    model: LayeredModel
+    params: LayeredParams  # stacked
+    trained: LayeredParams  # a tree like the parameters, None in place of those that have no gradient
+    num_layers: int  # of the model
+    first: tuple[Any, Any]  # the first of what is given
+    remat: Remat
     weights_apart: bool = False  # whether passes have weight gradients of their own
-    gather: Callable[[Any], Any] | None = None
-    reduce: Callable[[Any], Any] = lambda grads: widened(grads)  # gradients of a layer to what their sums add up
+    param_specs: LayeredParams  # what lies along the data axes
+    grad_specs: LayeredParams  # likewise of the sums of gradients
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether anything is trained."""
+        return bool(jax.tree.leaves(self.trained))
+
+    @functools.cached_property
+    def has_backward(self) -> bool:
+        """Whether layers keep residuals."""
+        return bool(jax.tree.leaves((self.trained.layers, self.trained_in_embed)))
+
+    @functools.cached_property
+    def sum_shapes(self) -> LayeredParams:
+        """Shapes of the sums of gradients."""
+        ends = jax.eval_shape(lambda: self._reduced_ends(where_trained(self.trained.ends, self.ends())))
+        of_layer = jax.eval_shape(self._reduced_layer, where_trained(self.trained.layers, self._layer_shapes))
+        return LayeredParams(ends, jax.eval_shape(lambda: buffer_of(of_layer, num_layers_of(self.params))))
+
+    @functools.cached_property
+    def residual_shapes(self) -> tuple[Any, Any]:
+        """Shapes of what the forward pass of a layer keeps, and of what its backward pass hands on."""
+        if not self.has_backward:
+            return (), ()
+        own, *others = self.layer_arguments
+        trained = where_trained(self.trained.layers, own)
+        _, kept = jax.eval_shape(self.passes.forward, trained, self.x, own, *others)
+        _, handed = jax.eval_shape(self.passes.backward, trained, kept, floats_of(self.x), own, *others)
+        return kept, handed if self.weights_apart else ()
+
+    @functools.cached_property
+    def x(self) -> Any:
+        """Shapes of what goes from layer to layer."""
+        return jax.eval_shape(lambda given: self.embed(self.ends(), *given), self.first)
+
+    def ends(self) -> Any:
+        """Whole ends; what a caller does not use of them is not gathered."""
+        return gather_shards(self.params.ends, self.param_specs.ends)
+
+    def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
+        """The input of the first layer."""
+        axes = axes_of_ends(key, self.num_layers)
+        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
+
+    def loss(self, ends: Any, x: Any, microbatch: Any, key: Any) -> tuple[Any, ...]:
+        """What `LayeredModel.loss` returns."""
+        return self.model.loss(ends, x, microbatch, axes_of_ends(key, self.num_layers + 1))
+
+    @functools.cached_property
+    def trained_in_embed(self) -> Any:
+        """Of the ends what `embed` uses and is trained."""
+        return self._where_used(self.embed, *self.first)
+
+    @functools.cached_property
+    def trained_in_loss(self) -> Any:
+        """Of the ends what `loss` uses and is trained."""
+        return self._where_used(self.loss, self.x, *self.first)
+
+    def _where_used(self, call: Callable[..., Any], *others: Any) -> Any:
+        ends = jax.eval_shape(self.ends)
+        jaxpr = jax.make_jaxpr(call)(ends, *others).jaxpr
+        taken = (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
+        used = {var for atoms in taken for var in atoms if isinstance(var, Var)}
+        variables = jax.tree.unflatten(jax.tree.structure(ends), jaxpr.invars[: len(jax.tree.leaves(ends))])
+        trained = self.trained.ends
+        return jax.tree.map(lambda leaf, var: leaf if var in used else None, trained, where_trained(trained, variables))
+
+    @functools.cached_property
+    def _embed_passes(self) -> Passes:
+        """Those of `embed`, as a function of what is trained of the ends."""
+
+        def run(trained: Any, _: tuple[()], ends: Any, *given: Any) -> Any:
+            return self.embed(merge_trained(trained, ends), *given)
+
+        ends = jax.eval_shape(self.ends)
+        return split_passes(run, where_trained(self.trained_in_embed, ends), (), ends, *self.first, remat=self.remat)
+
+    def forward_embed(self, given: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+        """The input of the first layer, and what the backward pass of `embed` needs."""
+        ends = self.ends()
+        if not self.has_backward:
+            return self.embed(ends, *given), []
+        return self._embed_passes.forward(where_trained(self.trained_in_embed, ends), (), ends, *given)
+
+    def backward_embed(self, residuals: list[Any], of_x: list[Any], given: tuple[Any, Any], totals: Any) -> Any:
+        """The sums for the ends with gradients of those that `embed` uses."""
+        if not self.has_backward:
+            return totals
+        ends = self.ends()
+        trained = where_trained(self.trained_in_embed, ends)
+        return self.add_ends(totals, self._embed_passes.backward(trained, residuals, of_x, ends, *given)[1])
+
+    def sum_loss(self, x: Any, given: tuple[Any, Any]) -> tuple[StepSums, Any, list[Any]]:
+        """The sums of the loss, and the gradients of what is trained of the ends and of the floats of x."""
+        (microbatch, key), ends = given, self.ends()
+
+        def loss_fn(trained_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
+            trained, floats = trained_and_floats
+            return self.loss(merge_trained(trained, ends), with_floats(x, floats), microbatch, key)
+
+        of = where_trained(self.trained_in_loss, ends), floats_of(x)
+        loss = bind_loss(loss_fn, TrainState(None, None))
+        grads: Any = jax.tree.map(lambda _: None, of[0]), []
+        if self.has_grads:
+            (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(of, microbatch, None)
+        else:
+            loss_sum, outputs = loss(of, microbatch, None)
+        return sums_of_outputs(loss_sum, outputs, microbatch, self.trained), *grads
+
+    def add_ends(self, totals: Any, grads: Any) -> Any:
+        """The sums for the ends, None where there are none yet, with gradients of some of them."""
+
+        def add(total: Any, grad: Any) -> Any:
+            return total if grad is None else grad if total is None else total + grad
+
+        return jax.tree.map(add, totals, self._reduced_ends(grads), is_leaf=lambda leaf: leaf is None)
+
+    def _reduced_ends(self, grads: Any) -> Any:
+        return jax.tree.map(reduce_to_shard, grads, where_trained(grads, self.grad_specs.ends))
+
+    def _reduced_layer(self, grads: Any) -> Any:
+        return jax.tree.map(reduce_to_shard, grads, specs_of_layer(self.grad_specs.layers))
 
     @functools.cached_property
     def passes(self) -> Passes:
         """Those of a layer, as a function of what is trained; the whole layer is with what all passes take."""
-        own, x, *given = self.example
-        trained, index = where_trained(self.trained, own), jax.ShapeDtypeStruct((), jnp.int32)
+        own, *others = self.layer_arguments
         options: dict[str, Any] = {"remat": self.remat, "weights_apart": self.weights_apart}
-        return split_passes(self._run_trained, trained, x, own, *given, index, **options)
+        return split_passes(self._run_trained, where_trained(self.trained.layers, own), self.x, own, *others, **options)
+
+    @functools.cached_property
+    def layer_arguments(self) -> tuple[Any, ...]:
+        """Shapes of what `run_layer` takes beside x."""
+        return self._layer_shapes, *self.first, jax.ShapeDtypeStruct((), jnp.int32)
+
+    @functools.cached_property
+    def _layer_shapes(self) -> Any:
+        return jax.eval_shape(self._layer_at, 0)
 
     def _run_trained(self, trained: Any, x: Any, own: Any, *given: Any) -> Any:
-        return self._run_layer(merge_trained(trained, own), x, *given)
+        return self.run_layer(merge_trained(trained, own), x, *given)
 
-    def _run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
-        following = self.layer(own, x, microbatch, axes_at(key, index))
+    def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
+        """The output of a layer."""
+        following = self.model.layer(own, x, microbatch, axes_at(key, index))
         check_layer(x, following)
         return following
 
-    def at(self, layers: Any, index: Any) -> Any:
-        """A layer as a loop computes with it; None where it needs none ahead of its turn."""
-        if self.gather is None:
-            return None
-        return self.gather(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), layers))
+    def _layer_at(self, place: Any) -> Any:
+        return gather_shards(read_at(self.params.layers, place), specs_of_layer(self.param_specs.layers))
 
-    def run(self, layers: Any, x: Any, given: tuple[Any, Any], *, first: Any = 0, ahead: Any = None) -> tuple[Any, Any]:
-        """The output, and the first layer again."""
+    def ahead(self, place: Any) -> Any:
+        """A layer gathered; None where layers lie as they are computed with."""
+        return self._layer_at(place) if any(map(along_data, jax.tree.leaves(self.param_specs.layers))) else None
 
-        def turn(x: Any, index: Any, own: Any) -> tuple[Any, None]:
-            return self._run_layer(own, x, *given, index), None
+    def forward(self, part: Part, x: Any, kept: Any, ahead: Any = None) -> tuple[Any, Any, Any]:
+        """The output, residuals in their slots, and the last layer, or the first one where nothing goes backward."""
 
-        num_layers = jax.tree.leaves(layers)[0].shape[0]
-        x, ahead, _ = self._loop(turn, x, layers, first, ahead, lambda i: (i + 1) % num_layers)
-        return x, ahead
+        def turn(i: Any, carry: tuple[Any, Any], own: Any) -> tuple[Any, Any]:
+            x, kept = carry
+            if not self.has_backward:
+                return self.run_layer(own, x, *part.given, part.index + i), kept
+            trained = where_trained(self.trained.layers, own)
+            x, residuals = self.passes.forward(trained, x, own, *part.given, part.index + i)
+            return x, put_at(kept, residuals, part.slot + i)
 
-    def forward(
-        self, layers: Any, x: Any, given: tuple[Any, Any], *, first: Any = 0, ahead: Any = None
-    ) -> tuple[Any, list[Any], Any]:
-        """The output, the residuals of all layers, and the last layer again."""
+        last = part.num_layers - 1
 
-        def turn(x: Any, index: Any, own: Any) -> tuple[Any, list[Any]]:
-            return self.passes.forward(where_trained(self.trained, own), x, own, *given, index)
+        def following(i: Any) -> Any:
+            return jnp.minimum(i + 1, last) if self.has_backward else (i + 1) % part.num_layers
 
-        last = jax.tree.leaves(layers)[0].shape[0] - 1
-        x, ahead, residuals = self._loop(turn, x, layers, first, ahead, lambda i: jnp.minimum(i + 1, last))
-        return x, residuals, ahead
+        (x, kept), ahead = self._loop(turn, (x, kept), part, ahead, following)
+        return x, kept, ahead
 
     def backward(
-        self,
-        layers: Any,
-        residuals: list[Any],
-        of_y: list[Any],
-        given: tuple[Any, Any],
-        totals: Any,
-        *,
-        first: Any = 0,
-        ahead: Any = None,
+        self, part: Part, kept: Any, of_y: list[Any], into: Any, ahead: Any = None
     ) -> tuple[list[Any], Any, Any]:
-        """The gradients of x, the totals with those of all layers added in place, and the first layer again."""
+        """The gradients of x, the sums with those of layers, or what is handed on in its slots, and the first layer."""
+        if not self.has_backward:
+            return of_y, into, ahead
 
-        def turn(carry: tuple[Any, Any], index: Any, own: Any, residuals: list[Any]) -> tuple[tuple[Any, Any], Any]:
-            of_y, totals = carry
-            of_x, grads = self.passes.backward(where_trained(self.trained, own), residuals, of_y, own, *given, index)
-            added = jax.tree.map(functools.partial(_add_at, index=index - first), totals, self.reduce(grads))
-            return (of_x, added), None
+        def turn(i: Any, carry: tuple[Any, Any], own: Any) -> tuple[Any, Any]:
+            of_y, into = carry
+            given = where_trained(self.trained.layers, own), read_at(kept, part.slot + i), of_y
+            of_x, found = self.passes.backward(*given, own, *part.given, part.index + i)
+            if self.weights_apart:
+                return of_x, put_at(into, found, part.slot + i)
+            return of_x, add_at(into, self._reduced_layer(found), part.place + i)
 
-        (of_x, totals), ahead, _ = self._loop(
-            turn, (of_y, totals), layers, first, ahead, lambda i: jnp.maximum(i - 1, 0), residuals, reverse=True
-        )
-        return of_x, totals, ahead
+        (of_x, into), ahead = self._loop(turn, (of_y, into), part, ahead, lambda i: jnp.maximum(i - 1, 0), reverse=True)
+        return of_x, into, ahead
 
-    def no_sums(self, num_layers: int, zero: Any = 0) -> Any:
-        """The totals of as many layers before anything is added."""
-        shapes = jax.eval_shape(self.reduce, where_trained(self.trained, self.example[0]))
-        return jax.tree.map(lambda leaf: jnp.full((num_layers, *leaf.shape), zero, leaf.dtype), shapes)
+    def weights(self, part: Part, kept: Any, handed: Any, totals: Any) -> Any:
+        """The sums with the gradients of these layers."""
+        if not self.has_backward:
+            return totals
+        weights = self.passes.weights
+        assert weights is not None
+
+        def turn(i: Any, totals: Any, own: Any) -> Any:
+            given = where_trained(self.trained.layers, own), *(read_at(each, part.slot + i) for each in (kept, handed))
+            return add_at(totals, weights(*given, own, *part.given, part.index + i), part.place + i)
+
+        return self._loop(turn, totals, part, None, lambda i: i)[0]
 
     def _loop(
         self,
-        turn: Callable[..., tuple[Any, Any]],
+        turn: Callable[[Any, Any, Any], Any],
         carry: Any,
-        layers: Any,
-        first: Any,
+        part: Part,
         ahead: Any,
         following: Callable[[Any], Any],
-        *of_layers: Any,
+        *,
         reverse: bool = False,
-    ) -> tuple[Any, Any, Any]:
-        """Scans `turn(carry, index, layer, *of_layers)`; `following(i)` is the layer that is gathered meanwhile."""
-        num_layers = jax.tree.leaves(layers)[0].shape[0]
+    ) -> tuple[Any, Any]:
+        """Runs `turn(i, carry, layer)` over layers i; `following(i)` is the one that is gathered meanwhile."""
 
-        def run(carry: Any, of_layer: Any) -> tuple[Any, Any]:
-            (carry, gathered), (i, own, *others) = carry, of_layer
-            ahead = self.at(layers, following(i))  # needs nothing that this turn computes
-            carry, made = turn(carry, first + i, own if self.gather is None else gathered, *others)
-            return (carry, ahead), made
+        def run(carry_and_layer: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
+            carry, own = carry_and_layer
+            ahead = self.ahead(following(i))  # needs nothing that this turn computes
+            own = self._layer_at(part.place + i) if own is None else own
+            return (turn(i, carry, own), ahead), None
 
-        each = jnp.arange(num_layers, dtype=jnp.int32), layers if self.gather is None else None, *of_layers
-        (carry, ahead), made = jax.lax.scan(run, (carry, ahead), each, reverse=reverse)
-        return carry, ahead, made
+        indices = jnp.arange(part.num_layers, dtype=jnp.int32)
+        return jax.lax.scan(run, (carry, ahead), indices, reverse=reverse)[0]
 
 
-def widened(grads: Any) -> Any:
-    """In float32 at least."""
-    return jax.tree.map(lambda grad: grad.astype(jnp.promote_types(grad.dtype, jnp.float32)), grads)
+def buffer_of(value: Any, num_slots: int) -> Any:
+    """Zeros in the shapes of a value, in as many slots, at least one."""
+    return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
 
 
-def _add_at(total: jax.Array, grad: jax.Array, index: Any) -> jax.Array:
-    """The total with a layer's gradient added in its place."""
-    added = jax.lax.dynamic_index_in_dim(total, index, keepdims=False) + grad.astype(total.dtype)
-    return jax.lax.dynamic_update_index_in_dim(total, added, index, 0)
+def read_at(arrays: Any, place: Any) -> Any:
+    """What is at a place of the leading axis; anything for place −1."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), arrays)
+
+
+def put_at(arrays: Any, values: Any, place: Any) -> Any:
+    """The arrays with values at a place."""
+    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), arrays, values)
+
+
+def add_at(totals: Any, values: Any, place: Any) -> Any:
+    """The sums with values added at a place."""
+    return put_at(totals, add_trees(read_at(totals, place), values), place)
+
+
+def add_trees(sums: Any, more: Any) -> Any:
+    """The sums and more, in the types of the sums."""
+    return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
+
+
+def zeros_of_shapes(shapes: Any, zero: Any = 0) -> Any:
+    """Zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, leaf.dtype), shapes)
+
+
+def wide_zeros(leaf: jax.Array) -> jax.Array:
+    """Zeros in the shape of an array, in float32 at least."""
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))

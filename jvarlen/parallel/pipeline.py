@@ -24,33 +24,27 @@ from jvarlen._common.jaxprs import primitives_in
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.layers import (
-    LayeredModel,
-    LayeredParams,
-    axes_at,
-    axes_of_ends,
-    check_layer,
-    check_layers_divide,
-    num_layers_of,
-    staged_specs,
+from jvarlen.parallel.layer_loop import (
+    DeviceLayers,
+    Part,
+    add_at,
+    buffer_of,
+    put_at,
+    read_at,
+    wide_zeros,
+    zeros_of_shapes,
 )
-from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
+from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, check_schedule, make_schedule
+from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
-from jvarlen.training.step_sums import (
-    StepSums,
-    microbatches_of,
-    split_step,
-    sum_microbatch,
-)
+from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
-__all__ = [
-    "add_trees", "branches_of_ticks", "buffer_of", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros",
-    "write_slot", "zeros_of_shapes",
-]  # fmt: skip
+__all__ = ["branches_of_ticks", "sum_over_stages", "sum_scheduled", "write_slot"]
 
 
 def sum_scheduled(
@@ -99,9 +93,11 @@ def sum_scheduled(
         trained = jax.tree.map(lambda _: None, state.params) if trained_of is None else trained_of(state.params)
 
         def sum_on_device(params: LayeredParams, all_given: Any) -> StepSums:
+            whole = jax.tree.map(lambda _: PartitionSpec(), params)
             how: dict[str, Any] = {"model": model, "num_layers": num_layers, "trained": trained, "remat": remat}
-            how |= {"schedule": made, "tables": tables, "with_grads": with_grads}
-            device = _Device(params=params, all_given=all_given, of_stage=_at_stage(made, tables), **how)
+            how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole), "first": first_of(all_given)}
+            how |= {"schedule": made, "tables": tables, "weights_apart": "W" in made.kinds}
+            device = _Stage(params=params, all_given=all_given, of_stage=_at_stage(made, tables), **how)
             if rows_along is not None and num_stages > 1:
                 device.check_sends()
             return _run_ticks(device, num_ticks)
@@ -134,8 +130,6 @@ def sum_over_stages(
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
         whole = params
         if any({*axes_in(spec)} & {*axes_in(axis_name)} for spec in jax.tree.leaves(param_specs)):
-            from jvarlen.parallel.zero import gather_shards
-
             whole = gather_shards(params, param_specs)
         sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
         if trained_of is None:
@@ -199,19 +193,13 @@ class _Held(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Device:
-    """What one device computes: the actions of its stage."""
+class _Stage(DeviceLayers):
+    """What one device computes: the actions of its stage, which has the layers of its chunks, one after the other."""
 
-    model: LayeredModel
-    params: LayeredParams  # the layers of its chunks, one after the other, [L / S, …]
     all_given: Any  # microbatches and their keys
     schedule: Schedule
     tables: Tables
     of_stage: Mapping[str, jax.Array]  # of its stage
-    remat: layout.Remat
-    with_grads: bool
-    num_layers: int
-    trained: LayeredParams  # a tree like the parameters, None in place of those that have no gradient
 
     @property
     def num_parts(self) -> int:
@@ -229,166 +217,80 @@ class _Device:
         """The microbatch of a tick and its key."""
         return jax.tree.map(lambda leaf: leaf[self.of_stage["microbatch"][t]], self.all_given)
 
-    def embed(self, trained: Any, microbatch: Any, key: Any) -> Any:
-        ends = merge_trained(trained, self.params.ends)
-        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_of_ends(key, self.num_layers)))
-
-    def run_layer(self, trained: Any, x: Any, own: Any, microbatch: Any, key: Any, index: Any) -> Any:
-        following = self.model.layer(merge_trained(trained, own), x, microbatch, axes_at(key, index))
-        check_layer(x, following)
-        return following
-
-    def layer_at(self, t: Any, i: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, Any]]:
-        """What is trained of layer i of a tick, what `run_layer` takes beside it and x, and its places."""
-        # The places are those in the stage, and in what is kept.
-        action = self.action(t)
-        place = action["chunk"] * self.per_part + i
-        own = read_slot(self.params.layers, place)
-        others = own, *self.given(t), action["part"] * self.per_part + i
-        return where_trained(self.trained.layers, own), others, (place, action["activation_slot"] * self.per_part + i)
-
-    def over_layers(self, call: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False) -> Any:
-        """`call(i, carry)` of the layers i of a part, one after the other."""
-        last = self.per_part - 1
-        return jax.lax.fori_loop(0, last + 1, lambda i, carry: call(last - i if reverse else i, carry), carry)
-
-    def example(self) -> tuple[Any, Any, tuple[Any, ...]]:
-        """The arguments of `run_layer`, or their shapes."""
-        trained, others, _ = self.layer_at(0, 0)
-        return trained, jax.eval_shape(self.embed, self.trained_ends, *self.given(0)), others
-
-    @property
-    def trained_ends(self) -> Any:
-        return where_trained(self.trained.ends, self.params.ends)
+    def part(self, t: Any) -> Part:
+        """The layers of a tick."""
+        places = (self.action(t)[name] * self.per_part for name in ("part", "chunk", "activation_slot"))
+        return Part(self.given(t), self.per_part, *places)
 
     def check_sends(self) -> None:
         """Raises ValueError for layers that would make all devices wait, in branches that only some take."""
-        trained, x, others = self.example()
-        traced = jax.make_jaxpr(lambda trained, x: self.run_layer(trained, x, *others))(trained, x)
+        own, *others = self.layer_arguments
+        traced = jax.make_jaxpr(self.run_layer)(own, self.x, *others)
         if "ppermute" in primitives_in(traced.jaxpr):
             raise UserError(
                 "layers in stages cannot send by ppermute, for which all devices wait: with stages, "
                 "attend_over_axis takes implementation='gather'"
             )
 
-    @functools.cached_property
-    def passes(self) -> Passes:
-        """Those of one layer, as a function of what is trained; the whole layer is with what all passes take."""
-        trained, x, others = self.example()
-        splits = "W" in self.schedule.kinds
-        return split_passes(self.run_layer, trained, x, *others, remat=self.remat, weights_apart=splits)
-
-    def run_forward(self, trained: Any, x: Any, *others: Any) -> tuple[Any, list[Any]]:
-        """The output of a layer, and its residuals."""
-        if self.with_grads:
-            return self.passes.forward(trained, x, *others)
-        return self.run_layer(trained, x, *others), []
-
-    def sum_loss(self, x: Any, microbatch: Any, key: Any) -> StepSums:
-        """The sums of the loss; its gradients are those of the ends, and of the floats of x."""
-
-        def trained_of(ends_and_floats: Any) -> Any:
-            ends, floats = ends_and_floats
-            return where_trained(self.trained.ends, ends), floats
-
-        def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
-            ends, floats = ends_and_floats
-            return self.model.loss(ends, with_floats(x, floats), microbatch, axes_of_ends(key, self.num_layers + 1))
-
-        state = TrainState((self.params.ends, floats_of(x)), None)
-        return sum_microbatch(loss_fn, state, microbatch, trained_of=trained_of if self.with_grads else None)
-
     def nothing(self) -> _Held:
         """Zeros."""
-        tables, (trained, x, others) = self.tables, self.example()
-        y, kept = jax.eval_shape(self.run_forward, trained, x, *others)
-        sums = zeros_of_shapes(jax.eval_shape(self.sum_loss, y, *self.given(0)))
-        of_y: Any = ()
-        handed: Any = ()
-        totals = None
-        if self.with_grads:
-            of_y, sums = floats_of(y), sums._replace(grads=sums.grads[0])
-            if self.passes.weights is not None:
-                handed = jax.eval_shape(self.passes.backward, trained, kept, of_y, *others)[1]
-            totals = jax.tree.map(wide_zeros, where_trained(self.trained.layers, self.params.layers))
+        tables, (kept, handed) = self.tables, self.residual_shapes
+        sums = zeros_of_shapes(jax.eval_shape(lambda x: self.sum_loss(x, self.first)[0], self.x))
+        totals = zeros_of_shapes(self.sum_shapes)
         return _Held(
-            inputs=buffer_of(x, tables.num_inputs),
+            inputs=buffer_of(self.x, tables.num_inputs),
             kept=buffer_of(kept, tables.num_activations * self.per_part),
             handed=buffer_of(handed, tables.num_activations * self.per_part),
-            outputs=buffer_of(y, tables.num_outputs),
-            gradients=buffer_of(of_y, tables.num_gradients),
-            sums=sums,
-            totals=totals,
+            outputs=buffer_of(self.x, tables.num_outputs),
+            gradients=buffer_of(floats_of(self.x) if self.has_grads else (), tables.num_gradients),
+            sums=sums._replace(grads=totals.ends) if self.has_grads else sums,
+            totals=totals.layers,
         )
 
-    def forward(self, t: Any, carry: Any) -> Any:
+    def forward_part(self, t: Any, carry: Any) -> Any:
         """The output of a part, from its input; writes what its layers keep, and the output of the last part."""
         x, kept, outputs, sums = carry
         action = self.action(t)
 
         def embed(t: Any, _: Any) -> Any:
-            return self.embed(self.trained_ends, *self.given(t))
-
-        def run(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            x, kept = carry
-            trained, others, (_, slot) = self.layer_at(t, i)
-            y, residuals = self.run_forward(trained, x, *others)
-            return y, _put_at(kept, residuals, slot)
+            return self.embed(self.params.ends, *self.given(t))
 
         x = _when(action["part"] == 0, embed, t, x)
-        x, kept = self.over_layers(run, (x, kept))
+        x, kept, _ = self.forward(self.part(t), x, kept)
         outputs = write_slot(outputs, action["output_slot"], x)
-        if not self.with_grads:
+        if not self.has_grads:
             is_last = action["part"] == self.num_parts - 1
-            _, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, (None, sums))
+            _, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, ([], sums))
         return x, kept, outputs, sums
 
     def add_loss(self, outputs: Any, t: Any, carry: Any) -> Any:
         """The gradient of the last part's output, and the sums with those of the loss."""
-        of_y, sums = carry
-        of_one = self.sum_loss(read_slot(outputs, self.action(t)["output_slot"]), *self.given(t))
-        if self.with_grads:
-            ends, floats = of_one.grads
-            of_y = [grad.astype(leaf.dtype) for grad, leaf in zip(floats, of_y, strict=True)]
-            of_one = of_one._replace(grads=ends)
-        return of_y, add_trees(sums, of_one)
+        _, sums = carry
+        of_one, of_ends, of_x = self.sum_loss(read_at(outputs, self.action(t)["output_slot"]), self.given(t))
+        if self.has_grads:
+            of_one = of_one._replace(grads=self.add_ends(sums.grads, of_ends))
+        added = jax.tree.map(jnp.add, sums._replace(grads=None), of_one._replace(grads=None))
+        return of_x, added._replace(grads=of_one.grads)
 
-    def backward(self, kept: Any, outputs: Any, t: Any, carry: Any) -> Any:
+    def backward_part(self, kept: Any, outputs: Any, t: Any, carry: Any) -> Any:
         """The gradient of a part's input, from that of its output; adds those of layers, or writes what it hands on."""
         of_y, handed, sums, totals = carry
-        action, splits = self.action(t), self.passes.weights is not None
-
-        def run(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            of_y, rest = carry
-            trained, others, (place, slot) = self.layer_at(t, i)
-            of_x, found = self.passes.backward(trained, read_slot(kept, slot), of_y, *others)
-            return of_x, _put_at(rest, found, slot) if splits else _add_at(rest, found, place)
+        action = self.action(t)
 
         def through_embed(t: Any, sums: StepSums) -> StepSums:
-            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *self.given(t))), self.trained_ends)
-            return sums._replace(grads=add_trees(sums.grads, pull(of_x)[0]))
+            given = self.given(t)
+            return sums._replace(grads=self.backward_embed(self.forward_embed(given)[1], of_x, given, sums.grads))
 
         is_last = action["part"] == self.num_parts - 1
         of_y, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, (of_y, sums))
-        of_x, rest = self.over_layers(run, (of_y, handed if splits else totals), reverse=True)
+        of_x, rest, _ = self.backward(self.part(t), kept, of_y, handed if self.weights_apart else totals)
         sums = _when(action["part"] == 0, through_embed, t, sums)
-        return of_x, *((rest, sums, totals) if splits else (handed, sums, rest))
-
-    def weights(self, kept: Any, handed: Any, t: Any, totals: Any) -> Any:
-        """Adds the gradients of a part's layers."""
-        weights = self.passes.weights
-        assert weights is not None
-
-        def run(i: Any, totals: Any) -> Any:
-            trained, others, (place, slot) = self.layer_at(t, i)
-            return _add_at(totals, weights(trained, read_slot(kept, slot), read_slot(handed, slot), *others), place)
-
-        return self.over_layers(run, totals)
+        return of_x, *((rest, sums, totals) if self.weights_apart else (handed, sums, rest))
 
 
-def _run_ticks(device: _Device, num_ticks: int) -> StepSums:
+def _run_ticks(device: _Stage, num_ticks: int) -> StepSums:
     """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
-    num_stages, with_grads = device.schedule.num_stages, device.with_grads
+    num_stages, with_grads = device.schedule.num_stages, device.has_grads
     num_sending = num_stages if device.schedule.num_chunks > 1 else num_stages - 1
     to_next = [(stage, (stage + 1) % num_stages) for stage in range(num_sending)]
     to_previous = [(target, source) for source, target in to_next]
@@ -401,13 +303,13 @@ def _run_ticks(device: _Device, num_ticks: int) -> StepSums:
             return _when(action["kind"] == kind, run, t, carry, f"branch{kind + 1 if with_grads else ''}")
 
         # What a stage has no action for may be anything: it goes where it came from, or where nothing reads it.
-        x, of_y = read_slot(inputs, action["input_slot"]), read_slot(gradients, action["gradient_slot"])
-        x, kept, outputs, sums = act(FORWARD, device.forward, (x, kept, outputs, sums))
+        x, of_y = read_at(inputs, action["input_slot"]), read_at(gradients, action["gradient_slot"])
+        x, kept, outputs, sums = act(FORWARD, device.forward_part, (x, kept, outputs, sums))
         if with_grads:
-            run = functools.partial(device.backward, kept, outputs)
+            run = functools.partial(device.backward_part, kept, outputs)
             of_y, handed, sums, totals = act(BACKWARD, run, (of_y, handed, sums, totals))
         if "W" in device.schedule.kinds:
-            totals = act(WEIGHT, functools.partial(device.weights, kept, handed), totals)
+            totals = act(WEIGHT, lambda t, totals: device.weights(device.part(t), kept, handed, totals), totals)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
             x = jax.lax.ppermute(x, STAGE_AXIS, to_next)
@@ -446,48 +348,14 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
         target = part % num_stages
         chunk_of_target = np.empty_like(source)
         chunk_of_target[target] = part // num_stages
-        sent = read_slot(parts, jnp.asarray(slot)[stage])
+        sent = read_at(parts, jnp.asarray(slot)[stage])
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         arrived = sent if (source == target).all() else jax.lax.ppermute(sent, STAGE_AXIS, pairs)
-        chunks = _add_at(chunks, arrived, jnp.asarray(chunk_of_target)[stage])
+        chunks = add_at(chunks, arrived, jnp.asarray(chunk_of_target)[stage])
     return jax.tree.map(lambda leaf, chunk: chunk.reshape(leaf.shape), layers, chunks)
-
-
-def _add_at(totals: Any, values: Any, place: Any) -> Any:
-    """The sums with values added at a place, in the types of the sums."""
-    return _put_at(totals, add_trees(read_slot(totals, place), values), place)
-
-
-def _put_at(arrays: Any, values: Any, place: Any) -> Any:
-    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), arrays, values)
-
-
-def buffer_of(value: Any, num_slots: int) -> Any:
-    """Zeros in the shapes of a value, in as many slots, at least one."""
-    return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
-
-
-def read_slot(buffer: Any, slot: Any) -> Any:
-    """What is in a slot; anything for slot −1."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False), buffer)
 
 
 def write_slot(buffer: Any, slot: Any, value: Any) -> Any:
     """The buffer with a value in a slot; for slot −1 as it was."""
-    kept = jax.tree.map(lambda own, before: jnp.where(slot >= 0, own, before), value, read_slot(buffer, slot))
-    return _put_at(buffer, kept, slot)
-
-
-def add_trees(sums: Any, more: Any) -> Any:
-    """The sums and more, in the types of the sums."""
-    return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
-
-
-def zeros_of_shapes(shapes: Any) -> Any:
-    """Zeros of these shapes and dtypes."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def wide_zeros(leaf: jax.Array) -> jax.Array:
-    """Zeros in the shape of an array, in float32 at least."""
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+    kept = jax.tree.map(lambda own, before: jnp.where(slot >= 0, own, before), value, read_at(buffer, slot))
+    return put_at(buffer, kept, slot)

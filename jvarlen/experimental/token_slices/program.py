@@ -29,6 +29,7 @@ from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.context import row_length
+from jvarlen.parallel.layer_loop import add_trees, buffer_of, read_at, wide_zeros, zeros_of_shapes
 from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,
@@ -40,16 +41,7 @@ from jvarlen.parallel.layers import (
     num_layers_of,
 )
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
-from jvarlen.parallel.pipeline import (
-    add_trees,
-    buffer_of,
-    read_slot,
-    sum_over_stages,
-    sum_scheduled,
-    wide_zeros,
-    write_slot,
-    zeros_of_shapes,
-)
+from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
 from jvarlen.parallel.position_sums import check_sums_over_positions
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
 from jvarlen.training.step_sums import StepSums, microbatches_of, sum_microbatch
@@ -456,12 +448,12 @@ def _run_ticks(device: _Device) -> StepSums:
         inputs, gradients, kept, earlier, due, sums = carry
         action = {name: values[stage] for name, values in row.items()}
         start = action["start"]
-        kept = _write_part(kept, action["input_at"], start, read_slot(inputs, action["input_slot"]), axis=1)
+        kept = _write_part(kept, action["input_at"], start, read_at(inputs, action["input_slot"]), axis=1)
         # Read here: buffers that branches read are copied in every tick.
         received = _Received(
             _read_part(kept, action["microbatch"], start, plan.longest, axis=1),
-            read_slot(gradients, action["gradient_slot"]),
-            read_slot(earlier, action["microbatch"]),
+            read_at(gradients, action["gradient_slot"]),
+            read_at(earlier, action["microbatch"]),
             due,
         )
         done = jax.lax.switch(action["branch"], device.branches, action, received, sums)
