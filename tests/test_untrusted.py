@@ -1,6 +1,6 @@
 """Files of others, and files that were damaged: read whole or rejected with their path; nothing in them is run.
 
-See `docs/security.md` for what is trusted.
+See `docs/questions.md` for what is trusted.
 """
 
 import ast
