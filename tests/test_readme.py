@@ -150,6 +150,8 @@ GUIDES = {
         lambda left: left.step.collectives(left.plan.buckets[0])["all-reduce"].in_loops == 0, slow=True
     ),
     "layered.md": Guide(slow=True),
+    "experimental.md": Guide(),
+    "targets.md": Guide(lambda left: left.chosen.token_plan is not None, shows=False, slow=True),
     "collectives/README.md": Guide(),
     "large_plans/README.md": Guide(slow=True),
     "mixed/README.md": Guide(lambda left: len(left.compiled.specs) == 1, slow=True),
