@@ -27,7 +27,9 @@ class LossOutputs(NamedTuple):
 
 
 def takes_argument(loss_fn: LossFn, name: str) -> bool:
-    """Whether a loss function has a parameter of this name."""
+    """Whether a loss function has a parameter of this name; raises ValueError for what is no function."""
+    if not callable(loss_fn):
+        raise UserError(f"this takes a loss function, and no {type(loss_fn).__name__}")
     return name in inspect.signature(loss_fn).parameters
 
 

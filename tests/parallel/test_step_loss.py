@@ -25,6 +25,7 @@ from jvarlen.parallel import (
     take_positions,
     vocabulary_embedding,
 )
+from jvarlen.testing import assert_layout_invariant, assert_partition_invariant
 from tests.conftest import random_dataset
 
 RNG = np.random.default_rng(0)
@@ -105,6 +106,10 @@ def test_a_contrastive_loss_is_that_of_all_samples_of_the_step(layout):
     evaluated = jax.jit(make_eval_step(CONTRASTIVE, layout=layout))(state, PAIRS)[1]
     np.testing.assert_allclose(float(evaluated.loss), expected, rtol=RTOL)
     assert_equals(evaluated.sums, told)
+
+
+def test_users_can_check_that_layouts_agree():
+    assert_layout_invariant(CONTRASTIVE, TOWERS, PAIRS, ["data2.zero1"], num_steps=3)
 
 
 def test_accumulation_changes_nothing():
@@ -350,6 +355,8 @@ def test_what_is_no_loss_of_a_step_is_refused():
     step = make_train_step(BALANCED._replace(sums=MODEL._replace(layer=forgetful)), optax.sgd(1))
     with pytest.raises(UserError, match="layers must return the same sums, and in every call"):
         step(step.init(PARAMS), ROWS)
+    with pytest.raises(UserError, match="this takes a loss function, and no StepLoss"):
+        assert_partition_invariant(CONTRASTIVE, TOWERS, PAIRS)
     with pytest.raises(UserError, match="zero3 takes a LayeredModel, and towers is a loss function"):
         make_train_step(CONTRASTIVE, optax.sgd(1), layout="data2.zero3")
 
