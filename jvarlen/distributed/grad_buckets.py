@@ -6,7 +6,7 @@ The rule is that of PyTorch's DistributedDataParallel (Li et al. 2020, https://a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,12 +17,14 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from jvarlen._common.checks import UserError
 from jvarlen.distributed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes
+from jvarlen.distributed.layout import ReduceDtype
 
 __all__ = [
     "assign_grad_buckets",
     "bucket_bytes_here",
     "order_of_grads",
     "reduce_in_buckets",
+    "reduce_scatter",
     "with_grad_buckets",
 ]
 
@@ -112,6 +114,7 @@ def reduce_in_buckets(
     buckets: Sequence[Sequence[int]],
     axis_name: str | tuple[str, ...],
     dims: Sequence[int | None] = (),
+    sent: ReduceDtype = "float32",
 ) -> Any:
     """Sums gradients over mesh axes, with one collective a bucket of one dtype; those in no bucket stay as they are."""
     # `dims`: along which dimension each device keeps its shard of the sum; None, for all of a bucket: the whole sum.
@@ -119,23 +122,47 @@ def reduce_in_buckets(
     for bucket in buckets:
         members = [leaves[i] for i in bucket]
         if dims and dims[bucket[0]] is not None:
-            reduced = _sum_to_shards(members, [dims[i] for i in bucket], axis_name)
+            reduced = _sum_to_shards(members, [dims[i] for i in bucket], axis_name, sent)
         else:
-            reduced = _sum(members, axis_name)
+            reduced = _sum(members, axis_name, sent)
         for i, part in zip(bucket, reduced, strict=True):
             leaves[i] = part
     return jax.tree.unflatten(structure, leaves)
 
 
-def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
-    """Sums of arrays, by one collective."""
-    row = jax.lax.psum(jnp.concatenate([member.ravel() for member in members]), axis_name)
+def reduce_scatter(array: jax.Array, axis_name: str | tuple[str, ...], sent: ReduceDtype, dim: int = 0) -> jax.Array:
+    """This device's shard of the sum over mesh axes, in float32 at least, along a dimension that they divide."""
+    wide = jnp.promote_types(array.dtype, jnp.float32)
+    if sent == "float32":
+        return jax.lax.psum_scatter(array.astype(wide), axis_name, scatter_dimension=dim, tiled=True)
+    # What is sent is added by the device that gets it: a reduction by the backend would add in that type.
+    num_shards = jax.lax.axis_size(axis_name)
+    parts = array.astype(sent).reshape(*array.shape[:dim], num_shards, -1, *array.shape[dim + 1 :])
+    received = _of_bits(lambda bits: jax.lax.all_to_all(bits, axis_name, 0, 0), jnp.moveaxis(parts, dim, 0))
+    return jnp.sum(received, axis=0, dtype=wide)
+
+
+def _of_bits(collective: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    """What a collective sends of 16-bit floats, which some backends would send as float32."""
+    return jax.lax.bitcast_convert_type(collective(jax.lax.bitcast_convert_type(array, jnp.uint16)), array.dtype)
+
+
+def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: ReduceDtype) -> list[jax.Array]:
+    """Sums of arrays, by one collective, or if they are not sent as they are by two."""
+    row = jnp.concatenate([member.ravel() for member in members])
+    if sent == "float32":
+        row = jax.lax.psum(row, axis_name)
+    else:
+        filled = jnp.pad(row, (0, -row.size % jax.lax.axis_size(axis_name)))
+        shard = reduce_scatter(filled, axis_name, sent)
+        whole = _of_bits(lambda bits: jax.lax.all_gather(bits, axis_name, tiled=True), shard.astype(sent))
+        row = whole[: row.size].astype(row.dtype)
     parts = _split(row, [member.size for member in members])
     return [part.reshape(member.shape) for part, member in zip(parts, members, strict=True)]
 
 
 def _sum_to_shards(
-    members: Sequence[jax.Array], along: Sequence[Any], axis_name: str | tuple[str, ...]
+    members: Sequence[jax.Array], along: Sequence[Any], axis_name: str | tuple[str, ...], sent: ReduceDtype
 ) -> list[jax.Array]:
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
@@ -146,10 +173,10 @@ def _sum_to_shards(
 
     moved = [padded(jnp.moveaxis(member, dim, 0)) for member, dim in zip(members, along, strict=True)]
     if len(moved) == 1:  # as it is: compilers for TPUs make all-reduces of scatters of one row a shard
-        shards = [jax.lax.psum_scatter(moved[0], axis_name, tiled=True)]
+        shards = [reduce_scatter(moved[0], axis_name, sent)]
     else:
         rows = jnp.concatenate([member.reshape(num_shards, -1) for member in moved], axis=-1)
-        row = jax.lax.psum_scatter(rows, axis_name)
+        row = reduce_scatter(rows, axis_name, sent)[0]
         parts = _split(row, [member.size // num_shards for member in moved])
         shards = [
             part.reshape(member.shape[0] // num_shards, *member.shape[1:])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from jvarlen.distributed.mesh import Placement
 
-__all__ = ["MESH_AXES", "Layout", "Remat", "ScheduleName"]
+__all__ = ["MESH_AXES", "Layout", "ReduceDtype", "Remat", "ScheduleName"]
 
 MESH_AXES = ("data", "stage", "context", "tensor")
 
@@ -27,12 +27,15 @@ ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubbl
 
 Remat = Literal["none", "selective", "full"]
 
+ReduceDtype = Literal["float32", "bfloat16"]
+
 _NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from")
 _WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number sets, and its value
     "data": ("data", -1),
     "sequence_parallel": ("sequence_parallel", True),
     **{name: ("schedule", name) for name in get_args(ScheduleName)},
     **{f"remat_{name}": ("remat", name) for name in get_args(Remat)},
+    **{f"reduce_{name}": ("reduce_dtype", name) for name in get_args(ReduceDtype)},
 }
 _WORD_OF = {setting: word for word, setting in _WORDS.items()}
 
@@ -43,8 +46,9 @@ class Layout:
 
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
     (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`), `data`, `sequence_parallel`, a
-    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what the backward pass computes again
-    (`remat_full`, `remat_selective`, `remat_none`). `str` leaves defaults out.
+    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), what the backward pass computes again
+    (`remat_full`, `remat_selective`, `remat_none`), or the type in which gradients are sent (`reduce_bfloat16`,
+    `reduce_float32`). `str` leaves defaults out.
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
@@ -85,6 +89,9 @@ class Layout:
     """Rematerialization, what layers keep for the backward pass: what it uses (`"none"`), what they name by
     `jax.ad_checkpoint.checkpoint_name` and the results of attention (`"selective"`), or inputs alone, from which it
     runs them again (`"full"`). None: `"full"` with stages, and `"none"` otherwise."""
+    reduce_dtype: ReduceDtype = "float32"
+    """The type in which gradients are sent over the data axes. `"bfloat16"`: half of the bytes. Each device's gradients
+    are rounded once, and so are sums that all devices get; they are added in float32 at least."""
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in (*MESH_AXES, "virtual")}
@@ -92,7 +99,7 @@ class Layout:
             del given["data"]
         check_at_least_one(**given)
         check_at_least_zero(zero=self.zero, context_from=self.context_from)
-        check_choices(schedule=(self.schedule, ScheduleName))
+        check_choices(schedule=(self.schedule, ScheduleName), reduce_dtype=(self.reduce_dtype, ReduceDtype))
         if self.remat is not None:
             check_choices(remat=(self.remat, Remat))
         if not isinstance(self.sequence_parallel, bool):
@@ -213,7 +220,8 @@ class Layout:
     @property
     def is_data_parallel(self) -> bool:
         """Whether microbatches alone are spread, over devices that all hold the whole state."""
-        return self == Layout(data=self.data, schedule=self.schedule, remat=self.remat)
+        kept: dict[str, Any] = {name: getattr(self, name) for name in ("schedule", "remat", "reduce_dtype")}
+        return self == Layout(data=self.data, **kept)
 
     @property
     def num_shards(self) -> int:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from jvarlen.distributed.layout import Remat
+from jvarlen.distributed.layout import ReduceDtype, Remat
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_at, axes_of_ends, check_layer, num_layers_of
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
@@ -56,6 +56,7 @@ class DeviceLayers:
     weights_apart: bool = False  # whether passes have weight gradients of their own
     param_specs: LayeredParams  # what lies along the data axes
     grad_specs: LayeredParams  # likewise of the sums of gradients
+    reduce_dtype: ReduceDtype = "float32"
 
     @property
     def has_grads(self) -> bool:
@@ -145,7 +146,28 @@ class DeviceLayers:
             return totals
         ends = self.ends()
         trained = where_trained(self.trained_in_embed, ends)
-        return self.add_ends(totals, self._embed_passes.backward(trained, residuals, of_x, ends, *given)[1])
+        dtypes = sorted({leaf.dtype for leaf in jax.tree.leaves(trained)}, key=str)
+
+        def backward(of_x: list[Any], _: list[Any]) -> Any:
+            return self._embed_passes.backward(trained, residuals, of_x, ends, *given)[1]
+
+        # Zeros of whole gradients wait for those of x: a compiler may make constants before the loop over layers.
+        late = jax.lax.optimization_barrier((of_x, [jnp.zeros((), dtype) for dtype in dtypes]))
+        closed, shapes = jax.make_jaxpr(backward, return_shape=True)(*late)
+        zeros = dict(zip(dtypes, closed.jaxpr.invars[len(of_x) :], strict=True))
+
+        def with_zero(eqn: JaxprEqn) -> JaxprEqn:
+            if eqn.primitive.name != "broadcast_in_dim":
+                return eqn
+            value, *others = eqn.invars
+            zero = zeros.get(eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
+            if zero is None or not isinstance(value, Literal) or value.val != 0:
+                return eqn
+            return eqn.replace(invars=[zero, *others])
+
+        jaxpr = closed.jaxpr.replace(eqns=[with_zero(eqn) for eqn in closed.jaxpr.eqns])
+        of_ends = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*jax.tree.leaves(late))
+        return self.add_ends(totals, jax.tree.unflatten(jax.tree.structure(shapes), of_ends))
 
     def sum_loss(self, x: Any, given: tuple[Any, Any]) -> tuple[StepSums, Any, list[Any]]:
         """The sums of the loss, and the gradients of what is trained of the ends and of the floats of x."""
@@ -173,10 +195,13 @@ class DeviceLayers:
         return jax.tree.map(add, totals, self._reduced_ends(grads), is_leaf=lambda leaf: leaf is None)
 
     def _reduced_ends(self, grads: Any) -> Any:
-        return jax.tree.map(reduce_to_shard, grads, where_trained(grads, self.grad_specs.ends))
+        return self._reduced(grads, where_trained(grads, self.grad_specs.ends))
 
     def _reduced_layer(self, grads: Any) -> Any:
-        return jax.tree.map(reduce_to_shard, grads, specs_of_layer(self.grad_specs.layers))
+        return self._reduced(grads, specs_of_layer(self.grad_specs.layers))
+
+    def _reduced(self, grads: Any, specs: Any) -> Any:
+        return jax.tree.map(functools.partial(reduce_to_shard, sent=self.reduce_dtype), grads, specs)
 
     @functools.cached_property
     def passes(self) -> Passes:

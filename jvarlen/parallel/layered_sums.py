@@ -6,6 +6,7 @@ the parameters of two layers. Letters: L layers, M microbatches of a data shard.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
-from jvarlen.distributed.layout import Remat
+from jvarlen.distributed.layout import ReduceDtype, Remat
 from jvarlen.distributed.mesh import DATA_AXIS
 from jvarlen.parallel.layer_loop import DeviceLayers, Part, buffer_of, wide_zeros, zeros_of_shapes
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_when_stacked
@@ -40,6 +41,7 @@ def sum_by_layers(
     param_specs: Any = None,  # what of each parameter lies along the axis, which is gathered layer by layer
     grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
     accumulates_shards: bool = False,  # whether gradients are reduced layer by layer
+    reduce_dtype: ReduceDtype = "float32",
 ) -> Callable[[TrainState, Any], StepSums]:
     """What `sum_step` and `sum_over_shards` give for `layered_loss_fn(model)`."""
 
@@ -55,6 +57,7 @@ def sum_by_layers(
             trained = trained_when_stacked(params, model.stack, own)(stacked)
         specs = None if own is None else grad_specs
         how: dict[str, Any] = {"num_layers": num_layers, "trained": trained, "first": first, "remat": remat}
+        how["reduce_dtype"] = reduce_dtype
         how["param_specs"] = whole if param_specs is None else param_specs
         how["grad_specs"] = where_trained(trained, specs if accumulates_shards and specs is not None else whole)
         device = DeviceLayers(model=model, params=stacked, **how)
@@ -76,9 +79,10 @@ def sum_by_layers(
         if mesh is not None:
             sums = count_once(sums, rows_along)
             if specs is not None and not accumulates_shards:
-                sums = sums._replace(grads=_reduced(sums.grads, specs))
+                sums = sums._replace(grads=_reduced(sums.grads, specs, reduce_dtype))
             dims = sharded_dims(specs, sums.grads, axis_name)
-            sums = reduce_sums(sums, axis_name, dims, (), [i for i, dim in enumerate(dims) if dim is None])
+            is_whole = [i for i, dim in enumerate(dims) if dim is None]
+            sums = reduce_sums(sums, axis_name, dims, (), is_whole, reduce_dtype)
         stack = model.stack
         if own is None or stack is None:
             return sums
@@ -104,7 +108,7 @@ def sum_by_layers(
     return sums_of
 
 
-def _reduced(grads: LayeredParams, specs: LayeredParams) -> LayeredParams:
+def _reduced(grads: LayeredParams, specs: LayeredParams, sent: ReduceDtype) -> LayeredParams:
     """Whole sums of this device to shards of those of all, a layer at a time."""
 
     def of_layers(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -112,7 +116,7 @@ def _reduced(grads: LayeredParams, specs: LayeredParams) -> LayeredParams:
             return grad
 
         def turn(index: jax.Array, grad: jax.Array) -> jax.Array:
-            shard = reduce_to_shard(grad[index], spec)
+            shard = reduce_to_shard(grad[index], spec, sent)
             return jax.lax.dynamic_update_slice(grad, shard[np.newaxis], (index, *(0,) * shard.ndim))
 
         shard = jax.eval_shape(lambda: reduce_to_shard(grad[0], spec))
@@ -120,7 +124,7 @@ def _reduced(grads: LayeredParams, specs: LayeredParams) -> LayeredParams:
         return jax.lax.fori_loop(0, len(grad), turn, grad)[:, *map(slice, shard.shape)]
 
     layers = jax.tree.map(of_layers, grads.layers, specs_of_layer(specs.layers))
-    return LayeredParams(jax.tree.map(reduce_to_shard, grads.ends, specs.ends), layers)
+    return LayeredParams(jax.tree.map(functools.partial(reduce_to_shard, sent=sent), grads.ends, specs.ends), layers)
 
 
 def _add(device: DeviceLayers, sums: StepSums | None, ahead: Any, given: tuple[Any, Any]) -> tuple[StepSums, Any]:

@@ -59,6 +59,7 @@ def sum_scheduled(
     grad_specs: LayeredParams | None = None,
     axis_name: str | tuple[str, ...] = DATA_AXIS,
     rows_along: str | None = None,
+    reduce_dtype: layout.ReduceDtype = "float32",
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
@@ -103,7 +104,7 @@ def sum_scheduled(
             return _run_ticks(device, num_ticks)
 
         lie: dict[str, Any] = {"axis_name": axis_name, "rows_along": rows_along}
-        lie |= {"param_specs": param_specs, "grad_specs": grad_specs}
+        lie |= {"param_specs": param_specs, "grad_specs": grad_specs, "reduce_dtype": reduce_dtype}
         return sum_over_stages(sum_on_device, state, batch, arrange=arrange, mesh=mesh, trained_of=trained_of, **lie)
 
     return sums_of
@@ -121,6 +122,7 @@ def sum_over_stages(
     trained_of: TrainedOf | None = select_trained,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
+    reduce_dtype: layout.ReduceDtype = "float32",
 ) -> StepSums:
     """The sums of a step, from those that each device computes of its stage and its microbatches."""
     # `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
@@ -141,7 +143,7 @@ def sum_over_stages(
 
         (grads,) = jax.vjp(arrange_trained, jax.tree.map(wide_zeros, trained))[1](sums.grads)
         dims = sharded_dims(grad_specs, grads, axis_name)
-        sums = reduce_sums(sums._replace(grads=grads), axis_name, dims, *bucket_each(dims))
+        sums = reduce_sums(sums._replace(grads=grads), axis_name, dims, *bucket_each(dims), reduce_dtype)
         # Gradients of layers are not summed over the stages, which have different ones.
         others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)
         return others._replace(grads=sums.grads._replace(ends=ends))

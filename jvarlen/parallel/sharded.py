@@ -240,7 +240,7 @@ def sums_on_layout(
         if on_layout is not None and grad_specs is not None:
             grad_specs = where_trained(on_layout(params), grad_specs)
         options = {"axis_name": layout.data_axes, "rows_along": rows_along, "trained_of": on_layout}
-        options |= {"param_specs": param_specs, "grad_specs": grad_specs}
+        options |= {"param_specs": param_specs, "grad_specs": grad_specs, "reduce_dtype": layout.reduce_dtype}
         sums = sum_of(on_axes, state, batch, mesh=mesh, **options)
         if sums.grads is None or grad_specs is None:
             return sums

@@ -168,6 +168,28 @@ class TrainStep:
             return average_on_layout(average, model_of(self.model), self.optimizer, self.placement, self.trainable)
         return lambda state: average(state.opt_state, select_trained(state.params, self.trainable))
 
+    def reduce_error(self, state: TrainState, batch: Any) -> float:
+        """How far the gradients of a step are from those of the layout with `reduce_dtype="float32"`.
+
+        Args:
+          state: of `init` or of a step. It stays as it is.
+          batch: as for a call.
+
+        Returns:
+          The norm of the difference, divided by that of the gradients sent in float32.
+        """
+        if self.placement is None:
+            return 0.0
+        layout = dataclasses.replace(self.placement.layout, reduce_dtype="float32")
+        placements = self.placement, dataclasses.replace(self.placement, layout=layout)
+        trained_of = functools.partial(select_trained, trainable=self.trainable)
+
+        def error(state: TrainState, batch: Any) -> jax.Array:
+            found, expected = (_sums_of(self.model, each, trained_of)(state, batch).grads for each in placements)
+            return optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
+
+        return float(jax.jit(error)(state, batch))
+
     def gather_params(self, state: TrainState) -> Any:
         """The whole parameters of a state, as `init` got them, on any layout.
 
@@ -350,15 +372,11 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
       ValueError: as `make_train_step`.
     """
     placement = placement_of(layout)
-    if placement is None or placement.layout.is_data_parallel:
-        sums_of = _sum_step(model, placement, None)
-    else:
+    if placement is not None and not placement.layout.is_data_parallel:
         from jvarlen.parallel.layout_checks import check_model
-        from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
 
         check_model(model_of(model), placement.layout)
-        sum_of = functools.partial(sum_on_layout, placement=placement)
-        sums_of = sums_on_layout(model, placement, sum_of, trained_of=None)
+    sums_of = _sums_of(model, placement, None)
 
     def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
         if hasattr(state, "opt_state"):
@@ -369,6 +387,18 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
         return state, metrics_of(sums_of(given, batch), batch)
 
     return EvalStep(function=eval_step, placement=placement)
+
+
+def _sums_of(
+    model: LayeredModel | LossFn | StepLoss, placement: Placement | None, trained_of: TrainedOf | None
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a step, from a state as it lies."""
+    if placement is None or placement.layout.is_data_parallel:
+        return _sum_step(model, placement, trained_of)
+    from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
+
+    sum_of = functools.partial(sum_on_layout, placement=placement)
+    return sums_on_layout(model, placement, sum_of, trained_of=trained_of)
 
 
 def _sum_step(
@@ -382,6 +412,7 @@ def _sum_step(
     options: dict[str, Any] = {"trained_of": trained_of}
     if placement is not None:
         options |= {"mesh": placement.mesh, "axis_name": placement.data_axis, "layout_axes": placement.axes.values()}
+        options["reduce_dtype"] = placement.layout.reduce_dtype
     if isinstance(model, LayeredModel):
         from jvarlen.parallel.layered_sums import sum_by_layers
 

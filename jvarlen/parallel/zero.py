@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.grad_buckets import reduce_scatter
+from jvarlen.distributed.layout import Layout, ReduceDtype
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in
 from jvarlen.parallel.layers import LayeredParams
 from jvarlen.training.trainable import merge_trained
@@ -110,7 +111,7 @@ def gather_by_layers(layers: Any, into: Any, specs: Any, whole: Any, mesh: Mesh)
     return merge_trained(jax.shard_map(on_device, mesh=auto_axes(mesh), check_vma=False, **lie)(shards, into), layers)
 
 
-def reduce_to_shard(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+def reduce_to_shard(grad: jax.Array, spec: PartitionSpec, sent: ReduceDtype = "float32") -> jax.Array:
     """This device's shard of the sum of a gradient, in float32 at least; as it is, if it lies along no data axis."""
     along, dtype = along_data(spec), jnp.promote_types(grad.dtype, jnp.float32)
     if along is None:
@@ -120,14 +121,15 @@ def reduce_to_shard(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
     if missing := -grad.shape[dim] % num_shards:
         grad = jnp.pad(grad, [(0, missing if i == dim else 0) for i in range(grad.ndim)])
 
-    def reduce(part: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(part.astype(dtype), axes, scatter_dimension=dim, tiled=True)
-
-    num_rows = grad.shape[dim] // num_shards
-    pieces = math.gcd(num_rows, -(-grad.size // _MOST_WIDE)) if dtype != grad.dtype and dim == 0 else 1
+    num_rows, is_widened = grad.shape[dim] // num_shards, sent == "float32" and dtype != grad.dtype
+    pieces = math.gcd(num_rows, -(-grad.size // _MOST_WIDE)) if is_widened and dim == 0 else 1
     if pieces == 1:
-        return reduce(grad)
+        return reduce_scatter(grad, axes, sent, dim)
     # Some rows of each shard at a time, so that the whole is not widened.
     parts = grad.reshape(num_shards, pieces, -1, *grad.shape[1:])
-    shards = jax.lax.map(lambda i: reduce(parts[:, i].reshape(-1, *grad.shape[1:])), jnp.arange(pieces))
+
+    def reduce(i: jax.Array) -> jax.Array:
+        return reduce_scatter(parts[:, i].reshape(-1, *grad.shape[1:]), axes, sent)
+
+    shards = jax.lax.map(reduce, jnp.arange(pieces))
     return shards.reshape(num_rows, *grad.shape[1:])

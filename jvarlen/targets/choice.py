@@ -392,7 +392,8 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) ->
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     columns["schedule"] = np.array([SCHEDULES.index(row["schedule"]) for row in rows])
     recomputes = columns.pop("remat") == "full"
-    table = LayoutTable(**columns, context_from=np.zeros(len(rows), np.int64), recomputes=recomputes)
+    columns |= {"context_from": np.zeros(len(rows), np.int64), "reduces_bfloat16": np.zeros(len(rows), bool)}
+    table = LayoutTable(**columns, recomputes=recomputes)
     return table, np.array(cannot, object)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from jvarlen.distributed.layout import Layout, Remat, ScheduleName
+from jvarlen.distributed.layout import Layout, ReduceDtype, Remat, ScheduleName
 from jvarlen.planning.buckets import Bucket
 
 __all__ = ["SCHEDULES", "LayoutTable", "layout_table"]
@@ -32,6 +32,7 @@ class LayoutTable(NamedTuple):
     sequence_parallel: Bool[np.ndarray, " C"]
     context_from: Int64[np.ndarray, " C"]
     recomputes: Bool[np.ndarray, " C"]  # whether layers run again in the backward pass
+    reduces_bfloat16: Bool[np.ndarray, " C"]  # whether gradients are sent in bfloat16
 
     @property
     def num_shards(self) -> Int64[np.ndarray, " C"]:
@@ -51,9 +52,10 @@ class LayoutTable(NamedTuple):
         """One of the layouts."""
         values = {name: column[row].item() for name, column in self._asdict().items()}
         recomputes, schedule = values.pop("recomputes"), SCHEDULES[values.pop("schedule")]
+        reduced: ReduceDtype = "bfloat16" if values.pop("reduces_bfloat16") else "float32"
         has_stages = values["stage"] > 1
         remat: Remat | None = None if recomputes == has_stages else "full" if recomputes else "none"
-        return Layout(**values, remat=remat, **({"schedule": schedule} if has_stages else {}))
+        return Layout(**values, remat=remat, reduce_dtype=reduced, **({"schedule": schedule} if has_stages else {}))
 
     def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
         """Whether the positions of a bucket's rows are spread over "context"."""
@@ -78,6 +80,7 @@ def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
     own = {
         "schedule": [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts],
         "recomputes": [layout.remat_in_force == "full" for layout in layouts],
+        "reduces_bfloat16": [layout.reduce_dtype == "bfloat16" for layout in layouts],
     }
     columns = (own.get(name) or [getattr(layout, name) for layout in layouts] for name in LayoutTable._fields)
     return LayoutTable(*map(np.array, columns))

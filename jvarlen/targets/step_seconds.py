@@ -213,7 +213,8 @@ def _data_seconds(
     of_layer, of_ends, trained_layer, trained_ends = ((whole + split / wide.tensor) for whole, split in of_params)
     on_stage = costs.num_layers / wide.stage * of_layer
     trained = costs.num_layers / wide.stage * trained_layer + trained_ends
-    grad_bytes = max(costs.param_bytes, 4.0)
+    wide_bytes = max(costs.param_bytes, 4.0)
+    grad_bytes = np.where(wide.reduces_bfloat16, 2.0, wide_bytes)
     size, in_stage = wide.num_shards, wide.tensor * wide.context
     in_host = cluster.members_in_host(wide.context, wide.tensor)
     in_host = np.minimum(size, in_host * cluster.members_in_host(wide.data, in_stage * wide.stage))
@@ -233,7 +234,7 @@ def _data_seconds(
     )
     whole = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced + gathers)
     in_host_of_stages = cluster.members_in_host(wide.stage, in_stage)
-    ends = cluster.collective_seconds("all_reduce", trained_ends * grad_bytes, wide.stage, in_host_of_stages)
+    ends = cluster.collective_seconds("all_reduce", trained_ends * wide_bytes, wide.stage, in_host_of_stages)
     after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
     last = np.where(wide.zero == 2, num_microbatches, 1) * backward
     hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)

@@ -23,6 +23,7 @@ from jvarlen.distributed.grad_buckets import (
     order_of_grads,
     reduce_in_buckets,
 )
+from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatches_of, split_step, sums_of_one
@@ -45,6 +46,7 @@ def sum_over_shards(
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
     grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
     accumulates_shards: bool = False,  # so that no more than one microbatch has whole gradients
+    reduce_dtype: ReduceDtype = "float32",
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards."""
     # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
@@ -62,12 +64,13 @@ def sum_over_shards(
 
             def one_in_shards(microbatch: Any) -> StepSums:
                 sums = one(microbatch)
-                return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+                return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims, reduce_dtype))
 
             if accumulates_shards:
-                return reduce_sums(accumulate(one_in_shards, microbatches), axis_name, dims, (), unbucketed)
+                sums = accumulate(one_in_shards, microbatches)
+                return reduce_sums(sums, axis_name, dims, (), unbucketed, reduce_dtype)
             sums = accumulate(one, microbatches, last_apart=bucket_bytes is not None)
-            return reduce_sums(sums, axis_name, dims, buckets, unbucketed)
+            return reduce_sums(sums, axis_name, dims, buckets, unbucketed, reduce_dtype)
 
         given = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         lie: dict[str, Any] = {"axis_name": axis_name, "layout_axes": layout_axes}
@@ -153,9 +156,12 @@ def reduce_sums(
     dims: Sequence[int | None],  # of `sharded_dims`
     buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
     unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
+    reduce_dtype: ReduceDtype = "float32",
 ) -> StepSums:
     """The sums over the shards; gradients in no bucket that become shards have been reduced."""
-    leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+    if reduce_dtype != "float32":  # which other sums are not sent in
+        buckets, unbucketed = [*buckets, *assign_grad_buckets(sums.grads, order=unbucketed)], ()
+    leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims, reduce_dtype))
     reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
     if bucket_bytes_here() is None:

@@ -63,6 +63,8 @@ def make_mixed_train_step(
     placement = placement_of(layout)
     if placement is None or placement.mesh.size != placement.layout.data or placement.layout.zero:
         raise UserError(f"a mixed step is data-parallel alone, and layout is {layout}")
+    if placement.layout.reduce_dtype != "float32":
+        raise UserError(f"a mixed step sends gradients in float32: leave reduce_bfloat16 out of {placement.layout}")
     mesh, num_ranks = placement.program_mesh, placement.layout.data
     sums_of, values_of = (
         _sum_mixed(loss_fn, checked, mesh, num_ranks, trained_of=trained_of) for trained_of in (select_trained, None)

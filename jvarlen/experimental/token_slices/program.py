@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
@@ -60,6 +61,7 @@ def sum_sliced(
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
     axis_name: str | tuple[str, ...] = DATA_AXIS,
+    reduce_dtype: ReduceDtype = "float32",
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step of a model in stages, to which rows come in slices: what `sum_scheduled` gives.
 
@@ -101,6 +103,7 @@ def sum_sliced(
             trained_of=trained_of,
             param_specs=param_specs,
             grad_specs=grad_specs,
+            reduce_dtype=reduce_dtype,
         )
 
     return sums_of
