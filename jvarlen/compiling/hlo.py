@@ -111,7 +111,15 @@ class Instruction(NamedTuple):
 
 def computations_of(text: str) -> dict[str, str]:
     """The computations of a program by name, as lines of text; that of the whole is the last."""
-    return dict(_COMPUTATION.findall(text))
+    return {name: _told_as_scatter(name, body) for name, body in _COMPUTATION.findall(text)}
+
+
+def _told_as_scatter(name: str, body: str) -> str:
+    """The same, but a reduce-scatter of TPUs that is written as an all-reduce and a slice of it as what it is."""
+    if not name.startswith("all-reduce-scatter"):
+        return body
+    shapes = instructions_of(body)[-1].shapes
+    return re.sub(r"= \S+ all-reduce\(", lambda _: f"= {shapes} reduce-scatter(", body)
 
 
 def instructions_of(body: str) -> list[Instruction]:

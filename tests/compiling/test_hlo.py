@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import Bucket, compile_buckets, make_train_step, scale_by_batch_size
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import Collectives, count_collectives, list_collectives
+from jvarlen.compiling.hlo import Collective, Collectives, count_collectives, list_collectives
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.training.train_state import new_state
 from tests.meshes import data_mesh
@@ -91,6 +91,27 @@ def test_collectives_of_a_gpu_start_and_end_and_are_one():
         "all-gather": Collectives(1, 0),
         "collective-permute": Collectives(0, 1),
     }
+
+
+ON_TPUS = """
+%all-reduce-scatter.1.clone (input: f32[14,4]) -> f32[8,4] {
+  %input = f32[14,4]{1,0:T(8,128)} parameter(0)
+  %zero = f32[] constant(0)
+  %pad = f32[16,4]{1,0:T(8,128)} pad(%input, %zero), padding=0_2x0_0
+  %all-reduce = f32[16,4]{1,0:T(8,128)} all-reduce(%pad), replica_groups={{0,1}}, to_apply=%add
+  %begin = u32[] constant(0)
+  ROOT %slice = f32[8,4]{1,0:T(8,128)S(1)} dynamic-slice(%all-reduce, %begin, %begin), dynamic_slice_sizes={8,4}
+}
+
+ENTRY %main (a: f32[14,4]) -> f32[8,4] {
+  %a = f32[14,4]{1,0:T(8,128)} parameter(0)
+  ROOT %fusion = f32[8,4]{1,0:T(8,128)} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1.clone
+}
+"""
+
+
+def test_a_scatter_of_tpus_that_is_written_as_a_slice_of_an_all_reduce_is_one():
+    assert list_collectives(ON_TPUS) == [Collective("reduce-scatter", 16 * 4 * 4, ((0, 1),), 1)]
 
 
 @pytest.mark.parametrize(
