@@ -219,4 +219,5 @@ def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp) -> Any:
     """Total / weight_sum, and 0 where the weight is exactly 0; `numpy` is JAX's or NumPy itself."""
     weight_sum = weight_sum.astype(total.dtype)
     is_zero = weight_sum == 0
-    return numpy.where(is_zero, 0, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)
+    # Its own zero: XLA would keep an array of constant zeros, with which the loops begin too, until here.
+    return numpy.where(is_zero, weight_sum, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)
