@@ -15,7 +15,7 @@ from jvarlen.compiling.hlo import Instruction, called_by, computations_of, instr
 if TYPE_CHECKING:
     from jvarlen.targets.dump import Dump
 
-__all__ = ["Buffer", "largest_buffers"]
+__all__ = ["Buffer", "allocated_bytes", "largest_buffers"]
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):\n((?: value: .*\n?)*)", re.MULTILINE)
 _VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$", re.MULTILINE)
@@ -110,6 +110,12 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
         shape = _SHAPE.match(value.shape)
         buffers.append(Buffer(num_bytes, kind, shape[0] if shape else value.shape, operation, source, num_others))
     return tuple(buffers)
+
+
+def allocated_bytes(dump: Dump) -> int:
+    """Bytes that a program allocates for temporaries in a device's main memory."""
+    found = _ALLOCATION.findall(dump.buffers)
+    return sum(int(size) for size, what, _ in found if "preallocated-temp" in what and ", color " not in what)
 
 
 def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value, int]]:
