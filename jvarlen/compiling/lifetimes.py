@@ -19,13 +19,15 @@ from jvarlen._common.jaxprs import scan_parts
 __all__ = ["Lifetimes", "lifetimes_of"]
 
 _VIEWS = {"reshape", "squeeze", "expand_dims", "stop_gradient", "name", "copy", "optimization_barrier"}
-_EXPENSIVE = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "pow", "rsqrt", "sqrt", "sin", "cos", "erf"}
+_EXPENSIVE = {"exp", "exp2", "expm1", "log", "log1p", "tanh", "pow", "rsqrt", "sqrt", "sin", "cos", "erf"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
 _ALONE = {
     "dot_general", "conv_general_dilated", "scatter", "scatter-add", "sort", "cumsum", "cumlogsumexp",
     "all_gather", "psum", "psum_invariant", "reduce_scatter", "ppermute", "all_to_all", "pmax", "pmin",
     "custom_call", "ffi_call", "random_bits", "threefry2x32", "top_k",
 }  # fmt: skip
+_SUMS = {"add", "add_any"}
+_ZEROS_OF_ZEROS = {*_SUMS, "broadcast_in_dim", "convert_element_type"}
 _STORED = {*_ALONE, *_REDUCTIONS, "begin", "empty", "join", "hold", "end"}
 _IN_PLACE = {"begin", "end", "scatter", "scatter-add"}
 
@@ -69,7 +71,8 @@ class _Flat:
         self.steps: list[_Step] = []
         self.loops: list[tuple[Any, Any]] = []  # what is carried in a loop, and then
         self.stacks: _Values = []  # of loops
-        self.begin = 0  # the first step of the loop that is run, where compilers make constants
+        self.begin = 0  # where compilers make constants: before the last loop, or where the loop begins that is run
+        self.zeros: set[int | None] = set()
 
     def values(self, variables: Sequence[Any]) -> _Values:
         """New values of these types."""
@@ -96,8 +99,16 @@ class _Flat:
         if inner is not None and name != "pallas_call":  # whose arrays are blocks, in a kernel
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, takes)
         gives = self.values(eqn.outvars)
+        is_zero = [self._is_zero(*each) for each in zip(eqn.invars, takes, strict=True)]
+        if is_zero and all(is_zero) and name in _ZEROS_OF_ZEROS:
+            self.zeros.update(gives)
+        elif name in _SUMS and any(is_zero):  # is the other
+            name, takes = "reshape", [takes[is_zero.index(False)]]
         self._add(name, takes, gives)
         return gives
+
+    def _is_zero(self, var: Any, value: int | None) -> bool:
+        return value in self.zeros if not isinstance(var, Literal) else not np.any(var.val)
 
     def _run_branches(self, eqn: Any, takes: _Values) -> _Values:
         """Branches one after the other. Their results are in the places of the whole's."""
@@ -146,9 +157,9 @@ class _Flat:
         return gives
 
     def _run_body(self, body: Jaxpr, takes: _Values) -> _Values:
-        before, self.begin = self.begin, len(self.steps)
+        begin, self.begin = len(self.steps), len(self.steps)
         results = self.run(body, takes)
-        self.begin = before
+        self.begin = begin
         return results
 
     def _ends(self, results: _Values, carried: _Values, gives: _Values) -> None:
@@ -170,6 +181,7 @@ class _Flat:
         steps = self._needed(results)
         num_points = len(steps)
         updated = {takes[0] for what, takes, _ in steps if what == "dynamic_update_slice"}
+        made_by = {v: i for i, (_, _, gives) in enumerate(steps) for v in gives}
         users: list[list[int]] = [[] for _ in self.sizes]
         for i, (_, takes, _) in enumerate(steps):
             for v in {*takes}:
@@ -188,7 +200,11 @@ class _Flat:
                 read = [j for j in users[v] if steps[j][0] != "write"]  # which is at once
                 last[v] = num_points if v in wanted else max([i, *read, *inside])
                 demanded[v] = v in wanted or any(self._demands(taker, demanded) for taker in takers)
-                if what in _STORED or (what == "dynamic_slice" and steps[i][1][0] in updated):
+                if what == "dot_general" and len(takers) == 1 and takers[0][0] == "add":
+                    # Added in place, as BLAS does, where it is added to an earlier array.
+                    before = [w for w in takers[0][1] if made_by.get(w, i) < i and self.sizes[w] == self.sizes[v]]
+                    stored[v] = all(steps[made_by[w]][0] not in _STORED for w in before)
+                elif what in _STORED or (what == "dynamic_slice" and steps[i][1][0] in updated):
                     stored[v] = True
                 elif not self._is_view(steps[i]):
                     stored[v] = demanded[v] or (what in _EXPENSIVE and len(takers) > 1)
@@ -196,11 +212,14 @@ class _Flat:
             if what == "dynamic_slice" and takes[0] in updated:
                 begin[gives] = begin[takes[0]]
         end = last + 1
+        sources: list[set[int]] = [set() for _ in self.sizes]  # stored values that one is computed of, place by place
         for i, (what, takes, gives) in enumerate(steps):  # a result takes the place of an argument that ends
             if what in _STORED - _IN_PLACE:
                 continue
-            free = [v for v in {*takes} if stored[v] and end[v] == i + 1]
+            found = set[int]().union(*({v} if stored[v] else sources[v] for v in takes))
+            free = sorted(v for v in found if end[v] == i + 1)
             for v in gives:
+                sources[v] = found if what != "transpose" else set()
                 same = next((w for w in free if self.sizes[w] == self.sizes[v]), None) if stored[v] else None
                 if same is not None:
                     end[same] = i

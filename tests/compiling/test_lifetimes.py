@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jvarlen.compiling.lifetimes import lifetimes_of
 
@@ -18,6 +19,36 @@ def test_elementwise_results_are_computed_where_they_are_used():
     assert peak(lambda x: jnp.sum(3 * x + 1), W) == 4
     assert peak(lambda x: x @ x + 1, W) == ONE  # in the place of the product
     assert peak(lambda x: (x + 1) @ x, W) == 2 * ONE  # the sum is stored for the product
+
+
+def test_a_product_is_added_in_place():
+    assert peak(lambda x: x @ x + (x @ x) @ x, W) == 2 * ONE  # one of the products is added to the other
+
+    def accumulating(x):
+        return jax.lax.scan(lambda total, _: (total + x @ x, None), x @ x, None, length=5)[0]
+
+    assert peak(accumulating, W) == ONE
+
+
+def test_results_of_one_kernel_take_the_places_of_all_that_it_reads():
+    def gated(x):
+        y, z = x @ x, x @ x
+        return (jnp.cos(y) * jnp.sin(z)) @ x
+
+    assert peak(gated, W) == 2 * ONE  # the factors, one of which the result replaces
+
+
+def test_zeros_that_are_added_are_no_array():
+    assert peak(lambda x: (x + jnp.zeros(())) @ x, W) == ONE
+
+
+def test_constants_are_made_before_the_last_loop():
+    def updating(x):
+        square = (x @ x) @ x
+        looped = jax.lax.scan(lambda total, _: (jnp.tanh(total), None), square, None, length=5)[0]
+        return jnp.zeros((16, 8)).at[jnp.arange(8)].add(looped)
+
+    assert peak(updating, W) == pytest.approx(3 * ONE, abs=64)  # not with both products of the square
 
 
 def test_what_is_not_used_is_not_there():

@@ -40,17 +40,17 @@ def test_the_papers_table(n):
 
 
 @pytest.mark.parametrize(
-    ("text", "bucket", "num_microbatches", "trainable", "least"),
+    ("text", "bucket", "num_microbatches", "trainable"),
     [
-        ("data2.context2.zero3", (2, 32), 2, None, 0.97),
-        ("data2.tensor2.zero3.remat_full", (8, 32), 2, None, 1),
-        ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4, None, 1),
-        ("data1.stage4.remat_none", (2, 64), 4, None, 1),
-        ("data2.zero2", (2, 32), 2, "layers.*.attention.*", 1),
-        ("data1.stage2.tensor2", (2, 32), 2, ["layers.*.attention.*", "head.*"], 0.96),
+        ("data2.context2.zero3", (2, 32), 2, None),
+        ("data2.tensor2.zero3.remat_full", (8, 32), 2, None),
+        ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4, None),
+        ("data1.stage4.remat_none", (2, 64), 4, None),
+        ("data2.zero2", (2, 32), 2, "layers.*.attention.*"),
+        ("data1.stage2.tensor2", (2, 32), 2, ["layers.*.attention.*", "head.*"]),
     ],
 )
-def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbatches, trainable, least):
+def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatches, trainable):
     layout = Layout.parse(text)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = init_params(MODEL, seed=0), layered(MODEL)
@@ -75,7 +75,8 @@ def test_the_estimate_is_that_of_the_compiled_program(text, bucket, num_microbat
     batch_bytes = of_shard * (rows * length * 8 + rows * 4)
     batch_bytes += of_shard * rows * 5 + 4 if layout.stage > 1 else 0
     assert row.argument_bytes == on_first + batch_bytes
-    assert least <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
+    # For CPUs XLA makes products beside what they are added to, and keeps sigmoids.
+    assert 0.94 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
 
 
 def test_activations_are_those_of_the_backward_pass():
@@ -98,7 +99,7 @@ def test_activations_are_those_of_the_backward_pass():
     assert estimate_memory(Layout(data=1), params, optax.sgd(1.0)).activations is None
     fullest = 2 * 8 * 16 * 4 + estimate.activations  # the sum of gradients, a gradient, and the cosine
     temporary = estimate.total - 8 * 16 * 4 - 2 * 4 * 8 * 4  # without parameters and two microbatches
-    assert 0 < temporary / 1.1 - fullest < 160  # other sums, and keys
+    assert 0 < temporary / 1.08 - fullest < 160  # other sums, and keys
 
 
 def test_the_table_tells_each_part():

@@ -22,7 +22,18 @@ LLAMA_3_8B = DecoderConfig(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
-@pytest.mark.parametrize("text", ["data8.zero3.remat_full", "data8.zero3", "data8.zero2.remat_full"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data8.zero3.remat_full",
+        "data8.zero3",
+        "data8.zero2.remat_full",
+        "data2.tensor4.zero1.remat_full",
+        "data2.tensor4.zero1.sequence_parallel.remat_full",
+        "data4.stage2.zero1",
+        "data2.context4.zero3.remat_full",
+    ],
+)
 def test_it_is_at_most_a_tenth_more(text):
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(LLAMA_3_8B))
     optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)))

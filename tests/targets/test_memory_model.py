@@ -60,7 +60,7 @@ def test_a_loss_function_has_no_layers_and_lengths_between_those_traced_are_inte
         estimate = estimate_memory(
             layout, params, optax.sgd(1e-3), buckets[k], model=make_loss_fn(MODEL), microbatches_per_step=M
         )
-        assert 0.998 < found[i, k] / estimate.total < (1.03 if k == 1 else 1.002)
+        assert 0.997 < found[i, k] / estimate.total < (1.03 if k == 1 else 1.002)
 
 
 def test_many_layouts_are_traced_once(monkeypatch):
