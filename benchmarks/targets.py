@@ -13,7 +13,7 @@ import argparse
 import datetime
 import os
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jvarlen.compiling.bucket_report import figure_text, table_of
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
+from jvarlen.parallel import Layout, estimate_memory
 from jvarlen.targets import TargetReport
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, shown_columns
@@ -67,32 +68,45 @@ FULL = [
 QUICK = [Case("here", layout) for layout in ("data8.zero3.remat_full", "data4.stage2.zero1")]
 
 
-def compile_case(case: Case, config: DecoderConfig, length: int) -> TargetReport:
+class Told(NamedTuple):
+    """What the compiler says of a case, and what `estimate_memory` says: bytes."""
+
+    report: TargetReport
+    estimate: int
+
+    @property
+    def ratio(self) -> float:
+        """Estimated over compiled."""
+        [row] = self.report
+        return self.estimate / row.total_bytes
+
+
+def compile_case(case: Case, config: DecoderConfig, length: int) -> Told:
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(config))
     adamw = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
-    shapes = BatchShapes(
-        [(1, length)],
-        microbatches_per_step=NUM_MICROBATCHES,
-        batch_spec=lambda bucket, num: packed_batch_spec(bucket, num, SAMPLES_PER_ROW),
-    )
     optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), adamw))
-    return compile_for(
-        case.target, layered(config), optimizer, shapes, layout=case.layout, params=params, progress=False
-    )
+    model, bucket = layered(config), (1, length)
+    of_step: dict[str, Any] = {
+        "microbatches_per_step": NUM_MICROBATCHES,
+        "batch_spec": lambda bucket, num: packed_batch_spec(bucket, num, SAMPLES_PER_ROW),
+    }
+    shapes = BatchShapes([bucket], **of_step)
+    report = compile_for(case.target, model, optimizer, shapes, layout=case.layout, params=params, progress=False)
+    estimate = estimate_memory(Layout.parse(case.layout), params, optimizer, bucket, model=model, **of_step)
+    return Told(report, estimate.total)
 
 
-def figures(reports: dict[Case, TargetReport]) -> list[str]:
+def figures(reports: dict[Case, Told]) -> list[str]:
     """What is told of each case, beside the prototype."""
-    together = TargetReport([row for report in reports.values() for row in report], "", "")
+    together = TargetReport([row for told in reports.values() for row in told.report], "", "")
     _, *columns = shown_columns(together)
     header, *rows = table_of(together, *columns, KERNELS)
     cells = []
     for ((target, layout, *prototype), told), row in zip(reports.items(), rows, strict=True):
         beside = ("–" if size is None else f"{size:.1f}" for size in prototype)
-        cells.append([f"`{layout}`", target, *row, figure_text(told.cpu_s), *beside])
-    return table(
-        "|".join(["layout", "target", *header, "CPU s", "prototype GB", "prototype GB, loss in chunks"]), cells
-    )
+        cells.append([f"`{layout}`", target, *row, f"{told.ratio:.3f}", figure_text(told.report.cpu_s), *beside])
+    more = "estimate / compiled", "CPU s", "prototype GB", "prototype GB, loss in chunks"
+    return table("|".join(["layout", "target", *header, *more]), cells)
 
 
 def collective_cells(case: Case, report: TargetReport) -> list[list[str]]:
@@ -113,16 +127,16 @@ def collective_cells(case: Case, report: TargetReport) -> list[list[str]]:
     ]
 
 
-def buffers(reports: dict[Case, TargetReport]) -> list[str]:
+def buffers(reports: dict[Case, Told]) -> list[str]:
     cells = []
-    for case, [row] in reports.items():
+    for case, ([row], _) in reports.items():
         _, *largest = table_of((row.buffers or ())[:NUM_BUFFERS], *BUFFERS)
         cells += [[f"`{case.layout}`", case.target, *each] for each in largest]
     return table("|".join(["layout", "target", *(column.header for column in BUFFERS)]), cells)
 
 
 def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
-    reports: dict[Case, TargetReport] = {}
+    reports: dict[Case, Told] = {}
     left_out = []
     for case in cases:
         print(f"{datetime.datetime.now():%H:%M:%S} {case.layout} for {case.target}", file=sys.stderr, flush=True)
@@ -139,6 +153,7 @@ def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
         "",
         *figures(reports),
         "",
+        "Estimate / compiled: the bytes of `estimate_memory` over those of the program. "
         "The prototype is another decoder of these sizes, compiled for the same devices before this library could do "
         "so: its layers run in a scan, and its attention is cuDNN's, of rows without samples (for TPUs splash "
         "attention). Its GB are arguments and temporaries. Other work shares the machine: CPU seconds are those of all "
@@ -148,7 +163,7 @@ def tables(cases: list[Case], config: DecoderConfig, length: int) -> list[str]:
         "",
         *table(
             "layout|target|collective|axes|times a step|GB|GB sent by a device|asynchronous|overlapped",
-            [cells for case, report in reports.items() for cells in collective_cells(case, report)],
+            [cells for case, told in reports.items() for cells in collective_cells(case, told.report)],
         ),
         "",
         "## Largest buffers",
