@@ -60,7 +60,7 @@ class CompileOptions:
     train."""
     when: When | None = None
     """Compile everything before the first step (ahead), or, while steps run, what later steps need (background).
-    None: ahead, and in a whole training run what is faster. With max_live or warm_up always ahead."""
+    None: ahead, and in the background in a whole training run of one process. With max_live or warm_up always ahead."""
     max_live: int | None = None
     """The most executables held at once; the least recently used is evicted first. None for all.
     On CPUs such programs bypass the persistent cache: executables read from it cannot be stored again."""
