@@ -149,3 +149,28 @@ def test_a_stack_may_regroup_arrays_into_a_tree_of_the_same_structure():
     state, _ = step(step.init(own), batch)
     expected = jax.tree.map(lambda leaf, grad: leaf - grad, own, grads)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, expected)
+
+
+def test_zeros_of_the_gradient_of_an_embedding_wait_for_the_backward_pass_of_the_layers():
+    """A compiler may make constants early, and would hold them during the loops over layers."""
+    model = SIMPLE._replace(
+        embed=lambda ends, tokens, axes: ends["table"][tokens],
+        loss=lambda ends, x, tokens, axes: (jnp.sum(jnp.sin(x)).astype(jnp.float32), jnp.float32(x.shape[0])),
+    )
+    params = LayeredParams({"table": jnp.ones((11, 5), jnp.bfloat16)}, {"k": jnp.ones((2, 5, 5), jnp.bfloat16)})
+    step = make_train_step(model, optax.sgd(0.1))
+    eqns = equations_in(jax.make_jaxpr(step)(step.init(params), np.zeros((1, 4), np.int32)).jaxpr)
+    of_table = [eqn for eqn in eqns if eqn.outvars and str(eqn.outvars[0].aval) == "bfloat16[11,5]"]
+    zeros = [eqn for eqn in of_table if eqn.primitive.name == "broadcast_in_dim"]
+    assert len(zeros) == 1
+    assert not hasattr(zeros[0].invars[0], "val")
+    assert "scatter-add" in {eqn.primitive.name for eqn in of_table}
+
+
+def equations_in(jaxpr):
+    """Those of a traced function, and of what it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from equations_in(inner)
