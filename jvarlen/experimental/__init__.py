@@ -1,7 +1,7 @@
-"""Features that are whole, tested and documented, but promised to nobody.
+"""Features that are tested and documented, but may change or be removed in any release.
 
-A folder each, with a README of its own. Names and files here may change or go at any release. The rest of the library
-does without them: only the command line imports this package.
+A folder each, with a README of its own. The rest of the library does without them: only the command line imports this
+package.
 
 - `asynchronous`: workers that don't wait for each other.
 - `collectives`: those of `shard_map`, by ring, tree and star.
