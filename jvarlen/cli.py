@@ -25,7 +25,7 @@ __all__ = ["COMMANDS", "main", "run"]
 
 _ORDERED = "experimental.ordered_file"
 COMMANDS = {
-    "plan": ("runs.plan_commands", "PlanCommand", "Print the plan by which train trains, or that of any lengths."),
+    "plan": ("runs.plan_commands", "PlanCommand", "Print the plan of a training run, or of any lengths."),
     "compile": (
         "runs.plan_commands",
         "CompileCommand",

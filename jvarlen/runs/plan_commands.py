@@ -120,7 +120,7 @@ class _RowsPlanned(PlanConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Print the plan by which train trains, or that of any lengths, with baselines; settings are those of train."""
+    """Print the plan of a training run, or of any lengths, beside simpler ones; settings are those of train."""
 
     data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
     """The data to plan."""

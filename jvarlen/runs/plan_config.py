@@ -72,7 +72,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones."""
     overlong: PackedOverlong | None = None
-    """What happens to samples longer than that; split, which needs packing, trains on them in chunks.
+    """What happens to samples longer than max_length; split, which needs packing, trains on them in chunks.
     None: they are cut (truncate). Samples given to `fit` are refused (error)."""
     order: OrderWord = "shuffle"
     """The order in which samples come."""
