@@ -71,7 +71,7 @@ class DecoderConfig:
     rotary_scaling: RotaryScaling | None = None
     """How they are scaled; None: not at all."""
     attention: AttentionImplementation = "auto"
-    """Which implementation of attention serves, as in `jvarlen.attend`; auto follows the platform.
+    """Implementation of attention, as in `jvarlen.attend`; auto follows the platform.
     Rows that are spread over devices always have auto."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.

@@ -301,9 +301,9 @@ class ProgramConfig:
     """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
     a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. Of them, a run takes the first devices, or all."""
     out: Path | None = dataclasses.field(default=None, metadata=_CALL)
-    """Where to save what the compiler for target says, a .json file."""
+    """Where to save the figures of the compiler for target, a .json file."""
     html: Path | None = dataclasses.field(default=None, metadata=_CALL)
-    """Where to write a page that shows it: one file that works offline."""
+    """Where to write a page with these figures: one file that works offline."""
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
