@@ -88,6 +88,17 @@ def loss_by_pairs(params, pairs):
     return loss({name: sum(each[name] for each in of_pairs) for name in of_pairs[0]})[0]
 
 
+def show(history, first_ids):
+    """What was learned, and that the first step is that of a plain loop."""
+    losses = [metrics.loss for metrics in history]
+    print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")
+    print(f"preferred: {np.mean([metrics.sums['preferred'] for metrics in history[-10:]]):.3f}")
+    first_pairs = [pairs[i] for i in first_ids[first_ids >= 0]]
+    by_pairs, gradient = jax.value_and_grad(loss_by_pairs)(reference, first_pairs)
+    print(f"first step: loss {losses[0]:.5f}, norm of its gradient {history[0].grad_norm:.5f}")
+    print(f"by a plain loop: loss {by_pairs:.5f}, norm of its gradient {optax.tree.norm(gradient):.5f}")
+
+
 sums_of_one = jax.jit(sums)
 rng = np.random.default_rng(0)
 pairs = make_pairs(3_000, rng)
@@ -103,11 +114,4 @@ history = []
 for batch in batches:
     state, metrics = step(state, batch)
     history.append(metrics)
-losses = [metrics.loss for metrics in history]
-print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")
-print(f"preferred: {np.mean([metrics.sums['preferred'] for metrics in history[-10:]]):.3f}")
-
-ids = plan.rows(0)
-by_pairs, gradient = jax.value_and_grad(loss_by_pairs)(reference, [pairs[i] for i in ids[ids >= 0]])
-print(f"first step: loss {losses[0]:.5f}, norm of its gradient {history[0].grad_norm:.5f}")
-print(f"by a plain loop: loss {by_pairs:.5f}, norm of its gradient {optax.tree.norm(gradient):.5f}")
+show(history, plan.rows(0))
