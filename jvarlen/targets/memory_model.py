@@ -199,6 +199,12 @@ class MemoryModel:
         """Of every bucket."""
         # Programs are traced for few devices along one axis. More devices hold what follows from two of their divisors:
         # a constant, and a part that they share. Of two axes, each holds its share of what the other leaves.
+        if max(tensor, context) > 1 and (what == "splits" or stages > 2):  # as with two stages in the usual order
+            alone, split = (
+                self._at("staged", again, *of, layers, 2)
+                for of in ((1, False, 1), (tensor, sequence_parallel, context))
+            )
+            return self._at(what, again, 1, False, 1, layers, stages) * split / alone
         if tensor > 1 and context > 1:
             whole = self._at(what, again, 1, False, 1, layers, stages)
             split = self._at(what, again, tensor, sequence_parallel, 1, layers, stages)
