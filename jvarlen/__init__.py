@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jvarlen._common.lazy_imports import lazy_imports
 
-__version__ = "0.2.0"
+__version__ = "0.4.0"
 
 if TYPE_CHECKING:
     from jvarlen._common.checks import UserError
