@@ -177,7 +177,7 @@ def test_attention_in_blocks_trains_in_any_layout_as_on_one_device(layouts):
 
 def test_compositions_vary():
     layouts = [random_layout(random.Random(number))[0] for number in range(200)]
-    for field in dataclasses.fields(Layout):
-        assert len({getattr(layout, field.name) for layout in layouts}) > 1, field.name
+    for field in {field.name for field in dataclasses.fields(Layout)} - {"reduce_dtype"}:  # which changes numbers
+        assert len({getattr(layout, field) for layout in layouts}) > 1, field
     assert len(set(map(str, layouts))) > 100
     assert sum(sum(size > 1 for size in layout.axis_sizes.values()) > 2 for layout in layouts) > 20
