@@ -1,20 +1,13 @@
 """Sample workers: every sample once, in ranges of suitable size, and errors that name the sample, from any process."""
 
-import copyreg
-import multiprocessing
-import pickle
-import sys
 import time
-import types
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.data import sample_ranges, sample_workers
+from jvarlen.data import sample_ranges
 from jvarlen.data.sample_ranges import MeasuredRange, Ranges, Work, measure_ranges
 
 
@@ -168,118 +161,9 @@ def test_a_range_that_takes_long_is_measured_in_part_and_its_rest_later(monkeypa
     assert max(part.seconds for part in parts) < 1
 
 
-class PicklesNoted(list):
-    """Samples that count how often they are pickled here."""
-
-    num_pickled = 0
-
-    def __reduce__(self):
-        PicklesNoted.num_pickled += 1
-        return list, (list(self),)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_processes_of_an_executor_are_handed_the_dataset_a_few_times(monkeypatch):
-    monkeypatch.setattr(sample_ranges, "_LARGEST_RANGE", 100)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
-        for _ in range(3):  # one after the other in the same processes
-            work = Work(PicklesNoted(range(10_000)), identity, to_array)
-            PicklesNoted.num_pickled = 0
-            parts = list(measure_ranges(work, [range(10_000)], 4, executor))
-            assert in_order(parts) == list(range(10_000))
-            assert len(parts) > 100
-            # Four ranges at first, and what a late process asks for before it has one.
-            assert 2 <= PicklesNoted.num_pickled <= len(parts) // 4
-
-
-class Restarting(Executor):
-    """Runs tasks at once, in a process that forgets everything before every third of them."""
-
-    num_tasks = 0
-
-    def submit(self, function, /, *args):
-        if self.num_tasks % 3 == 0:
-            sample_workers._kept.clear()
-        self.num_tasks += 1
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-
-def test_a_new_process_of_an_executor_asks_for_the_dataset():
-    parts = measure_ranges(Work(list(range(9_999)), identity, to_array), [range(9_999)], 2, Restarting())
-    assert in_order(parts) == list(range(9_999))
-
-
-def test_nothing_stays_in_a_process_whose_threads_measured():
-    with ThreadPoolExecutor(2) as executor:
-        parts = list(measure_ranges(Work(list(range(999)), identity, to_array), [range(999)], 2, executor))
-    assert in_order(parts) == list(range(999))
-    assert not sample_workers._kept
-
-
-class OfOtherMachine(Executor):
-    """Its processes have a module that this one lacks."""
-
-    def submit(self, function, /, *args):
-        sys.modules["only_there"] = types.ModuleType("only_there")
-        sys.modules["only_there"].OnlyThereError = type("OnlyThereError", (Exception,), {"__module__": "only_there"})
-        pickled = pickle.dumps(function(*args))
-        del sys.modules["only_there"]
-        future = Future()
-        try:
-            future.set_result(pickle.loads(pickled))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def fail_there(sample):
-    raise sys.modules["only_there"].OnlyThereError(sample)
-
-
-def test_an_error_whose_type_is_not_importable_here_tells_its_sample():
-    pickling = pytest.importorskip("tblib.pickling_support")
-    with mock.patch.dict(copyreg.dispatch_table):
-        pickling.install()  # as Dask does: errors pickle with their causes
-        with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
-            list(measure_ranges(Work([7], fail_there, to_array), [range(1)], 1, OfOtherMachine()))
-    assert type(told.value.__cause__) is RuntimeError
-    assert "fail_there" in told.value.__cause__.__notes__[-1]
-
-
 def test_an_error_in_samples_that_are_read_at_once_tells_which():
     def fail(samples):
         raise OSError("no such block")
 
     with pytest.raises(RuntimeError, match=r"samples 0 to 1 could not be measured: OSError\('no such block'\)"):
         list(measure_ranges(Work([1, 2], identity, to_array, read_values=fail), [range(2)], 0))
-
-
-class Stopped(Executor):
-    """Runs one task, and cancels all others, as a shutdown does: those who `wait` for them are not told."""
-
-    num_tasks = 0
-
-    def submit(self, function, /, *args):
-        future = Future()
-        if self.num_tasks:
-            future.cancel()
-        else:
-            future.set_result(function(*args))
-        self.num_tasks += 1
-        return future
-
-
-def test_a_cancelled_task_is_seen_at_once():
-    with pytest.raises(
-        RuntimeError, match=r"Stopped failed: CancelledError\(\); it had samples 16 to 19\. .* 4 samples"
-    ):
-        list(measure_ranges(Work(list(range(20)), identity, to_array), [range(20)], 2, Stopped(), 1.0))
-
-
-def test_an_endless_timeout_waits_for_ever():
-    with ThreadPoolExecutor(1) as executor:
-        parts = measure_ranges(Work(list(range(99)), identity, to_array), [range(99)], 1, executor, float("inf"))
-        assert in_order(parts) == list(range(99))
