@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -29,6 +30,7 @@ from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.measure import measure_lengths
+from jvarlen.distributed.layout import MESH_AXES
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replicate
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.loading.collate import CollateFn
@@ -79,12 +81,13 @@ def predict(
         samples have the axes [rows, samples of a row, …], of which entry p is that of segment p + 1; the size of that
         axis is that of `microbatch.ids`.
       params: pytree of arrays. What does not lie on the layout's mesh is replicated over it. What does keeps its
-        sharding: shards over the data axis, as of ZeRO-3, are gathered in every step, and other axes are left to the
-        compiler.
+        sharding: shards over these axes, as of ZeRO-3 and of stages, are gathered in every step, and other axes are
+        left to the compiler.
       dataset: as for `load`.
       max_tokens: budget of a microbatch in tokens, padding included.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
-      layout: where to run, as for `make_train_step`, without stages or context: each data shard computes its rows.
+      layout: where to run, as for `make_train_step`. Devices along "data", "stage" and "context" compute rows of their
+        own, with all layers.
       axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
         positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
         `{"topic": "row", "tags": "length"}`. None: as the shapes for two lengths tell.
@@ -97,7 +100,7 @@ def predict(
       num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
-      budget: further fields of a `Budget` as keywords, but `microbatches_per_step`: each data shard has one.
+      budget: further fields of a `Budget` as keywords, but `microbatches_per_step`: each of these devices has one.
 
     Returns:
       N results, pytrees of NumPy arrays as `apply_fn` returns them, without the axis of rows; an axis of positions is
@@ -114,10 +117,10 @@ def predict(
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
     placement = placement_of(layout)
-    if placement is not None and placement.layout.stage * placement.layout.context > 1:
-        raise UserError(f"predict computes whole rows with all layers, which the layout {placement.layout} spreads")
-    num_shards = 1 if placement is None else placement.layout.data
-    limits = Budget(max_tokens=max_tokens, microbatches_per_step=num_shards, **budget)
+    num_microbatches = (
+        1 if placement is None else math.prod(placement.mesh.shape[name] for name in _row_axes(placement))
+    )
+    limits = Budget(max_tokens=max_tokens, microbatches_per_step=num_microbatches, **budget)
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:
             lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress)
@@ -157,6 +160,11 @@ def _placed(leaf: Any, placement: Placement | None) -> Any:
     return leaf if is_there else replicate(leaf, placement.mesh)
 
 
+def _row_axes(placement: Placement) -> tuple[str, ...]:
+    """The axes of the mesh whose devices compute rows of their own: all but "tensor"."""
+    return tuple(placement.axes[name] for name in MESH_AXES[:-1] if name in placement.axes)
+
+
 def _make_step(apply_fn: Callable[[Any, Any], Any], placement: Placement | None) -> Callable[[Any, Any], Any]:
     """A step for `compile_buckets`: the same parameters, and results [M, B, …]."""
     # Kept programs know the step, and would keep the function alive.
@@ -169,14 +177,14 @@ def _make_step(apply_fn: Callable[[Any, Any], Any], placement: Placement | None)
     def step(params: Any, batch: Any) -> tuple[Any, Any]:
         if placement is None:
             return params, of_shard(params, batch)
-        mesh, of_rows = placement.mesh, PartitionSpec(placement.data_axis)
+        mesh, of_rows = placement.mesh, PartitionSpec(_row_axes(placement))
         shards = jax.shard_map(
             of_shard,
             mesh=mesh,
             in_specs=(PartitionSpec(), jax.tree.map(lambda leaf: of_rows if leaf.ndim else PartitionSpec(), batch)),
             out_specs=of_rows,
             # Kernels such as cuDNN's cannot be compiled beside an axis of the compiler, even of one device.
-            axis_names={placement.data_axis, *(name for name, size in mesh.shape.items() if size == 1)},
+            axis_names={*_row_axes(placement), *(name for name, size in mesh.shape.items() if size == 1)},
             check_vma=False,
         )
         results = shards(params, batch)

@@ -60,10 +60,19 @@ def sharded(mesh, params, **specs):
         }
 
 
-@pytest.mark.parametrize("words", ["data8.zero3", "data2.tensor4.zero1", "data8"])
-def test_parameters_may_lie_in_shards_along_any_axis(alone, words):
+@pytest.mark.parametrize(
+    ("words", "axis"),
+    [
+        ("data8.zero3", "data"),
+        ("data2.tensor4.zero1", "tensor"),
+        ("data8", "data"),
+        ("data4.stage2", "stage"),
+        ("data2.stage2.tensor2", "stage"),
+        ("data4.context2.zero3", "context"),
+    ],
+)
+def test_parameters_may_lie_in_shards_along_any_axis(alone, words, axis):
     placement = Layout.parse(words).on()
-    axis = "data" if "tensor" not in words else "tensor"
     shards = sharded(placement.mesh, PARAMS, table=(None, axis), out=(axis,))
     assert not shards["table"].is_fully_replicated
     assert_close(predicted(params=shards, layout=placement), alone)
@@ -285,10 +294,10 @@ def test_axes_are_words_in_the_tree_of_the_results(axes, message):
         predicted(axes=axes)
 
 
-@pytest.mark.parametrize("layout", ["stage2.data4", "context2.data4"])
-def test_layouts_that_spread_layers_or_rows_are_refused(layout):
-    with pytest.raises(ValueError, match="whole rows with all layers"):
-        predicted(layout=layout)
+@pytest.mark.parametrize("layout", ["stage2.data4", "context2.data4", "stage2.context2.data2"])
+def test_devices_of_stages_and_context_compute_rows_of_their_own(alone, layout):
+    assert_close(predicted(layout=layout), alone)
+    assert_close(predicted(layout=layout, packing="best_fit"), alone)
 
 
 def test_a_second_call_compiles_nothing_and_takes_other_parameters(alone):
