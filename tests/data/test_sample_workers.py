@@ -1,6 +1,8 @@
 """Sample workers: every sample once, in ranges of suitable size, and errors that name the sample, from any process."""
 
+import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -144,6 +146,21 @@ def in_order(parts):
     parts = sorted(parts, key=lambda part: part.samples.start)
     assert [i for part in parts for i in part.samples] == list(range(parts[-1].samples.stop))
     return [value for part in parts for value in part.values.tolist()]
+
+
+def fail_there(sample):
+    """With an error whose type another process cannot import, like one that a script defines."""
+    there = sys.modules["only_there"] = types.ModuleType("only_there")
+    there.OnlyThereError = type("OnlyThereError", (Exception,), {"__module__": "only_there"})
+    raise there.OnlyThereError(sample)
+
+
+@pytest.mark.multiprocess
+def test_an_error_whose_type_is_not_importable_here_tells_its_sample():
+    with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
+        measure([7], 1, fail_there)
+    assert type(told.value.__cause__) is RuntimeError
+    assert "fail_there" in told.value.__cause__.__notes__[-1]
 
 
 class SlowAfter(list):
