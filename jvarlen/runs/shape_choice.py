@@ -33,7 +33,7 @@ from jvarlen.compiling.report import CompileReport
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.loading.collate import is_own
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.planning.cost_model import MOST_ERROR, CostModel
+from jvarlen.planning.cost_model import MOST_ERROR, CostModel, beyond_measured
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.steps import cost_of_plan
 from jvarlen.runs.config import FitConfig, is_run_dir
@@ -139,7 +139,9 @@ class ShapeChooser:
     ) -> ChosenShapes:
         config, plan = self._config, self._config.plan
         method, _ = plan.packing_in_force
-        budget = dataclasses.replace(plan.budget, cost=costs.seconds, compile_seconds=None)
+        # Nobody is warned of what earlier runs measured in far smaller shapes: the reason tells of it.
+        seconds = costs.seconds if plan.cost is not None else dataclasses.replace(costs.seconds, measured=())
+        budget = dataclasses.replace(plan.budget, cost=seconds, compile_seconds=None)
         choice = choose_shapes(
             lengths,
             budget,
@@ -157,6 +159,8 @@ class ShapeChooser:
             whole_below=_whole_below(),
         )
         known = "as given" if plan.compile_seconds is not None else "estimated" if costs.is_estimate else "measured"
+        if beyond_measured(costs.seconds, choice.buckets):
+            known += " in far smaller shapes"
         if costs.seconds.largest_error > MOST_ERROR:
             known += f"; the cost model is off by up to {costs.seconds.largest_error:.0%}"
         spaced = f", the next after {choice.new_shape_every:,} steps each" if choice.new_shape_every else ""

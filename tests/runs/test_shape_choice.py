@@ -92,6 +92,17 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
     assert again.summary.num_cache_hits > 0
 
 
+def test_a_run_tells_that_earlier_ones_measured_far_smaller_shapes(config, split, cache_dir, capsys):
+    fit_frequencies(config, split)
+    (path,) = (cache_dir / "costs").iterdir()
+    kept = json.loads(path.read_text())
+    kept["seconds"]["measured"] = [[1, 2, 1e-3]]
+    path.write_text(json.dumps(kept))
+    capsys.readouterr()
+    fit_frequencies(config, split)
+    assert "measured in far smaller shapes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("packing", [None, "auto"])
 def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, split, cache_dir, tmp_path, packing):
     run_dir = tmp_path / "run"
