@@ -4,7 +4,6 @@ A folder each, with a README of its own. The rest of the library does without th
 package.
 
 - `asynchronous`: workers that don't wait for each other.
-- `collectives`: those of `shard_map`, by ring, tree and star.
 - `elastic`: training that goes on when workers are lost.
 - `large_plans`: plans of more samples than fit the memory of one process.
 - `mixed`: steps of microbatches of different shapes, dealt to ranks by their time.
