@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -40,7 +39,6 @@ import jvarlen
 from jvarlen.attention.attention import WHOLE_BELOW
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
-from jvarlen.compiling.auto_shapes import Compiler, RunCosts, choose_shapes, estimate_costs, load_costs, save_costs
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed import split_cpu
@@ -48,8 +46,9 @@ from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import DecoderConfig, decoder, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.row_lengths import choose_packed_buckets
-from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU
+from jvarlen.planning.candidates import choose_candidate
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.runs.shape_choice import estimate_costs
 from jvarlen.training.losses import LossFn
 
 Attend = Callable[..., jax.Array]  # with the arguments of `jvarlen.attend`
@@ -215,26 +214,21 @@ class PlannedRun(JaxRun):
             ), "one packed shape"
         if self._num_shapes is not None:
             return plan(dataclasses.replace(budget, max_shapes=self._num_shapes)), "padded shapes"
-        costs = self._costs()
-        pack = functools.partial(
-            choose_packed_buckets, lengths, overlong="error", order=jvarlen.Order("shuffle"), seed=settings.seed
-        )
-        choice = choose_shapes(
+        cost, compile_s = self._costs()
+        choice, reason = choose_candidate(
             lengths,
-            dataclasses.replace(budget, cost=costs.seconds),
-            Compiler(costs.compile_seconds, max(1, (os.cpu_count() or 1) // 2), slowdown=SLOWDOWN_ON_CPU),
+            dataclasses.replace(budget, cost=cost, compile_seconds=compile_s),
+            "error",
+            order=jvarlen.Order("shuffle"),
+            seed=settings.seed,
+            method=self._packing,
             num_epochs=settings.horizon / lengths.sum(),
-            max_length=settings.longest,
-            pack=pack if self._packing == "auto" else None,
             whole_below=WHOLE_BELOW,
         )
-        # Some of the shapes come later, so that they are compiled beside the steps before.
-        order = jvarlen.Order("shuffle", new_shape_every=choice.new_shape_every)
-        predicted = (f"{each} in {each.seconds:.0f} s" for each in (choice, *choice.others))
-        return plan(choice.buckets, order=order, packing="best_fit" if choice.is_packed else None), ", ".join(predicted)
+        return plan(choice.buckets, packing=choice.method), reason
 
-    def _costs(self) -> RunCosts:
-        """What steps and compiling cost: as an earlier run left it beside its programs, or estimated."""
+    def _costs(self) -> tuple[CostModel, float]:
+        """Seconds of a microbatch, and of compiling a shape, as `fit` estimates them."""
         step = jvarlen.make_train_step(self.loss_fn, adamw(1e-3))
         state = step.init(jax.eval_shape(lambda: self.params))
         # Rows that attention computes as a whole: of what it skips by the data, nothing could be counted.
@@ -242,12 +236,7 @@ class PlannedRun(JaxRun):
         max_tokens = self.settings.max_tokens // self.settings.num_devices
         buckets = [jvarlen.Bucket(max_tokens // length, length) for length in (longest // 2, longest)]
         step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
-        if self._cache_dir is not None and (known := load_costs(self._cache_dir, step_compiler.device_text, "")):
-            return known
-        costs = estimate_costs(step_compiler, buckets, "")
-        if self._cache_dir is not None:
-            save_costs(costs, self._cache_dir)
-        return costs
+        return estimate_costs(step_compiler, buckets)
 
     def _train_step(self) -> Any:
         return jvarlen.make_train_step(self.loss_fn, self._optimizer, layout=self._layout)

@@ -11,7 +11,6 @@
 - `clock`, `compile_row`, `report`: how long compiling takes, what each bucket cost, and the table of all.
   `bucket_report`: what reports of buckets share, as files.
 - `measure`: how long steps take, and the most rows that fit.
-- `auto_shapes`: how many shapes pay off in a run, by what steps and compiling cost on this machine.
 - `lifetimes`: when the arrays of a traced function are alive. `hlo`: collectives of a compiled program.
 """
 

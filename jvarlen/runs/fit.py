@@ -623,10 +623,9 @@ def _raise_if_any_interrupted() -> None:
 
 
 def _summarize(run: _Run, trained: _Trained) -> Summary:
-    """Prints and writes the summary, and remembers what the shapes cost."""
+    """Prints and writes the summary."""
     prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
     report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
-    prepared.chooser.remember(report, prepared.training_plan.plan_of_epoch(0), prepared.lengths)
     own_s = max(place.train_s - place.stall_s, 1e-9)
     compile_s, compile_cpu_s = (
         now - before for now, before in zip(COMPILING.seconds, run.compiling_before, strict=True)

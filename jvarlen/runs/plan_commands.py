@@ -266,9 +266,7 @@ class PlanCommand:
             if isinstance(by, Budget):
                 shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
             else:
-                shapes = ChosenShapes(
-                    buckets=tuple(map(tuple, by)), new_shape_every=settings.new_shape_every, packing=method
-                )
+                shapes = ChosenShapes(buckets=tuple(map(tuple, by)), packing=method)
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
         params = model_shapes(config.model, config.decoder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -57,8 +57,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
     max_shapes: int | Literal["auto"] = BudgetSettings.max_shapes  # type: ignore[assignment]
-    """The most buckets, that is, compiled shapes; auto, for training, for as many as the run is worth,
-    by the seconds that steps and compiling take on this machine. With packing auto, a number is the most."""
+    """The most buckets, that is, compiled shapes; auto for as many of up to 16 as take the fewest seconds, compiling
+    included. With packing auto, a number is the most."""
     microbatches_per_step: int | None = None  # type: ignore[assignment]
     """Microbatches of one optimizer update (M), over all devices and accumulation. None: one for each data shard and
     stage of parallel, or each device without it."""
@@ -154,6 +154,13 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return (None, "") if self.packing is None else decided_packing(self._given_for_packed, self._given_for_single)
 
     @property
+    def chooses_by_seconds(self) -> bool:
+        """Whether seconds decide the shapes of samples of one length: their number, or whether rows are packed."""
+        method, _ = self.packing_in_force
+        is_given = self.buckets or self.row_lengths or self.strategy != "optimal" or method == "wrapped"
+        return not is_given and (method == "auto" or self.max_shapes == "auto")
+
+    @property
     def num_microbatches(self) -> int:
         """M."""
         return self.microbatches_per_step or 1
@@ -213,28 +220,6 @@ class PlanConfig(BudgetSettings, OrderSettings):
         longest = min(self.max_tokens, max(_USUAL_LENGTH, self.max_tokens // 4))
         return max(longest - longest % self.length_multiple, self.length_multiple)
 
-    def packed_buckets(
-        self, lengths: Integer[np.ndarray, " N *2"], seed: int
-    ) -> Callable[[Budget], tuple[tuple[Any, ...], Packing]]:
-        """The packed shapes of any budget.
-
-        Args:
-          lengths: int64[N], tokens of the samples, or [N, 2].
-          seed: of the shuffle.
-
-        Returns:
-          A function from a `Budget` to the buckets of packed rows, and the rows of the first epoch.
-        """
-        return functools.partial(
-            choose_packed_buckets,
-            lengths,
-            overlong=self.packed_overlong,
-            max_samples_per_row=self.max_samples_per_row,
-            order=self._make_order(0),
-            seed=seed,
-            method="wrapped" if self.packing == "wrapped" else "best_fit",
-        )
-
     def _make_order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, in which shapes come so far apart."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
@@ -248,11 +233,6 @@ class PlanConfig(BudgetSettings, OrderSettings):
             return discrete_pacing(self.pacing_steps, self.pacing_stages, self.pacing_initial)
         named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
         return named[self.pacing](self.pacing_steps, self.pacing_initial)
-
-    @property
-    def can_space(self) -> bool:
-        """Whether `new_shape_every` may change the order of the steps."""
-        return self.pacing == "none" and not self.chunks_in_order
 
     @property
     def padded_overlong(self) -> Overlong:
@@ -269,9 +249,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
 class ChosenShapes:
     """The shapes that settings lead to for the lengths of a run, which keeps them."""
 
-    buckets: tuple[tuple[int, ...], ...]  # that train; packed rows are as long as these
-    eval_lengths: tuple[int, ...] = ()  # of the buckets that evaluate; none: those that train
-    new_shape_every: int = 0  # in the first epoch; in later ones all shapes have appeared
+    buckets: tuple[tuple[int, ...], ...]  # packed rows are as long as these
     packing: PackingMethod | None = None  # None: one sample a row
     reason: str = ""  # for the choice; empty where the settings say it all
 
@@ -289,33 +267,54 @@ def _check_for_pairs(plan: PlanConfig) -> None:
 
 
 def shapes_for(
-    plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], *, seed: int = 0, budget: Budget | None = None
+    plan: PlanConfig,
+    lengths: Integer[np.ndarray, " N *2"],
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    num_epochs: float = 1.0,
+    whole_below: int = 0,
 ) -> ChosenShapes:
-    """The shapes for int64[N] tokens of samples, or [N, 2], where the settings say how many there are.
+    """The shapes for int64[N] tokens of samples, or [N, 2], by the budget of the settings or another one.
 
-    They are those of the budget of the settings, or of another one.
+    The others are as in `choose_candidate`.
     """
     if lengths.ndim == 2:
         _check_for_pairs(plan)
-    method, reason = plan.packing_in_force
-    limits = plan.budget if budget is None else budget
+    (method, reason), limits = plan.packing_in_force, plan.budget if budget is None else budget
     buckets: Sequence[tuple[int, ...]] = plan.buckets
-    if not buckets and plan.max_shapes == "auto":
-        raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
-    if method == "auto" and plan.cost is None:
-        method, reason = None, _UNKNOWN_COST
-    if method == "auto":
-        order = plan._make_order(0)
-        chosen, reason = choose_candidate(lengths, limits, plan.packed_overlong, order=order, seed=seed)
+    if plan.chooses_by_seconds and limits.cost is None and plan.max_shapes == "auto":
+        raise UserError("max_shapes 'auto' is chosen by seconds, which training estimates: here it needs a cost_model")
+    if plan.chooses_by_seconds and limits.cost is not None:
+        chosen, reason = choose_candidate(
+            lengths,
+            limits,
+            plan.packed_overlong,
+            order=plan._make_order(0),
+            seed=seed,
+            method=method,
+            max_samples_per_row=plan.max_samples_per_row,
+            num_epochs=num_epochs,
+            whole_below=whole_below,
+        )
         method, buckets = chosen.method, chosen.buckets
-    elif not buckets and method is not None:
-        buckets, _ = plan.packed_buckets(lengths, seed)(limits)
+    elif method == "auto":
+        method, reason = None, _UNKNOWN_COST
+    if not buckets and method is not None:
+        buckets, _ = choose_packed_buckets(
+            lengths,
+            limits,
+            plan.packed_overlong,
+            plan.max_samples_per_row,
+            order=plan._make_order(0),
+            seed=seed,
+            method=method,
+        )
     elif not buckets and lengths.ndim == 2:
         buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong))
     elif not buckets:
         buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong)
-    shapes = tuple(map(tuple, buckets))
-    return ChosenShapes(buckets=shapes, new_shape_every=plan.new_shape_every, packing=method, reason=reason)
+    return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)
 
 
 def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
@@ -354,7 +353,7 @@ def epoch_plan(
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
     # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
     # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
-    order = plan._make_order(shapes.new_shape_every if epoch == 0 else 0)
+    order = plan._make_order(plan.new_shape_every if epoch == 0 else 0)  # later, all shapes have appeared
     method = shapes.packing
     of_samples, of_rows = orders_of_packing(order, method) if method else (order, order)
     made = make_plan(
@@ -395,9 +394,6 @@ def evaluation_plans(
         buckets = Buckets(
             check_buckets(shapes_for(plan, np.concatenate(list(lengths.values()))).buckets), plan.microbatches_per_step
         )
-    elif shapes.eval_lengths:
-        budget = dataclasses.replace(plan.budget, strategy=shapes.eval_lengths, max_length=None, compile_seconds=None)
-        buckets = make_buckets(np.concatenate(list(lengths.values())), budget, overlong=overlong)
     of_rows = dataclasses.replace(shapes, buckets=tuple(map(tuple, buckets)))
     plans = {}
     for name, lengths_of_set in lengths.items():

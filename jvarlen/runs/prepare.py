@@ -36,7 +36,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
 from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
 from jvarlen.runs.plan_config import ChosenShapes, note_on_balance, note_on_candidates, note_on_overlong
-from jvarlen.runs.shape_choice import ShapeChooser
+from jvarlen.runs.shape_choice import choose_shapes
 from jvarlen.runs.task import SamplesOfLengths, Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
@@ -63,7 +63,6 @@ class Prepared(NamedTuple):
     training_plan: TrainingPlan
     lengths: Int64[np.ndarray, " N *2"]
     eval_lengths: dict[str, Int64[np.ndarray, " H *2"]]  # of each set, by name
-    chooser: ShapeChooser
     compile_options: CompileOptions  # with what the settings leave open
     placement: Placement | None  # None: on one device
     num_values: Mapping[str, int]  # of arrays of batches, by name, that the loss reads a table by
@@ -158,8 +157,7 @@ def prepare(
     if config.model is not None:
         say("Model", describe_model(config, task.shapes))
     decided = dataclasses.replace(config, compile=compile_options)
-    chooser = ShapeChooser(decided, task, data, num_devices)
-    shapes = chooser.choose(lengths, eval_lengths)
+    shapes = choose_shapes(decided, task, data, lengths, num_devices)
     with together("plan the training"):
         training_plan = TrainingPlan(decided, lengths, eval_lengths, task.optimizer, shapes)
         if task.optimizer is None:
@@ -173,7 +171,7 @@ def prepare(
         notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), *of_plan
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
-        config, shapes, task, data, training_plan, lengths, eval_lengths, chooser, compile_options, placement, {}
+        config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement, {}
     )
     if config.hardware.parallel == AUTO:
         if placement is not None and num_devices > 1:
@@ -227,7 +225,7 @@ def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -
 
 
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:
-    """The fastest layout that takes the optimizer and the steps of evaluations; the same on all processes."""
+    """The layout of the fewest estimated seconds that takes optimizer and evaluations; the same on all processes."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
     if cluster is None:
         narrow = "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(task.shapes)}

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jvarlen import Budget, make_plan
-from jvarlen.compiling.auto_shapes import Compiler, choose_shapes
+from jvarlen import make_plan
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.reports.compare import compare_strategies
@@ -64,7 +63,6 @@ def test_wherever_a_model_predicts_it_says_where_it_was_not_measured(tmp_path):
         lambda: plan.report(cost=cost),
         lambda: make_plan(lengths, max_tokens=8192, cost=cost),
         lambda: write_html_report(tmp_path / "plan.html", plan, lengths, cost=cost),
-        lambda: choose_shapes(np.array(lengths), Budget(max_tokens=8192, cost=cost), Compiler(1.0)),
     ):
         with pytest.warns(UserWarning, match=r"rows of up to 2,048 tokens and up to 4,096 .* seconds .*1×6000"):
             predict()
