@@ -132,13 +132,13 @@ def reduce_in_buckets(
 
 def reduce_scatter(array: jax.Array, axis_name: str | tuple[str, ...], sent: ReduceDtype, dim: int = 0) -> jax.Array:
     """This device's shard of the sum over mesh axes, in float32 at least, along a dimension that they divide."""
-    wide = jnp.promote_types(array.dtype, jnp.float32)
+    wide, num_shards = jnp.promote_types(array.dtype, jnp.float32), jax.lax.axis_size(axis_name)
+    # A collective along another dimension than the first would have XLA transpose all layers that it takes one of.
+    parts = jnp.moveaxis(array.reshape(*array.shape[:dim], num_shards, -1, *array.shape[dim + 1 :]), dim, 0)
     if sent == "float32":
-        return jax.lax.psum_scatter(array.astype(wide), axis_name, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum_scatter(parts.astype(wide).reshape(-1, *parts.shape[2:]), axis_name, tiled=True)
     # What is sent is added by the device that gets it: a reduction by the backend would add in that type.
-    num_shards = jax.lax.axis_size(axis_name)
-    parts = array.astype(sent).reshape(*array.shape[:dim], num_shards, -1, *array.shape[dim + 1 :])
-    received = _of_bits(lambda bits: jax.lax.all_to_all(bits, axis_name, 0, 0), jnp.moveaxis(parts, dim, 0))
+    received = _of_bits(lambda bits: jax.lax.all_to_all(bits, axis_name, 0, 0), parts.astype(sent))
     return jnp.sum(received, axis=0, dtype=wide)
 
 

@@ -1,16 +1,23 @@
 """What compilers make of the steps of `cases.py`: which kernels they have, and what runs beside what."""
 
+import functools
 import json
+import math
+import re
 from collections.abc import Iterator
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 from jvarlen import Layout, UserError
 from jvarlen.batches import BatchShapes
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.parallel.layered_sums import _reduced
+from jvarlen.parallel.layers import LayeredParams
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetRow
+from jvarlen.targets.target import Target
 from tests.targets.cases import CASES, FEW, KNOWN_FAULTS, MEASURED, NOT_SURE, OPTIMIZER, REFUSED, Case, faults_of_case
 
 TRITON = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
@@ -61,6 +68,23 @@ def test_programs_have_no_faults_but_known_ones(case):
         pytest.skip("its temporaries have not been measured: python -m tests.targets.cases")
     for row in report:
         assert row.temp_bytes <= 1.1 * measured["bytes"][str(case)][str(row.bucket)], measured["versions"]
+
+
+def test_the_last_dimension_of_layers_is_reduced_without_a_transposed_copy_of_all():
+    if missing := Case("8xh100", "llama", "data8", "padded", 1).not_here:
+        pytest.skip(missing)
+    target, whole, spec = Target.parse("2xh100"), PartitionSpec(), PartitionSpec(None, None, "data")
+    mesh = Layout(data=2).on(target.devices).mesh
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=spec, check_vma=False)
+    def reduce(grads):
+        return _reduced(LayeredParams((), 2 * grads), LayeredParams((), spec), "float32").layers
+
+    given = jax.ShapeDtypeStruct((7, 64, 128), "float32", sharding=jax.NamedSharding(mesh, whole))
+    program = jax.jit(reduce).lower(given).compile({"xla_gpu_autotune_level": 0}).as_text()
+    shapes = [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"f32\[([\d,]+)\]", program)]
+    assert "reduce-scatter" in program
+    assert {shape for shape in shapes if math.prod(shape) == math.prod(given.shape)} == {given.shape}
 
 
 @pytest.mark.parametrize(("model", "layout"), REFUSED)
