@@ -61,7 +61,7 @@ docs: $(VENV)/installed-dev
 lowest: $(VENV)/installed-dev
 	rm -rf $(LOWEST)
 	$(UV) venv --python $(VENV)/bin/python $(LOWEST)
-	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,hugging-face,tensorboard,wandb]'
+	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,hugging-face,tensorboard]'
 	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
 	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not slow and not multiprocess and not gpu' $(LOWEST_TESTS)
 
@@ -70,7 +70,7 @@ lowest: $(VENV)/installed-dev
 newest:
 	rm -rf $(NEWEST)
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[data,fast,hugging-face,tensorboard,wandb]' \
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile '.[data,fast,hugging-face,tensorboard]' \
 	  beartype dm-haiku equinox grain hypothesis pytest pytest-xdist pyyaml
 	$(NEWEST)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(NEWEST_TESTS)
 

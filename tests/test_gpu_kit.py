@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm"}
 ABSENT = STOOD_IN_FOR | {
     "beartype", "datasets", "grain", "hypothesis", "matplotlib", "numba", "pyarrow", "tensorboardX", "tokenizers",
-    "transformers", "tyro", "wandb", "xdist",
+    "transformers", "tyro", "xdist",
 }  # fmt: skip
 # Python imports a module of this name when it starts. What is absent is looked for among the stand-ins alone.
 SITECUSTOMIZE = f"""

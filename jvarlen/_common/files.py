@@ -58,7 +58,6 @@ RUN_FILES = (
         "checkpoints",
         "profile",
         "tensorboard",
-        "wandb",
     ),
 )
 

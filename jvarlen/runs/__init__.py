@@ -6,7 +6,7 @@
 - `prepare`: data, shapes and plan, before anything is placed or compiled.
 - `fit`: all of it, in order, with the loop. `evaluation`: what the loop evaluates.
 - `steps`: the seconds of steps, their display and traces.
-- `directory`, `bad_samples`, `trackers`, `wandb_process`: the files of a run.
+- `directory`, `bad_samples`, `trackers`: the files of a run.
 - `plan_commands`: `jvarlen plan` and `compile`. `commands`: `report`, `sample`, `export` and `measure`.
 """
 

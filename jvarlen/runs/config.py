@@ -70,7 +70,7 @@ __all__ = [
 
 AUTO = "auto"  # as `parallel`
 
-TrackerName = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard"]
 
 Scope = Literal["run", "resumed", "process", "call"]
 """What a setting belongs to, in the metadata of its field; nested settings have the scope of their field.
@@ -354,7 +354,7 @@ class FitConfig(ProgramConfig):
     verify: bool = dataclasses.field(default=True, metadata=_RESUMED)
     """Check at every step that the samples read are the planned ones."""
     trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_RESUMED)
-    """Also log to TensorBoard, or to Weights & Biases offline; metrics.jsonl is always written."""
+    """Also log to TensorBoard; metrics.jsonl is always written."""
     profile: int = dataclasses.field(default=0, metadata=_CALL)
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)

@@ -368,7 +368,6 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
             config.trackers,
             run_dir if is_main else None,
             start_step=place.num_steps_done,
-            config=settings,
             others=trackers if is_main else None,
         )
     )

@@ -1,7 +1,4 @@
-"""Trackers: `metrics.jsonl`, TensorBoard, offline runs of Weights & Biases, and a user's own.
-
-`metrics.jsonl` is always written; the others get the same records. Their packages are extras.
-"""
+"""Trackers: `metrics.jsonl`, which is always written, TensorBoard, and a user's own; all get the same records."""
 
 from __future__ import annotations
 
@@ -10,10 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import secrets
-import select
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +15,10 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
-from jvarlen._common.interrupts import without_interrupts
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import TrackerName
 
-__all__ = ["TensorBoardTracker", "Tracker", "Trackers", "WandbTracker", "open_trackers", "scalars_of"]
+__all__ = ["TensorBoardTracker", "Tracker", "Trackers", "open_trackers", "scalars_of"]
 
 # Where charts show what stands in a record; what is not listed goes to train/.
 _GROUPED_NAMES = {
@@ -44,7 +36,6 @@ _GROUPED_NAMES = {
     "host_memory_bytes": "memory/host_bytes",
     "device_memory_bytes": "memory/device_bytes",
 }
-_END_S = 60.0  # Weights & Biases has so long to write what it has
 
 
 @runtime_checkable
@@ -68,7 +59,6 @@ def open_trackers(
     run_dir: Path | None,
     *,
     start_step: int = 0,
-    config: Mapping[str, Any] | None = None,
     others: Mapping[str, Tracker] | None = None,
 ) -> Iterator[Trackers]:
     """A block with `metrics.jsonl`, without records of `start_step` and later, the named trackers, and `others`."""
@@ -79,21 +69,14 @@ def open_trackers(
         opened = dict(others or {})
         trackers = Trackers(held.enter_context(open(path or os.devnull, "a")), opened)
         held.callback(trackers.close)
-        if run_dir is not None:
-            for name in dict.fromkeys(names):
-                if name == "tensorboard":
-                    opened[name] = TensorBoardTracker(run_dir / "tensorboard", start_step=start_step)
-                else:
-                    opened[name] = WandbTracker(run_dir, config or {})
+        if run_dir is not None and "tensorboard" in names:
+            opened["tensorboard"] = TensorBoardTracker(run_dir / "tensorboard", start_step=start_step)
         yield trackers
 
 
 def _keep_before(num_steps_done: int, path: Path) -> None:
     """Removes what was logged after the checkpoint from which training continues."""
-    try:
-        kept = [row for row in read_metrics(path) if row["step"] < num_steps_done] if path.exists() else []
-    except TypeError as error:
-        raise UserError(f"{path} holds a step that is no number: {error}") from None
+    kept = [row for row in read_metrics(path) if row["step"] < num_steps_done] if path.exists() else []
     num_steps = sum("evaluation" not in row for row in kept)
     if num_steps != num_steps_done:
         warnings.warn(f"{path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=4)
@@ -152,7 +135,8 @@ class TensorBoardTracker:
     """Scalars for TensorBoard. A session log hides records of `start_step` and later in earlier files."""
 
     def __init__(self, directory: Path, *, start_step: int = 0):
-        _require("tensorboardX", "tensorboard")
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise UserError("the tracker tensorboard needs tensorboardX: pip install 'jvarlen[tensorboard]'")
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -176,74 +160,6 @@ class TensorBoardTracker:
         self._writer.flush()
 
 
-class WandbTracker:
-    """An offline run of Weights & Biases in `run_dir/wandb`, for `wandb sync`, written by a process of its own."""
-
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]):
-        _require("wandb", "wandb")
-        directory = run_dir.resolve() / "wandb"
-        directory.mkdir(parents=True, exist_ok=True)
-        run_id_path = directory / "run_id"
-        if not run_id_path.exists():
-            with write_atomically(run_id_path) as file:
-                file.write(secrets.token_hex(4).encode())
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-        environment |= {f"WANDB_{kind}_DIR": str(directory / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
-        environment["WANDB_ERROR_REPORTING"] = "false"  # it would reach for the network
-        program = Path(__file__).with_name("wandb_process.py")
-        log_path = directory / "process.log"
-        with log_path.open("w") as log, without_interrupts():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(program), str(run_dir.resolve()), run_id_path.read_text()],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin = self._process.stdin
-        started = ""
-        with contextlib.suppress(BrokenPipeError):
-            self._send(config)
-            if select.select([self._process.stdout], [], [], _END_S)[0]:
-                started = self._process.stdout.readline()
-        self._process.stdout.close()
-        if not started:
-            self._end()
-            told = log_path.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise OSError(f"wandb did not start ({told[-1]}); {log_path} tells more")
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Passes the record on; after about 1 s it is on disk."""
-        self._send({"step": record["step"], "scalars": scalars_of(record)})
-
-    def close(self) -> None:
-        """Ends the process when it has written everything; OSError if it failed, or did not end within 60 s."""
-        with contextlib.suppress(BrokenPipeError, TimeoutError):
-            self._send("end")
-        self._end()
-        if self._process.returncode:
-            raise OSError(f"the process of wandb ended with code {self._process.returncode}")
-
-    def _send(self, message: object) -> None:
-        # A process that hangs must not make training wait for it; what fits the pipe it may read later.
-        if not select.select([], [self._stdin], [], _END_S)[1]:
-            raise TimeoutError(f"its process has read nothing for {_END_S:.0f} s")
-        self._stdin.write(json.dumps(message) + "\n")
-        self._stdin.flush()
-
-    def _end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a record except the step, under names that charts group by."""
     group = f"eval/{record['evaluation']}/" if "evaluation" in record else None
@@ -252,9 +168,3 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in record.items()
         if name != "step" and isinstance(value, int | float)
     }
-
-
-def _require(package: str, extra: str) -> None:
-    """Raises ValueError where a package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"the tracker {extra} needs {package}: pip install 'jvarlen[{extra}]'")
