@@ -3,7 +3,7 @@
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `figures`: the style of all pictures, SVG or PNG. `page`: one HTML file of pictures and tables, from the template
   `page.html.jinja`.
-- `plan_page`, `choice_page`, `target_page`: a plan; the choice of a layout; what fits on devices that are elsewhere.
+- `plan_page`, `target_page`: a plan; what fits on devices that are elsewhere.
 - `layout_figures`: simulated pipeline schedules, and the memory of steps.
 - `run_records`, `run_page`: run directories, read and overlaid; the picture that a run leaves behind.
 """

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Real
+from jaxtyping import Real
 
 __all__ = [
     "COLOURS",
     "DARK",
+    "LINES",
     "Picture",
     "bars_picture",
     "colour_of",
     "draw_series",
     "drawing_settings",
     "format_ticks",
-    "look_of",
     "new_figure",
     "scale_by_ratio",
     "series_picture",
@@ -44,20 +44,13 @@ _PALETTE = {
 }
 COLOURS = {name: light for name, (light, _) in _PALETTE.items()}  # in which figures are drawn
 DARK = {name: dark for name, (_, dark) in _PALETTE.items()}  # what SVG shows where surroundings are dark
-_OF_LINES = ("first", "second", "third", "fourth", "fifth", "sixth")
-# In points: what is drawn, and what is not, along a line. From the seventh run on, lines are dashed.
-_DASHES = ((), (5.0, 2.0), (1.0, 1.5), (5.0, 1.5, 1.0, 1.5))
+LINES = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 _WIDTH, _HEIGHT = 4.4, 2.7  # inches of 72 points
-_MOST_POINTS = 500  # steps that are drawn one by one, of all lines together
-_FEW_RANGES = 50  # of steps that are drawn together, where it is several lines, and of a short one
-_MOST_RANGES = 300  # where it is one line
+_MOST_POINTS = 300  # steps that are drawn one by one; of more, as many means of neighbours
+_FEW_POINTS = 50
 _MOST_LABELS = 16  # of bars side by side
 _LEVEL_CHARACTERS = 24  # of all labels, if they are to stand level
-_FEWEST_VALUES = 10  # of which some may be outliers: a hundredth, or one
-_MOST_OUTLIERS = 0.01
-_MOST_MARKS = 50
-_OUTLIER_SPANS = 3.0  # beyond the middle nine tenths of the values, in units of their range
 _NARROW = 6.0  # highest over lowest, up to which an axis has no decades to mark
 _WIDE = 200.0  # from which on it marks nothing else
 
@@ -128,15 +121,9 @@ def style_of_colours(colours: Mapping[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
-def look_of(place: int) -> tuple[str, tuple[float, ...]]:
-    """The name of the colour, and the dashes, of the line at a place of a list; they differ for 24 places."""
-    dashes, colour = divmod(place, len(_OF_LINES))
-    return _OF_LINES[colour], _DASHES[dashes % len(_DASHES)]
-
-
 def colour_of(place: int) -> str:
     """The colour of the line at a place of the list, for Matplotlib."""
-    return COLOURS[look_of(place)[0]]
+    return COLOURS[LINES[place % len(LINES)]]
 
 
 def draw_series(
@@ -148,73 +135,30 @@ def draw_series(
     as_curve: bool = False,
     is_log: bool = False,
 ) -> str:
-    """Draws x and y of each run, of many steps the mean, least and most of ranges; returns what is drawn, in words.
-
-    The axis leaves out a few values far beyond the others, which are marked at its end.
-    """
+    """Draws x and y of each run, of many steps the means of neighbours; returns what is drawn, in words."""
     num_steps = max(len(x) for x, _ in lines)
-    is_long = num_steps > max(_MOST_POINTS // len(lines), _FEW_RANGES)
-    num_ranges = _MOST_RANGES if len(lines) == 1 and is_long else _FEW_RANGES
     for place, (x, y) in enumerate(lines):
         known = np.stack([x, y, np.ones(len(y)) if weights is None else weights[place]]).astype(np.float64)
         x, y, weight = known[:, np.isfinite(known).all(axis=0)]
         if not len(y):
             continue
-        colour = colour_of(place)
-        if not is_long and not as_curve:
-            _draw_points(axis, x, y, colour)
-            continue
-        starts = np.linspace(0, len(y), min(len(y), num_ranges), endpoint=False).astype(np.int64)
+        starts = np.linspace(0, len(y), min(len(y), _MOST_POINTS), endpoint=False).astype(np.int64)
         means = [np.add.reduceat(each * weight, starts) / np.add.reduceat(weight, starts) for each in (x, y)]
-        if not is_long:
-            axis.plot(x, y, color=colour, alpha=0.35, linewidth=0.8)
-        elif len(lines) == 1:
-            low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-            axis.fill_between(means[0], low, high, color=colour, alpha=0.25, linewidth=0)
-        style: Any = (0, look_of(place)[1] or None)
-        marker = "." if len(y) < _FEW_RANGES else ""
-        axis.plot(*means, color=colour, linewidth=1.6, linestyle=style, marker=marker, markersize=5)
+        look: dict[str, Any] = {"color": colour_of(place), "markersize": 5}
+        look["marker"] = "." if len(y) < _FEW_POINTS or (not as_curve and num_steps <= _MOST_POINTS) else ""
+        look["linestyle"] = "-" if as_curve or num_steps > _MOST_POINTS else "none"
+        axis.plot(*means, **look)
     axis.set_ylabel(label)
     if is_log:
         scale_by_ratio(axis, "y")
-    else:
-        if not as_curve:
-            axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
-        _leave_out_outliers(axis, lines)
+    elif not as_curve:
+        axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
     if not as_curve:
         axis.xaxis.get_major_locator().set_params(integer=True)
     format_ticks(axis.xaxis, axis.yaxis)
-    if not is_long:
-        return "Strong line: the mean of neighbours; faint line: each of them." if as_curve else "A point a step."
-    mean = f"Line: the mean of up to {math.ceil(num_steps / num_ranges):,} neighbouring steps"
-    return f"{mean}; band: their least to most." if len(lines) == 1 else f"{mean}."
-
-
-def _leave_out_outliers(axis: Any, lines: Sequence[tuple[Real[np.ndarray, " _"], Real[np.ndarray, " _"]]]) -> None:
-    """Ends the axis before a few values that would flatten the others, and marks where they are."""
-    values = np.concatenate([y[np.isfinite(x) & np.isfinite(y)] for x, y in lines])
-    if len(values) < _FEWEST_VALUES:
-        return
-    low, high = np.quantile(values, [0.05, 0.95])
-    reach = _OUTLIER_SPANS * (high - low)
-    is_beyond = (values > high + reach) | (values < low - reach)
-    if not 0 < is_beyond.sum() <= max(1, _MOST_OUTLIERS * len(values)) or not reach:
-        return
-    kept = values[~is_beyond]
-    margin = 0.05 * np.ptp(kept)
-    bottom, top = axis.get_ylim()
-    bottom, top = max(bottom, kept.min() - margin), min(top, kept.max() + margin)
-    axis.set_ylim(bottom, top)
-    for place, (x, y) in enumerate(lines):
-        for is_out, end, marker in ((y > top, top, "^"), (y < bottom, bottom, "v")):
-            look: dict[str, Any] = {"color": colour_of(place), "markersize": 5, "clip_on": False}
-            out = x[is_out]
-            marked = out[np.linspace(0, len(out) - 1, min(len(out), _MOST_MARKS)).astype(int)]
-            axis.plot(marked, np.full(len(marked), end), marker, **look)
-    beyond = values[is_beyond]
-    furthest = beyond[np.abs(beyond - np.median(values)).argmax()]
-    told = f"beyond the axis: {len(beyond):,}, the furthest at {furthest:.4g}"
-    axis.set_title(told, loc="right", fontsize="small", color=COLOURS["muted"])
+    if num_steps <= _MOST_POINTS:
+        return "Each step."
+    return f"Line: the mean of up to {math.ceil(num_steps / _MOST_POINTS):,} neighbouring steps."
 
 
 def scale_by_ratio(axis: Any, which: str) -> None:
@@ -228,14 +172,6 @@ def scale_by_ratio(axis: Any, which: str) -> None:
     ticks = axis.yaxis if which == "y" else axis.xaxis
     ticks.set_major_locator(locator)
     format_ticks(ticks)
-
-
-def _draw_points(axis: Any, x: Float64[np.ndarray, " n"], y: Float64[np.ndarray, " n"], colour: str) -> None:
-    """Lines with round ends and hardly any length, which take a tenth of the text of markers in SVG."""
-    length = 1e-10 * (np.ptp(x) or np.abs(x).max() or 1.0)  # PNG shows no lines of length 0
-    points = np.stack([x, x + length, np.full(len(x), np.nan)], axis=1).ravel()
-    look: dict[str, Any] = {"linewidth": 3.0, "solid_capstyle": "round", "snap": False}
-    axis.plot(points, np.repeat(y, 3), color=colour, alpha=0.75, **look)
 
 
 def series_picture(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jvarlen import __version__
 from jvarlen._common.files import write_atomically
-from jvarlen.reports.figures import COLOURS, DARK, Picture, look_of, style_of_colours
+from jvarlen.reports.figures import COLOURS, DARK, LINES, Picture, style_of_colours
 
 __all__ = ["Table", "printable", "write_page"]
 
@@ -55,10 +55,16 @@ def write_page(
         trim_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,  # a Markup is another type
     )
-    environment.filters |= {"look": look_of, "base64": lambda plain: base64.b64encode(str(plain).encode()).decode()}
+    environment.filters["base64"] = lambda plain: base64.b64encode(str(plain).encode()).decode()
     template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
     content: dict[str, Any] = {"title": title, "summary": summary, "pictures": pictures, "tables": tables}
-    content |= {"key_figures": key_figures, "first_table": first_table, "names": names, "digest": digest}
+    content |= {
+        "key_figures": key_figures,
+        "first_table": first_table,
+        "names": names,
+        "digest": digest,
+        "lines": LINES,
+    }
     colours = {"light": style_of_colours(COLOURS), "dark": style_of_colours(DARK)}
     page = environment.from_string(template).render(content, **colours, version=__version__)
     with write_atomically(Path(path)) as file:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float, Int64, Real
+from jaxtyping import Int64, Real
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import PairBucket
@@ -46,7 +46,6 @@ def write_html_report(
     plan: Plan,
     lengths: npt.ArrayLike,
     *,
-    learning_rates: npt.ArrayLike | None = None,
     cost: CostFn | None = None,
     comparison: Sequence[StrategyFigures] | None = None,
     by_memory: RowChoice | None = None,
@@ -59,13 +58,12 @@ def write_html_report(
       path: the file; its directory must exist, and an existing file is replaced.
       plan: the plan.
       lengths: integers[N], tokens of every sample before truncation and packing; integers[N, 2] for pairs.
-      learning_rates: floats[S], as from `lr_sequence`.
       cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
       comparison: as from `compare_strategies`, shown as a table.
       by_memory: as from `choose_rows`: bytes of each bucket are drawn against the limit, and what set its rows is told.
 
     Raises:
-      ValueError: lengths that are not those of the plan, or another number of learning rates than of steps.
+      ValueError: lengths that are not those of the plan.
     """
     is_pairs = isinstance(plan.buckets[0], PairBucket)
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
@@ -78,15 +76,12 @@ def write_html_report(
             "these are not the lengths that the plan was made for: its samples have "
             f"{num_tokens:,} tokens by them, {planned:,} by the plan"
         )
-    rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)
-    if rates is not None and (rates.shape != (plan.num_steps,) or not np.isfinite(rates).all()):
-        raise UserError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
     figures, what = bucket_figures(plan, cost, checked), "pair" if is_pairs else "sample"
     tables = [_bucket_table(plan, figures)]
     if comparison is not None:
         header, rows = comparison_cells(comparison)
         tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
-    pictures = draw_plan(plan, checked, rates, cost)
+    pictures = draw_plan(plan, checked, cost)
     if by_memory is not None:
         pictures.append(_bytes_picture(by_memory))
         header, *cells = by_memory.bucket_cells()
@@ -171,19 +166,14 @@ def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
     return Table("buckets", "Buckets", header, rows, foot=total, note="Tokens are real ones, cut samples as cut.")
 
 
-def draw_plan(
-    plan: Plan,
-    lengths: Int64[np.ndarray, " N *sides"],
-    learning_rates: Float[np.ndarray, " S"] | None = None,
-    cost: CostFn | None = None,
-) -> list[Picture]:
+def draw_plan(plan: Plan, lengths: Int64[np.ndarray, " N *sides"], cost: CostFn | None = None) -> list[Picture]:
     """The pictures of a plan; samples and steps are counted before they are drawn."""
     with drawing_settings():
         return [
             _length_histogram(plan, lengths),
             *([_row_fill(plan, lengths)] if plan.is_packed else []),
             *_of_buckets(plan, bucket_figures(plan, cost, lengths)),
-            *_over_steps(plan, learning_rates),
+            _shapes_over_steps(plan),
         ]
 
 
@@ -244,20 +234,11 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
     return pictures
 
 
-def _over_steps(plan: Plan, learning_rates: Float[np.ndarray, " S"] | None) -> list[Picture]:
+def _shapes_over_steps(plan: Plan) -> Picture:
     step, shapes = np.arange(plan.num_steps), np.array(plan.buckets)[plan.step_bucket]
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
     about = "Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
-    samples = f"{plan.num_sequences.min():,} to {plan.num_sequences.max():,}."
-    pictures = [
-        series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True),
-        series_picture("sequences", "Samples of each step", {"samples": [(step, plan.num_sequences)]}, more=samples),
-    ]
-    if learning_rates is not None:
-        rates = f"{learning_rates.min():.3g} to {learning_rates.max():.3g}."
-        lines = {"learning rate": [(step, learning_rates)]}
-        pictures.append(series_picture("learning-rate", "Learning rate of each step", lines, more=rates))
-    return pictures
+    return series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
 
 
 def integer_bins(shortest: int, longest: int) -> Int64[np.ndarray, " bins_plus_1"]:

@@ -5,7 +5,6 @@ Runs that are still going or were interrupted are shown as far as they are known
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,24 +15,14 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
-from jvarlen.reports.figures import (
-    COLOURS,
-    Picture,
-    draw_series,
-    drawing_settings,
-    new_figure,
-    series_picture,
-    to_svg,
-)
+from jvarlen.reports.figures import COLOURS, Picture, draw_series, drawing_settings, new_figure, series_picture
 from jvarlen.reports.page import Table, printable, write_page
-from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, loss_unit, read_run, run_names, run_of_records
+from jvarlen.reports.run_records import Run, loss_unit, read_run, run_names, run_of_records
 
 __all__ = ["RunReport", "draw_runs", "plot_curves", "read_runs"]
 
 _UNKNOWN = "not known"
 _LAST_STEPS = 50  # of which a mean loss is shown
-_LONGEST_STALLS = 3  # that are named
-_MOST_BASE_RATES = 500  # that are drawn
 _PNG_DPI = 200
 _Column = Float64[np.ndarray, " _"]
 
@@ -81,9 +70,8 @@ class RunReport(NamedTuple):
     def _figures_table(self) -> Table:
         rows = [[name, *values] for name, values in self.figures]
         note = (
-            "Seconds of steps, tokens a second: without stalls. A stall is a wait for the compiler or a checkpoint, or "
-            "what a step takes beyond the median of its bucket where it takes 5 times that; from 0.1 s on. Steps count "
-            "from 0. Wait for data: share of the time of all steps."
+            "Stalls are waits for the compiler or a checkpoint, and no part of the seconds of steps. Wait for data: "
+            "share of the seconds of steps."
         )
         return Table("runs", "Figures", ["", *self.names], rows, note=note, is_wide=True)
 
@@ -102,8 +90,8 @@ class RunReport(NamedTuple):
         header = ["Rows × length", "Steps", "Planned steps", "Tokens", "Padding", "Seconds", "ms a step"]
         header += ["Lower s", "Compile s", "From cache"]
         note = (
-            "Planned steps: of the first epoch. Seconds: without stalls. ms a step: the median. Lower, compile: "
-            "seconds of threads that compile at once; known at the end of a run."
+            "Planned steps: of the first epoch. ms a step: the median. Lower, compile: seconds of threads that compile "
+            "at once; known at the end of a run."
         )
         is_one = len(self.runs) == 1
         return [
@@ -111,7 +99,7 @@ class RunReport(NamedTuple):
                 f"buckets-{place}",
                 "Buckets" if is_one else f"Buckets of {name}",
                 header,
-                [_bucket_row(use) for use in bucket_uses(run)],
+                _bucket_rows(run),
                 note=note,
                 is_closed=not is_one,
             )
@@ -127,15 +115,15 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
     return RunReport(runs, tuple(printable(name) for name in run_names([run.path for run in runs])))
 
 
+def _figure(value: float, form: str) -> str:
+    return format(value, form) if np.isfinite(value) else _UNKNOWN
+
+
 def _key_figures(run: Run, unit: str) -> dict[str, str]:
     steps = run.steps
-    tokens, padded, step_s, wait_s = (
-        steps[name].sum() for name in ("num_tokens", "padded_tokens", "step_s", "data_wait_s")
-    )
-    own_s = run.own_s.sum()
-    losses, last, rates = (
-        each[np.isfinite(each)] for each in (steps["loss"], steps["loss"][-_LAST_STEPS:], steps["learning_rate"])
-    )
+    names = "num_tokens", "padded_tokens", "step_s", "data_wait_s", "stall_s"
+    tokens, padded, step_s, wait_s, stall_s = (np.nansum(steps[name]) for name in names)
+    losses, last = (each[np.isfinite(each)] for each in (steps["loss"], steps["loss"][-_LAST_STEPS:]))
     compiling = _UNKNOWN
     if run.summary:
         compiling = f"{run.summary['compile_s']:,.1f}, {run.summary['compile_cpu_s']:,.1f}"
@@ -143,29 +131,16 @@ def _key_figures(run: Run, unit: str) -> dict[str, str]:
         "State": run.state,
         "Steps": f"{run.num_steps:,}",
         "Tokens": f"{tokens:,.0f}",
-        "Padding": f"{1 - tokens / padded:.2%}" if padded else _UNKNOWN,
-        "Shapes": f"{len(bucket_uses(run)):,}",
+        "Padding": _figure(1 - tokens / padded if padded else np.nan, ".2%"),
+        "Shapes": f"{len(_bucket_rows(run)):,}",
         f"Last loss{unit}": f"{losses[-1]:.3f}" if len(losses) else _UNKNOWN,
         f"Mean loss of up to {_LAST_STEPS} last steps{unit}": f"{last.mean():.3f}" if len(last) else _UNKNOWN,
-        "Learning rate": f"{rates.min():.3g} to {rates.max():.3g}" if len(rates) else _UNKNOWN,
-        "Tokens a second": f"{tokens / own_s:,.0f}" if own_s else _UNKNOWN,
-        "Wait for data": f"{wait_s / step_s:.2%}" if step_s else _UNKNOWN,
-        "Seconds of steps": f"{own_s:,.1f}",
-        "Stalls": _stalls(run),
+        "Tokens a second": _figure(tokens / step_s if step_s else np.nan, ",.0f"),
+        "Wait for data": _figure(wait_s / step_s if step_s else np.nan, ".2%"),
+        "Seconds of steps": f"{step_s:,.1f}",
+        "Seconds of stalls": f"{stall_s:,.1f}",
         "Seconds of compiling, wall and CPU": compiling,
     }
-
-
-def _stalls(run: Run) -> str:
-    """How many there were, how long they took, and the longest."""
-    stalls = run.stalls_s
-    places = np.argsort(-stalls, kind="stable")[: np.count_nonzero(stalls)]
-    if not len(places):
-        return "none"
-    longest = ", ".join(f"{stalls[i]:,.1f} s at step {run.steps['step'][i]:,.0f}" for i in places[:_LONGEST_STALLS])
-    return (
-        f"{len(places):,} of {stalls.sum():,.1f} s{', the longest' if len(places) > _LONGEST_STALLS else ''}: {longest}"
-    )
 
 
 def _evaluation(run: Run, kind: str) -> str:
@@ -173,36 +148,107 @@ def _evaluation(run: Run, kind: str) -> str:
     if kind not in run.evaluations:
         return _UNKNOWN
     _, loss = run.evaluations[kind]
-    return ", then ".join(_UNKNOWN if math.isnan(value) else f"{value:.3f}" for value in (loss[0], *loss[1:][-1:]))
+    return ", then ".join(_figure(value, ".3f") for value in (loss[0], *loss[1:][-1:]))
 
 
-def _bucket_row(use: BucketUse) -> list[str]:
-    row, (rows, *lengths) = use.row, use.bucket
-    compiled = [_UNKNOWN] * 3
-    if row is not None:
-        compiled = [f"{row.lower_s:,.2f}", f"{row.compile_s:,.2f}", "yes" if row.cache_hit else "no"]
-    return [
-        f"{rows:,} × {'+'.join(f'{length:,}' for length in lengths)}",
-        f"{use.num_steps:,}",
-        _UNKNOWN if row is None or row.planned_steps is None else f"{row.planned_steps:,}",
-        f"{use.num_tokens:,.0f}",
-        _UNKNOWN if math.isnan(use.padding) else f"{use.padding:.2%}",
-        f"{use.seconds:,.2f}",
-        _UNKNOWN if math.isnan(use.median_s) else f"{1e3 * use.median_s:,.2f}",
-        *compiled,
-    ]
+def _bucket_rows(run: Run) -> list[list[str]]:
+    """How a run used each bucket, in the log and in the compile report, by length."""
+    compiled = {tuple(row.bucket): row for row in run.report or ()}
+    cells = []
+    for bucket in sorted({*compiled, *map(tuple, run.buckets.tolist())}, key=lambda bucket: bucket[::-1]):
+        is_own = (run.buckets == bucket).all(axis=1)
+        tokens, padded, step_s = (run.steps[name][is_own] for name in ("num_tokens", "padded_tokens", "step_s"))
+        row, (rows, *lengths) = compiled.get(bucket), bucket
+        of_compiler = [_UNKNOWN] * 3
+        if row is not None:
+            of_compiler = [f"{row.lower_s:,.2f}", f"{row.compile_s:,.2f}", "yes" if row.cache_hit else "no"]
+        padding, median_s = np.nan, np.nan
+        if len(step_s):
+            padding, median_s = 1 - tokens.sum() / padded.sum(), np.median(step_s)
+        cells.append(
+            [
+                f"{rows:,} × {'+'.join(f'{length:,}' for length in lengths)}",
+                f"{len(step_s):,}",
+                _UNKNOWN if row is None or row.planned_steps is None else f"{row.planned_steps:,}",
+                f"{tokens.sum():,.0f}",
+                _figure(padding, ".2%"),
+                f"{step_s.sum():,.2f}",
+                _figure(1e3 * median_s, ",.2f"),
+                *of_compiler,
+            ]
+        )
+    return cells
 
 
 def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     """The pictures of runs, all runs in the same pictures; without those of which nothing is known."""
     if not any(run.num_steps for run in runs):
         return []
+
+    def column(name: str, unit: float = 1.0) -> list[_Column]:
+        return [run.steps[name] / unit for run in runs]
+
+    def ratio(above: list[_Column], below: list[_Column]) -> list[_Column]:
+        return [a / b for a, b in zip(above, below, strict=True)]
+
+    def picture(name: str, title: str, lines: dict[str, list[_Column]], **options: Any) -> list[Picture]:
+        """Over the steps, or over `x`; lines of which nothing is known are left out."""
+        x = options.pop("x", column("step"))
+        known = {
+            label: list(zip(x, of_runs, strict=True))
+            for label, of_runs in lines.items()
+            if any(np.isfinite(each).any() for each in of_runs)
+        }
+        return [series_picture(name, title, known, **options)] if known else []
+
+    unit, step_s = loss_unit(runs), column("step_s")
+    tokens = [each.cumsum() for each in column("num_tokens")]
+    losses = {f"loss{unit}": column("loss")}
+    rates = {"rate in force": column("learning_rate"), "base rate": column("base_learning_rate")}
+    shapes = {"bucket length": list(map(_bucket_length, runs)), "rows": column("bucket_rows")}
+    memory = {f"{where}, MB": column(f"{where}_memory_bytes", 1e6) for where in ("host", "device")}
     with drawing_settings():
         return [
-            *_losses(runs),
-            *([_learning_rates(runs)] if any(np.isfinite(run.steps["learning_rate"]).any() for run in runs) else []),
-            *_over_steps(runs),
+            *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens", as_curve=True),
+            *picture(
+                "loss-time",
+                "Loss against time",
+                losses,
+                x=[each.cumsum() for each in step_s],
+                xlabel="seconds of steps",
+                as_curve=True,
+            ),
+            *_evaluations(runs, tokens),
+            *picture("learning-rate", "Learning rate", rates),
+            *picture("shapes", "Shapes over the steps", shapes, is_log=True),
+            *picture(
+                "throughput",
+                "Throughput",
+                {"tokens a second": ratio(column("num_tokens"), step_s)},
+                weights=step_s,
+            ),
+            *picture(
+                "data-wait",
+                "Waiting for data",
+                {"wait in % of the step": [100 * each for each in ratio(column("data_wait_s"), step_s)]},
+                weights=step_s,
+            ),
+            *picture("memory", "Memory over the steps", memory),
         ]
+
+
+def _evaluations(runs: Sequence[Run], tokens: list[_Column]) -> list[Picture]:
+    """The losses of each evaluation set, by the tokens trained on before."""
+    lines: dict[str, list[tuple[_Column, _Column]]] = {}
+    for kind in dict.fromkeys(kind for run in runs for kind in run.evaluations):
+        found = [run.evaluations.get(kind, np.empty((2, 0))) for run in runs]
+        lines[printable(kind) + loss_unit(runs)] = [
+            (np.append(0.0, x)[np.searchsorted(run.steps["step"], step)], loss)
+            for run, x, (step, loss) in zip(runs, tokens, found, strict=True)
+        ]
+    if not lines:
+        return []
+    return [series_picture("evaluations", "Evaluations", lines, xlabel="tokens", as_curve=True)]
 
 
 def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
@@ -212,7 +258,8 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
     with drawing_settings():
         figure, axes = new_figure(4, sharex=True)
         draw_series(axes[0], f"loss{loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
-        _draw_rates(axes[1], [run])
+        draw_series(axes[1], "learning rate", [(step, run.steps["learning_rate"])])
+        axes[1].plot(step, run.steps["base_learning_rate"], color=COLOURS["ink"], linewidth=1)
         draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])
         draw_series(axes[3], "bucket length", [(step, _bucket_length(run))], is_log=True)
         axes[3].set_xlabel("step")
@@ -222,74 +269,3 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
 def _bucket_length(run: Run) -> _Column:
     """The length of a row of each step; of pairs both lengths together."""
     return run.steps["bucket_length"] + np.nan_to_num(run.steps["bucket_target_length"])
-
-
-def _losses(runs: Sequence[Run]) -> list[Picture]:
-    """Training losses by tokens and by time, and evaluations by tokens."""
-    unit = loss_unit(runs)
-    tokens = [run.steps["num_tokens"].cumsum() for run in runs]
-    evaluations: dict[str, list[tuple[_Column, _Column]]] = {}
-    for kind in dict.fromkeys(kind for run in runs for kind in run.evaluations):
-        found = [run.evaluations.get(kind, np.empty((2, 0))) for run in runs]
-        evaluations[printable(kind) + unit] = [
-            (np.append(0.0, x)[np.searchsorted(run.steps["step"], step)], loss)
-            for run, x, (step, loss) in zip(runs, tokens, found, strict=True)
-        ]
-
-    def curves(name: str, title: str, xlabel: str, lines: dict[str, list[tuple[_Column, _Column]]]) -> Picture:
-        return series_picture(name, title, lines, xlabel=xlabel, as_curve=True)
-
-    by_tokens = [(x, run.steps["loss"]) for x, run in zip(tokens, runs, strict=True)]
-    by_time = [(run.own_s.cumsum(), run.steps["loss"]) for run in runs]
-    return [
-        curves("loss-tokens", "Loss against tokens", "tokens", {f"loss{unit}": by_tokens}),
-        curves("loss-time", "Loss against time", "seconds of steps, without stalls", {f"loss{unit}": by_time}),
-        *([curves("evaluations", "Evaluations", "tokens", evaluations)] if evaluations else []),
-    ]
-
-
-def _learning_rates(runs: Sequence[Run]) -> Picture:
-    figure, (axis,) = new_figure()
-    caption = f"Dark line: the base rate. In colour: the rate in force. {_draw_rates(axis, runs)}"
-    axis.set_xlabel("step")
-    return Picture("learning-rate", "Learning rate", caption, to_svg(figure))
-
-
-def _draw_rates(axis: Any, runs: Sequence[Run]) -> str:
-    """Draws base rates as dark lines, and rates in force in the colours of their runs."""
-    drawn = draw_series(axis, "learning rate", [(run.steps["step"], run.steps["learning_rate"]) for run in runs])
-    for run in runs:
-        shown = np.linspace(0, run.num_steps - 1, min(run.num_steps, _MOST_BASE_RATES)).astype(int)
-        base = run.steps["base_learning_rate"][shown]
-        axis.plot(run.steps["step"][shown], base, color=COLOURS["ink"], linewidth=1)
-    return drawn
-
-
-def _over_steps(runs: Sequence[Run]) -> list[Picture]:
-    """What steps held, and what they took; several steps that are drawn together count by their weights."""
-
-    def column(name: str) -> list[_Column]:
-        return [run.steps[name] for run in runs]
-
-    def ratio(above: list[_Column], below: list[_Column]) -> list[_Column]:
-        return [a / b for a, b in zip(above, below, strict=True)]
-
-    def picture(name: str, title: str, values: dict[str, list[_Column]], weights: Any = None) -> Picture:
-        lines = {label: list(zip(column("step"), of_runs, strict=True)) for label, of_runs in values.items()}
-        return series_picture(name, title, lines, weights=weights, is_log=name == "shapes")
-
-    step_s, own_s = column("step_s"), [run.own_s for run in runs]
-    shapes = {"bucket length": [_bucket_length(run) for run in runs], "rows": column("bucket_rows")}
-    waits = {"wait in % of the step": [100 * wait for wait in ratio(column("data_wait_s"), step_s)]}
-    memory = {
-        f"{where}, MB": [each / 1e6 for each in column(f"{where}_memory_bytes")]
-        for where in ("host", "device")
-        if any(np.isfinite(each).any() for each in column(f"{where}_memory_bytes"))
-    }
-    return [
-        picture("shapes", "Shapes over the steps", shapes),
-        picture("sequences", "Samples of each step", {"samples": column("num_sequences")}),
-        picture("throughput", "Throughput", {"tokens a second": ratio(column("num_tokens"), own_s)}, own_s),
-        picture("data-wait", "Waiting for data", waits, step_s),
-        *([picture("memory", "Memory over the steps", memory)] if memory else []),
-    ]

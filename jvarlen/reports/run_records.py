@@ -13,38 +13,23 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen._common.files import check_run_format, read_object, regular_file
-from jvarlen.compiling.report import CompileReport, CompileRow
+from jvarlen.compiling.report import CompileReport
 
-__all__ = ["BucketUse", "Run", "bucket_uses", "loss_unit", "read_metrics", "read_run", "run_names", "run_of_records"]
+__all__ = ["Run", "loss_unit", "read_metrics", "read_run", "run_names", "run_of_records"]
 
-_STALL_FACTOR = 5.0  # a step that takes so many times the median of its bucket has stalled, if
-_LEAST_STALL_S = 0.1  # it stalls for longer than this
-_FEW_STEPS = 3  # of which a median tells what is usual
 # What is read of the records of steps; the loss is what makes a record one of a step.
 _STEP_FIELDS = (
-    "step",
-    "loss",
-    "num_tokens",
-    "padded_tokens",
-    "num_sequences",
-    "bucket_rows",
-    "bucket_length",
+    *("step", "loss", "num_tokens", "padded_tokens", "num_sequences", "bucket_rows", "bucket_length"),
     "bucket_target_length",  # of pairs alone
-    "base_learning_rate",
-    "learning_rate",
-    "time_s",
-    "step_s",
-    "data_wait_s",
-    "stall_s",
-    "host_memory_bytes",
-    "device_memory_bytes",
+    *("base_learning_rate", "learning_rate", "time_s", "step_s", "data_wait_s", "stall_s"),
+    *("host_memory_bytes", "device_memory_bytes"),
 )
 
 
@@ -68,32 +53,6 @@ class Run:
         shapes = np.stack([self.steps[name] for name in names[: 2 + bool(is_pairs)]], axis=1)
         return np.where(np.abs(shapes) < 2**31, shapes, 0).astype(np.int64)
 
-    @functools.cached_property
-    def excess_s(self) -> Float64[np.ndarray, " S"]:
-        """Seconds beyond the median of a step's bucket, if it takes over 5 times that and over 0.1 s more; otherwise 0.
-
-        A bucket of fewer than 3 steps is compared with the largest median of the others.
-        """
-        step_s = self.steps["step_s"]
-        _, bucket, counts = np.unique(self.buckets, axis=0, return_inverse=True, return_counts=True)
-        medians = np.array([np.median(step_s[bucket == k]) for k in range(len(counts))])
-        is_known = (counts >= _FEW_STEPS) & np.isfinite(medians)
-        others = medians[is_known].max() if is_known.any() else np.median(step_s) if len(step_s) else 0.0
-        usual = np.where(is_known, medians, others)[bucket]
-        is_stalled = (step_s > _STALL_FACTOR * usual) & (step_s > usual + _LEAST_STALL_S) & np.isfinite(step_s)
-        return np.where(is_stalled, step_s - usual, 0.0)
-
-    @property
-    def stalls_s(self) -> Float64[np.ndarray, " S"]:
-        """Seconds of the stall of each step, 0 without one: `excess_s`, or a wait for the compiler or a checkpoint."""
-        waits = self.steps["stall_s"]
-        return self.excess_s + np.where(waits > _LEAST_STALL_S, waits, 0.0)
-
-    @property
-    def own_s(self) -> Float64[np.ndarray, " S"]:
-        """Seconds of each step without stalls."""
-        return self.steps["step_s"] - self.excess_s
-
     @property
     def num_steps(self) -> int:
         """Steps that were logged."""
@@ -105,23 +64,6 @@ class Run:
         if self.summary is None or (self.num_steps and self.summary["num_steps"] <= self.steps["step"][-1]):
             return "going on, or broken off"
         return "interrupted" if self.summary["interrupted"] else "ended"
-
-
-class BucketUse(NamedTuple):
-    """How a run used a bucket: sums over the logged steps, and its row of the compile report, if there is one."""
-
-    bucket: tuple[int, ...]  # rows and length, or both lengths
-    num_steps: int
-    num_tokens: float
-    padded_tokens: float
-    seconds: float  # without stalls
-    median_s: float  # of the steps that did not stall; NaN without any
-    row: CompileRow | None
-
-    @property
-    def padding(self) -> float:
-        """The share of the tokens with padding that is padding; NaN without steps."""
-        return 1.0 - self.num_tokens / self.padded_tokens if self.padded_tokens else math.nan
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -137,8 +79,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     except UserError:
         raise
     except (TypeError, ValueError, LookupError, OverflowError) as error:
-        reason = str(error) if isinstance(error, TypeError) else repr(error)
-        raise UserError(f"{metrics} is damaged: {reason}") from None
+        raise UserError(f"{metrics} is damaged: {error!r}") from None
     return dataclasses.replace(
         recorded,
         path=path.resolve(),
@@ -184,23 +125,21 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
     """A run of which nothing is known but its records, as from `read_metrics`."""
     steps = {name: array("d") for name in _STEP_FIELDS}  # of a long log, only numbers are held
     evaluations: dict[str, list[tuple[float, float]]] = {}
-    loss_unit = "nats a token"
+    unit = "nats a token"
     for record in records:
         if "loss" in record:
             for name, column in steps.items():
                 value = record.get(name)
                 column.append(math.nan if value is None else value)
         elif "evaluation" in record:
-            if "mean_loss" in record:
-                loss_unit = ""
-            loss = record["mean_loss" if "mean_loss" in record else "nats_per_token"]
-            evaluations.setdefault(str(record["evaluation"]), []).append(
-                (record["step"], math.nan if loss is None else loss)
-            )
+            figure = "mean_loss" if "mean_loss" in record else "nats_per_token"
+            unit = "" if figure == "mean_loss" else unit
+            loss = math.nan if record[figure] is None else record[figure]
+            evaluations.setdefault(str(record["evaluation"]), []).append((record["step"], loss))
     return Run(
         steps={name: np.array(column) for name, column in steps.items()},
         evaluations={name: np.array(each, np.float64).T for name, each in evaluations.items()},
-        loss_unit=loss_unit,
+        loss_unit=unit,
     )
 
 
@@ -216,21 +155,6 @@ def loss_unit(runs: Iterable[Run]) -> str:
     """The unit of the losses of runs, to follow a label; empty for losses of the user's own."""
     units = {run.loss_unit and f", {run.loss_unit}" for run in runs}
     return units.pop() if len(units) == 1 else ", nats a token or own"
-
-
-def bucket_uses(run: Run) -> list[BucketUse]:
-    """How a run used its buckets, in the log and in the compile report, by length."""
-    shapes, own_s = run.buckets, run.own_s
-    rows = {tuple(row.bucket): row for row in run.report or ()}
-    uses = []
-    for bucket in sorted({*rows, *map(tuple, shapes.tolist())}, key=lambda bucket: bucket[::-1]):
-        is_own = (shapes == bucket).all(axis=1)
-        tokens, padded = (float(run.steps[name][is_own].sum()) for name in ("num_tokens", "padded_tokens"))
-        free = own_s[is_own & (run.excess_s == 0)]
-        median_s = float(np.median(free)) if len(free) else math.nan
-        seconds = float(own_s[is_own].sum())
-        uses.append(BucketUse(bucket, int(is_own.sum()), tokens, padded, seconds, median_s, rows.get(bucket)))
-    return uses
 
 
 def _read_settings(path: Path) -> dict[str, str]:
@@ -249,12 +173,8 @@ def _read_settings(path: Path) -> dict[str, str]:
 def _read_summary(path: Path) -> dict[str, Any]:
     """What a run ended with, of which reports take some figures."""
     summary = read_object(path)
-    wrong = [
-        name
-        for name in ("num_steps", "compile_s", "compile_cpu_s")
-        if not is_number(summary.get(name)) or abs(summary[name]) >= 2**63
-    ]
-    wrong += [name for name in ("interrupted",) if not isinstance(summary.get(name), bool)]
+    wrong = [name for name in ("num_steps", "compile_s", "compile_cpu_s") if not is_number(summary.get(name))]
+    wrong += ["interrupted"] * (not isinstance(summary.get("interrupted"), bool))
     if wrong:
         raise UserError(f"{path} is damaged: {list_first(wrong)}: missing or of another type")
     return summary

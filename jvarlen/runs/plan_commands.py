@@ -141,8 +141,7 @@ class PlanCommand:
     out: Path | None = None
     """Where to save the plan, a .npz file."""
     html: Path | None = None
-    """Where to write a page with pictures of the plan: one file that works offline.
-    With cluster, the page shows layouts instead of the plan."""
+    """Where to write a page with pictures of the plan: one file that works offline."""
     cluster: str | None = None
     """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
     four hosts. Needs model."""
@@ -229,7 +228,7 @@ class PlanCommand:
             say(self.out)
         if cluster is not None:
             self._choose_layout(plan, lengths, cluster, config)
-        elif self.html is not None:
+        if self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
             write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
@@ -323,11 +322,6 @@ class PlanCommand:
             batch_spec=plan_specs(plan),
         )
         say(f"\n{choice}")
-        if self.html is not None:
-            from jvarlen.reports.choice_page import write_choice_page  # here: it draws with matplotlib
-
-            write_choice_page(self.html, plan, choice, cluster)
-            say(self.html)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

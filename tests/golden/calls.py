@@ -268,10 +268,10 @@ def plan_report(plan: Any, learning_rates: Any, cost: Any, *, compile_seconds: f
     return plan.report(learning_rates, cost=cost, compile_seconds=compile_seconds)
 
 
-def plan_page(path: Path, plan: Any, lengths: Any, learning_rates: Any, cost: Any, options: dict[str, Any]) -> str:
+def plan_page(path: Path, plan: Any, lengths: Any, cost: Any, options: dict[str, Any]) -> str:
     """The page of a plan, compared with others; `options` are those of the buckets."""
     comparison = compare_strategies(plan, lengths, cost=cost, **options)
-    write_html_report(path, plan, lengths, learning_rates=learning_rates, cost=cost, comparison=comparison)
+    write_html_report(path, plan, lengths, cost=cost, comparison=comparison)
     return path.read_text(encoding="utf-8")
 
 

@@ -37,7 +37,7 @@ def plan() -> dict[str, Any]:
     rates = calls.lr_sequence("jvarlen", made, 3e-4, 256)
     options = {"max_tokens": 4096, "max_shapes": 5, "microbatches_per_step": M}
     with tempfile.TemporaryDirectory() as folder:
-        page = calls.plan_page(Path(folder) / "plan.html", made, LENGTHS, rates, seconds, options)
+        page = calls.plan_page(Path(folder) / "plan.html", made, LENGTHS, seconds, options)
     return {
         "report": rows_of_text(calls.plan_report(made, rates, seconds, compile_seconds=0.5)),
         "page": rows_of_page(page),

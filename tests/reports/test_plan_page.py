@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jvarlen
-from jvarlen import lr_sequence, make_buckets, make_pair_buckets, make_plan, pack_samples
+from jvarlen import make_buckets, make_pair_buckets, make_plan, pack_samples
 from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports import plan_page
@@ -22,7 +22,7 @@ from tests.html_pages import Page
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
-FIGURES = {"lengths", "padding", "tokens", "shapes", "sequences"}
+FIGURES = {"lengths", "padding", "tokens", "shapes"}
 
 
 def page_of(path, *args, **options):
@@ -55,8 +55,7 @@ def drawn(tmp_path_factory):
     path = tmp_path_factory.mktemp("drawn") / "plan.html"
     plan = planned(order="shuffle")
     comparison = compare_strategies(plan, LENGTHS, 4096, cost=COST)
-    rates = lr_sequence(plan, 1e-3, 32)
-    page = page_of(path, plan, LENGTHS, learning_rates=rates, cost=COST, comparison=comparison)
+    page = page_of(path, plan, LENGTHS, cost=COST, comparison=comparison)
     return Drawn(path, page, plan, comparison)
 
 
@@ -66,7 +65,7 @@ def figure_ids(page):
 
 def test_every_figure_is_there_with_a_title_and_a_caption(drawn, path):
     page, plan = drawn.page, drawn.plan
-    assert figure_ids(page) == FIGURES | {"seconds", "learning-rate"}
+    assert figure_ids(page) == FIGURES | {"seconds"}
     for image, figure in zip(page.named("img"), page.named("figure"), strict=True):
         assert image["alt"] in page.text
         assert image["aria-describedby"] == f"{figure['id']}-caption"
@@ -126,7 +125,7 @@ def test_a_plan_of_pairs_shows_both_sides(path):
 
 def test_the_page_loads_nothing(drawn):
     page = drawn.page
-    assert page.pictures.keys() == FIGURES | {"seconds", "learning-rate"}
+    assert page.pictures.keys() == FIGURES | {"seconds"}
     page.assert_loads_nothing()
 
 
@@ -152,7 +151,7 @@ def test_the_size_does_not_grow_with_the_plan(path):
     lengths = np.random.default_rng(0).integers(1, 65, 400_000)
     plan = make_plan(lengths, make_buckets(lengths, 128, max_shapes=48), order="shuffle")
     assert plan.num_steps > 80_000
-    page_of(path, plan, lengths, cost=COST, learning_rates=lr_sequence(plan, 1e-3, 4))
+    page_of(path, plan, lengths, cost=COST)
     assert path.stat().st_size < 400_000
 
 
@@ -160,8 +159,8 @@ def test_the_size_does_not_grow_with_the_plan(path):
 def test_any_plan_has_a_page(path, lengths, max_tokens):
     lengths = np.array(lengths)
     plan = make_plan(lengths, make_buckets(lengths, max_tokens), order="length")
-    page = page_of(path, plan, lengths, learning_rates=np.zeros(plan.num_steps))
-    assert figure_ids(page) == FIGURES | {"learning-rate"}
+    page = page_of(path, plan, lengths)
+    assert figure_ids(page) == FIGURES
 
 
 def test_the_same_plan_has_the_same_page(path, tmp_path):
@@ -174,15 +173,13 @@ def test_the_same_plan_has_the_same_page(path, tmp_path):
 def test_what_does_not_belong_to_the_plan_is_refused(path):
     plan = planned()
     path.write_text("before")
-    for lengths, options, said in (
-        (LENGTHS[:100], {}, "there are only 100 lengths"),
-        (LENGTHS + 1, {}, "not the lengths that the plan was made for"),
-        (np.stack([LENGTHS, LENGTHS], axis=1), {}, "1-D"),
-        (LENGTHS, {"learning_rates": [0.1]}, "one a step"),
-        (LENGTHS, {"learning_rates": np.full(plan.num_steps, np.nan)}, "finite"),
+    for lengths, said in (
+        (LENGTHS[:100], "there are only 100 lengths"),
+        (LENGTHS + 1, "not the lengths that the plan was made for"),
+        (np.stack([LENGTHS, LENGTHS], axis=1), "1-D"),
     ):
         with pytest.raises(ValueError, match=said):
-            write_html_report(path, plan, lengths, **options)
+            write_html_report(path, plan, lengths)
     assert path.read_text() == "before"
 
 
@@ -220,7 +217,7 @@ def test_a_reader_sees_the_page_in_a_browser(drawn):
     for hex_code in ("#2a6ebb", "#c8590a"):
         assert num_pixels_of(seen.pixels, hex_code) > 100
     layout = measured(drawn.path, width=390)
-    assert {box["figure"] for box in layout["pictures"]} == FIGURES | {"seconds", "learning-rate"}
+    assert {box["figure"] for box in layout["pictures"]} == FIGURES | {"seconds"}
     assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
     assert layout["num_labels"] > 30
     assert layout["clipped"] == []

@@ -15,18 +15,15 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.models import DecoderConfig
 from jvarlen.reports import figures as drawing
-from jvarlen.reports import run_page
-from jvarlen.reports.figures import look_of
 from jvarlen.reports.run_page import draw_runs, plot_curves, read_runs
-from jvarlen.reports.run_records import bucket_uses, read_run, run_names
+from jvarlen.reports.run_records import read_run, run_names
 from jvarlen.runs.config import DirectoryConfig, PlanConfig
 from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 from tests.synthetic_runs import BUCKETS, records_of, write_run
 
 FIGURES = {
-    "loss-tokens", "loss-time", "evaluations", "learning-rate", "shapes", "sequences", "throughput", "data-wait",
-    "memory",
+    "loss-tokens", "loss-time", "evaluations", "learning-rate", "shapes", "throughput", "data-wait", "memory",
 }  # fmt: skip
 
 
@@ -79,7 +76,6 @@ def test_the_table_holds_the_figures_of_the_records(tmp_path):
     assert figures["Last loss, nats a token"] == f"{last[-1]:.3f}"
     assert figures["Mean loss of up to 50 last steps, nats a token"] == f"{sum(last) / 50:.3f}"
     assert figures["Tokens a second"] == f"{tokens / steps[-1]['time_s']:,.0f}"
-    assert figures["Stalls"] == "none"
     assert figures["Wait for data"] == f"{sum_of(records, 'data_wait_s') / sum_of(records, 'step_s'):.2%}"
     assert figures["Seconds of compiling, wall and CPU"] == "12.5, 20.2"
     assert figures["Evaluation held_out, nats a token"] == "8.000, then 4.000"
@@ -90,23 +86,20 @@ def test_the_table_holds_the_figures_of_the_records(tmp_path):
 
 def test_buckets_are_counted_from_the_records_and_described_by_the_report(tmp_path):
     records = [record for record in records_of(50) if record.get("bucket_rows") != 8]
-    uses = bucket_uses(read_run(write_run(tmp_path / "run", 50, records=records)))
-    assert [use.bucket for use in uses] == list(BUCKETS)
-    for k, use in enumerate(uses):
-        rows = BUCKETS[k][0]
-        num_steps = sum(record.get("bucket_rows") == rows for record in records)
-        assert use.num_steps == num_steps
-        assert use.row.compile_s == 2 * k + 1
-        if num_steps:
-            tokens, positions = (sum_of(records, name, bucket_rows=rows) for name in ("num_tokens", "padded_tokens"))
-            assert (use.num_tokens, use.padded_tokens) == (tokens, positions)
-            of_bucket = [record["step_s"] for record in records if record.get("bucket_rows") == rows]
-            assert use.median_s == np.median(of_bucket)
-            assert use.padding == pytest.approx(1 - tokens / positions)
-            assert use.seconds == pytest.approx(sum_of(records, "step_s", bucket_rows=rows))
+    report = read_runs([write_run(tmp_path / "run", 50, records=records)])
+    tables = [re.split(" {2,}", line) for line in report.table().split("\n\n")[1].splitlines()[1:]]
+    assert [cells[0] for cells in tables] == [f"{rows} × {length}" for rows, length in BUCKETS]
+    for k, (rows, _) in enumerate(BUCKETS):
+        _, num_steps, _, tokens, padding, seconds, median_ms, _, compile_s, _ = tables[k]
+        of_bucket = [record["step_s"] for record in records if record.get("bucket_rows") == rows]
+        assert (int(num_steps), float(compile_s)) == (len(of_bucket), 2 * k + 1)
+        if of_bucket:
+            own, padded = (sum_of(records, name, bucket_rows=rows) for name in ("num_tokens", "padded_tokens"))
+            assert (tokens, padding) == (f"{own:,}", f"{1 - own / padded:.2%}")
+            assert float(seconds) == pytest.approx(sum(of_bucket), abs=0.01)
+            assert float(median_ms) == pytest.approx(1e3 * np.median(of_bucket), abs=0.01)
         else:
-            assert (use.num_tokens, use.seconds) == (0, 0)
-            assert np.isnan(use.padding)
+            assert (tokens, padding, seconds, median_ms) == ("0", "not known", "0.00", "not known")
 
 
 def records_with(num_steps=60, **changes):
@@ -118,76 +111,12 @@ def records_with(num_steps=60, **changes):
     return records
 
 
-def figures_and_buckets(path, records):
-    report = read_runs([write_run(path, records=records)])
-    uses = {use.bucket: use for use in bucket_uses(report.runs[0])}
-    return {name: values for name, (values,) in report.figures}, uses
-
-
-def test_a_stall_is_shown_apart_and_is_no_time_of_steps(tmp_path):
-    """A suspended machine, that no one told of, and a wait for the compiler, that the record tells."""
-    records = records_with(step_s={7: 13.496}, stall_s={20: 3.0, 30: 0.05})
-    figures, uses = figures_and_buckets(tmp_path / "run", records)
-    assert figures["Stalls"] == "2 of 16.4 s: 13.4 s at step 7, 3.0 s at step 20"
+def test_a_wait_for_the_compiler_is_no_time_of_steps(tmp_path):
+    report = read_runs([write_run(tmp_path / "run", records=records_with(stall_s={20: 3.0, 30: 0.5}))])
+    figures = {name: values for name, (values,) in report.figures}
+    assert figures["Seconds of stalls"] == "3.5"
     assert figures["Seconds of steps"] == "6.0"
     assert figures["Tokens a second"] == "5,000"
-    assert uses[32, 16].median_s == pytest.approx(0.1)
-    assert uses[32, 16].seconds == pytest.approx(6.0)
-    table = read_runs([tmp_path / "run"]).table()
-    assert re.search(r"^32 × 16 .* 100\.00 ", table, re.MULTILINE)
-    steady, _ = figures_and_buckets(tmp_path / "steady", records_with(step_s={7: 0.49, 8: 0.3}))
-    assert steady["Stalls"] == "none"
-
-
-@pytest.mark.parametrize("num_slow", [1, 2])
-def test_a_stall_in_a_bucket_of_few_steps_is_told_from_a_slow_bucket(tmp_path, num_slow):
-    places = range(10, 10 + num_slow)
-    rare = dict.fromkeys(places, 64)
-    records = records_with(bucket_length=rare, bucket_rows=dict.fromkeys(places, 8), step_s=dict.fromkeys(places, 0.4))
-    figures, uses = figures_and_buckets(tmp_path / "slow", records)
-    assert figures["Stalls"] == "none"
-    assert uses[8, 64].median_s == 0.4
-    records[10]["step_s"] = 13.496
-    figures, uses = figures_and_buckets(tmp_path / "stalled", records)
-    assert figures["Stalls"] == "1 of 13.4 s: 13.4 s at step 10"
-    assert np.isnan(uses[8, 64].median_s) if num_slow == 1 else uses[8, 64].median_s == 0.4
-
-
-def axes_of(monkeypatch, draw):
-    """The axes of figures, by their label, as they are written."""
-    axes, to_svg = {}, drawing.to_svg
-
-    def noting(figure):
-        axes.update({axis.get_ylabel(): axis for axis in figure.axes})
-        return to_svg(figure)
-
-    for module in (drawing, run_page):
-        monkeypatch.setattr(module, "to_svg", noting)
-    draw()
-    return axes
-
-
-@pytest.mark.parametrize("num_steps", [60, 2000])
-def test_one_outlier_flattens_no_plot_and_is_marked(tmp_path, monkeypatch, num_steps):
-    run = read_run(write_run(tmp_path / "run", records=records_with(num_steps, loss={40: 4000.0})))
-    axes = axes_of(monkeypatch, lambda: draw_runs([run]))
-    axis = axes["loss, nats a token"]
-    others = np.delete(run.steps["loss"], 40)
-    assert others.max() <= axis.get_ylim()[1] < 2 * others.max()
-    assert axis.get_title(loc="right") == "beyond the axis: 1, the furthest at 4000"
-    marks = [line for line in axis.lines if line.get_marker() == "^"]
-    assert [line.get_xdata().tolist() for line in marks] == [[run.own_s.cumsum()[40]]]
-    assert axes["samples"].get_title(loc="right") == ""
-    plain = read_run(write_run(tmp_path / "plain", records=records_with(num_steps)))
-    axis = axes_of(monkeypatch, lambda: draw_runs([plain]))["loss, nats a token"]
-    assert (axis.get_title(loc="right"), axis.get_ylim()[1] >= plain.steps["loss"].max()) == ("", True)
-
-
-def test_a_stall_does_not_stretch_the_axis_of_time(tmp_path, monkeypatch):
-    run = read_run(write_run(tmp_path / "run", records=records_with(step_s={30: 3600.0})))
-    axis = axes_of(monkeypatch, lambda: draw_runs([run]))["loss, nats a token"]
-    assert axis.get_xlabel() == "seconds of steps, without stalls"
-    assert axis.get_xlim()[1] < 7
 
 
 def test_several_runs_lie_in_the_same_pictures_and_are_named(drawn):
@@ -265,7 +194,7 @@ STEP = '{"step": 0, "loss": 3.0}\n'
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("metrics.jsonl", STEP + '{"step": 1, "loss": "low"}\n', "metrics.jsonl is damaged: must be real number"),
+        ("metrics.jsonl", STEP + '{"step": 1, "loss": "low"}\n', "metrics.jsonl is damaged: .*must be real number"),
         ("metrics.jsonl", STEP + "nonsense\n" + STEP, "metrics.jsonl, line 2"),
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "[1]", "config.json is damaged: it holds no JSON object"),
@@ -311,10 +240,6 @@ def test_names_of_runs_are_unlike_and_end_their_paths(parts):
     assert all(str(path).endswith(name) for path, name in zip(paths, names, strict=True))
 
 
-def test_runs_look_different():
-    assert len({look_of(place) for place in range(24)}) == 24
-
-
 def long_run(run, num_steps):
     """The steps of a run over and over, without files."""
     times = num_steps // run.num_steps
@@ -348,12 +273,9 @@ def test_the_size_does_not_grow_with_the_run_and_every_step_counts(tmp_path, pag
 
 
 def test_few_steps_are_all_drawn(tmp_path):
-    run = read_run(write_run(tmp_path / "run", 400))
-    (figure,) = [each for each in draw_runs([run]) if each.name == "sequences"]
-    (path,) = re.findall(r'd="([^"]*)"[^>]*stroke-width: 3', figure.svg)
-    points = np.array(re.findall(r"M (\S+) (\S+)\s+L (\S+) (\S+)", path), float)
-    assert len(points) == 400
-    np.testing.assert_allclose(points[:, :2], points[:, 2:], atol=1e-5)
+    run = read_run(write_run(tmp_path / "run", 300))
+    (figure,) = [each for each in draw_runs([run]) if each.name == "throughput"]
+    assert len(re.findall(r"<use ", figure.svg)) >= 300
 
 
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys, monkeypatch):
