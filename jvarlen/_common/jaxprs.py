@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Float64, Int
 
 __all__ = [
-    "OperationCounts", "count_operations", "draws_by_itself", "flops_along", "is_attention", "primitives_in",
+    "OperationCounts", "count_operations", "flops_along", "is_attention", "primitives_in",
     "scan_parts",
 ]  # fmt: skip
 
@@ -50,22 +50,6 @@ def primitives_in(jaxpr: Jaxpr) -> set[str]:
     """The names of all primitives, those of inner functions too."""
     names = {equation.primitive.name for equation in jaxpr.eqns}
     return names.union(*(primitives_in(inner) for equation in jaxpr.eqns for inner in _inner(equation)))
-
-
-def draws_by_itself(jaxpr: Jaxpr, are_given: Sequence[bool]) -> list[tuple[int, ...]]:
-    """The shapes of random numbers whose key follows from none of the given arguments."""
-    given = {variable for variable, is_given in zip(jaxpr.invars, are_given, strict=True) if is_given}
-    shapes: list[tuple[int, ...]] = []
-    for equation in jaxpr.eqns:
-        takes = [not hasattr(atom, "val") and atom in given for atom in equation.invars]
-        if equation.primitive.name == "random_bits" and not any(takes):
-            shapes.append(cast(Any, equation.outvars[0].aval).shape)
-        for inner in _inner(equation):
-            of_last = [True] * len(inner.invars) + takes  # the first may be of the operation, such as which branch
-            shapes += draws_by_itself(inner, of_last[len(of_last) - len(inner.invars) :])
-        if any(takes):
-            given.update(equation.outvars)
-    return shapes
 
 
 def count_operations(

@@ -14,7 +14,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn
 from jvarlen.parallel.train import TrainStep, make_train_step
-from jvarlen.testing.partition import FloatDtype, floats_in
+from jvarlen.testing.partition import FloatDtype, differences_of, floats_in
 from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import Trainable
 
@@ -86,7 +86,7 @@ def assert_layout_invariant(
             placed = jax.device_put(batch, step.placement.batch_shardings(batch))
             return _take_steps(step, params, placed, num_steps, seed)
 
-        differences = {layout: _differences(values_on(layout), expected, rtol) for layout in chosen}
+        differences = {layout: differences_of(values_on(layout), expected, rtol) for layout in chosen}
     if differing := {layout: found for layout, found in differences.items() if found}:
         listed = (f"  {layout}: {list_first(found, '; ')}" for layout, found in differing.items())
         raise AssertionError(
@@ -108,16 +108,5 @@ def _take_steps(step: TrainStep, params: Any, batch: Any, num_steps: int, seed: 
             gathered = leaves_by_name(step.gather_params(state))
             values |= {f"params{name} after step {number}": np.asarray(leaf) for name, leaf in gathered.items()}
         values[f"loss of step {number}"] = np.asarray(metrics.loss)
-        values[f"gradient norm of step {number}"] = np.asarray(metrics.grad_norm)
+        values[f"norm of the gradient of step {number}"] = np.asarray(metrics.grad_norm)
     return values
-
-
-def _differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[str]:
-    """What differs, and by how much of its largest value."""
-    differences = []
-    for name, value in expected.items():
-        value, other = 1.0 * value, 1.0 * found[name]  # constants may be integers and booleans
-        error = np.max(np.abs(other - value), initial=0.0) / (np.max(np.abs(value), initial=0.0) or 1.0)
-        if not error <= rtol:
-            differences.append(f"{name} by {error:.1e}")
-    return differences

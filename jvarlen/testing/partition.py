@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,8 +12,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, check_choices, list_first
-from jvarlen._common.jaxprs import draws_by_itself
-from jvarlen._common.pytree import check_arrays, is_key, leaves_by_name
+from jvarlen._common.pytree import check_arrays, leaves_by_name
 from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
@@ -22,15 +20,19 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.random_state import kinds_of
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
-from jvarlen.training.trainable import merge_trained, select_trained
 
 __all__ = [
-    "Difference", "FloatDtype", "Partition", "assert_partition_invariant", "check_finite", "differences_of",
-    "floats_in", "hint_of_rounding", "make_step_values",
+    "FloatDtype", "Partition", "assert_partition_invariant", "check_comparable", "differences_of", "floats_in",
+    "make_step_values",
 ]  # fmt: skip
 
-_ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
-_RTOL = {"float64": 1e-12, "float32": _ROUNDING}
+_RTOL = {"float64": 1e-12, "float32": 1e-5}
+_LIKELY = (
+    "loss_fn returns means, and not the sum of loss × weight and the sum of weights; padding rows count (multiply each "
+    "loss by a weight that is 0 there); it divides by what is 0 for padding rows, or takes a root of it, which no "
+    "weight of 0 undoes in the gradient; the loss of a row depends on the rows beside it, or a term of no row, such as "
+    "weight decay, is added once a microbatch; or it computes in float32 inside (then give rtol=1e-5)"
+)
 
 FloatDtype = Literal["float64", "float32"]
 
@@ -89,21 +91,17 @@ def assert_partition_invariant(
       seed: for a loss that takes `key`.
       num_shards: numbers of shards to try; None for all for which there are devices. Each split compiles.
       dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
-      rtol: the largest difference allowed, relative to the sums of loss and weight, and for any entry of the gradient
-        relative to the largest. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside needs about
-        1e-5, in bfloat16 1e-2.
+      rtol: the largest difference allowed, for any entry of a sum relative to the largest of this sum, and of the
+        gradient to the largest of the whole. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside
+        needs about 1e-5, in bfloat16 1e-2.
 
     Returns:
       The splits, which all agree; the first is the one that the others were compared with.
 
     Raises:
-      AssertionError: some splits differ; the message names splits, leaves, values, errors, and the likely mistake. Or
-        random numbers of each row come from a key that is the same for all microbatches.
+      AssertionError: some splits differ; the message names splits, leaves, values, errors, and likely mistakes.
       ValueError: the batch has no weight, or leaves without those axes; shards without devices, or that divide no
         number of microbatches; or a loss that `make_train_step` rejects.
-
-    Warns:
-      UserWarning: the sum of weights depends on the parameters, which the gradient of the step leaves out.
 
     Example:
       >>> from jvarlen.batches import Batch
@@ -135,23 +133,19 @@ def assert_partition_invariant(
         values_on = {p: make_step_values(loss_fn, state, placement) for p, placement in placements.items()}
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
         expected = values_on[1](whole)
-        check_finite(expected)
-        _check_draws(loss_fn, state, whole, placements[1])
-        _warn_of_weights(loss_fn, state, whole, placements[1])
+        check_comparable(expected)
         differences = {
             split: differences_of(values_on[split.num_shards](part), expected, rtol) for split, part in others
         }
         no_rows = reference._replace(num_padding_rows=reference.num_microbatches * reference.rows)
         empty, nothing = jax.tree.map(np.zeros_like, (whole, expected))
-        empty = mark_padding_rows(empty)
-        differences[no_rows] = differences_of(values_on[1](empty), nothing, rtol)
-    differing = {split: found for split, found in differences.items() if found}
-    if differing:
+        differences[no_rows] = differences_of(values_on[1](mark_padding_rows(empty)), nothing, rtol)
+    if differing := {split: found for split, found in differences.items() if found}:
         raise AssertionError(
             f"the step depends on how it is split: {len(differing)} of {len(differences)} splits differ from "
             f"{reference} (or from 0, if all are padding rows) by more than {rtol:g} relative\n"
             + list_first((f"  {split}: {list_first(found, '; ')}" for split, found in differing.items()), "\n")
-            + f"\nlikely: {_likely_mistake(differing)}"
+            + f"\nlikely: {_LIKELY}"
         )
     return [reference, *differences]
 
@@ -184,41 +178,6 @@ def make_step_values(
         return jax.tree.map(np.asarray, step(state, jax.device_put(batch, placement.batch_shardings(batch))))
 
     return values_of
-
-
-def _check_draws(loss_fn: LossFn, state: TrainState, batch: Any, placement: Placement) -> None:
-    """Raises AssertionError for random numbers of each row that come from no key of the step."""
-
-    def draws(batch: Any) -> list[tuple[int, ...]]:
-        traced = jax.make_jaxpr(sum_over_shards(loss_fn, mesh=placement.mesh, trained_of=None))(state, batch)
-        # Numbers in `extra`, such as a seed, are the same for all microbatches; typed keys differ.
-        of_step, of_batch = jax.tree.map(lambda leaf: True, (state, batch))
-        of_step = of_step._replace(extra=jax.tree.map(is_key, state.extra))
-        return draws_by_itself(traced.jaxpr, jax.tree.leaves((of_step, of_batch)))
-
-    def with_a_row(leaf: np.ndarray) -> np.ndarray:
-        return np.pad(leaf, [(0, 0), (0, 1)] + [(0, 0)] * (leaf.ndim - 2)) if leaf.ndim else leaf
-
-    if (shapes := draws(batch)) and shapes != draws(jax.tree.map(with_a_row, batch)):
-        raise AssertionError(
-            f"loss_fn draws random numbers {list_first(shapes)} from a key of its own: all microbatches of a step have "
-            "the same, and they depend on how it is split. Draw them with the key of loss_fn(params, microbatch, key)"
-        )
-
-
-def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any, placement: Placement) -> None:
-    sums_of = sum_over_shards(loss_fn, mesh=placement.mesh, trained_of=None)
-
-    def weight_sum(trained: Any) -> jax.Array:
-        return sums_of(state._replace(params=merge_trained(trained, state.params)), batch).weight_sum
-
-    grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(select_trained(state.params)))
-    if names := [name or "params" for name, grad in grads.items() if np.asarray(grad).any()]:
-        warnings.warn(
-            f"the weights depend on parameters, {list_first(names)}: the gradient of a step is that of the sum of "
-            "losses alone, divided by the sum of weights",
-            stacklevel=3,
-        )
 
 
 @contextlib.contextmanager
@@ -296,68 +255,29 @@ def _splits(
         yield Partition(2 * num_microbatches, rows, p, num_rows), with_padding(num_microbatches, 0)
 
 
-class Difference(NamedTuple):
-    """The entry of a leaf that differs most, and its error relative to the reference of `rtol`."""
-
-    name: str
-    got: float
-    expected: float
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.name} is {self.got:.9g}, not {self.expected:.9g} (relative error {self.error:.1e})"
-
-
-def check_finite(expected: dict[str, np.ndarray]) -> None:
-    """Raises an error if nothing can be compared with the first split."""
+def check_comparable(expected: dict[str, np.ndarray]) -> None:
+    """Raises an error if values cannot be compared with these, which are not finite or have no weight."""
     if not_finite := [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]:
         raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
     if not expected["weight_sum"] > 0:
         raise UserError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
 
 
-def differences_of(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[Difference]:
-    """The leaves that differ, the worst first."""
+def differences_of(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[str]:
+    """The entry of each leaf that differs most and is off by more than `rtol`, with its relative error; worst first."""
+    # That of a gradient relative to the largest entry of all gradients, any other to the largest entry of its leaf.
     grads = [leaf for name, leaf in expected.items() if name.startswith("gradient")]
-    largest = max(np.abs(grad).max(initial=0) for grad in grads)
+    largest_grad = max((np.abs(grad).max(initial=0) for grad in grads), default=0)
     found = []
     for name, leaf in expected.items():
-        scale = largest if name.startswith("gradient") else np.abs(leaf)
-        difference = np.abs(got[name] - leaf)
+        leaf, other = 1.0 * leaf, 1.0 * got[name]  # constants may be integers and booleans
+        difference = np.abs(other - leaf)
         difference = np.where(np.isnan(difference), np.inf, difference)
-        if (difference > rtol * scale).any():
+        scale = largest_grad if name.startswith("gradient") else np.abs(leaf).max(initial=0)
+        if not (difference <= rtol * scale).all():
             at = np.unravel_index(np.argmax(difference), leaf.shape)
             where = f"[{', '.join(map(str, at))}]" if at else ""
             error = float(difference[at] / scale) if scale else np.inf
-            found.append(Difference(name + where, float(got[name][at]), float(leaf[at]), error))
-    return sorted(found, key=lambda one: -one.error)
-
-
-def hint_of_rounding(found: list[Difference]) -> str | None:
-    """What to do if all differences may be rounding."""
-    if any(one.error >= _ROUNDING for one in found):
-        return None
-    return "loss_fn computes in float32 or less inside, and this is its rounding; then give rtol=1e-5"
-
-
-def _likely_mistake(differing: dict[Partition, list[Difference]]) -> str:
-    found = [one for differences in differing.values() for one in differences]
-    with_real_rows_only = [one for split, ones in differing.items() if not split.num_padding_rows for one in ones]
-    if hint := hint_of_rounding(found):
-        return hint
-    if any(one.name == "weight_sum" for one in with_real_rows_only):
-        return (
-            "loss_fn returns means, and the mean of the means of microbatches is not the mean over the step; it must "
-            "return the sum of loss × weight and the sum of weights"
-        )
-    if not all(np.isfinite(one.got) for one in found):
-        return (
-            "loss_fn divides by what is 0 for padding rows, such as a number of tokens, or takes a root or logarithm "
-            "of 0; a weight of 0 does not undo that, least of all in the gradient"
-        )
-    if not with_real_rows_only:
-        return "padding rows count; multiply each loss by a weight that is 0 there, and return the sum of these weights"
-    return (
-        "the loss of a row depends on the rows beside it, as with normalisation over the batch; or a term that belongs "
-        "to no row, such as weight decay, is added once a microbatch"
-    )
+            is_off = f"{name}{where} is {other[at]:.9g}, not {leaf[at]:.9g} (relative error {error:.1e})"
+            found.append((-error, is_off))
+    return [is_off for _, is_off in sorted(found)]

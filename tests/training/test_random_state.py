@@ -93,28 +93,3 @@ def test_keys_without_a_type_are_refused_in_words(name, kind):
         ValueError, match=rf"extra holds \['{name}'\]\['dropout'\], .*loss_fn\(params, microbatch, key\)"
     ):
         step.init(jnp.ones(2), extra=extra)
-
-
-def test_the_check_of_splits_finds_masks_that_all_microbatches_share():
-    def sharing(params, microbatch, key):
-        kept = jax.random.bernoulli(jax.random.key(0), 0.5, microbatch["x"].shape)  # not of the key
-        return jnp.sum(params * kept * microbatch["x"]), jnp.sum(microbatch["x"][:, :1])
-
-    def drawing(params, microbatch, key):
-        fixed = jax.random.normal(jax.random.key(0), (WIDTH,))  # of no row
-        kept = jax.random.bernoulli(key, 0.5, microbatch["x"].shape)
-        return jnp.sum(params * fixed * kept * microbatch["x"]), jnp.sum(microbatch["x"][:, :1])
-
-    assert_partition_invariant(drawing, np.ones(WIDTH), BATCH, num_shards=[1])
-    with pytest.raises(AssertionError, match=r"random numbers \(2, 32\) from a key of its own"):
-        assert_partition_invariant(sharing, np.ones(WIDTH), BATCH, num_shards=[1])
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
-def test_the_check_of_splits_finds_masks_of_a_seed_in_extra(dtype):
-    def seeded(params, microbatch, extra):
-        kept = jax.random.bernoulli(jax.random.key(extra["seed"]), 0.5, microbatch["x"].shape)
-        return jnp.sum(params * kept * microbatch["x"]), jnp.sum(microbatch["x"][:, :1]), extra
-
-    with pytest.raises(AssertionError, match=r"random numbers \(2, 32\) from a key of its own"):
-        assert_partition_invariant(seeded, np.ones(WIDTH), BATCH, extra={"seed": dtype(7)}, num_shards=[1])

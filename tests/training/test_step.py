@@ -352,15 +352,6 @@ def test_a_weight_that_is_no_number_shows_and_a_negative_one_divides(num_devices
     assert metrics.weight_sum == -weights.sum()
 
 
-def test_weights_that_depend_on_parameters_are_warned_of():
-    def loss_of_gates(params, microbatch):
-        weights = microbatch.weights * jax.nn.sigmoid(microbatch.x[..., 0] * params["b"])
-        return jnp.sum(weights * (microbatch.x @ params["w"]) ** 2), jnp.sum(weights)
-
-    with pytest.warns(UserWarning, match=r"the weights depend on parameters, \['b'\]: the gradient of a step is that"):
-        assert_partition_invariant(loss_of_gates, params(), split_into(*make_rows(), 4), num_shards=[1, 2])
-
-
 @pytest.mark.parametrize("num_devices", [None, 4])
 @pytest.mark.parametrize(
     ("dtype", "change"), [(np.uint8, 100), (np.int8, -100), (np.int32, 2**25 + 1), (np.uint32, 2**30)]
