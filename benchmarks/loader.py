@@ -1,11 +1,10 @@
 """How long does the training loop wait for its batches?
 
 The demo model with the settings of `FitConfig`, steps compiled ahead of time, batches of the built-in corpus from
-`load`: read in a thread or by a worker process, with and without `verify`. Measured from the second batch on: the share
-of the loop spent inside `next(batches)`, and the speed of the loop with `verify` relative to without. All variants take
-turns. And how much faster `load` reads a Hugging Face dataset a step at a time, by its `__getitems__`, than sample by
-sample. Run `python benchmarks/loader.py [--quick] [--steps N] [--turns N]`. Prints tables and writes them, with
-versions and hardware, to `benchmarks/results/`.
+`load`: read in a thread or by a worker process, in turns. Measured from the second batch on: the share of the loop
+spent inside `next(batches)`. And how much faster `load` reads a Hugging Face dataset a step at a time, by its
+`__getitems__`, than sample by sample. Run `python benchmarks/loader.py [--quick] [--steps N] [--turns N]`. Prints
+tables and writes them, with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ class Training:
             progress=False,
         )
 
-    def run(self, num_workers: int, verify: bool) -> Loop:
+    def run(self, num_workers: int) -> Loop:
         """Takes the steps from a fresh state."""
         state: Any = self._init()
-        batches = jvarlen.load(self._plan, self._dataset, num_workers=num_workers, verify=verify)
+        batches = jvarlen.load(self._plan, self._dataset, num_workers=num_workers)
         state, _ = self._step(state, next(batches))
         jax.block_until_ready(state)
         start = time.perf_counter()
@@ -138,48 +137,35 @@ def main() -> None:
     training = Training(
         config, TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps
     )
-    kinds = [(num_workers, verify) for num_workers in (0, 1) for verify in (False, True)]
-    if args.quick:
-        kinds.remove((1, False))  # starting a worker takes longest
-    else:
-        training.run(0, False)  # what is made once, for those that follow
-    loops: dict[tuple[int, bool], list[Loop]] = {kind: [] for kind in kinds}
+    if not args.quick:
+        training.run(0)  # what is made once, for those that follow
+    loops: dict[int, list[Loop]] = {0: [], 1: []}  # by workers
     for turn in range(num_turns):
-        for kind in kinds if turn % 2 else kinds[::-1]:
-            loops[kind].append(training.run(*kind))
-
-    def ratio(num_workers: int, verify: bool) -> str:
-        if not verify:
-            return "1"
-        if (num_workers, False) not in loops:
-            return "–"
-        pairs = zip(loops[num_workers, False], loops[num_workers, True], strict=True)
-        return f"{statistics.median(without.all_s / with_verify.all_s for without, with_verify in pairs):.4f}"
+        for num_workers in (0, 1) if turn % 2 else (1, 0):
+            loops[num_workers].append(training.run(num_workers))
 
     num_samples = 200 if args.quick else 30_000
     seconds = read_seconds(num_samples, num_turns)
     faster = statistics.median(
         alone / at_once for alone, at_once in zip(seconds["sample by sample"], seconds["a step at a time"], strict=True)
     )
-    waited = statistics.median(loop.wait_s / loop.all_s for loop in loops[1, True])
+    waited = statistics.median(loop.wait_s / loop.all_s for loop in loops[1])
     lines = [
         f"# Waiting for batches, {datetime.date.today()}",
         "",
-        f"{training.num_steps} steps of the demo, {loops[0, False][0].num_tokens:,} real tokens after the first; loops "
-        f"take turns, {num_turns} each. Medians of the turns; the ratio is of tokens a second, within a turn.",
+        f"{training.num_steps} steps of the demo, {loops[0][0].num_tokens:,} real tokens after the first; loops "
+        f"take turns, {num_turns} each. Medians of the turns.",
         "",
         *table(
-            "workers|verify|time in `next(batches)`|longest of turns|real tokens a second|with / without verify",
+            "workers|time in `next(batches)`|longest of turns|real tokens a second",
             [
                 (
                     str(num_workers),
-                    "yes" if verify else "no",
                     f"{statistics.median(loop.wait_s / loop.all_s for loop in of_kind):.2%}",
                     f"{max(loop.wait_s / loop.all_s for loop in of_kind):.2%}",
                     f"{statistics.median(loop.num_tokens / loop.all_s for loop in of_kind):,.0f}",
-                    ratio(num_workers, verify),
                 )
-                for (num_workers, verify), of_kind in loops.items()
+                for num_workers, of_kind in loops.items()
             ],
         ),
         "",

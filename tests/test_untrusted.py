@@ -22,7 +22,6 @@ from jvarlen._common.files import load_array
 from jvarlen.compiling import program_file
 from jvarlen.compiling.program_file import read_compiled, write_compiled
 from jvarlen.data.open import open_data
-from jvarlen.data.shard_files import ShardFiles
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
 from jvarlen.planning import plan_file
 from jvarlen.planning.packing import pack_samples
@@ -201,35 +200,7 @@ def test_any_bytes_are_samples_or_refused_by_name(folder, content, ending):
 # What runs leave behind: damage is noticed
 
 
-def read_shards(path):
-    """Reads two shards of a directory of which `path` is a file."""
-    shards = ShardFiles(path.parent, 6, shard_size=3, quantity="lengths", function=len, check=lambda values: values)
-    kept = {}
-    missing = shards.read(lambda samples, values: kept.update({samples: values.tolist()}))
-    return shards, kept, missing
-
-
-def save_shards(path):
-    path.parent.mkdir(exist_ok=True)
-    for file in path.parent.iterdir():
-        file.unlink()
-    shards, _, missing = read_shards(path)
-    for samples in missing:
-        shards.add(samples, np.arange(1, 7))
-
-
-def read_shards_or_refused(path):
-    """The directory is what is named."""
-    try:
-        return read_shards(path)[1:]
-    except ValueError as error:
-        raise ValueError(f"{error} {path.name}" if str(path.parent) in str(error) else str(error)) from error
-
-
-FILES = {
-    "shards/manifest.json": (save_shards, read_shards_or_refused),
-    "shards/0.npy": (save_shards, read_shards_or_refused),
-}
+FILES = {}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -351,7 +322,7 @@ def test_of_processes_that_make_a_key_at_once_all_use_the_same(tmp_path, monkeyp
 
 UNPICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # Bytes that a process itself pickled: for its own workers, and what they answer.
-MAY_PICKLE = {"sample_workers", "workers"}
+MAY_PICKLE = {"workers"}
 
 
 def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():

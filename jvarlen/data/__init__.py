@@ -3,8 +3,7 @@
 - `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
 - `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.
-- `measure`, `sample_ranges`, `sample_workers`: sample lengths, measured here or in worker processes. `shard_files`:
-  where they resume from.
+- `measure`, `sample_ranges`: sample lengths, measured here or in worker processes, from where it ended before.
 - `length_cache`: keys of file contents, and lengths cached under them.
 - `mixtures`: several datasets as one, with exact counts.
 """
@@ -16,11 +15,9 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.data.measure import measure_difficulty
     from jvarlen.data.mixtures import mixture_counts
 
 __all__ = [
-    "measure_difficulty",
     "mixture_counts",
 ]
 

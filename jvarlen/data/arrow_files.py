@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import re
+import csv
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +20,6 @@ from jvarlen.data.tokens import Concatenated, FileDataset, TokenDataset
 __all__ = ["ColumnDataset", "ColumnRecords", "message_columns", "saved_shards"]
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_MOST_LINES = 5  # that an error lists
-_QUOTED = {  # a quoted value, and its closing quote if what follows ends the value
-    delimiter: re.compile(
-        rb'"(?:(?<![^%b\r\n]")|(?<=\A\xef\xbb\xbf"))(?:[^"]++|"")*+(?P<close>"(?=[%b\r\n]|\Z))?'
-        % (delimiter.encode(), delimiter.encode())
-    )
-    for delimiter in _DELIMITERS.values()
-}
-_MOST_TAIL = 2**20  # bytes of blank lines at the end of a file
-_BLANK_LINE = re.compile(rb"\n(?=\r?\n)")
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
 _ARROW_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -219,50 +208,32 @@ def _read_arrow(path: Path) -> Any:
 
 def _read_csv(path: Path, field: str) -> Any:
     import pyarrow as pa
-    from pyarrow import csv
 
-    _check_quotes_and_rows(path)
-    parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix], newlines_in_values=True)
-    with csv.open_csv(path, parse_options=parsing) as reader:
-        _check_field(reader.schema.names, field)
-    return csv.read_csv(
-        path,
-        parse_options=parsing,
-        convert_options=csv.ConvertOptions(column_types={field: pa.large_string()}, include_columns=[field]),
-    ).column(field)
-
-
-def _check_quotes_and_rows(path: Path) -> None:
-    """Raises ValueError, by the line, for quotes by which rows would run together and blank lines between rows."""
-    # pyarrow reads on after a quote that closes in the middle of a value, and passes over blank lines.
-    if size_of_mark(path) == path.stat().st_size:
-        return
-    content, quoted = np.memmap(path, np.uint8, "r").data, _QUOTED[_DELIMITERS[path.suffix]]
-
-    def line_of(place: int) -> int:
-        return bytes(content[:place]).count(b"\n") + 1
-
-    for value in quoted.finditer(content):
-        if not value["close"]:
-            how = "closes before other text" if value.end() < len(content) else "never closes"
-            raise UserError(
-                f"line {line_of(value.start()):,}: the quote that opens a value {how}: a quote is missing, or one in "
-                "the text is not doubled"
-            )
-    tail = bytes(content[-_MOST_TAIL:])
-    rows_end = len(content) - len(tail) + len(tail.rstrip(b"\r\n"))  # blank lines after it hide no row
-    if not _BLANK_LINE.search(content, 0, rows_end):
-        return
-    places, start = [], 0
-    for begin, end in itertools.chain((value.span() for value in quoted.finditer(content)), [(rows_end, 0)]):
-        places += [found.end() for found in _BLANK_LINE.finditer(content, start, begin)]
-        start = end
-    if places:
-        listed = ", ".join(f"{line_of(place):,}" for place in places[:_MOST_LINES])
-        more = f" and {len(places) - _MOST_LINES:,} more" if len(places) > _MOST_LINES else ""
-        raise UserError(f"there are blank lines between the rows, at line {listed}{more}: remove them")
+    size_of_mark(path)  # of other encodings than UTF-8 is an error
+    csv.field_size_limit(2**31 - 1)
+    values, blank, line = [], 0, 1
+    # Not by pyarrow, which reads on after a quote that closes in the middle of a value, and passes over blank lines.
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, delimiter=_DELIMITERS[path.suffix], strict=True)
+        try:
+            names = next(rows, [])
+            _check_field(names, field)
+            place, line = names.index(field), rows.line_num + 1
+            for row in rows:
+                if row and blank:  # none at the end hides a row
+                    raise UserError(f"line {blank:,} is blank, between rows: remove it")
+                line = rows.line_num + 1
+                if not row:
+                    blank = blank or rows.line_num
+                elif len(row) != len(names):
+                    raise UserError(f"line {rows.line_num:,} has {len(row)} values, and there are {len(names)} columns")
+                else:
+                    values.append(row[place])
+        except csv.Error as error:
+            raise UserError(f"line {line:,}: a quote is missing, or one in the text is not doubled ({error})") from None
+    return pa.chunked_array([pa.array(values, pa.large_string())])
 
 
 def _check_field(names: list[str], field: str) -> None:
     if names.count(field) != 1:
-        raise UserError(f"the columns are {list_first(map(repr, names))}")
+        raise UserError(f"the columns are {list_first(map(repr, names)) or 'none'}")

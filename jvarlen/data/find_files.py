@@ -12,8 +12,6 @@ import gzip
 import hashlib
 import os
 import re
-import secrets
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -91,29 +89,15 @@ def local_names(path: Path) -> list[str]:
         return [str(regular_file(path))]
     if not glob.has_magic(str(path)):
         raise FileNotFoundError(f"there is no data file {path}")
-    names = _no_directories(each for each in sorted(set(_matches(path, set()))) if not _OWN_CACHE.search(each))
+    # A link to a directory above it repeats files under longer names.
+    found = {
+        (os.path.realpath(os.path.dirname(each)), os.path.basename(each)): each
+        for each in sorted(glob.glob(str(path), recursive=True), reverse=True)
+    }
+    names = _no_directories(each for each in sorted(found.values()) if not _OWN_CACHE.search(each))
     if not names:
         raise FileNotFoundError(f"no data file matches {path}")
     return names
-
-
-def _matches(pattern: Path, entered: set[tuple[int, ...]]) -> Iterator[str]:
-    """What matches a glob; each `**` enters a directory once, as links could lead it in circles."""
-    parts = pattern.parts
-    if "**" not in parts:
-        yield from glob.glob(str(pattern))
-        return
-    place = parts.index("**")
-    for root in glob.glob(str(Path(*parts[:place]))):
-        for directory, inner, _ in os.walk(root, followlinks=True):
-            status = os.stat(directory)
-            entry = len(parts) - place, status.st_dev, status.st_ino
-            if entry in entered:
-                inner.clear()
-                continue
-            entered.add(entry)
-            inner[:] = sorted(name for name in inner if not name.startswith("."))
-            yield from _matches(Path(glob.escape(directory), *(parts[place + 1 :] or "*")), entered)
 
 
 def _no_directories(names: Iterable[str]) -> list[str]:
@@ -169,85 +153,57 @@ def _downloaded(url: str, progress: bool) -> Path:
         versions = [store.ukey(each) for each in roots]
         key = hashlib.sha256(f"{url} {versions}".encode()).hexdigest()
 
-        def download(from_root: str, part: Path) -> None:
-            size = store.size(from_root)  # None: the store does not tell
-            with (
-                _bar(f"downloading {from_root}", size, progress) as shown,
-                store.open(from_root) as file,
-                part.open("wb") as out,
-            ):
-                while chunk := file.read(_CHUNK_BYTES):
-                    raise_if_interrupted()
-                    out.write(chunk)
-                    shown.update(len(chunk))
-                if size not in (None, out.tell()):
-                    raise UserError(f"{url} was cut short: {out.tell():,} of {size:,} bytes came")
-
-        paths = [_made_once(key, PurePosixPath(each).name, url, functools.partial(download, each)) for each in roots]
-        return paths[0]
+        copies = [
+            _kept_copy(
+                key,
+                PurePosixPath(each).name,
+                functools.partial(store.open, each),
+                f"downloading {url}",
+                progress,
+                store.size(each),  # None: the store does not tell
+            )
+            for each in roots
+        ]
+        return copies[0]
 
 
 def _decompressed(path: Path, name: str, progress: bool) -> Path:
     """The decompressed copy of a file, made again when its content changes."""
     if not path.stat().st_size:
         raise UserError(f"{name} is empty")
-
-    def decompress(part: Path) -> None:
-        with (
-            path.open("rb") as source,
-            _open_compressed(source, path) as stream,
-            _bar(f"decompressing {name}", path.stat().st_size, progress) as shown,
-            part.open("wb") as out,
-        ):
-            try:
-                while chunk := stream.read(_CHUNK_BYTES):
-                    raise_if_interrupted()
-                    out.write(chunk)
-                    shown.update(source.tell() - shown.n)
-            except (EOFError, zlib.error, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
-                    raise
-                raise UserError(f"{name} is damaged or was cut short: {error}") from None
-
-    return _made_once(content_key(path), path.with_suffix("").name, name, decompress)
+    open_source = functools.partial(gzip.open, path) if path.suffix == ".gz" else functools.partial(_open_zstd, path)
+    try:
+        return _kept_copy(content_key(path), path.with_suffix("").name, open_source, f"decompressing {name}", progress)
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
+            raise
+        raise UserError(f"{name} is damaged or was cut short: {error}") from None
 
 
-def _open_compressed(source: Any, path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=source)
+def _open_zstd(path: Path) -> Any:
     try:
         import pyarrow as pa  # here: an extra
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be read with pyarrow: pip install 'jvarlen[data]'") from None
-    return pa.CompressedInputStream(source, "zstd")
+    return pa.CompressedInputStream(str(path), "zstd")
 
 
-def _bar(text: str, num_bytes: int, progress: bool) -> Any:
-    return progress_bar(total=num_bytes, desc=text, unit="B", unit_scale=True, progress=progress)
-
-
-def _made_once(key: str, name: str, source: str, make: Callable[[Path], None]) -> Path:
-    """The file of a key in the user's caches, made of a source by the first process that needs it; the others wait."""
-    directory = default_cache_dir() / "files" / key[:16]
-    path, seal = directory / name, directory / f".{name}.key"  # which is the content key of what was made
-    if _is_sealed(path, seal):
+def _kept_copy(
+    key: str, name: str, open_source: Callable[[], Any], text: str, progress: bool, size: int | None = None
+) -> Path:
+    """The file of a key in the user's caches, copied by the first process that needs it; the others wait."""
+    path = default_cache_dir() / "files" / key[:16] / name
+    if path.exists():
         return path
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / ".lock"):
-        if not _is_sealed(path, seal):
-            if path.exists() and seal.exists():
-                warnings.warn(f"{path} is not as it was made of {source}: it is made again", stacklevel=2)
-            part = directory / f".{name}.{secrets.token_hex(4)}.part"
-            try:
-                make(part)
-                with write_atomically(seal) as file:
-                    file.write(content_key(part).encode())
-                os.replace(part, path)
-            finally:
-                part.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bar = progress_bar(total=size, desc=text, unit="B", unit_scale=True, progress=progress)
+    with locked(path.parent / ".lock"):
+        if not path.exists():
+            with open_source() as stream, write_atomically(path) as out, bar as shown:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    raise_if_interrupted()
+                    out.write(chunk)
+                    shown.update(len(chunk))
+                if size not in (None, out.tell()):
+                    raise UserError(f"{name} was cut short: {out.tell():,} of {size:,} bytes came")
     return path
-
-
-def _is_sealed(path: Path, seal: Path) -> bool:
-    """Whether a file is there as it was made."""
-    return path.is_file() and seal.is_file() and seal.read_bytes() == content_key(path).encode()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +21,6 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.files import default_cache_dir, regular_file, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import measure_integers
-from jvarlen.data.shard_files import ShardsError
 from jvarlen.data.split import sample_hash
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.samples import Dataset
@@ -92,27 +89,28 @@ def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool =
 def _cached(
     kind: str, path: Path, key: str, dataset: DataSource, function: Callable[[Any], int], **options: Any
 ) -> Int64[np.ndarray, " N"]:
-    """An integer of every sample, from the first cache that has it or else measured."""
+    """An integer of every sample, from the cache or else measured; beside the data, or where nothing can be written."""
     path = Path(os.path.abspath(path))  # also `.` has a name then
-    stems = [path.parent / f"{path.name}.{kind}-{key[:16]}", default_cache_dir() / f"{kind}-{key[:16]}"]
-    kept = _read_first(stems, kind, key)
-    if kept is not None:
-        return kept
-    measure = functools.partial(measure_integers, dataset, function, kind, shard_size=_SHARD_SIZE, **options)
-    with _own_parts(stems) as parts:
-        kept = _read_first(stems, kind, key, warn=False)  # another process may have measured meanwhile
-        if kept is None:
-            try:
-                kept = measure(shards=parts)
-            except ShardsError as error:
-                assert parts is not None
-                warnings.warn(f"{error}. It is deleted here, and everything is measured again", stacklevel=3)
-                shutil.rmtree(parts)
-                kept = measure(shards=parts)
-            _keep(stems, kind, key, kept)
-        if parts is not None:
-            shutil.rmtree(parts, ignore_errors=True)
-    return kept
+    stem = path.parent / f"{path.name}.{kind}-{key[:16]}"
+    if not Path(f"{stem}.npz").exists() and not os.access(path.parent, os.W_OK):
+        stem = default_cache_dir() / f"{kind}-{key[:16]}"
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    cache, parts = Path(f"{stem}.npz"), Path(f"{stem}.parts")
+    if not cache.exists():
+        with locked(Path(f"{stem}.lock")):
+            if not cache.exists():  # another process may have measured meanwhile
+                options |= {"shards": parts, "shard_size": _SHARD_SIZE}
+                values = measure_integers(dataset, function, kind, **options)
+                with write_atomically(cache) as file:
+                    np.savez(file, **{kind: values, "key": np.array(key)})
+                shutil.rmtree(parts, ignore_errors=True)
+    try:
+        with io.BytesIO(regular_file(cache).read_bytes()) as file, np.load(file, allow_pickle=False) as stored:
+            if str(stored["key"]) == key and len(stored[kind]) == len(dataset):
+                return stored[kind]
+            raise UserError("it is of other data")
+    except Exception as error:  # damage shows in many ways: as zip, as array
+        raise UserError(f"{cache} holds no {kind} to use, and should be deleted: {error}") from error
 
 
 class _Lengths(Dataset):
@@ -134,65 +132,13 @@ class _Lengths(Dataset):
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """A block in which one process at a time is; the others wait until they are interrupted."""
-    lock = FileLock(path, poll_interval=_SECONDS_BETWEEN_TRIES, fallback_to_soft=False)
+    lock = FileLock(path, poll_interval=_SECONDS_BETWEEN_TRIES)
     try:
         held = lock.acquire(cancel_check=is_interrupted)
     except Timeout:
         raise KeyboardInterrupt from None
     with held:
-        yield
-
-
-@contextlib.contextmanager
-def _own_parts(stems: list[Path]) -> Iterator[Path | None]:
-    """A directory for shards that no other process uses within the block; None where none can be locked."""
-    with contextlib.ExitStack() as held:
-        for stem in stems:
-            lock = Path(f"{stem}.lock")
-            try:
-                held.enter_context(locked(lock))
-            except OSError:  # also of file systems that have no locks
-                continue
-            held.callback(lock.unlink, missing_ok=True)  # a waiting process creates it again
-            yield Path(f"{stem}.parts")
-            return
-        yield None
-
-
-def _read_first(stems: list[Path], kind: str, key: str, *, warn: bool = True) -> Int64[np.ndarray, " N"] | None:
-    """What is kept at the first place that has it whole."""
-    for stem in stems:
-        cache = Path(f"{stem}.npz")
         try:
-            content = regular_file(cache).read_bytes()
-        except OSError:
-            continue
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-                values = stored[kind]
-                if values.dtype == np.int64 and stored["seal"].tobytes() == _seal(key, values):
-                    return values
-                raise UserError("the file is damaged or of other data")
-        except Exception as error:  # damage shows in many ways: as zip, as array
-            if warn:
-                warnings.warn(f"{cache} holds no {kind} to use: {error}. All are measured again", stacklevel=4)
-    return None
-
-
-def _keep(stems: list[Path], kind: str, key: str, values: Int64[np.ndarray, " N"]) -> None:
-    """Writes the cache at the first place that can be written."""
-    arrays: dict[str, Any] = {"seal": np.frombuffer(_seal(key, values), np.uint8), kind: values}
-    reasons = []
-    for stem in stems:
-        try:
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            with write_atomically(Path(f"{stem}.npz")) as file:
-                np.savez(file, **arrays)
-            return
-        except OSError as error:
-            reasons.append(str(error))
-    warnings.warn(f"the {kind} are not kept for the next time: {'; '.join(reasons)}", stacklevel=4)
-
-
-def _seal(key: str, values: Int64[np.ndarray, " N"]) -> bytes:
-    return hashlib.sha256(key.encode() + values.astype("<i8").tobytes()).digest()
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # a waiting process creates it again

@@ -131,10 +131,8 @@ class StoredDataset(Dataset):
 
     def _place_of_caches(self) -> Path:
         """The file or directory beside which lengths are kept: the data, or its copy in the user's caches."""
-        if not is_remote(self._path) and Path(self._path).exists():
-            return Path(self._path)
-        sources = self._sources
-        return sources[0] if len(sources) == 1 else Path(os.path.commonpath([source.parent for source in sources]))
+        parents = [source.parent for source in self._sources]
+        return self._sources[0] if len(parents) == 1 else Path(os.path.commonpath(parents))
 
 
 def open_data(

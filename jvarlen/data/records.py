@@ -13,7 +13,6 @@ import json
 import math
 import reprlib
 import string
-import traceback
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
@@ -31,7 +30,6 @@ __all__ = ["ChatTemplate", "MarkedText", "RecordFormat"]
 
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
-_MOST_CHARACTERS = 2**26  # that a chat template writes for a text
 _TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
 
 
@@ -172,13 +170,9 @@ def _marked(pieces: list[tuple[str, bool]], loss_on: frozenset[str]) -> MarkedTe
     if not loss_on:
         return MarkedText(text)
     ends = itertools.accumulate(len(piece) for piece, _ in pieces)
-    ranges: list[tuple[int, int]] = []
-    for (piece, is_learned), end in zip(pieces, ends, strict=True):
-        if is_learned and piece:
-            start = end - len(piece)
-            if ranges and ranges[-1][1] == start:
-                start = ranges.pop()[0]
-            ranges.append((start, end))
+    ranges = [
+        (end - len(piece), end) for (piece, is_learned), end in zip(pieces, ends, strict=True) if is_learned and piece
+    ]
     return MarkedText(text, tuple(ranges))
 
 
@@ -262,21 +256,11 @@ class ChatTemplate:
         return MarkedText(self._fill(messages, add_generation_prompt=True), None, True)
 
     def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        written: list[str] = []
-        num_characters = 0
+        variables = {**self._arguments[2], "add_generation_prompt": add_generation_prompt}
         try:
-            variables = {**self._arguments[2], "add_generation_prompt": add_generation_prompt}
-            for text in self._template.generate(messages=messages, **variables):
-                written.append(text)
-                num_characters += len(text)
-                if num_characters > _MOST_CHARACTERS:
-                    raise UserError("its text does not end")
+            return self._template.render(messages=messages, **variables)
         except Exception as error:  # the template may do anything
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-            place = f", line {lines[-1]}," if lines else ""
-            raise UserError(f"{self._name}{place} rejects it: {_reason(error)}") from None
-        return "".join(written)
+            raise UserError(f"{self._name} rejects it: {_reason(error)}") from None
 
     def _end_of(self, text: str, end: int) -> int:
         """The end of the special token that follows, or `end`."""

@@ -16,6 +16,7 @@ import numpy as np
 from jvarlen._common.files import default_cache_dir, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
+from jvarlen.data.token_files import open_arrays
 from jvarlen.data.tokens import TokenDataset
 
 __all__ = ["read_functions", "stdlib_functions"]
@@ -78,17 +79,9 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
     interpreter = hashlib.sha256(f"{_CACHE_VERSION} {sys.version} {root}".encode()).hexdigest()[:16]
     cache = (cache_dir or default_cache_dir()) / f"stdlib-functions-{interpreter}.npz"
     if cache.exists():
-        try:
-            # NumPy leaves a file that it opened itself open when the file is damaged.
-            with cache.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                return TokenDataset(stored["tokens"], stored["offsets"])
-        except Exception as error:  # whatever it is, the scan writes the file again
-            warnings.warn(f"{cache} is damaged ({error}) and is made again", stacklevel=2)
+        return open_arrays(cache, None)
     dataset = TokenDataset.from_bytes(read_functions(root, progress))
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(cache) as out:
-            np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
-    except OSError as error:
-        warnings.warn(f"the corpus is not kept for the next time: {error}", stacklevel=2)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(cache) as out:
+        np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
     return dataset

@@ -2,7 +2,7 @@
 
 - `fields`: which fields samples have, and which of their axes have a sample's length.
 - `collate`: the samples of a step as host arrays of the bucket's shape.
-- `plan_source`: reads and collates any step; proof of which samples were read.
+- `plan_source`: reads and collates any step.
 - `forward`: datasets that can only be iterated.
 - `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
 - `loader`: the iterator of batches; the only module that moves data to devices.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         pad_to_bucket,
     )
     from jvarlen.loading.loader import Loader
-    from jvarlen.loading.plan_source import PlanSource, SkippedSample, planned_ids_digest
+    from jvarlen.loading.plan_source import PlanSource, SkippedSample
 
 __all__ = [
     "Loader",
@@ -34,7 +34,6 @@ __all__ = [
     "pack_to_bucket",
     "pad_pairs_to_bucket",
     "pad_to_bucket",
-    "planned_ids_digest",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__)

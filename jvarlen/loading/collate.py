@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, arrays_by_name
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
@@ -37,7 +37,6 @@ __all__ = [
     "pad_pairs_to_bucket",
     "pad_to_bucket",
     "value_of",
-    "weights_of",
 ]
 
 _ALIGNMENT = 64  # bytes
@@ -218,34 +217,20 @@ def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
     return _COLLATE[num_lengths, is_packed][0]
 
 
-def weights_of(sample: Any, collate: CollateFn) -> np.ndarray | None:
-    """The loss weights of a sample, of a pair those of its target: one or one a token; None where it has no own."""
-    if isinstance(collate, CollateFields):
-        has_weights = any(field.name == WEIGHTS for field in collate.fields)
-        return np.asarray(value_of(sample, WEIGHTS)) if has_weights else None
-    target = sample[1] if collate in (pad_pairs_to_bucket, pack_pairs_to_bucket) else sample
-    return target.weights if isinstance(target, WeightedTokens) else None
-
-
-def count_without_target(step: StepSamples, collate: CollateFn) -> int:
-    """How many samples have no target: weight 0 on all tokens that are left, of a pair on those of its target."""
-    flat = [sample for microbatch in step.samples for sample in microbatch]
-    if isinstance(collate, CollateFields):
-        has_weights = any(field.name == WEIGHTS for field in collate.fields)
-    else:
-        targets = flat if len(step.bucket.lengths) == 1 else [pair[1] for pair in flat]
-        has_weights = any(issubclass(kind, WeightedTokens) for kind in set(map(type, targets)))
-    if not has_weights:
+def count_without_target(batch: Any) -> int:
+    """How many samples of a batch, which the library made, have weight 0 on all tokens, of a pair on the target's."""
+    arrays = arrays_by_name(batch)
+    assert arrays is not None
+    is_real, has_weight = arrays["is_real"], arrays["weights"] > 0
+    segments = arrays.get("target_segment_ids", arrays.get("segment_ids"))
+    if segments is None:
+        return int((is_real & ~has_weight.any(axis=2)).sum())
+    if np.array_equal(has_weight, segments > 0):  # which is quick
         return 0
-    weights = [np.ones(()) if (own := weights_of(sample, collate)) is None else own for sample in flat]
-    chunks = _chunks(step, flat)
-    if chunks is not None:
-        begins, ends = chunks[0].tolist(), chunks[1][-1].tolist()
-        weights = [
-            of_sample[begin:end] if of_sample.ndim else of_sample
-            for of_sample, begin, end in zip(weights, begins, ends, strict=True)
-        ]
-    return sum(not of_sample.any() for of_sample in weights)
+    has_target = np.zeros((*is_real.shape[:2], is_real.shape[2] + 1), bool)
+    m, b, _ = np.nonzero(has_weight)
+    has_target[m, b, segments[has_weight]] = True
+    return int((is_real & ~has_target[..., 1:]).sum())
 
 
 def _chunks(step: StepSamples, flat: list[Any]) -> tuple[Int64[np.ndarray, " n"], list[Int64[np.ndarray, " n"]]] | None:
@@ -379,48 +364,50 @@ def _token_columns(
 
 def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list[np.ndarray] | np.ndarray:
     """The field of all samples: arrays of different lengths, or one array of n entries."""
-    kinds, num_axes = set(map(type, flat)), len(field.sides)
-    are_mappings = all(issubclass(kind, Mapping) for kind in kinds)
+    are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
+    errors = (LookupError, AttributeError, TypeError, ValueError)
     try:
         get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
         values = list(map(get, flat))
-        if not num_axes:
+        if not field.sides:
             column = np.array(values) if values else np.zeros((0, *field.shape), field.dtype)
-            if column.shape[1:] == field.shape and _takes(field, column.dtype) and _holds(field, values):
+            if _fits(field, [column], 1) and _holds(field, values):
                 return column
         else:
             arrays = values if set(map(type, values)) <= {np.ndarray} else list(map(np.asarray, values))
-            ranks = _each(arrays, "ndim")
-            has_shape = not field.shape or {array.shape[num_axes:] for array in arrays} <= {field.shape}
-            if (
-                ranks <= {num_axes + len(field.shape)}
-                and has_shape
-                and all(_takes(field, each) for each in _each(arrays, "dtype"))
-                and _holds(field, arrays)
-            ):
+            if _fits(field, arrays, len(field.sides)) and _holds(field, arrays):
                 return arrays
-    except (LookupError, AttributeError, TypeError, ValueError):
+    except errors:
         pass
     arrays, wrong = [], []
     for i, sample in zip(ids.tolist(), flat, strict=True):
         try:
             array = np.asarray(value_of(sample, field.name))
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
+        except errors as error:
             wrong.append(f"id {i}: {error!r}")
             continue
-        if array.shape == (0,) and num_axes:  # an empty list
-            array = np.zeros((0,) * num_axes + field.shape, field.dtype)
-        if array.ndim < num_axes or array.shape[num_axes:] != field.shape or not _takes(field, array.dtype):
+        if array.shape == (0,) and field.sides:  # an empty list
+            array = np.zeros((0,) * len(field.sides) + field.shape, field.dtype)
+        if not _fits(field, [array], len(field.sides)) or not _holds(field, [array]):
             wrong.append(f"id {i}: {array.dtype} {array.shape}")
-        elif not _holds(field, [array]):
-            wrong.append(f"id {i}: integers that this type does not hold exactly")
         arrays.append(array)
-    if wrong or not num_axes:
+    if wrong or not field.sides:
         shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
         raise UserError(
-            f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples: {list_first(wrong, '; ')}"
+            f"the field {field.name!r} must be {field.dtype} ({shape}) and exact in it, as in other samples: "
+            f"{list_first(wrong, '; ')}"
         )
     return arrays
+
+
+def _fits(field: Field, arrays: list[np.ndarray], num_axes: int) -> bool:
+    """Whether all arrays have the type and shape of the field, after so many axes."""
+    has_shape = {array.shape[num_axes:] for array in arrays} <= {field.shape} if field.shape else True
+    return (
+        has_shape
+        and _each(arrays, "ndim") <= {num_axes + len(field.shape)}
+        and all(_takes(field, dtype) for dtype in _each(arrays, "dtype"))
+    )
 
 
 def _are_integers(arrays: list[np.ndarray] | np.ndarray) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
 
 from jvarlen._common.checks import (
     UserError,
@@ -38,7 +37,6 @@ from jvarlen.loading.collate import (
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
 from jvarlen.loading.plan_source import (
-    IdsDigest,
     OnMismatch,
     PaddingRows,
     PlanSource,
@@ -77,9 +75,6 @@ class Loader(Iterator[Any]):
         not count them.
       skipped: list of `SkippedSample`, the first 1,000 of them.
       skipped_in_batch: those of the last batch, all of them.
-      ids_digest: 64 hex digits: the hash of the ids in the batches delivered since the epoch began, or since
-        `start_step`. At the end of the epoch it equals `planned_ids_digest(plan, skipped=…)` of what it
-        skipped. None before the first batch, and without `verify`.
     """
 
     def __init__(
@@ -101,7 +96,6 @@ class Loader(Iterator[Any]):
         self.num_skipped = 0
         self.skipped: list[SkippedSample] = []
         self.skipped_in_batch: tuple[SkippedSample, ...] = ()
-        self.ids_digest: str | None = None
 
     @functools.cached_property
     def specs(self) -> dict[AnyBucket, Any]:
@@ -123,7 +117,6 @@ class Loader(Iterator[Any]):
         self.num_skipped += len(delivered.skipped)
         self.skipped += delivered.skipped[: _MOST_KEPT - len(self.skipped)]
         self.skipped_in_batch = delivered.skipped
-        self.ids_digest = delivered.ids_digest
         return delivered.batch
 
     def close(self) -> None:
@@ -162,7 +155,6 @@ def load(
     on_mismatch: OnMismatch = "error",
     on_bad_sample: OnBadSample = "error",
     max_bad_fraction: float = 0.01,
-    verify: bool = False,
     num_values: Mapping[str, int] | None = None,
 ) -> Loader:
     """The steps of a plan or a stream as device arrays, in their order.
@@ -214,8 +206,6 @@ def load(
         the shape, the samples and the `num_sequences` that were planned. A `collate` of your own gets the other
         samples; what it raises is an error. So is a worker process that dies, and memory that runs out.
       max_bad_fraction: the most samples of an epoch that may be skipped, as a share of those planned for this process.
-      verify: compares the ids that were read for each step, in the process that read them, with this process's rows of
-        the plan, and hashes them into `ids_digest`.
       num_values: by the name of an array of the batch, such as `"tokens"`, how many values it may have, as an embedding
         has rows: JAX reads another row for a larger value, without an error. None: all that fit int32.
 
@@ -229,12 +219,12 @@ def load(
         different plans; arguments that a stream does not have; a dataset that can only be iterated, with workers or in
         another order; and, when a step comes, samples of other lengths than planned, samples that `collate` rejects, or
         more bad samples than `max_bad_fraction`, with the first of them.
-      RuntimeError: when a step comes: a worker process died; or, with `verify`, other samples were read.
+      RuntimeError: when a step comes: a worker process died.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
       >>> samples = [np.arange(length) for length in (3, 1, 4)]
-      >>> batches = load(make_plan([3, 1, 4], [(2, 4)], order="length"), samples, verify=True)
+      >>> batches = load(make_plan([3, 1, 4], [(2, 4)], order="length"), samples)
       >>> [batch.lengths.tolist() for batch in batches], batches.num_samples
       ([[[1, 3]], [[4, 0]]], 3)
     """
@@ -251,7 +241,6 @@ def load(
             "on_mismatch": on_mismatch != "error",
             "on_bad_sample": on_bad_sample != "error",
             "padding_rows": padding_rows != "zeros",
-            "verify": verify,
             "num_values": num_values,
         }
         if wrong := [name for name, is_given in given.items() if is_given]:
@@ -301,7 +290,6 @@ def load(
         dataset=dataset,
         placement=placement,
         num_workers=num_workers,
-        verify=verify,
         collate=collate,
         padding_rows=padding_rows,
         lengths=lengths,
@@ -372,9 +360,11 @@ def _load_stream(
                 found = find_fields([sample for each in samples for sample in each], fields, 1)
                 make_batch = pad_to_bucket if found is None else CollateFields(found)
             step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
-            batch = put(make_batch(step_samples), placement)
-            num_without_target = count_without_target(step_samples, make_batch) if is_own(make_batch) else 0
-            yield ReadStep(number, batch, num_sequences, 0, own_ids, num_without_target=num_without_target)
+            batch = make_batch(step_samples)
+            num_without_target = count_without_target(batch) if is_own(make_batch) else 0
+            yield ReadStep(
+                number, put(batch, placement), num_sequences, 0, own_ids, num_without_target=num_without_target
+            )
 
     batch_spec = None if fields is None and collate in (None, pad_to_bucket) else unknown
     shapes = BatchShapes(
@@ -391,7 +381,6 @@ def _read_epoch(
     start_step: int,
     placement: Placement | None,
     num_workers: int,
-    verify: bool,
     max_bad_fraction: float,
     **reading: Any,
 ) -> ReadAhead:
@@ -407,14 +396,10 @@ def _read_epoch(
         num_lengths = None if reading["lengths"] is None else len(reading["lengths"])
         dataset = reader_of_plan(dataset, plan, own, start_step, num_lengths)
     source = PlanSource(plan, dataset, microbatches=own, **reading)
-    digest = IdsDigest() if verify else None
     num_samples = int(plan.num_sequences.sum()) * len(own) // num_microbatches
     all_skipped: list[SkippedSample] = []
 
     def deliver(step: ReadStep) -> ReadStep:
-        if digest is not None:
-            _check_ids(plan, step, own)
-            digest.add(step.step, np.delete(step.ids, [*step.bad]))
         bad = sorted(step.bad.items())
         skipped = tuple(SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
         all_skipped.extend(skipped)
@@ -425,8 +410,7 @@ def _read_epoch(
                 f"max_bad_fraction={max_bad_fraction:g}: {listed}"
             )
         batch = put(step.batch, placement, num_microbatches if is_part else None)
-        ids_digest = None if digest is None else digest.hexdigest()
-        return step._replace(batch=batch, ids_digest=ids_digest, skipped=skipped)
+        return step._replace(batch=batch, skipped=skipped)
 
     steps = range(start_step, plan.num_steps)
     if num_workers:
@@ -435,24 +419,6 @@ def _read_epoch(
         workers = WorkerPool(source, min(num_workers, max(len(steps), 1)))
         return ReadAhead(read_in_workers(workers, steps), deliver, workers)
     return ReadAhead((source.read(step) for step in steps), deliver)
-
-
-def _check_ids(plan: PlannedSteps, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
-    """Raises RuntimeError where other samples were read than planned."""
-    ids_MxB = plan.own_rows(step.step, microbatches).ids
-    planned = ids_MxB[ids_MxB >= 0]
-    if not np.array_equal(step.ids, planned):
-        raise RuntimeError(
-            f"step {step.step} was planned with the samples {_format_ids(planned)}, "
-            f"but read were {_format_ids(step.ids)}"
-        )
-
-
-def _format_ids(ids: Int64[np.ndarray, " n"]) -> str:
-    """All ids, or the first and the last of many."""
-    return np.array2string(
-        ids, threshold=32, edgeitems=16, separator=", ", max_line_width=10**6, formatter={"int_kind": str}
-    )
 
 
 def put(batch: Any, placement: Placement | None, num_microbatches: int | None = None) -> Any:

@@ -7,9 +7,8 @@ microbatches of a process, S steps.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -38,14 +37,12 @@ from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, sam
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
-    "IdsDigest",
     "OnMismatch",
     "PaddingRows",
     "PlanSource",
     "ReadStep",
     "SkippedSample",
     "by_microbatch",
-    "planned_ids_digest",
     "read_sample",
     "read_samples",
     "spec_of_steps",
@@ -81,7 +78,6 @@ class ReadStep(NamedTuple):
     num_samples: int
     num_adjusted: int  # samples that were cut or are shorter than planned
     ids: Int64[np.ndarray, " n"]  # in the order in which they were read
-    ids_digest: str | None = None  # of all steps so far
     num_without_target: int = 0  # samples without a token that has weight, if the library collates them
     bad: Mapping[int, str] = MappingProxyType({})  # by place in `ids`: samples that the batch lacks, and why
     skipped: tuple[SkippedSample, ...] = ()  # the same, as they are told
@@ -200,14 +196,12 @@ class PlanSource:
         except MemoryError:
             raise
         except Exception:
-            refused = {} if bad is None or not is_own(self._collate) else self._refused(step, step_samples)
-            if bad is None or not refused:
+            if bad is None or not is_own(self._collate) or not (refused := self._refused(step, rows, samples, bad)):
                 raise
-            kept = [place for place in range(len(ids)) if place not in bad]
-            bad |= {kept[place]: reason for place, reason in refused.items()}
+            bad |= refused
             step_samples = self._step_samples(step, rows, samples, bad)
             batch = self._collated(step, step_samples)
-        num_without_target = count_without_target(step_samples, self._collate) if is_own(self._collate) else 0
+        num_without_target = count_without_target(batch) if is_own(self._collate) else 0
         num_samples = len(ids) - len(bad or {})
         return ReadStep(
             step, batch, num_samples, num_adjusted, ids, num_without_target=num_without_target, bad=bad or {}
@@ -275,32 +269,13 @@ class PlanSource:
         except (LookupError, AttributeError, TypeError, ValueError):
             return False
 
-    def _refused(self, number: int, step: StepSamples) -> dict[int, str]:
-        """Which samples of a step that cannot be collated are refused alone, by their place, and why."""
-        is_sample, refused = step.ids >= 0, {}
-        starts, stops = (
-            itertools.repeat(None) if each is None else each[is_sample] for each in (step.starts, step.stops)
-        )
-        of_step = itertools.chain.from_iterable(step.samples)
-
-        def row_of(value: int) -> Int64[np.ndarray, "1 1 *P"]:
-            row = np.full((1, 1, *step.ids.shape[2:]), -1)
-            row.flat[0] = value
-            return row
-
-        of_samples = zip(step.ids[is_sample], starts, stops, of_step, strict=False)
-        for place, (i, start, stop, sample) in enumerate(of_samples):
-            alone = step._replace(
-                bucket=step.bucket._replace(rows=1),
-                ids=row_of(i),
-                samples=[[sample]],
-                num_tokens=None,
-                starts=None if start is None else row_of(start),
-                stops=None if stop is None else row_of(stop),
-                repeated=(),
-            )
+    def _refused(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str]) -> dict[int, str]:
+        """Which other samples of a step cannot be collated alone, by their place, and why."""
+        refused = {}
+        for place in sorted({*range(len(samples))} - {*bad}):
+            others = {other: "" for other in range(len(samples)) if other != place}
             try:
-                self._collated(number, alone)
+                self._collated(step, self._step_samples(step, rows, samples, others))
             except MemoryError:
                 raise
             except Exception as error:
@@ -317,37 +292,29 @@ class PlanSource:
         planned = self._lengths[ids[kept]]
         fields = self._collate if isinstance(self._collate, CollateFields) else None
         found, unknown = _lengths_of([samples[place] for place in kept.tolist()], planned, fields)
-        if unknown and bad is None:
-            raise UserError(
-                "lengths are compared with `len()` of a sample, which does not count the tokens of these: "
-                + list_first((f"id {ids[place]}: {fields}" for place, fields in unknown.items()), "; ")
-                + "; load without lengths, or let the dataset return tokens alone"
-            )
         # The rest is cut by the plan's own rule, which collating follows.
         cut = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
-        differs = cut != planned if planned.ndim == 1 else (cut != planned).any(axis=1)
-        differs[[*unknown]] = False
+        differs = (cut != planned).reshape(len(kept), -1).any(axis=1)
+        others, num_adjusted = {}, 0
+        for index in np.flatnonzero(differs).tolist():
+            place, length = kept.item(index), planned[index].tolist()
+            if index in unknown:
+                others[place] = f"of {unknown[index]} `len()` does not count the tokens"
+            elif self._adjusts:
+                samples[place] = _cut(ids.item(place), samples[place], length, fields)
+                num_adjusted += 1
+            else:
+                others[place] = f"{_format_length(found[index].tolist())}, planned {_format_length(length)}"
         if bad is not None:
-            bad |= {int(kept[place]): f"no tokens alone, but {fields}" for place, fields in unknown.items()}
-        compared = zip(kept[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True)
-        if self._adjusts:
-            for place, _, length in compared:
-                samples[place] = _cut(int(ids[place]), samples[place], length, fields)
-            return int(differs.sum())
-        others = {
-            place: f"{_format_length(length)}, planned {_format_length(expected)}"
-            for place, length, expected in compared
-        }
-        if bad is None and others:
+            bad |= others
+        elif others:
             raise UserError(
                 "samples have other lengths than planned: "
                 + list_first((f"id {ids[place]}: {text}" for place, text in others.items()), "; ")
                 + "; the dataset has changed, or is not the one whose lengths were planned. Plan again, or load with "
-                'on_mismatch="adjust"'
+                'on_mismatch="adjust"; or without lengths, where samples are more than tokens'
             )
-        if bad is not None:
-            bad |= others
-        return 0
+        return num_adjusted
 
 
 def _check_values(step: int, batch: Any, num_values: Mapping[str, int]) -> None:
@@ -419,57 +386,6 @@ def spec_of_steps(
         raise UserError(f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec")
 
     return batch_spec
-
-
-class IdsDigest:
-    """SHA-256 over the steps added so far: the number of each step, its number of samples and their ids, as int64."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256(b"jvarlen-ids-1\0")
-
-    def add(self, step: int, ids: Int64[np.ndarray, " n"]) -> None:
-        """Adds a step, whose samples were read in this order."""
-        self._sha.update(np.array([step, len(ids)], "<i8").tobytes())
-        self._sha.update(ids.astype("<i8", copy=False).tobytes())
-
-    def hexdigest(self) -> str:
-        """The digest as 64 hex digits; more steps can be added afterwards."""
-        return self._sha.hexdigest()
-
-
-def planned_ids_digest(
-    plan: PlannedSteps,
-    microbatches: Int64[np.ndarray, " m"] | None = None,
-    *,
-    start_step: int = 0,
-    skipped: Iterable[SkippedSample] = (),
-) -> str:
-    """The hash of the planned rows, which `Loader.ids_digest` must equal at the end of an epoch.
-
-    Args:
-      plan: the plan of the epoch.
-      microbatches: int64[m], the microbatches of this process, as of a `Placement`; None: all that the plan has.
-      start_step: the step at which loading began.
-      skipped: the samples that were skipped in this epoch, all of them, as `Loader.skipped_in_batch` has them; of one
-        epoch with at most 1,000, `Loader.skipped`.
-
-    Returns:
-      64 hex digits. Processes of one training have different digests, because each reads its own rows.
-
-    Example:
-      >>> from jvarlen.planning.plan import make_plan
-      >>> plan = make_plan([3, 1, 4], [(2, 4)], order="length")
-      >>> planned_ids_digest(plan) == planned_ids_digest(plan, start_step=1)
-      False
-    """
-    digest = IdsDigest()
-    of_steps: dict[int, list[int]] = {}
-    for sample in skipped:
-        of_steps.setdefault(sample.step, []).append(sample.id)
-    for step in range(start_step, plan.num_steps):
-        ids_MxB = plan.own_rows(step, microbatches).ids
-        digest.add(step, ids_MxB[(ids_MxB >= 0) & ~np.isin(ids_MxB, of_steps.get(step, []))])
-    return digest.hexdigest()
 
 
 def read_sample(dataset: Any, sample_id: int) -> Any:

@@ -351,8 +351,6 @@ class FitConfig(ProgramConfig):
     stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
     """Several processes all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
-    verify: bool = dataclasses.field(default=True, metadata=_RESUMED)
-    """Check at every step that the samples read are the planned ones."""
     trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_RESUMED)
     """Also log to TensorBoard; metrics.jsonl is always written."""
     profile: int = dataclasses.field(default=0, metadata=_CALL)

@@ -23,9 +23,9 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.loading.collate import collate_for, is_own, weights_of
+from jvarlen.loading.collate import collate_for, is_own
 from jvarlen.loading.loader import Loader, load
-from jvarlen.loading.plan_source import read_samples
+from jvarlen.loading.plan_source import PlanSource
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
@@ -90,7 +90,6 @@ class Prepared(NamedTuple):
             on_mismatch=self.config.data.on_mismatch,
             on_bad_sample=self.config.data.on_bad_sample,
             max_bad_fraction=self.config.data.max_bad_fraction,
-            verify=self.config.verify,
             num_values=self.num_values,
             **where,
         )
@@ -278,20 +277,18 @@ def _check_targets(prepared: Prepared) -> None:
     collate = prepared.task.collate or collate_for(len(plan.buckets[0].lengths), plan.is_packed)
     if not is_own(collate):
         return  # whose weights the first steps tell
-    longest = prepared.lengths.reshape(len(prepared.lengths), -1)[:, -1]  # of pairs, of the targets
-    if plan.overlong != "split":
-        longest = np.minimum(longest, max(bucket.lengths[-1] for bucket in plan.buckets))
-    bad: dict[int, str] | None = {} if prepared.config.data.on_bad_sample == "skip" else None
+    source = PlanSource(
+        plan,
+        dataset,
+        collate,
+        lengths=prepared.lengths if prepared.task.compares_lengths else None,
+        on_mismatch=prepared.config.data.on_mismatch,
+        on_bad_sample=prepared.config.data.on_bad_sample,
+    )
     for step in range(min(training.num_steps, plan.num_steps)):
-        ids = plan.rows(step)
-        for i in ids[ids >= 0].tolist():
-            (sample,) = read_samples(dataset, [i], bad)
-            if bad:
-                bad.clear()
-                continue
-            weights = weights_of(sample, collate)
-            if weights is None or (weights[: longest[i]] if weights.ndim else weights).any():
-                return
+        read = source.read(step)
+        if read.num_without_target < read.num_samples:
+            return
     raise UserError(
         f"none of {plan.num_samples:,} training samples has a target: all tokens that are left of them have weight 0 "
         "in the loss; learn other parts (loss_on, loss_weights), or cut less (max_length)"

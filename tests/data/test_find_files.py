@@ -71,19 +71,6 @@ def test_compressed_lines_are_those_of_the_file(tmp_path, ending, compress, cach
     assert texts_of(open_data(path, progress=False)) == ["other"]
 
 
-@pytest.mark.parametrize("name", ["t.jsonl.gz", "memory:///data/t.jsonl"])
-@pytest.mark.parametrize("damage", [lambda text: text.replace(b"one", b"two"), lambda text: text[:-9]])
-def test_a_kept_copy_that_has_changed_is_made_again(store, tmp_path, name, damage, cache):
-    store.pipe("/data/t.jsonl", lines(TEXTS))
-    path = name if "://" in name else write(tmp_path / name, gzip.compress(lines(TEXTS)))
-    assert texts_of(open_data(path, progress=False)) == TEXTS
-    (kept,) = cache.rglob("t.jsonl")
-    kept.write_bytes(damage(lines(TEXTS)))
-    with pytest.warns(UserWarning, match=rf"{kept} is not as it was made of {path}: it is made again"):
-        assert texts_of(open_data(path, progress=False)) == TEXTS
-    assert kept.read_bytes() == lines(TEXTS)
-
-
 @pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
 def test_a_compressed_file_cut_short_or_damaged_is_named_and_nothing_is_kept(tmp_path, ending, compress, cache):
     whole = compress(lines(TEXTS) + np.random.default_rng(0).bytes(3000))
@@ -111,15 +98,15 @@ def test_a_column_of_a_delimited_file_is_read(tmp_path, ending, delimiter, compr
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("text,id\n" + '"a",1\n"b,2\n"c",3\n"d",4\n', "line 3: the quote that opens a value closes before other text"),
-        ('text,id\na,1\n"b\nc,2\nd,3\n', "line 3: the quote that opens a value never closes"),
-        ('text\n"two\n\nlines"\n"b\nc', "line 5: the quote that opens a value never closes"),
-        ('text\n"say ""hi""\nb\n', "line 2: the quote that opens a value never closes"),
-        ('text\n"say "hi""\n', "line 2: the quote that opens a value closes before other text"),
-        ('\ufeff"text\na\n', "line 1: the quote that opens a value never closes"),
-        ("text,id\na,1\n\nb,2\n\r\nc,3\n\n", "blank lines between the rows, at line 3, 5: remove them$"),
-        ("text\r\na\r\n\r\nb\r\n", "blank lines between the rows, at line 3: remove them$"),
-        ('text\n"two\n\nlines"\n\n' + "\n" * 6 + "b", "rows, at line 5, 6, 7, 8, 9 and 2 more: remove them$"),
+        ("text,id\n" + '"a",1\n"b,2\n"c",3\n"d",4\n', "line 3: a quote is missing"),
+        ('text,id\na,1\n"b\nc,2\nd,3\n', "line 3: a quote is missing"),
+        ('text\n"two\n\nlines"\n"b\nc', "line 5: a quote is missing"),
+        ('text\n"say "hi""\n', "line 2: a quote is missing, or one in the text is not doubled"),
+        ('\ufeff"text\na\n', "line 1: a quote is missing"),
+        ("text,id\na,1\n\nb,2\n\r\nc,3\n\n", "line 3 is blank, between rows"),
+        ("text\r\na\r\n\r\nb\r\n", "line 3 is blank, between rows"),
+        ('text\n"two\n\nlines"\n\n' + "\n" * 6 + "b", "line 5 is blank, between rows"),
+        ("text,id\na,1\nb\n", "line 3 has 1 values, and there are 2 columns"),
     ],
 )
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
@@ -174,13 +161,12 @@ def test_a_bad_line_among_several_files_is_named_with_its_file(tmp_path):
         open_data(tmp_path / "data", progress=False)
 
 
-@pytest.mark.parametrize("pattern", ["**/*.txt", "**/**/*.txt", "**"])
+@pytest.mark.parametrize("pattern", ["**/*.txt", "**"])
 def test_links_in_circles_do_not_repeat_files(tmp_path, monkeypatch, pattern):
     for name in ("a.txt", "deep/b.txt", "deep/[x]/c.txt", ".hidden/d.txt"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text("line")
-    for link in ("data/loop", "data/deep/up", "data/deep/up2"):
-        (tmp_path / link).symlink_to(tmp_path / "data")
+    (tmp_path / "data/deep/up").symlink_to(tmp_path / "data")
     monkeypatch.chdir(tmp_path / "data")
     for root in (tmp_path / "data", Path()):
         names = [file.name for file in find_files(root / pattern, progress=False)]
@@ -231,7 +217,7 @@ def test_an_object_store_is_read_through_fsspec(store, name, cache):
 def test_a_download_cut_short_is_named_and_not_kept(store, monkeypatch, cache):
     store.pipe("/data/t.txt", b"line")
     monkeypatch.setattr(type(store), "size", lambda *_: 5)
-    with pytest.raises(UserError, match=r"memory:///data/t\.txt was cut short: 4 of 5 bytes came"):
+    with pytest.raises(UserError, match=r"t\.txt was cut short: 4 of 5 bytes came"):
         open_data("memory:///data/t.txt", progress=False)
     monkeypatch.setattr(type(store), "size", lambda *_: None)
     assert texts_of(open_data("memory:///data/t.txt", progress=False)) == ["line"]

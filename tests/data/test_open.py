@@ -1,7 +1,6 @@
 """Data files: everything in them is read; bad content is rejected with its line or sample."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import pickle
@@ -12,16 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen import CompileOptions, FitConfig, Plan, fit
+from jvarlen import FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.data.line_files import LineDataset
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.open import open_data
 from jvarlen.data.split import sample_hash, split_held_out
-from jvarlen.models import DecoderConfig
-from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, load_config
-from tests.settings import changed
+from jvarlen.runs.config import DataConfig
 
 
 def write(path, content):
@@ -390,36 +386,3 @@ def test_a_file_that_cannot_be_trained_on_is_one_line_on_the_command_line(tmp_pa
 def test_data_are_given_once(split, tmp_path):
     with pytest.raises(ValueError, match=r"given twice.*t\.txt"):
         fit(FitConfig(data=DataConfig(files=(tmp_path / "t.txt",)), progress=False), split)
-
-
-@pytest.mark.slow
-def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(32, 127, n, np.uint8).tobytes().decode() for n in rng.integers(1, 33, 120)]
-    path = jsonl(tmp_path / "t.jsonl", texts, "body")
-    monkeypatch.chdir(tmp_path)
-    config = FitConfig(
-        max_steps=6,
-        num_epochs=2,
-        data=DataConfig(files=(path.relative_to(tmp_path),), field="body", held_out_fraction=0.1),
-        directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
-        compile=CompileOptions(cache_dir=None),
-        progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing=None),
-        decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
-    )
-    first = fit(dataclasses.replace(config, max_steps=3))
-    monkeypatch.chdir("/")
-    saved = load_config(first.run_dir / "config.json")
-    resumed = fit(changed(saved, resume=first.run_dir, max_steps=6))
-    records = [row for row in read_metrics(resumed.run_dir / "metrics.jsonl") if "loss" in row]
-    assert [row["step"] for row in records] == list(range(6))
-    _, num_held_out = map(len, split := split_held_out(open_data(path, field="body", progress=False), 0.1))
-    assert Plan.load(first.run_dir / "plan.npz").num_samples == len(split.train) == 120 - num_held_out
-
-    other = changed(saved, resume=first.run_dir, files=(jsonl(tmp_path / "other.jsonl", texts, "body"),))
-    with pytest.raises(ValueError, match=r"its own settings; these differ: data: .*t\.jsonl, .*other\.jsonl$"):
-        fit(other)
-    jsonl(path, texts[:-1], "body")
-    with pytest.raises(ValueError, match=r"began with another content of .*t\.jsonl: put it back"):
-        fit(changed(saved, resume=first.run_dir))

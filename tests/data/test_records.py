@@ -162,19 +162,6 @@ def test_what_a_chat_template_cannot_write_is_refused(source, chat, said):
         ChatTemplate(source).render(chat, frozenset(["user", "assistant"]))
 
 
-def test_a_chat_template_that_writes_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("jvarlen.data.records._MOST_CHARACTERS", 2**20)
-    source = "\n{% for i in range(9999) %}{% for j in range(99999) %}0123456789abcdef{% endfor %}{% endfor %}"
-    with pytest.raises(UserError, match=r"chat_template\.jinja.* rejects it: its text does not end"):
-        ChatTemplate(source, name="chat_template.jinja").render(CHATS[0], frozenset())
-
-
-def test_a_long_chat_is_no_chat_without_end():
-    chat = [{"role": "user", "content": "x" * 1000}] * 5000
-    template = ChatTemplate("{% for m in messages %}{{ m.role + ': ' ~ m.content + '\n' }}{% endfor %}")
-    assert len(template.render(chat, frozenset()).text) == 5000 * 1007
-
-
 def test_a_chat_has_the_same_tokens_on_every_day():
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHATS[1], frozenset()).text == "26 Jul 2024"
 
@@ -186,13 +173,13 @@ def test_a_chat_has_the_same_tokens_on_every_day():
         ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "jinja is no Jinja template: RecursionError"),
         ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "jinja is no Jinja template: SyntaxError: too many"),
         ("{% break %}", "jinja is no Jinja template: SyntaxError: 'break' outside loop"),
-        ("\n{{ 1 + messages }}", "jinja, line 2, rejects it: TypeError: unsupported operand"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}", "jinja, line 1, rejects it: RecursionError"),
-        ("{{ '%(a)s' % {} }}", "jinja, line 1, rejects it: KeyError: 'a'"),
-        ("\n\n{% include 'x' %}", "jinja, line 3, rejects it: TypeError: no loader"),
+        ("\n{{ 1 + messages }}", "jinja rejects it: TypeError: unsupported operand"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}", "jinja rejects it: RecursionError"),
+        ("{{ '%(a)s' % {} }}", "jinja rejects it: KeyError: 'a'"),
+        ("\n\n{% include 'x' %}", "jinja rejects it: TypeError: no loader"),
     ],
 )
-def test_a_damaged_chat_template_is_refused_by_path_and_line(source, said):
+def test_a_damaged_chat_template_is_refused_by_path(source, said):
     with pytest.raises(UserError, match=re.escape(said)):
         ChatTemplate(source, name="chat_template.jinja").render(CHATS[0], frozenset())
 
@@ -278,7 +265,7 @@ def test_a_chat_is_written_by_the_template_beside_the_tokenizer(tmp_path, tokeni
     keys.add(newer.content_key)
     assert len(keys) == 3
     write_lines(path, [{"messages": CHATS[0]}, {"messages": [{"role": "tool", "content": "x"}]}])
-    said = r"t\.jsonl: .* line 2: .*chat_template\.jinja, line \d+, rejects it: unknown role tool"
+    said = r"t\.jsonl: .* line 2: .*chat_template\.jinja rejects it: unknown role tool"
     with pytest.raises(UserError, match=said):
         open_data(path, field="messages", loss_on=["assistant"], tokenizer=tokenizer, progress=False)
     tokenizer.with_name("chat_template.jinja").write_text("{% for %}")

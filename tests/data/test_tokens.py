@@ -15,15 +15,9 @@ from jvarlen.data.tokens import Subset, TokenDataset, as_data_source
 from jvarlen.planning.samples import to_tokens
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
-    return stdlib_functions(cache_dir=cache, progress=False), cache
-
-
 @pytest.mark.slow
-def test_the_corpus_is_long_tailed_and_without_repetition(corpus):
-    dataset, _ = corpus
+def test_the_corpus_is_long_tailed_and_without_repetition(tmp_path, monkeypatch):
+    dataset = stdlib_functions(cache_dir=tmp_path, progress=False)
     samples = [dataset[i].tobytes() for i in range(len(dataset))]
     lengths = np.diff(dataset.offsets)
     assert len(samples) > 10_000
@@ -31,34 +25,13 @@ def test_the_corpus_is_long_tailed_and_without_repetition(corpus):
     assert 200 < np.median(lengths) < 350
     assert lengths.max() > 10_000
     assert lengths.min() >= 10
-
-
-@pytest.mark.slow
-def test_every_sample_is_one_function(corpus):
-    dataset, _ = corpus
-    for i in range(0, len(dataset), 500):
-        tree = ast.parse(textwrap.dedent(dataset[i].tobytes().decode()))
-        assert len(tree.body) == 1
-        assert isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
-
-
-@pytest.mark.slow
-def test_the_second_call_reads_the_cache(corpus, monkeypatch):
-    dataset, cache = corpus
+    for sample in samples[::500]:
+        (function,) = ast.parse(textwrap.dedent(sample.decode())).body
+        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: pytest.fail("scanned again"))
-    again = stdlib_functions(cache_dir=cache, progress=False)
+    again = stdlib_functions(cache_dir=tmp_path, progress=False)
     assert (again.tokens == dataset.tokens).all()
     assert (again.offsets == dataset.offsets).all()
-
-
-def test_a_damaged_cache_is_named_and_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: [b"def f(): ..."])
-    stdlib_functions(cache_dir=tmp_path, progress=False)
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:-30])
-    with pytest.warns(UserWarning, match=r"stdlib-functions-\w+\.npz is damaged"):
-        assert len(stdlib_functions(cache_dir=tmp_path, progress=False)) == 1
-    assert len(stdlib_functions(cache_dir=tmp_path, progress=False)) == 1
 
 
 def test_only_outermost_functions_count(tmp_path):
@@ -143,13 +116,6 @@ def test_lengths_that_a_dataset_does_not_know_are_measured():
 def test_known_lengths_are_checked():
     with pytest.raises(ValueError, match="at least 1: id 1: 0"):
         known_lengths(TokenDataset.from_bytes([b"a", b""]))
-
-
-def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: [b"def f(): ..."])
-    (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="not kept for the next time"):
-        assert len(stdlib_functions(cache_dir=tmp_path / "file" / "cache", progress=False)) == 1
 
 
 SAMPLES = [[3, 1, 4], [1], [5, 9], [2, 6, 5, 3], [5], [8, 9, 7]]

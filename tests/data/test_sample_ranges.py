@@ -1,0 +1,265 @@
+"""Ranges of samples: each sample once, in ranges of suitable size, errors that name it; files that are read back."""
+
+import functools
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen.data.sample_ranges import MeasuredRange, Ranges, ShardFiles, Work, measure_ranges
+
+
+def to_array(values, samples):
+    """Ints alone; the range tells which others there are."""
+    if not all(isinstance(value, int) for value in values):
+        raise ValueError(f"samples {samples.start} to {samples.stop - 1} are not all ints")
+    return np.array(values, np.int64)
+
+
+def identity(sample):
+    return sample
+
+
+def measure(dataset, num_workers, function=identity):
+    return list(measure_ranges(Work(dataset, function, to_array), [range(len(dataset))], num_workers))
+
+
+@given(sizes=st.lists(st.integers(0, 2_000), max_size=6), seconds=st.lists(st.floats(0, 10), max_size=20))
+@settings(deadline=None)
+def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, seconds):
+    missing = [range(5_000 * index, 5_000 * index + size) for index, size in enumerate(sizes)]
+    cut, ranges = [], Ranges(missing)
+    for took, samples in zip(seconds, ranges, strict=False):
+        cut.append(samples)
+        ranges.adapt(MeasuredRange(samples, np.zeros(len(samples), int), took))
+    cut += ranges
+    assert [i for samples in cut for i in samples] == [i for shard in missing for i in shard]
+    assert all(samples.start // 5_000 == (samples.stop - 1) // 5_000 for samples in cut)
+
+
+def test_ranges_of_slow_samples_are_short():
+    ranges = Ranges([range(10**9)])
+    lengths = []
+    for samples in ranges:
+        lengths.append(len(samples))
+        if len(lengths) == 25:
+            break
+        seconds_per_sample = 1e-7 if len(lengths) < 20 else 0.1
+        ranges.adapt(MeasuredRange(samples, np.zeros(0, int), len(samples) * seconds_per_sample))
+    assert max(lengths) == 32_768
+    assert lengths[-1] == 2
+
+
+def test_missing_samples_are_measured_once_and_no_others():
+    missing = [range(3, 3), range(5, 100), range(200, 201), range(300, 1_000)]
+    dataset = [i * i if any(i in shard for shard in missing) else "not to be read" for i in range(1_000)]
+    parts = list(measure_ranges(Work(dataset, identity, to_array), missing, 0))
+    assert sorted(i for part in parts for i in part.samples) == [i for shard in missing for i in shard]
+    assert all(part.values.tolist() == [i * i for i in part.samples] for part in parts)
+    assert all(any(set(part.samples) <= set(shard) for shard in missing) for part in parts)
+
+
+class Failing(list):
+    """Samples one of which cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise OSError("no such block")
+        return super().__getitem__(index)
+
+
+class Unpicklable(list):
+    """Samples that no process can hand over."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("it holds an open file")
+
+
+class UnpicklableThere(list):
+    """Samples that no other process can take over."""
+
+    def __reduce_ex__(self, protocol):
+        return _fail_to_unpickle, ()
+
+
+def _fail_to_unpickle():
+    raise OSError("no such mount")
+
+
+def test_an_error_of_a_sample_tells_which():
+    with pytest.raises(RuntimeError, match=r"sample 2 could not be measured: TypeError\(") as told:
+        measure(["a", "b", 3], 0, len)
+    assert isinstance(told.value.__cause__, TypeError)
+    with pytest.raises(RuntimeError, match=r"sample 1 could not be measured: OSError\('no such block'\)"):
+        measure(Failing([1, 2]), 0)
+    with pytest.raises(ValueError, match="samples 0 to 1 are not all ints"):
+        measure([1, "x"], 0)
+
+
+@pytest.mark.multiprocess
+def test_workers_need_what_pickles():
+    with pytest.raises(ValueError, match=r"functions that pickle: TypeError\('it holds an open file'\)"):
+        measure(Unpicklable([1]), 1)
+    with pytest.raises(ValueError, match=r"not unpickle in a worker process: OSError\('no such mount'\)") as refused:
+        measure(UnpicklableThere([1]), 1)
+    assert "_fail_to_unpickle" in refused.value.__notes__[0]
+
+
+def test_nothing_to_measure_starts_no_worker():
+    assert not list(measure_ranges(Work(Unpicklable([1]), identity, to_array), [range(0)], 2))
+
+
+def fail_there(sample):
+    """With an error whose type another process cannot import, like one that a script defines."""
+    there = sys.modules["only_there"] = types.ModuleType("only_there")
+    there.OnlyThereError = type("OnlyThereError", (Exception,), {"__module__": "only_there"})
+    raise there.OnlyThereError(sample)
+
+
+@pytest.mark.multiprocess
+def test_an_error_whose_type_is_not_importable_here_tells_its_sample():
+    with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
+        measure([7], 1, fail_there)
+    assert "fail_there" in told.value.__notes__[0]
+
+
+NUM_SAMPLES, SHARD_SIZE = 10, 2
+
+
+def shard_files(directory, num_samples=NUM_SAMPLES, shard_size=SHARD_SIZE, *, function=abs, **options):
+    """Files of a measuring."""
+    options = {"quantity": "numbers", "check": lambda values: values} | options
+    return ShardFiles(directory, num_samples, shard_size=shard_size, function=function, **options)
+
+
+def read(files):
+    """The samples of each missing shard, and the values of the others."""
+    kept = {}
+    return files.read(kept.__setitem__), kept
+
+
+def keep(directory, num_kept, **options):
+    """Begins a directory and keeps the first samples, which are 1, 2, …"""
+    files = shard_files(directory, **options)
+    values = np.arange(1, options.get("num_samples", NUM_SAMPLES) + 1)
+    for shard in read(files)[0]:
+        files.add(shard[: max(0, num_kept - shard.start)], values)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Shards 0, 1 and 2 of five, and a sample of the next."""
+    keep(tmp_path / "shards", 7)
+    return tmp_path / "shards"
+
+
+def test_whole_shards_are_kept_and_read(directory):
+    assert sorted(path.name for path in directory.iterdir()) == ["0.npy", "1.npy", "2.npy", "manifest.json"]
+    missing, kept = read(shard_files(directory))
+    assert missing == [range(6, 8), range(8, 10)]
+    assert {shard: values.tolist() for shard, values in kept.items()} == {
+        range(2): [1, 2], range(2, 4): [3, 4], range(4, 6): [5, 6]
+    }  # fmt: skip
+    assert {values.dtype for values in kept.values()} == {np.dtype(np.int64)}
+
+
+@given(
+    num_shards=st.integers(1, 30),
+    shard_size=st.integers(1, 8),
+    data=st.data(),
+)
+@settings(max_examples=20, deadline=None)
+def test_samples_added_in_any_order_are_read_back(tmp_path_factory, num_shards, shard_size, data):
+    directory = tmp_path_factory.mktemp("shards")
+    bits = np.random.default_rng(0).integers(-(2**63), 2**63, num_shards * shard_size)
+    files = shard_files(directory, len(bits), shard_size)
+    assert len(read(files)[0]) == num_shards
+    added = data.draw(st.lists(st.sampled_from(range(len(bits))), unique=True))
+    for i in added:
+        files.add(range(i, i + 1), bits)
+    missing, kept = read(shard_files(directory, len(bits), shard_size))
+    assert {i for shard in missing for i in shard} == {
+        i for i in range(len(bits)) if not set(shard_of(i, shard_size)) <= set(added)
+    }
+    for shard, values in kept.items():
+        assert values.dtype == np.int64
+        assert (values == bits[shard.start : shard.stop]).all()
+
+
+def shard_of(sample_id, shard_size):
+    start = sample_id // shard_size * shard_size
+    return range(start, start + shard_size)
+
+
+def test_more_than_ten_shards_sort_by_name(tmp_path):
+    keep(tmp_path, 1_101, num_samples=1_101, shard_size=10)
+    paths = sorted(tmp_path.glob("*.npy"))
+    assert np.concatenate([np.load(path) for path in paths]).tolist() == list(range(1, 1_102))
+    assert np.load(tmp_path / "042.npy", mmap_mode="r").tolist() == list(range(421, 431))
+
+
+def test_a_shard_that_the_check_refuses_is_left_out(tmp_path):
+    def check(values):
+        if 3 in values:
+            raise ValueError("three is no difficulty")
+        return values
+
+    keep(tmp_path, 10, check=check)
+    assert read(shard_files(tmp_path))[0] == [range(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_samples": 12}, "num_samples is 10, not 12"),
+        ({"shard_size": 3}, "shard_size is 2, not 3"),
+        ({"function": float}, "function is 'builtins.abs', not 'builtins.float'"),
+        ({"quantity": "lengths"}, "quantity is 'numbers', not 'lengths'"),
+        ({"num_samples": 12, "shard_size": 3}, "num_samples is 10, not 12; shard_size is 2, not 3"),
+    ],
+)
+def test_another_measuring_is_told_what_differs(directory, options, said):
+    with pytest.raises(ValueError, match="of another measuring") as refused:
+        read(shard_files(directory, **options))[0]
+    assert f": {said}. Delete it" in str(refused.value)
+
+
+class Scaled:
+    """A function that is an object."""
+
+    def __call__(self, sample):
+        return 2 * sample
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (len, "builtins.len"),
+        (str.count, "builtins.str.count"),
+        (keep, "tests.data.test_sample_ranges.keep"),
+        (functools.partial(functools.partial(keep, 1), 2), "tests.data.test_sample_ranges.keep"),
+        (Scaled(), "tests.data.test_sample_ranges.Scaled"),
+        (Scaled().__call__, "tests.data.test_sample_ranges.Scaled.__call__"),
+    ],
+)
+def test_a_function_is_known_by_its_name(tmp_path, function, name):
+    read(shard_files(tmp_path, function=function))[0]
+    assert json.loads((tmp_path / "manifest.json").read_bytes())["function"] == name
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"3"])
+def test_a_damaged_manifest_is_refused(directory, content):
+    (directory / "manifest.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        read(shard_files(directory))[0]
+
+
+def test_files_that_a_killed_process_left_half_written_are_passed_over(tmp_path):
+    (tmp_path / ".manifest.json.1.part").write_bytes(b"{")
+    (tmp_path / ".1.npy.1.part").write_bytes(b"half")
+    keep(tmp_path, 10)
+    assert not read(shard_files(tmp_path))[0]
