@@ -112,15 +112,10 @@ def saved_shards(directory: Path) -> list[Path]:
             "flatten_indices()"
         )
     files = state.get("_data_files")
-    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files) or not files:
+    names = [str(file.get("filename")) for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    if not names:
         raise UserError(f"{directory / 'state.json'} names no files of data")
-    names = [file.get("filename") for file in files]
-    wrong = [
-        name
-        for name in names
-        if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file()
-    ]
-    if wrong:
+    if wrong := [name for name in names if Path(name).name != name or not (directory / name).is_file()]:
         listed = list_first(map(reprlib.repr, wrong))
         raise UserError(f"{directory / 'state.json'} must name files of its own directory, not {listed}")
     return [directory / name for name in names]

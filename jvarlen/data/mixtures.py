@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
-from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 from jvarlen.planning.samples import Dataset, has_fields, reweighted
@@ -158,23 +157,20 @@ class Mixture(Dataset):
         self.counts = np.array(counts, np.int64)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)
         starts = np.cumsum([0, *sizes]).tolist()[:-1]
-        ids = [
-            _chosen_ids(start, size, first, count, seed)
-            for start, size, first, count in zip(starts, sizes, before, counts, strict=True)
-        ]
-        self.ids = np.concatenate(ids)
-        self._datasets = [dataset.dataset if isinstance(dataset, Subset) else dataset for dataset in datasets]
-        self._read_ids = self.ids  # in the datasets of subsets, so that a sample is looked up once
-        if any(isinstance(dataset, Subset) for dataset in datasets):
-            pairs = zip(datasets, ids, strict=True)
-            self._read_ids = np.concatenate([data.ids[own] if isinstance(data, Subset) else own for data, own in pairs])
+        self.ids = np.concatenate(
+            [
+                _chosen_ids(start, size, first, count, seed)
+                for start, size, first, count in zip(starts, sizes, before, counts, strict=True)
+            ]
+        )
+        self._datasets = list(datasets)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def _read(self, index: int) -> Any:
         d = self.source.item(index)
-        sample = self._datasets[d][self._read_ids.item(index)]
+        sample = self._datasets[d][self.ids.item(index)]
         if self._loss_weights is None:
             return sample
         factor = self._loss_weights[d]
@@ -184,7 +180,7 @@ class Mixture(Dataset):
     def lengths(self) -> Int64[np.ndarray, " N"]:
         """Tokens of every sample; raises AttributeError if a dataset does not know them."""
         known = [np.asarray(dataset.lengths) for dataset in self._datasets]  # type: ignore[attr-defined]
-        ids = np.split(self._read_ids, np.cumsum(self.counts)[:-1])
+        ids = np.split(self.ids, np.cumsum(self.counts)[:-1])
         return np.concatenate([lengths[own] for lengths, own in zip(known, ids, strict=True)], dtype=np.int64)
 
 

@@ -295,13 +295,14 @@ class PlanSource:
         # The rest is cut by the plan's own rule, which collating follows.
         cut = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
         differs = (cut != planned).reshape(len(kept), -1).any(axis=1)
+        differs[[*unknown]] = True
         others, num_adjusted = {}, 0
         for index in np.flatnonzero(differs).tolist():
             place, length = kept.item(index), planned[index].tolist()
             if index in unknown:
-                others[place] = f"of {unknown[index]} `len()` does not count the tokens"
+                others[place] = f"no tokens alone, but {unknown[index]}"
             elif self._adjusts:
-                samples[place] = _cut(ids.item(place), samples[place], length, fields)
+                samples[place] = _cut(samples[place], length, fields)
                 num_adjusted += 1
             else:
                 others[place] = f"{_format_length(found[index].tolist())}, planned {_format_length(length)}"
@@ -312,7 +313,7 @@ class PlanSource:
                 "samples have other lengths than planned: "
                 + list_first((f"id {ids[place]}: {text}" for place, text in others.items()), "; ")
                 + "; the dataset has changed, or is not the one whose lengths were planned. Plan again, or load with "
-                'on_mismatch="adjust"; or without lengths, where samples are more than tokens'
+                'on_mismatch="adjust"; or without lengths, where `len()` does not count the tokens of a sample'
             )
         return num_adjusted
 
@@ -454,16 +455,13 @@ def _lengths_of(
     return np.array(lengths, np.int64).reshape((-1, 2) if is_pairs else -1), unknown
 
 
-def _cut(i: int, sample: Any, length: int | list[int], fields: CollateFields | None) -> Any:
+def _cut(sample: Any, length: int | list[int], fields: CollateFields | None) -> Any:
     """The sample, or both sides of a pair, cut where longer; other fields of a pair stay."""
-    try:
-        if fields is not None:
-            return fields.cut(sample, [length] if isinstance(length, int) else length)
-        if isinstance(length, int):
-            return sample[:length]
-        return (*(sample[side][:most] for side, most in enumerate(length)), *sample[2:])
-    except TypeError as error:
-        raise UserError(f"a {type(sample).__name__} cannot be cut to its planned length: id {i}") from error
+    if fields is not None:
+        return fields.cut(sample, [length] if isinstance(length, int) else length)
+    if isinstance(length, int):
+        return sample[:length]
+    return (*(sample[side][:most] for side, most in enumerate(length)), *sample[2:])
 
 
 def _format_length(length: int | list[int]) -> str:
