@@ -178,8 +178,8 @@ def _made_and_trained(make_model: Callable[[], Model]) -> tuple[Model, Course]:
 
 
 def on_devices(models: Sequence[Callable[[], Model]], others: Sequence[int] = ()) -> pytest.MarkDecorator:
-    """Each model on four devices, every fifth on no mesh; the first on other numbers as well."""
-    cases = [(model, 4) for model in models] + [(model, None) for model in models[::5]]
+    """Each model on four devices, the first on no mesh and other numbers as well."""
+    cases = [*((model, 4) for model in models), (models[0], None)]
     return pytest.mark.parametrize(("model", "num_devices"), [*cases, *((models[0], number) for number in others)])
 
 

@@ -43,22 +43,6 @@ def derivative_that_is_zero():
     return Model(loss_fn, random_params(w=(D, D), u=(D, D)), rows_batch())
 
 
-def derivative_by_custom_jvp():
-    @jax.custom_jvp
-    def log1pexp(x):
-        return jnp.log1p(jnp.exp(x))
-
-    @log1pexp.defjvp
-    def _(primals, tangents):
-        (x,), (x_dot,) = primals, tangents
-        return log1pexp(x), jax.nn.sigmoid(x) * x_dot
-
-    def loss_fn(params, batch):
-        return squared(log1pexp(batch["x"][:, 0] @ params["w"]), batch)
-
-    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
-
-
 def pallas_kernel():
     def scale_kernel(x_ref, w_ref, out_ref):
         out_ref[...] = x_ref[...] * w_ref[...]
@@ -87,32 +71,6 @@ def recomputed_activations():
     return Model(loss_fn, random_params(layers=(3, D, D)), rows_batch())
 
 
-def jit_within():
-    """With a static argument, a donated one and a default."""
-
-    @functools.partial(jax.jit, static_argnames="power")
-    def losses_of(params, batch, power=2):
-        return jnp.mean(jnp.abs(batch["x"][:, 0] @ params["w"] - batch["y"]) ** power, axis=-1)
-
-    @jax.jit
-    def loss_fn(params, batch):
-        losses_B = losses_of(params, batch) + losses_of(params, batch, power=3)
-        return jnp.sum(losses_B * batch["weights"]), jnp.sum(batch["weights"])
-
-    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
-
-
-def vmap_over_rows():
-    def loss_fn(params, batch):
-        def loss_of_row(x_TxD, y_D, weight):
-            scores_T = x_TxD @ params["query"]
-            return weight * jnp.sum((jax.nn.softmax(scores_T) @ x_TxD - y_D) ** 2)
-
-        return jnp.sum(jax.vmap(loss_of_row)(batch["x"], batch["y"], batch["weights"])), batch["weights"].sum()
-
-    return Model(loss_fn, random_params(query=(D,)), rows_batch())
-
-
 def mean_over_segments():
     """Nodes of graphs, B graphs a microbatch."""
 
@@ -132,34 +90,11 @@ def mean_over_segments():
     return Model(loss_fn, random_params(w=(D, D)), batch)
 
 
-def convolution_by_fourier_transform():
-    def loss_fn(params, batch):
-        spectrum = jnp.fft.rfft(batch["x"], 2 * T, axis=1) * jnp.fft.rfft(params["filter"], 2 * T, axis=0)
-        return squared(jnp.fft.irfft(spectrum, 2 * T, axis=1)[:, :T].mean(axis=1), batch)
-
-    return Model(loss_fn, random_params(filter=(T, D)), rows_batch())
-
-
-def convolution_in_time():
-    def loss_fn(params, batch):
-        outputs_BxTxD = jax.lax.conv_general_dilated(
-            batch["x"], params["kernel"], window_strides=(1,), padding="SAME", dimension_numbers=("NWC", "WIO", "NWC")
-        )
-        return squared(jax.nn.relu(outputs_BxTxD).mean(axis=1), batch)
-
-    return Model(loss_fn, random_params(kernel=(3, D, D)), rows_batch())
-
-
 MODELS = [
     derivative_that_is_zero,
-    derivative_by_custom_jvp,
     pallas_kernel,
     recomputed_activations,
-    jit_within,
-    vmap_over_rows,
     mean_over_segments,
-    convolution_by_fourier_transform,
-    convolution_in_time,
 ]
 
 

@@ -1,4 +1,4 @@
-"""Models of other libraries: Flax Linen, Flax NNX, Equinox, Haiku; and losses of Optax."""
+"""Models of other libraries: Flax Linen, Flax NNX, Equinox, Haiku."""
 
 from collections.abc import Callable
 
@@ -39,15 +39,6 @@ def squared(outputs_BxH, batch):
     return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
 
-def linen_gru():
-    module = nn.RNN(nn.GRUCell(HIDDEN, param_dtype=jnp.float64))
-
-    def loss_fn(params, batch):
-        return squared(module.apply(params, batch["x"])[:, -1], batch)
-
-    return Model(loss_fn, jax.jit(module.init)(jax.random.key(0), X_BxTxD), rows_batch())
-
-
 class Normalised(nn.Module):
     """With running statistics."""
 
@@ -68,27 +59,6 @@ def linen_batch_normalisation():
         return *squared(outputs_BxH, batch), updated["batch_stats"]
 
     return Model(loss_fn, variables["params"], rows_batch(), extra=variables["batch_stats"])
-
-
-def linen_dropout():
-    module = nn.Sequential([nn.Dense(HIDDEN, param_dtype=jnp.float64), nn.Dropout(0.4, deterministic=False)])
-
-    def loss_fn(params, batch, key):
-        return squared(module.apply(params, batch["x"][:, 0], rngs={"dropout": key}), batch)
-
-    params = jax.jit(module.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X_BxTxD[:, 0])
-    return Model(loss_fn, params, rows_batch(), seed=3)
-
-
-def nnx_lstm():
-    in_float64 = {"dtype": jnp.float64, "param_dtype": jnp.float64}
-    cell = nnx.OptimizedLSTMCell(in_features=D, hidden_features=HIDDEN, **in_float64, rngs=nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(nnx.RNN(cell), nnx.Param, ...)
-
-    def loss_fn(params, batch):
-        return squared(nnx.merge(graphdef, params, rest, copy=True)(batch["x"])[:, -1], batch)
-
-    return Model(loss_fn, params, rows_batch())
 
 
 class NNXModel(nnx.Module):
@@ -155,15 +125,6 @@ def equinox_partition():
     return Model(loss_fn, params, rows_batch())
 
 
-def haiku_mlp():
-    forward = haiku.without_apply_rng(haiku.transform(lambda x: haiku.nets.MLP([4, HIDDEN])(x)))
-
-    def loss_fn(params, batch):
-        return squared(forward.apply(params, batch["x"][:, 0]), batch)
-
-    return Model(loss_fn, in_float64(jax.jit(forward.init)(jax.random.key(0), X_BxTxD[:, 0])), rows_batch())
-
-
 def haiku_lstm():
     def unroll(x_BxTxD):
         core = haiku.LSTM(HIDDEN)
@@ -178,39 +139,12 @@ def haiku_lstm():
     return Model(loss_fn, in_float64(jax.jit(forward.init)(jax.random.key(0), X_BxTxD)), rows_batch(), seed=0)
 
 
-def connectionist_temporal_classification():
-    """Speech as it is often trained: an LSTM under CTC, frames and labels padded."""
-    module = nn.RNN(nn.OptimizedLSTMCell(HIDDEN, param_dtype=jnp.float64))
-
-    def loss_fn(params, batch):
-        frames = jnp.arange(T) >= batch["num_frames"][:, None]
-        labels = jnp.arange(2) >= batch["num_labels"][:, None]
-        losses_B = optax.ctc_loss(module.apply(params, batch["x"]), frames * 1.0, batch["labels"], labels * 1.0)
-        is_real_B = batch["num_frames"] > 0
-        return jnp.sum(jnp.where(is_real_B, losses_B, 0)), jnp.sum(is_real_B)
-
-    rng = np.random.default_rng(0)
-    is_real = unequal_weights() > 0
-    batch = {
-        "x": random_rows(T, D),
-        "num_frames": rng.integers(T - 1, T + 1, is_real.shape) * is_real,
-        "labels": rng.integers(1, HIDDEN, (*is_real.shape, 2)).astype(np.int32),
-        "num_labels": rng.integers(1, 3, is_real.shape) * is_real,
-    }
-    return Model(loss_fn, jax.jit(module.init)(jax.random.key(0), X_BxTxD), batch)
-
-
 MODELS = [
-    linen_gru,
     linen_batch_normalisation,
-    linen_dropout,
-    nnx_lstm,
     nnx_batch_normalisation_and_dropout,
     equinox_gru,
     equinox_partition,
-    haiku_mlp,
     haiku_lstm,
-    connectionist_temporal_classification,
 ]
 
 

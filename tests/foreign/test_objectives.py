@@ -31,21 +31,6 @@ def cross_entropy(logits_BxC, batch):
     return weighted(optax.softmax_cross_entropy_with_integer_labels(logits_BxC, batch["labels"]), batch)
 
 
-def diffusion():
-    """A random time and random noise for each row."""
-
-    def loss_fn(params, batch, key):
-        key_of_time, key_of_noise = jax.random.split(key)
-        times_B = jax.random.uniform(key_of_time, batch["weights"].shape)
-        noise_BxD = jax.random.normal(key_of_noise, batch["x"].shape)
-        signal_Bx1 = jnp.cos(times_B * jnp.pi / 2)[:, None]
-        noisy_BxD = signal_Bx1 * batch["x"] + jnp.sqrt(1 - signal_Bx1**2) * noise_BxD
-        predicted_BxD = jnp.tanh(noisy_BxD @ params["w"] + times_B[:, None] * params["time"]) @ params["out"]
-        return weighted(jnp.mean((predicted_BxD - noise_BxD) ** 2, axis=-1), batch)
-
-    return Model(loss_fn, random_params(w=(D, HIDDEN), time=(HIDDEN,), out=(HIDDEN, D)), rows_batch(), seed=5)
-
-
 def variational_autoencoder():
     """Reparametrised; the parts of the bound are summed up beside it."""
 
@@ -59,20 +44,6 @@ def variational_autoencoder():
         return loss_sum, weight_sum, sums
 
     return Model(loss_fn, random_params(encoder=(D, 4), decoder=(2, D)), rows_batch(), seed=2)
-
-
-def mixture_of_experts():
-    """The two best of four experts a row, and the use of each, an array among the sums."""
-
-    def loss_fn(params, batch):
-        gates_BxK, experts_BxK = jax.lax.top_k(batch["x"] @ params["router"], 2)
-        outputs_BxExC = jnp.einsum("bd,edc->bec", batch["x"], params["experts"])
-        chosen_BxKxC = jnp.take_along_axis(outputs_BxExC, experts_BxK[..., None], axis=1)
-        logits_BxC = jnp.sum(jax.nn.softmax(gates_BxK)[..., None] * chosen_BxKxC, axis=1)
-        use_E = jnp.sum(jax.nn.one_hot(experts_BxK, 4) * (batch["weights"] > 0)[:, None, None], axis=(0, 1))
-        return *cross_entropy(logits_BxC, batch), {"use": use_E}
-
-    return Model(loss_fn, random_params(router=(D, 4), experts=(4, D, NUM_CLASSES)), rows_batch())
 
 
 def low_rank_adapters():
@@ -89,27 +60,6 @@ def low_rank_adapters():
         "out": {"a": jnp.asarray(random(HIDDEN, 1)), "b": jnp.zeros((1, NUM_CLASSES))},
     }
     return Model(loss_fn, adapters, rows_batch())
-
-
-def distillation():
-    """A frozen teacher, which the student begins from."""
-    teacher = random_params(w=(D, NUM_CLASSES))
-
-    def loss_fn(params, batch):
-        targets_BxC = jax.nn.softmax(2 * batch["x"] @ teacher["w"])
-        return weighted(optax.softmax_cross_entropy(batch["x"] @ params["w"], targets_BxC), batch)
-
-    return Model(loss_fn, teacher, rows_batch())
-
-
-def tied_weights():
-    """One matrix as embedding and, transposed, as output."""
-
-    def loss_fn(params, batch):
-        hidden_BxD = jnp.tanh(params["embed"][batch["labels"]] @ params["w"])
-        return cross_entropy(hidden_BxD @ params["embed"].T, batch)
-
-    return Model(loss_fn, random_params(embed=(NUM_CLASSES, D), w=(D, D)), rows_batch())
 
 
 def average_of_parameters():
@@ -148,12 +98,8 @@ def counts_and_codes_in_place():
 
 
 MODELS = [
-    diffusion,
     variational_autoencoder,
-    mixture_of_experts,
     low_rank_adapters,
-    distillation,
-    tied_weights,
     average_of_parameters,
     counts_and_codes_in_place,
 ]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.core import FrozenDict
 
 from .harness import M, Model, assert_trains_as_a_plain_loop, on_devices, random, random_rows, unequal_weights
 
@@ -36,27 +35,6 @@ def squared(outputs_BxD, batch):
 
 def affine(layer, x_BxD):
     return x_BxD @ layer.w + layer.b
-
-
-def named_tuple():
-    return Model(lambda params, batch: squared(affine(params, batch.x), batch), LAYER, ROWS)
-
-
-def list_of_layers():
-    def loss_fn(params, batch):
-        x_BxD = batch.x
-        for layer in params:
-            x_BxD = jnp.tanh(affine(layer, x_BxD))
-        return squared(x_BxD, batch)
-
-    return Model(loss_fn, [LAYER, LAYER._replace(b=LAYER.b + 1)], ROWS)
-
-
-def frozen_dict():
-    def loss_fn(params, batch):
-        return squared(affine(Layer(**params["layer"]), batch.x), batch)
-
-    return Model(loss_fn, FrozenDict({"layer": LAYER._asdict()}), ROWS)
 
 
 def bare_array():
@@ -112,9 +90,6 @@ def parameters_in_bfloat16():
 
 
 MODELS = [
-    named_tuple,
-    list_of_layers,
-    frozen_dict,
     bare_array,
     complex_numbers,
     dict_with_counts,
