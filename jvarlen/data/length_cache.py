@@ -102,7 +102,8 @@ def _cached(
                 options |= {"shards": parts, "shard_size": _SHARD_SIZE}
                 values = measure_integers(dataset, function, kind, **options)
                 with write_atomically(cache) as file:
-                    np.savez(file, **{kind: values, "key": np.array(key)})
+                    arrays: dict[str, Any] = {kind: values, "key": np.array(key)}
+                    np.savez(file, **arrays)
                 shutil.rmtree(parts, ignore_errors=True)
     try:
         with io.BytesIO(regular_file(cache).read_bytes()) as file, np.load(file, allow_pickle=False) as stored:

@@ -179,7 +179,7 @@ class ShardFiles:
                 file.write(json.dumps(self._manifest, indent=2).encode() + b"\n")
         for index, shard in enumerate(self._shards):
             if (path := self._path(index)).exists():
-                values = load_array(path, self._manifest["quantity"])
+                values = load_array(path, str(self._manifest["quantity"]))
                 if len(values) != len(shard):
                     raise UserError(f"{path} holds {len(values)} values, not {len(shard)}: delete it")
                 store(shard, values)
