@@ -388,14 +388,15 @@ def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list
             continue
         if array.shape == (0,) and field.sides:  # an empty list
             array = np.zeros((0,) * len(field.sides) + field.shape, field.dtype)
-        if not _fits(field, [array], len(field.sides)) or not _holds(field, [array]):
+        if not _fits(field, [array], len(field.sides)):
             wrong.append(f"id {i}: {array.dtype} {array.shape}")
+        elif not _holds(field, [array]):
+            wrong.append(f"id {i}: integers that this type does not hold exactly")
         arrays.append(array)
     if wrong or not field.sides:
         shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
         raise UserError(
-            f"the field {field.name!r} must be {field.dtype} ({shape}) and exact in it, as in other samples: "
-            f"{list_first(wrong, '; ')}"
+            f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples: {list_first(wrong, '; ')}"
         )
     return arrays
 

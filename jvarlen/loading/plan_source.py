@@ -294,7 +294,7 @@ class PlanSource:
         found, unknown = _lengths_of([samples[place] for place in kept.tolist()], planned, fields)
         # The rest is cut by the plan's own rule, which collating follows.
         cut = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
-        differs = (cut != planned).reshape(len(kept), -1).any(axis=1)
+        differs = cut != planned if planned.ndim == 1 else (cut != planned).any(axis=1)
         differs[[*unknown]] = True
         others, num_adjusted = {}, 0
         for index in np.flatnonzero(differs).tolist():
