@@ -9,7 +9,7 @@
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: matrix products and collectives of a model. `step_seconds`: the time of a step on each layout.
-- `memory_model`: the bytes of a step on many layouts at once.
+- `memory_model`: the bytes of a step on many layouts at once, a guess of `estimate_memory`.
 - `choice`: every layout, the cost of a plan on each, and the one that fits with the least estimated time.
 """
 

@@ -33,7 +33,7 @@ from jvarlen.training.trainable import Trainable
 
 __all__ = ["Candidates", "LayoutChoice", "candidate_cells", "choose_layout", "divisors"]
 
-_SHOWN = 12  # candidates in a table
+_SHOWN = 6  # candidates in a table, whose steps are traced
 _NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
 _TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
 
@@ -44,7 +44,8 @@ class Candidates(NamedTuple):
     Attributes:
       table: the layouts, a row each.
       seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
-      num_bytes: float64[C], that a step takes on the fullest device; NaN where that is unknown.
+      num_bytes: float64[C], that a step takes on the fullest device: of the first 6 what `estimate_memory` says, of
+        others a guess near it. NaN where that is unknown.
       reasons: why each was rejected; "" for those that were not.
       is_too_large: bool[C], whether it was rejected because it needs more memory than a device has.
     """
@@ -62,7 +63,7 @@ class Candidates(NamedTuple):
           most: how many; None for all.
 
         Returns:
-          The layouts, the fastest first.
+          The layouts, those of the least predicted seconds first.
         """
         num_fitting = self.num_fitting if most is None else min(most, self.num_fitting)
         return [self.table.layout(row) for row in range(num_fitting)]
@@ -91,10 +92,9 @@ class LayoutChoice(NamedTuple):
       num_bytes: memory of a step on the fullest device.
       memory_bytes: memory of a device.
       of_step: of each bucket on the choice, float64[K] each.
-      of_epoch: of an epoch on each of the first candidates, 12 at most; float64 of as many each.
+      of_epoch: of an epoch on each of the first candidates, 6 at most; float64 of as many each.
       candidates: all layouts that were considered.
       costs: of the model.
-      memory: likewise.
     """
 
     layout: Layout
@@ -105,7 +105,6 @@ class LayoutChoice(NamedTuple):
     of_epoch: StepSeconds
     candidates: Candidates
     costs: ModelCosts
-    memory: MemoryModel
 
     def __str__(self) -> str:
         candidates = self.candidates
@@ -228,7 +227,6 @@ def choose_layout(
         of_epoch=StepSeconds(*(part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in of_steps)),
         candidates=candidates,
         costs=costs,
-        memory=memory,
     )
 
 
@@ -271,63 +269,59 @@ class _Search(NamedTuple):
     def candidates(self) -> Candidates:
         """All layouts, the best first."""
         everything, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
-        takes = cannot == ""
-        if not takes.any():
+        takes = np.flatnonzero(cannot == "")
+        if not len(takes):
             raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
-        best = self._best_thresholds(everything.take(takes))
+        table = everything.take(takes)
+        options = self._options(table)
+        # The first that seem to fit are traced, in the fullest of their buckets.
+        traced: set[tuple[int, int]] = set()
+        while True:
+            column = options.best()
+            at = np.arange(len(takes)), column
+            table.context_from[:] = options.thresholds[column]
+            order = np.lexsort((options.seconds[at], options.problem[at]))  # ties in the order of enumeration
+            first = [(row, int(column[row])) for row in order[:_SHOWN]]
+            new = next((each for each in first if options.problem[each] == 0 and each not in traced), None)
+            if new is None:
+                break
+            traced.add(new)
+            step = self.costs.buckets[options.fullest[new]], self.microbatches_per_step
+            options.num_bytes[new] = self.memory.exact_bytes(table.layout(new[0]), *step)
+            if options.num_bytes[new] > self.memory_bytes:
+                options.problem[new] = _TOO_LARGE
+        everything.context_from[takes] = table.context_from
         seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
+        problem, num_bytes[takes] = options.problem[at], options.num_bytes[at]
+        seconds[takes] = np.where(problem > _TOO_LARGE, np.inf, options.seconds[at])
         reasons, is_too_large = cannot.copy(), np.zeros(len(cannot), bool)
-        everything.context_from[takes], num_bytes[takes], reasons[takes] = (
-            best.threshold,
-            best.num_bytes,
-            self._reasons(best),
-        )
-        seconds[takes] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
-        is_too_large[takes] = best.problem == _TOO_LARGE
-
-        def order() -> Int64[np.ndarray, " C"]:
-            """Those that fit first, by seconds; ties in the order of enumeration."""
-            return np.lexsort((seconds, reasons != ""))
-
-        for row in order().tolist():
-            if reasons[row]:
-                break
-            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
-            layout, m = everything.take(slice(row, row + 1)), self.microbatches_per_step
-            of_buckets = np.where(self.num_steps > 0, self.memory.memory_bytes(layout, m)[0], 0)
-            fullest = self.costs.buckets[int(of_buckets.argmax())]
-            num_bytes[row] = max(num_bytes[row], self.memory.exact_bytes(layout.layout(0), fullest, m))
-            if num_bytes[row] <= self.memory_bytes:
-                break
-            reasons[row], is_too_large[row] = self._too_large(num_bytes[row]), True
-        found = order()
+        reasons[takes], is_too_large[takes] = self._reasons(problem, num_bytes[takes]), problem == _TOO_LARGE
+        found = np.lexsort((seconds, reasons != ""))
         rejected = tuple(reasons[found].tolist())
         return Candidates(everything.take(found), seconds[found], num_bytes[found], rejected, is_too_large[found])
 
-    def _best_thresholds(self, table: LayoutTable) -> _Best:
-        """For each layout the bucket j from which its rows are spread, and what that takes."""
+    def _options(self, table: LayoutTable) -> _Options:
+        """Of each layout, for each bucket j from which its rows may be spread, and for none."""
         lengths = np.array([bucket.length for bucket in self.costs.buckets])
         used, fixed = self.num_steps > 0, self.fixed.get("context_from")
         spread, whole = self._evaluated(table, True), self._evaluated(table, False)
-        best = _Best(*(np.full(table.data.shape, each) for each in (np.inf, np.inf, _SPREADS_NONE, 0)))
+        columns, thresholds = [], []
         for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
             is_spread = np.arange(len(lengths)) >= j
             seconds, num_bytes, problem = (np.where(is_spread, *pair) for pair in zip(spread, whole, strict=True))
-            problem = problem[:, used].max(axis=1, initial=0)
-            in_all = np.where(used, seconds * self.num_steps, 0.0).sum(axis=1)
-            largest = np.where(used, num_bytes, 0.0).max(axis=1)
-            problem = np.where(problem == 0, np.where(largest > self.memory_bytes, _TOO_LARGE, 0), problem)
+            problem, num_bytes = problem[:, used].max(axis=1, initial=0), np.where(used, num_bytes, 0.0)
+            in_all, largest = np.where(used, seconds * self.num_steps, 0.0).sum(axis=1), num_bytes.max(axis=1)
+            problem[(problem == 0) & (largest > self.memory_bytes)] = _TOO_LARGE
             spreads = j < len(lengths)
             threshold = int(lengths[j]) if spreads and used[:j].any() else 0
             if fixed is not None and spreads:
                 spreads = np.array_equal((lengths >= fixed)[used], is_spread[used])
                 threshold = fixed
-            allowed = np.where(table.context > 1, spreads, j == len(lengths))
-            best = best.or_better(_Best(in_all, largest, problem, threshold), allowed)
-        return best
-
-    def _too_large(self, num_bytes: float) -> str:
-        return f"needs {num_bytes:,.0f} bytes of {self.memory_bytes:,}"
+            problem[np.where(table.context > 1, not spreads, j < len(lengths))] = _SPREADS_NONE
+            columns.append((in_all, largest, problem, num_bytes.argmax(axis=1)))
+            thresholds.append(threshold)
+        seconds, num_bytes, problem, fullest = (np.stack(each, axis=1) for each in zip(*columns, strict=True))
+        return _Options(seconds, num_bytes, problem, fullest, np.array(thresholds))
 
     def _evaluated(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
@@ -345,7 +339,7 @@ class _Search(NamedTuple):
         problem = np.select([*problems.values()], [*problems], 0)
         return self.step_seconds(table).total, self.memory.memory_bytes(table, num_microbatches), problem
 
-    def _reasons(self, best: _Best) -> list[str]:
+    def _reasons(self, problem: np.ndarray, num_bytes: np.ndarray) -> list[str]:
         texts = {
             0: "",
             _SHARDS: f"its data shards do not divide {self.microbatches_per_step} microbatches",
@@ -354,23 +348,25 @@ class _Search(NamedTuple):
             _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
             _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
         }
-        found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
-        return [self._too_large(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
+        return [
+            f"needs {needed:,.0f} bytes of {self.memory_bytes:,}" if each == _TOO_LARGE else texts[each]
+            for each, needed in zip(problem.tolist(), num_bytes.tolist(), strict=True)
+        ]
 
 
-class _Best(NamedTuple):
-    """For each layout, the bucket from which its rows are spread: first one that fits, then the fastest."""
+class _Options(NamedTuple):
+    """What each layout takes where its rows are spread from one of J thresholds; [C, J]."""
 
-    seconds: Any
-    num_bytes: Any
-    problem: Any
-    threshold: Any
+    seconds: Float64[np.ndarray, "C J"]
+    num_bytes: Float64[np.ndarray, "C J"]
+    problem: Int64[np.ndarray, "C J"]
+    fullest: Int64[np.ndarray, "C J"]  # the bucket that takes the most bytes
+    thresholds: Int64[np.ndarray, " J"]
 
-    def or_better(self, other: _Best, allowed: np.ndarray | bool) -> _Best:
-        """With those of the other that are allowed and better."""
-        faster = np.where(other.problem == _TOO_LARGE, other.num_bytes < self.num_bytes, other.seconds < self.seconds)
-        is_better = allowed & ((other.problem < self.problem) | ((other.problem == self.problem) & faster))
-        return _Best(*(np.where(is_better, new, old) for new, old in zip(other, self, strict=True)))
+    def best(self) -> Int64[np.ndarray, " C"]:
+        """For each layout the threshold of the least seconds of those with the least problem."""
+        by = np.where(self.problem == _TOO_LARGE, self.num_bytes, self.seconds)
+        return np.where(self.problem == self.problem.min(axis=1, keepdims=True), by, np.inf).argmin(axis=1)
 
 
 def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:

@@ -212,19 +212,20 @@ def test_less_memory_takes_a_layout_that_holds_less():
     assert str(free.layout) in free.why()
 
 
-def test_the_best_layout_is_traced_by_itself(monkeypatch):
-    """What tables say is too little for the first two."""
+def test_the_first_layouts_are_traced_and_those_that_do_not_fit_are_rejected(monkeypatch):
+    """What is guessed is too little for the first two."""
     fitting = choose(fixed=ALONG_DATA).candidates.layouts()
     memory, asked = known()["memory"], []
 
     def exact_bytes(layout, bucket, microbatches_per_step):
         asked.append(layout)
-        return 10**15 if len(asked) < 3 else 1
+        return 10**15 if len(asked) < 3 else len(asked)
 
     monkeypatch.setattr(memory, "exact_bytes", exact_bytes)
     choice = choose(fixed=ALONG_DATA)
-    assert asked == fitting[:3]
+    assert asked == fitting[:8]
     assert choice.layout == fitting[2]
+    assert choice.candidates.num_bytes[:6].tolist() == [3, 4, 5, 6, 7, 8]
     rejected = [reason for reason in choice.candidates.reasons if reason.startswith("needs 1,000,000,000,000,000 ")]
     assert len(rejected) == 2
     reasons, is_too_large = choice.candidates.reasons, choice.candidates.is_too_large
