@@ -1,29 +1,25 @@
 """How full does packing make rows, what does it cost, and how many positions does an epoch compute with it?
 
 `pack_samples` into rows of one length, of four lengths, and of chosen lengths, against Grain's packers and a plain
-first-fit-decreasing; and with at most a few samples a row, from a histogram of millions of samples. Run
-`python benchmarks/packing.py [--quick]`. Prints tables and writes them, with versions and hardware, to
-`benchmarks/results/`.
+first-fit-decreasing. Run `python benchmarks/packing.py [--quick]`. Prints tables and writes them, with versions and
+hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from support.peer_calls import LIMIT_S, Lengths, Peer, Work, measure
-from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
+from support.timing import REPEATS, digits, report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.data.stdlib_corpus import stdlib_functions
 
-WIKIPEDIA = Path(__file__).parent / "support" / "wikipedia_lengths.txt"
 LENGTH_MULTIPLE = 256 if "--quick" in sys.argv else 32  # of rows whose lengths are chosen
 COST = jvarlen.CostModel(0.0, 15e-6, 0.22e-6)  # the built-in model's on two cores, rounded
 
@@ -200,40 +196,6 @@ def lengths_to_compare(num_samples: int) -> list[Lengths]:
     ]
 
 
-def few_a_row(num_shares: int) -> list[str]:
-    """The table of rows with at most a few samples, from the histogram of Wikipedia's lengths over `num_shares`."""
-    counts = (
-        np.array([int(word) for line in WIKIPEDIA.read_text().splitlines() if line[0] != "#" for word in line.split()])
-        // num_shares
-    )
-    lengths = np.repeat(np.arange(1, len(counts) + 1), counts)
-    rows: list[list[str]] = []
-    first_s = 0.0
-    for most, published in ((None, ""), (3, "NNLSHP 99.75%, 24 s"), (12, "LPFHP 99.81%, 0.05 s")):
-        call = functools.partial(jvarlen.pack_samples, lengths, 512, max_samples_per_row=most)
-        seconds, packed = best_seconds(call)
-        first_s = first_s or seconds
-        rows.append(
-            [
-                "any number" if most is None else str(most),
-                digits(seconds),
-                digits(seconds / first_s),
-                f"{packed.fill:.3%}",
-                f"{packed.num_rows:,}",
-                str(np.diff(packed.row_offsets).max()),
-                published,
-            ]
-        )
-    return [
-        f"## At most a few samples a row: {counts.sum():,} samples, rows of 512",
-        "",
-        "Lengths of the Wikipedia data set of Krell et al. 2021, with the figures published for it.",
-        "",
-        *table("at most|seconds|ratio|fill|rows|most in a row|published", rows),
-        "",
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few samples, and no report")
@@ -255,7 +217,6 @@ def main() -> None:
         "lognormal, median 300, σ 1.2, those up to 4,096.",
         "",
         *(line for lengths in lengths_to_compare(num_samples) for line in compare(lengths)),
-        *few_a_row(1_000 if quick else 1),
         versions_and_hardware("grain"),
     ]
     report("packing", lines, write=not quick)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, check_integer
 from torch_ref.costs import CostModel
-from torch_ref.lengths import check_joint_lengths, check_lengths, row_sizes
+from torch_ref.lengths import check_lengths, check_pair_lengths, row_sizes
 from torch_ref.plan import Plan
 
 __all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs"]
@@ -235,7 +235,7 @@ def _sample_tokens(plan: Plan, lengths: ArrayLike | None) -> NDArray[np.int64]:
     """Return the tokens of each of the plan's samples, or pieces, in its order."""
     if lengths is None:
         raise ValueError('lengths are needed with over="epoch": steps will have other numbers of tokens')
-    values = check_joint_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)[:, None]
+    values = check_pair_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)[:, None]
     if values.shape[1] != len(plan.buckets[0]) - 1:
         raise ValueError(f"lengths of shape {np.shape(lengths)} do not go with buckets like {tuple(plan.buckets[0])}")
     _check_ids(plan, len(values), "lengths")

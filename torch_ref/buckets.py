@@ -1,8 +1,7 @@
 """Static shapes (rows, length) from lengths and budgets, by a strategy or with given lengths."""
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.budget import Budget, Cost, as_budget, checked_costs, round_up
-from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
+from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.costs import warn_beyond_measured
 from torch_ref.fitting import Fitting, fit_budget
 from torch_ref.lengths import PairSize, row_sizes
@@ -92,7 +91,6 @@ def make_buckets(
     max_tokens: int | Budget,
     *,
     overlong: str = "error",
-    compiled: Iterable[Sequence[int]] = (),
     **budget: Any,
 ) -> tuple[Bucket, ...]:
     """Choose the static shapes for a list of lengths.
@@ -104,12 +102,6 @@ def make_buckets(
         lengths: [N] integers >= 1, in tokens.
         max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
         overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
-        compiled: (rows, length) shapes that have been compiled already: a bucket of one of these shapes adds no
-            `compile_seconds`. Only together with it and with "optimal". Bucket lengths are then rounded lengths of
-            samples and lengths of compiled shapes, and each bucket holds at least one sample; the last may be longer
-            than all samples. Rows are those that the samples of the bucket need, if a sample has its length, or those
-            of a compiled shape of this length, whichever gives the least total. Among equal totals compiled shapes go
-            first, then fewer rows. Shapes that the budgets, the multiples or `max_length` rule out are ignored.
         budget: other fields of `Budget` as keywords.
 
     Returns:
@@ -125,40 +117,23 @@ def make_buckets(
         (Bucket(rows=3, length=3), Bucket(rows=1, length=9))
         >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9])
         (Bucket(rows=3, length=4), Bucket(rows=1, length=9))
-        >>> seconds = {"cost": lambda rows, length: rows * length * 0.5, "compile_seconds": 60.0}
-        >>> make_buckets([2, 2, 3, 9], 18, compiled=[(4, 4), (1, 12)], **seconds)
-        (Bucket(rows=4, length=4), Bucket(rows=1, length=12))
     """
     limits = as_budget(max_tokens, budget)
-    buckets = _make_buckets(lengths, limits, overlong, compiled)
+    buckets = _make_buckets(lengths, limits, overlong)
     for model in (limits.cost, limits.memory):
         warn_beyond_measured(model, buckets)
     return buckets
 
 
-def _make_buckets(
-    lengths: ArrayLike, limits: Budget, overlong: str, compiled: Iterable[Sequence[int]]
-) -> tuple[Bucket, ...]:
+def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> tuple[Bucket, ...]:
     if limits.pair_size != "sum":
         raise ValueError(f"pair_size={limits.pair_size!r} counts pairs, and these samples have one length each")
-    shapes = _check_compiled(compiled)
-    if shapes and (limits.compile_seconds is None or limits.strategy != "optimal"):
-        raise ValueError(
-            'compiled shapes only count with compile_seconds and strategy="optimal", got '
-            f"compile_seconds={limits.compile_seconds}, strategy={limits.strategy!r}"
-        )
     fitting = fit_budget(lengths, overlong, limits, every=limits.strategy == "optimal")
     ordered = fitting.ordered
     if limits.given_lengths is not None:
         bucket_lengths = torch.tensor(limits.given_lengths)
     elif limits.strategy == "optimal":
-        cheapest = Cheapest(fitting, cost=limits.cost)
-        reusable = _reusable(shapes, limits)
-        if reusable:
-            reusing = _Reusing(cheapest, reusable, fitting.rounded)
-            return Buckets(reusing.buckets(limits.max_shapes), limits.microbatches_per_step)
-        before = cheapest.before
-        bucket_lengths = cheapest.bucket_lengths(limits.max_shapes, lambda last: before[last + 1] - before[: last + 1])
+        bucket_lengths = Cheapest(fitting, cost=limits.cost).bucket_lengths(limits.max_shapes)
     else:
         chosen = CLOSED_FORM[str(limits.strategy)](ordered, limits.max_shapes)
         bucket_lengths = torch.unique(round_up(chosen, limits.length_multiple))
@@ -234,18 +209,14 @@ class Cheapest:
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
         self._caps = fitting.budget.caps(self.distinct)
 
-    def bucket_lengths(self, max_shapes: int, num_held: Callable[[int], Tensor]) -> Tensor:
-        """Return the cheapest bucket lengths.
-
-        Args:
-            max_shapes: at most this many.
-            num_held: from an index j to how many samples or rows a bucket of the lengths i..j holds, for i = 0..j:
-                int64[j + 1], each at least 1.
-
-        Returns:
-            int64[k], as `optimal_lengths` chooses them.
-        """
-        return optimal_lengths(self.distinct, max_shapes, lambda j: self.trimmed(num_held(j), slice(j, j + 1))[0])
+    def bucket_lengths(self, max_shapes: int) -> Tensor:
+        """Return the cheapest bucket lengths, int64[k], as `optimal_lengths` chooses at most so many."""
+        before = self.before
+        return optimal_lengths(
+            self.distinct,
+            max_shapes,
+            lambda j: self.trimmed(before[j + 1] - before[: j + 1], slice(j, j + 1)),
+        )
 
     def total(self, places: Sequence[int], num_held: Sequence[int]) -> float:
         """Return the cost of some buckets.
@@ -255,16 +226,12 @@ class Cheapest:
             num_held: how many samples or rows each holds.
 
         Returns:
-            An int without a cost function, else a float, summed from the shortest bucket up.
+            The sum, rounded once.
         """
-        costs = self.trimmed(torch.tensor(num_held), torch.tensor(places))[0].tolist()
-        total: float = costs[0]
-        for each in costs[1:]:
-            total += each
-        return total
+        return math.fsum(self.trimmed(torch.tensor(num_held), torch.tensor(places)).tolist())
 
-    def trimmed(self, num_held: Tensor, places: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Return the costs of buckets with rows by the row rule, and these rows.
+    def trimmed(self, num_held: Tensor, places: slice | Tensor) -> Tensor:
+        """Return the costs of buckets with rows by the row rule.
 
         Args:
             num_held: int64[n], what each holds.
@@ -274,99 +241,6 @@ class Cheapest:
         rows, steps = self._budget.rows_and_steps(num_held, cap)
         microbatches = steps * self._budget.microbatches_per_step
         if self._budget.cost is None:
-            return microbatches * rows * length, rows
-        each = self.microbatch_costs(rows, length)
-        return microbatches.to(torch.float64) * each + (self._budget.compile_seconds or 0.0), rows
-
-    def microbatches(self, num_held: Tensor, rows: Tensor) -> Tensor:
-        """Return how many microbatches of given rows the buckets take, int64."""
-        return self._budget.num_steps(num_held, rows) * self._budget.microbatches_per_step
-
-    def microbatch_costs(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Return the cost of one microbatch of each shape, float64[n]."""
-        assert self._budget.cost is not None
-        return checked_costs("cost", self._budget.cost, rows, lengths)
-
-
-class _Reusing:
-    """The dynamic program over the lengths of samples and of compiled shapes.
-
-    Args:
-        cheapest: the one without compiled shapes.
-        shapes: (length, rows), ascending.
-        rounded: int64[n], the rounded lengths of the samples.
-    """
-
-    def __init__(self, cheapest: Cheapest, shapes: list[tuple[int, int]], rounded: Tensor) -> None:
-        """Put both kinds of lengths in order, and ask for the cost of each shape."""
-        self._cheapest = cheapest
-        lengths, self._rows = torch.tensor(shapes).T
-        self._lengths, place = torch.unique(torch.cat([cheapest.distinct, lengths]), return_inverse=True)
-        # Where each length of samples, and each compiled shape, is among the lengths.
-        self._own, self._of_shape = place.split([len(cheapest.distinct), len(lengths)])
-        self._costs = cheapest.microbatch_costs(self._rows, lengths)
-        self._before = torch.searchsorted(rounded.sort().values, self._lengths, right=True)
-
-    def buckets(self, max_shapes: int) -> tuple[Bucket, ...]:
-        """Return the cheapest buckets."""
-
-        def costs(last: int) -> Tensor:
-            starts = torch.cat([torch.zeros(1, dtype=torch.int64), self._before[:last]])
-            held = self._before[last] - starts
-            return self._least(last, held)[0].masked_fill(held == 0, math.inf)
-
-        bucket_lengths = optimal_lengths(self._lengths, max_shapes, costs, longest=int(self._cheapest.distinct[-1]))
-        places = torch.searchsorted(self._lengths, bucket_lengths)
-        held = self._before[places].diff(prepend=torch.zeros(1, dtype=torch.int64))
-        rows = [self._least(int(place), held[k : k + 1])[1] for k, place in enumerate(places)]
-        return tuple(Bucket(int(each), length) for each, length in zip(rows, bucket_lengths.tolist(), strict=True))
-
-    def _least(self, place: int, num_samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the least costs of buckets of one length, and their rows; with no sample they mean nothing."""
-        here = self._of_shape == place
-        if not bool(here.any()):
-            return self._cheapest.trimmed(num_samples, torch.searchsorted(self._own, place)[None])
-        rows = self._rows[here, None].expand(-1, len(num_samples))
-        costs = self._cheapest.microbatches(num_samples, rows).to(torch.float64) * self._costs[here, None]
-        own = torch.searchsorted(self._own, place)
-        if own < len(self._own) and self._own[own] == place:
-            trimmed_costs, trimmed = self._cheapest.trimmed(num_samples, slice(int(own), int(own) + 1))
-            costs, rows = torch.cat([costs, trimmed_costs[None]]), torch.cat([rows, trimmed[None]])
-        # Compiled rows come first, in ascending order. Of equals NumPy's argmin takes the first, and torch's any.
-        best = torch.from_numpy(costs.numpy().argmin(axis=0))[None]
-        return costs.gather(0, best)[0], rows.gather(0, best)[0]
-
-
-def _check_compiled(values: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return compiled shapes as (length, rows) pairs of Python ints."""
-    shapes, wrong = [], []
-    for value in values:
-        try:
-            rows, length = value
-            if isinstance(rows, bool | np.bool_) or isinstance(length, bool | np.bool_):
-                raise TypeError
-            shapes.append((operator.index(length), operator.index(rows)))
-        except (TypeError, ValueError):
-            wrong.append(value)
-            continue
-        if min(shapes[-1]) < 1:
-            wrong.append(value)
-    if wrong:
-        more = f" and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
-        listed = ", ".join(map(str, wrong[:MAX_LISTED]))
-        raise ValueError(f"compiled shapes must be (rows, length), both integers >= 1, got {listed}{more}")
-    return shapes
-
-
-def _reusable(shapes: list[tuple[int, int]], budget: Budget) -> list[tuple[int, int]]:
-    """Return those compiled shapes, given as (length, rows), that the budget allows; ascending, each once."""
-    longest = min(budget.max_tokens, budget.max_length or budget.max_tokens)
-    lengths = sorted({length for length, _ in shapes if length <= longest and length % budget.length_multiple == 0})
-    caps = budget.caps(torch.tensor(lengths, dtype=torch.int64)).tolist()
-    limits = dict(zip(lengths, caps, strict=True))
-
-    def is_allowed(length: int, rows: int) -> bool:
-        cap = limits.get(length, 0)
-        return rows <= cap and (cap < budget.row_multiple or rows % budget.row_multiple == 0)
-
-    return sorted({shape for shape in shapes if is_allowed(*shape)})
+            return microbatches * rows * length
+        each = checked_costs("cost", self._budget.cost, rows, length)
+        return microbatches.to(torch.float64) * each + (self._budget.compile_seconds or 0.0)

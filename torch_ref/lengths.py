@@ -15,7 +15,6 @@ __all__ = [
     "Fitted",
     "Overlong",
     "PairSize",
-    "check_joint_lengths",
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
@@ -74,31 +73,6 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return values.astype(np.int64, copy=False)
 
 
-def check_joint_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
-    """Check samples that have several lengths each.
-
-    Args:
-        lengths: [N, D] integers of any dtype, D >= 2, in tokens.
-
-    Returns:
-        The same values as int64[N, D].
-
-    Raises:
-        ValueError: if they are not so many integers for N >= 1 samples, or if the first of a sample lies below 1,
-            another below 0, or their sum above int64; the first offenders are listed.
-    """
-    values = np.asarray(lengths)
-    if values.ndim != 2 or values.shape[1] < 2 or len(values) == 0:
-        raise ValueError(f"lengths must have shape [N, D] with N >= 1 and D >= 2, got {values.shape}")
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
-    most = INT64_MAX // values.shape[1]
-    missing = (values[:, 0] < 1) | np.any(values < 0, axis=1)
-    _refuse_pairs(values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0")
-    _refuse_pairs(values, np.any(values > most, axis=1), f"lengths must be at most {most}")
-    return values.astype(np.int64, copy=False)
-
-
 def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     """Check the lengths of pairs.
 
@@ -115,7 +89,12 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     values = np.asarray(lengths)
     if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
         raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
-    return check_joint_lengths(values)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
+    missing = (values[:, 0] < 1) | (values[:, 1] < 0)
+    _refuse_pairs(values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0")
+    _refuse_pairs(values, np.any(values > INT64_MAX // 2, axis=1), f"lengths must be at most {INT64_MAX // 2}")
+    return values.astype(np.int64, copy=False)
 
 
 def check_pair_size(pair_size: Any) -> None:

@@ -49,8 +49,6 @@ def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tup
     limits = np.array(buckets)[:, 1:]
     tokens_before = np.cumsum(np.sort(lengths.reshape(len(lengths), -1), axis=0), axis=0)
     most = [np.searchsorted(tokens_before[:, d], limits[:, d], side="right") for d in range(limits.shape[1])]
-    if packing.max_samples_per_row is not None:
-        most.append(np.full(len(limits), packing.max_samples_per_row))
     in_rows = np.min(most, axis=0) + 2 * (packing.method == "wrapped")
     return tuple(np.clip(in_rows, 1, limits[:, 0]).tolist())
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import check_integer, to_tensor
-from torch_ref.joint import check_sizes, fill_joint_rows, fit_joint, place_samples
-from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_joint_lengths, check_lengths, fit_lengths
+from torch_ref.joint import check_sizes, fill_pair_rows, fit_joint
+from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.placing import fill_rows
 
@@ -23,27 +23,26 @@ __all__ = ["METHODS", "Packing", "check_row_lengths", "pack_samples", "split_sam
 METHODS = ("best_fit", "wrapped")
 
 _LEAST_BLOCK = 256
-_MOST_SLOW = 2**16
+_PAIRS_BLOCK = 2048
 _MOST_TRIED = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Samples in rows. If samples have D lengths each, so have rows: lengths and capacities are then [..., D].
+    """Samples in rows. If samples are pairs, so are rows: lengths and capacities are then [..., 2].
 
     Attributes:
         sample_ids: int64[n], row by row, and in a row in the order of placing.
         row_offsets: int64[R + 1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r + 1]]`.
         sample_lengths: int64[n], in tokens, cut to the longest row.
         capacity: int64[R], the length that each row was opened with.
-        row_lengths: the lengths that rows can have, ascending; or the D lengths of every row.
+        row_lengths: the lengths that rows can have, ascending; or the two of every row.
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate" | "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
         piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split,
             unless they are wrapped. A split sample has its id once for each piece.
         method: "best_fit" | "wrapped".
-        max_samples_per_row: the most samples that a row may have; None is any number.
         all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
             they are wrapped; otherwise None.
     """
@@ -58,7 +57,6 @@ class Packing:
     num_truncated: int = 0
     piece_starts: NDArray[np.int64] | None = None
     method: str = "best_fit"
-    max_samples_per_row: int | None = None
     all_lengths: NDArray[np.int64] | None = None
 
     @property
@@ -88,7 +86,6 @@ def pack_samples(
     row_lengths: int | Sequence[int],
     *,
     method: str = "best_fit",
-    max_samples_per_row: int | None = None,
     order: str | Order | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
@@ -100,39 +97,25 @@ def pack_samples(
     but the last is full, and no token is left out. The pieces are packed samples of their own, as those of split ones.
 
     By best fit, a sample goes into the open row with the least space left that still holds it, among equals the one
-    that has had this space longest; where there is none, a new row of the smallest length that holds it is opened. So
-    it is if any number of samples may share a row.
+    that has had this space longest; where there is none, a new row of the smallest length that holds it is opened.
 
-    If at most m may, rows are made one after the other, each as often as its samples last. The length of a row is the
-    smallest that holds the longest sample left. The row takes this sample, then the longest that fits, until nothing
-    does or it has m. But where more than m times as many samples as full rows of the smallest length would then be
-    left, the row is made of short and long ones: first the longest or the shortest, that which is farther from the mean
-    of all that are left (the longest, if equally far); then, while more than two are missing, the longest of at most an
-    equal part of the space, or if there is none, that fits; then the two that fill the row exactly, in most copies
-    (among equals those with the shortest sample), or if there are none, two taken like the others. In the end a row
-    gets the smallest length that holds its tokens.
-
-    Samples with D lengths each go into rows that have a length for each of them, and fit where all their lengths do.
-    Rows are then filled as `torch_ref.joint.fill_joint_rows` says: one after the other, each time with the sample whose
-    lengths best match the space that is left. Such samples cannot be split.
+    Pairs go into rows that have a length for each side, and fit where both their lengths do. Rows are filled as
+    `torch_ref.joint.fill_pair_rows` says: one after the other, each time with the pair whose lengths best match the
+    space that is left. Pairs cannot be split. They always come in blocks, of 2,048 where `block_size` is "auto", and
+    in the shuffled order of epoch 0 where another word is given.
 
     Shuffled samples are packed in blocks of `Order.block_size` consecutive ones (long samples before they are split or
     dropped count), so that rows are others in every epoch. The last row of a block is opened again: its samples are
     packed with those of the next block. "auto" takes the smallest of 256, 512, 1024, ..., each below the number of
     samples, for which epoch 0 has at most R / 1000 rows more, rounded up, than the R of all at once; or all at once, if
-    there is none. Of more than 2**20 samples the first 2**20 of that epoch decide. More than 2**16 samples are packed
-    all at once if rows are limited or samples have several lengths. None is all at once.
-
-    The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
-    out.
+    there is none. Of more than 2**20 samples the first 2**20 of that epoch decide. None is all at once.
 
     Args:
-        lengths: [N] integers >= 1, in tokens; or [N, D] for samples with D lengths each.
-        row_lengths: the lengths that rows can have, strictly ascending, or one of them; or the D lengths of every row,
+        lengths: [N] integers >= 1, in tokens; or [N, 2] for pairs.
+        row_lengths: the lengths that rows can have, strictly ascending, or one of them; of pairs the two of every row,
             each below 2**23.
         method: "best_fit" | "wrapped". Wrapped, samples have one length each and all rows the same; there is no
-            `max_samples_per_row`, `block_size` or rule for long samples.
-        max_samples_per_row: m; None is no limit.
+            `block_size` or rule for long samples.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
             every epoch. It has random keys of its own, independent of those of a plan, and alone has blocks.
         seed: 0 <= seed < 2**63, for the order.
@@ -154,18 +137,17 @@ def pack_samples(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if method == "wrapped":
-        unfit = {"max_samples_per_row": max_samples_per_row, "overlong": None if overlong == "error" else overlong}
+        unfit = {"overlong": None if overlong == "error" else overlong}
         return _wrap(lengths, row_lengths, as_order(order), seed, epoch, unfit)
-    if np.ndim(lengths) == 2:
-        return _pack_joint(lengths, row_lengths, max_samples_per_row, order, seed, epoch, overlong)
-    checked = check_lengths(lengths)
-    sizes = check_row_lengths(row_lengths)
+    checked, sizes = (
+        (check_pair_lengths(lengths), check_sizes(row_lengths))
+        if np.ndim(lengths) == 2
+        else (check_lengths(lengths), np.array(check_row_lengths(row_lengths)))
+    )
     if overlong not in PACKED_OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
-    if max_samples_per_row is not None:
-        max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
-    packed = _Packer(checked, sizes, max_samples_per_row, overlong).pack(as_order(order), seed, epoch)
-    return Packing(row_lengths=sizes, overlong=overlong, **packed)
+    packed = _Packer(checked, sizes, overlong).pack(as_order(order), seed, epoch)
+    return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
 
 
 def _wrap(
@@ -240,35 +222,33 @@ class _Packer:
     """Packs samples in any order, all at once or in blocks.
 
     Args:
-        lengths: int64[N] or int64[N, D].
+        lengths: int64[N] or int64[N, 2].
         sizes: the lengths of rows.
-        most: samples of a row, or None.
         overlong: the rule for samples that no row holds.
     """
 
-    def __init__(
-        self, lengths: NDArray[np.int64], sizes: Sequence[int] | NDArray[np.int64], most: int | None, overlong: str
-    ) -> None:
-        self._lengths, self._sizes, self._most, self._overlong = lengths, sizes, most, overlong
+    def __init__(self, lengths: NDArray[np.int64], sizes: NDArray[np.int64], overlong: str) -> None:
+        self._lengths, self._sizes, self._overlong = lengths, sizes, overlong
 
     def pack(self, order: Order, seed: int, epoch: int) -> dict[str, Any]:
         """Return the arrays and counts of a `Packing`."""
         seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-        sums = self._lengths if self._lengths.ndim == 1 else self._lengths.sum(axis=1)
-        block_size: int | str | None = None
-        if order.name == "shuffle":
-            ids, block_size = self._shuffled(seed, epoch), order.block_size
-            if block_size == "auto":
-                block_size = self._least_block_size(seed)
-        elif order.blocks is not None:
+        is_pairs, block_size = self._lengths.ndim == 2, order.blocks
+        if order.name != "shuffle" and block_size is not None:
             raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
+        if order.name == "shuffle":
+            ids = self._shuffled(seed, epoch)
+        elif is_pairs and isinstance(order.by, str):
+            ids = self._shuffled(seed, 0)
         else:
-            ids = sample_order(sums, order)
+            ids = sample_order(self._lengths.sum(axis=1) if is_pairs else self._lengths, order)
+        if order.block_size == "auto" and (is_pairs or order.name == "shuffle"):
+            block_size = _PAIRS_BLOCK if is_pairs else self._least_block_size(seed)
         fitted, all_lengths = self._fit(ids), None
         rows = self._in_blocks(fitted, block_size)
-        if len(ids) < len(sums):  # another epoch may take others
+        if len(ids) < len(self._lengths):  # another epoch may take others
             rule = "drop" if self._overlong == "error" else self._overlong
-            all_lengths = _Packer(self._lengths, self._sizes, self._most, rule)._fit(np.arange(len(sums))).lengths
+            all_lengths = _Packer(self._lengths, self._sizes, rule)._fit(np.arange(len(self._lengths))).lengths
         return {
             "sample_ids": fitted.sample_ids[rows.chunks],
             "row_offsets": np.concatenate([[0], np.cumsum(rows.sizes)]),
@@ -277,7 +257,6 @@ class _Packer:
             "num_dropped": fitted.num_dropped,
             "num_truncated": fitted.num_truncated,
             "piece_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
-            "max_samples_per_row": self._most,
             "all_lengths": all_lengths,
         }
 
@@ -288,8 +267,6 @@ class _Packer:
         """Return what "auto" stands for."""
         fitted, num_samples = self._fit(self._shuffled(seed, 0)), min(len(self._lengths), _MOST_TRIED)
         block_size = _LEAST_BLOCK
-        if len(self._lengths) > _MOST_SLOW and (self._most is not None or self._lengths.ndim == 2):
-            return None
         first = fitted.place < num_samples
         fitted = fitted._replace(lengths=fitted.lengths[first], place=fitted.place[first])
         if num_samples <= block_size or not first.any():
@@ -306,7 +283,7 @@ class _Packer:
         """Apply the rule for long samples to those of the ordered ids."""
         starts = None
         if self._lengths.ndim == 2:
-            fitted = fit_joint(self._lengths, ids, np.asarray(self._sizes), self._overlong)
+            fitted = fit_joint(self._lengths, ids, self._sizes, self._overlong)
         elif self._overlong == "split" and (self._lengths[ids] > self._sizes[-1]).any():
             fitted, starts = split_samples(self._lengths, ids, int(self._sizes[-1]))
         else:
@@ -323,7 +300,7 @@ class _Packer:
             fitted.num_truncated,
         )
 
-    def _in_blocks(self, fitted: _Chunks, block_size: int | str | None) -> _Rows:
+    def _in_blocks(self, fitted: _Chunks, block_size: int | None) -> _Rows:
         """Pack chunks of so many samples at a time, each time with those of the last row before; None: all at once."""
         block = fitted.place // (block_size if isinstance(block_size, int) else len(self._lengths))
         *ends, num_chunks = np.append(np.flatnonzero(np.diff(block)) + 1, len(block)).tolist()
@@ -342,38 +319,14 @@ class _Packer:
     def _at_once(self, lengths: NDArray[np.int64]) -> _Rows:
         """Pack chunks of these lengths."""
         if lengths.ndim == 2:
-            distinct, inverse = np.unique(lengths, axis=0, return_inverse=True)
-            kind = inverse.reshape(-1)
-            numbers = np.bincount(kind, minlength=len(distinct)).tolist()
-            samples, offsets = place_samples(
-                kind, fill_joint_rows(distinct, numbers, np.asarray(self._sizes), self._most)
-            )
-            return _Rows(samples, np.diff(offsets), np.tile(self._sizes, (len(offsets) - 1, 1)))
+            rows = fill_pair_rows(lengths, self._sizes)
+            return _Rows(np.concatenate(rows), np.array(list(map(len, rows))), np.tile(self._sizes, (len(rows), 1)))
         longest_first = stable_argsort(lengths, descending=True)
         distinct, counts = torch.unique_consecutive(to_tensor(lengths[longest_first]), return_counts=True)
-        filled = fill_rows(tuple(self._sizes), distinct.tolist(), counts.tolist(), self._most)
+        filled = fill_rows(tuple(self._sizes.tolist()), distinct.tolist(), counts.tolist())
         row, capacity = filled.row_of_samples(), filled.capacity()
         by_row = stable_argsort(row)
         return _Rows(longest_first[by_row], np.bincount(row, minlength=len(capacity)), capacity)
-
-
-def _pack_joint(
-    lengths: ArrayLike,
-    row_lengths: Any,
-    most: int | None,
-    order: str | Order | ArrayLike,
-    seed: int,
-    epoch: int,
-    overlong: str,
-) -> Packing:
-    """Pack samples with several lengths each."""
-    checked = check_joint_lengths(lengths)
-    sizes = check_sizes(row_lengths, checked.shape[1])
-    if overlong not in PACKED_OVERLONG:
-        raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
-    most = None if most is None else check_integer("max_samples_per_row", most)
-    packed = _Packer(checked, sizes, most, overlong).pack(as_order(order), seed, epoch)
-    return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
 
 
 def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:

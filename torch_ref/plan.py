@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -442,7 +441,6 @@ def make_plan(
     padded = sum(map(math.prod, zip(num_steps, rows_per_step.tolist(), bucket_sizes.tolist(), strict=True)))
     if padded > INT64_MAX:
         raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
-    _warn_of_padding_rows(checked, num_microbatches, num_steps, np.bincount(items.bucket, minlength=len(checked)))
     places = steps.places.numpy()
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
     tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
@@ -463,30 +461,6 @@ def make_plan(
         new_shape_every=order.new_shape_every,
         **fields,
     )
-
-
-def _warn_of_padding_rows(
-    buckets: Buckets, num_microbatches: int, num_steps: list[int], num_samples: NDArray[np.int64]
-) -> None:
-    """Warn where buckets hold more padding rows than buckets for this M would, by a quarter where theirs is unknown."""
-    known = buckets.microbatches_per_step
-    if known == num_microbatches:
-        return
-    multiple = 1 if known is None else math.gcd(*(bucket[0] for bucket in buckets))
-    num_rows = num_trimmed = 0
-    for (rows, *_), steps, held in zip(buckets, num_steps, num_samples.tolist(), strict=True):
-        num_rows += steps * num_microbatches * rows
-        if steps:
-            trimmed = -(-held // (num_microbatches * steps * multiple)) * multiple
-            num_trimmed += steps * num_microbatches * trimmed
-    total = int(num_samples.sum())
-    if num_rows - num_trimmed > (num_trimmed / 20 if known else num_rows / (4 if total >= 256 else 1)):
-        warnings.warn(
-            f"the buckets{'' if known is None else f' for {known} microbatches of a step'} go badly with "
-            f"microbatches_per_step={num_microbatches}: {num_rows - total} of {num_rows} rows are padding rows, with "
-            f"buckets made for it {num_trimmed - total}",
-            stacklevel=3,
-        )
 
 
 def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:

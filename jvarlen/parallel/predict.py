@@ -40,7 +40,7 @@ from jvarlen.loading.plan_source import PaddingRows
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.lengths import PackedOverlong, check_lengths_for
-from jvarlen.planning.packings import PackingMethod
+from jvarlen.planning.packing import PackingMethod
 from jvarlen.planning.plan import Plan, make_plan
 
 __all__ = ["predict"]

@@ -3,9 +3,9 @@
 - `samples`: tokens, with loss weights or without.
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
-- `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.
+- `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
 - `batching`: greedy token batches, without buckets.
-- `packings`, `packing`, `placing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
+- `packing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
 - `candidates`: padded or packed shapes, by the seconds of an epoch.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `balance`: work dealt to ranks.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import PairBucket
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, root_pacing
-    from jvarlen.planning.packings import Packing
+    from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
 

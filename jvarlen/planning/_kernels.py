@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import types
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
@@ -18,11 +18,11 @@ from jvarlen._common.threads import in_parts
 
 __all__ = [
     "Kernel",
+    "best_fit",
     "close_by_budget",
     "close_by_capacity",
     "fill_blocks",
-    "fill_joint_rows",
-    "halved_order",
+    "fill_pair_rows",
     "paced_arrival",
     "scaled_key",
     "take_segments",
@@ -30,7 +30,9 @@ __all__ = [
 
 _FEW = 2**16  # samples
 _FEW_PACKED = 2**18  # samples of blocks, likewise: numba takes 2.5 s for them, Python 6 µs a sample
-_FEW_SEARCHED = 2**12  # lengths in a search tree, where Python takes far longer
+_FEW_LENGTHS = 2**15  # placed by best fit, where Python takes longer
+_FEW_PAIRS = 2**9  # the time is quadratic in them
+_FACTOR_BITS = 40  # lengths below 2**23 times such factors fit int64
 
 
 class Kernel:
@@ -196,148 +198,51 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
     return np.int64((np.uint64(key) * np.uint64(width)) >> np.uint64(32))
 
 
-# The samples that are left, by their lengths, in a search tree of V vectors of D lengths. Node i has the children 2i
-# and 2i + 1, the last V nodes are the vectors. A node has the least and the greatest of each length of what is left
-# below it.
-_DEEPEST = 64  # levels
-_FACTOR_BITS = 40
-_NOTHING = 2**62  # above all lengths
-_Vectors: TypeAlias = Int64[np.ndarray, "V D"]
-_OfVectors: TypeAlias = Int64[np.ndarray, " V"]
-_Boxes: TypeAlias = Int64[np.ndarray, "nodes D"]
-_Lengths: TypeAlias = Int64[np.ndarray, " D"]
+@functools.partial(Kernel, few=_FEW_PAIRS)
+def fill_pair_rows(
+    pairs: Int64[np.ndarray, "n 2"], row_lengths: Int64[np.ndarray, " 2"]
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """Fills rows of pairs, one after the other, by the rule of `pack_samples`.
 
-
-def halved_order(vectors: _Vectors) -> _OfVectors:
-    """The order of a power of two of vectors in a tree that halves them along the side in which they differ most."""
-    # NumPy, as numba takes seconds to compile a sort.
-    order, size = np.arange(len(vectors)), len(vectors)
-    while size > 1:
-        nodes = order.reshape(-1, size)
-        side = np.ptp(vectors[nodes], axis=1).argmax(axis=1)
-        by_side = vectors[nodes, side[:, None]].argsort(axis=1)
-        order, size = np.take_along_axis(nodes, by_side, axis=1).reshape(-1), size // 2
-    return order
-
-
-@Kernel
-def _update_box(node: int, least: _Boxes, greatest: _Boxes) -> None:
-    """Sets the least and greatest lengths of a node from those of its children."""
-    for d in range(least.shape[1]):
-        least[node, d] = min(least[2 * node, d], least[2 * node + 1, d])
-        greatest[node, d] = max(greatest[2 * node, d], greatest[2 * node + 1, d])
-
-
-@Kernel
-def _take(place: int, number: int, left: _OfVectors, least: _Boxes, greatest: _Boxes) -> None:
-    """Takes samples of one vector; where none is left, it leaves the tree."""
-    left[place] -= number
-    if left[place]:
-        return
-    node = len(left) + place
-    for d in range(least.shape[1]):
-        least[node, d], greatest[node, d] = _NOTHING, 0
-    while node > 1:
-        node //= 2
-        _update_box(node, least, greatest)
+    Pairs ascend by their lengths; of equal ones the last is placed first. Returns the places of pairs in the order of
+    placing, and the row of each.
+    """
+    num_pairs = len(pairs)
+    first, second, which = pairs[:, 0].copy(), pairs[:, 1].copy(), np.arange(num_pairs)
+    placed, row_of = np.empty(num_pairs, np.int64), np.empty(num_pairs, np.int64)
+    row, spaces = 0, row_lengths.copy()
+    for num_placed in range(num_pairs):
+        best = -1
+        while best < 0:
+            factors = (spaces << _FACTOR_BITS) // row_lengths**2
+            best_product = np.int64(-1)
+            for place in range(num_pairs - num_placed):
+                product = first[place] * factors[0] + second[place] * factors[1]
+                if product >= best_product and first[place] <= spaces[0] and second[place] <= spaces[1]:
+                    best, best_product = place, product
+            if best < 0:
+                row, spaces = row + 1, row_lengths.copy()
+        placed[num_placed], row_of[num_placed] = which[best], row
+        spaces[0] -= first[best]
+        spaces[1] -= second[best]
+        for place in range(best, num_pairs - num_placed - 1):
+            first[place], second[place], which[place] = first[place + 1], second[place + 1], which[place + 1]
+    return placed, row_of
 
 
 @Kernel
-def _most_product(low: _Lengths, high: _Lengths, room: _Lengths, factors: _Lengths) -> np.int64:
-    """At least the product of the factors with any vector between two that fits; −1 if none can fit."""
-    product = np.int64(0)
-    for d in range(len(room)):
-        if low[d] > room[d]:
-            return np.int64(-1)
-        product += min(high[d], room[d]) * factors[d]
-    return product
+def _insert(values: Int64[np.ndarray, " s"], num_values: int, place: int, value: int) -> None:
+    """Puts a value in front of those from a place on."""
+    for k in range(num_values, place, -1):
+        values[k] = values[k - 1]
+    values[place] = value
 
 
 @Kernel
-def _best_that_fits(room: _Lengths, factors: _Lengths, order: _OfVectors, least: _Boxes, greatest: _Boxes) -> int:
-    """The place of the vector that is left, fits, and has the largest product with the factors; −1 if none fits."""
-    # Among equals the one that is last in `order` wins. Nodes that cannot hold a better one are skipped.
-    best, best_product = -1, np.int64(-1)
-    nodes, products = np.empty(_DEEPEST, np.int64), np.empty(_DEEPEST, np.int64)  # still to be searched
-    nodes[0], products[0], waiting = 1, _most_product(least[1], greatest[1], room, factors), 1
-    while waiting:
-        waiting -= 1
-        node, product = nodes[waiting], products[waiting]
-        if product < 0 or product < best_product:
-            continue
-        place = node - len(order)
-        if place >= 0:
-            if product > best_product or order[place] > order[best]:
-                best, best_product = place, product
-            continue
-        one = _most_product(least[2 * node], greatest[2 * node], room, factors)
-        other = _most_product(least[2 * node + 1], greatest[2 * node + 1], room, factors)
-        first = 2 * node if one >= other else 2 * node + 1
-        nodes[waiting], products[waiting] = 4 * node + 1 - first, min(one, other)
-        nodes[waiting + 1], products[waiting + 1] = first, max(one, other)  # the better half comes first
-        waiting += 2
-    return best
-
-
-@functools.partial(Kernel, few=_FEW_SEARCHED)
-def fill_joint_rows(
-    vectors: _Vectors, counts: _OfVectors, row_lengths: _Lengths, max_samples: int, order: _OfVectors
-) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " G_plus_1"], Int64[np.ndarray, " G"]]:
-    """Fills rows of several features, one after the other, by the rule of `pack_samples`."""
-    # Vectors are a power of two, some of them without samples; `order` is that of `halved_order`.
-    vectors, left = vectors[order], counts[order]
-    least, greatest = np.concatenate((vectors, vectors)), np.concatenate((vectors, vectors))
-    num_left, tokens_left, in_row = 0, np.zeros_like(row_lengths), np.zeros_like(left)
-    for place in range(len(vectors)):
-        num_left += left[place]
-        tokens_left += left[place] * vectors[place]
-        if left[place] == 0:
-            for d in range(len(row_lengths)):
-                least[len(left) + place, d], greatest[len(left) + place, d] = _NOTHING, 0
-    for node in range(len(vectors) - 1, 0, -1):
-        _update_box(node, least, greatest)
-    kinds, ends, numbers = np.empty(1024, np.int64), np.zeros(1024, np.int64), np.empty(1024, np.int64)
-    num_kinds = num_rows = 0
-    while num_left:
-        # Too many samples to fill rows up to the limit: the rest of the row is shared evenly.
-        is_shared = num_left > max_samples
-        for d in range(len(row_lengths)):
-            is_shared &= -(-num_left // max_samples) * row_lengths[d] > tokens_left[d]
-        first_kind, space = num_kinds, row_lengths.copy()
-        while num_kinds - first_kind < max_samples:
-            factors = (space << _FACTOR_BITS) // row_lengths**2
-            place = -1
-            if is_shared and num_kinds > first_kind:
-                share = space // (max_samples - (num_kinds - first_kind))
-                place = _best_that_fits(share, factors, order, least, greatest)
-            if place < 0:
-                place = _best_that_fits(space, factors, order, least, greatest)
-            if place < 0:
-                break
-            if num_kinds == len(kinds):
-                kinds = np.append(kinds, np.empty_like(kinds))
-            kinds[num_kinds] = place
-            num_kinds += 1
-            space -= vectors[place]
-            _take(place, 1, left, least, greatest)
-        row = kinds[first_kind:num_kinds]
-        # The same row again, as often as its samples are left.
-        for place in row:
-            in_row[place] += 1
-        again = left[row[0]]
-        for place in row:
-            again = min(again, left[place] // in_row[place])
-        for place in row:
-            in_row[place] = 0
-            tokens_left -= (1 + again) * vectors[place]
-            if again:
-                _take(place, again, left, least, greatest)
-        num_left -= (1 + again) * len(row)
-        if num_rows + 1 == len(ends):
-            ends, numbers = np.append(ends, np.empty_like(ends)), np.append(numbers, np.empty_like(numbers))
-        num_rows += 1
-        ends[num_rows], numbers[num_rows - 1] = num_kinds, 1 + again
-    return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
+def _remove(values: Int64[np.ndarray, " s"], num_values: int, place: int) -> None:
+    """Takes out the value at a place."""
+    for k in range(place, num_values - 1):
+        values[k] = values[k + 1]
 
 
 @Kernel
@@ -353,6 +258,73 @@ def _place_of(space: int, spaces: Int64[np.ndarray, " s"], num_spaces: int) -> i
     return low
 
 
+@functools.partial(Kernel, few=_FEW_LENGTHS, adds_up=True)
+def best_fit(
+    lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"], room: int
+) -> tuple[Int64[np.ndarray, "r 4"], Int64[np.ndarray, "e 5"]]:
+    """Places samples of descending lengths, each into the row with the least space that holds it.
+
+    Returns runs of equal samples in the order of placing: first row, samples a row, samples, and the length of the rows
+    if they were opened for them; and rows in turn that have or had space left: first row, how many still have it, their
+    length, the space, and a link. Nothing if either were more than `room`; twice the samples and two are always enough.
+    """
+    # A row that took a sample and still holds another of that length is again the one with the least space that does,
+    # so each row takes as many as it holds before the next one is looked at. Open rows with the same space are in a
+    # queue of entries, each several rows in turn, the one that has had it longest first.
+    runs, entries = np.empty((room, 4), np.int64), np.empty((room, 5), np.int64)
+    spaces, heads, tails = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    num_runs = num_entries = num_spaces = num_rows = 0
+    for i in range(len(lengths)):
+        length, left = lengths[i], counts[i]
+        while left > 0:
+            if max(num_runs, num_entries) + 2 > room:
+                return runs[:0], entries[:0]
+            at = _place_of(length, spaces, num_spaces)
+            if at < num_spaces:
+                entry = heads[at]
+                row, num_alike, size, space = entries[entry, 0], entries[entry, 1], entries[entry, 2], spaces[at]
+                opened = 0
+                per_row = space // length
+                used = min(num_alike, -(-left // per_row))
+                entries[entry, 0] += used
+                entries[entry, 1] -= used
+                if used == num_alike and entry != tails[at]:
+                    heads[at] = entries[entry, 4]
+                elif used == num_alike:
+                    for queue in (spaces, heads, tails):
+                        _remove(queue, num_spaces, at)
+                    num_spaces -= 1
+            else:
+                size = sizes[np.searchsorted(sizes, length)]
+                row, space, opened = num_rows, size, size
+                per_row = space // length
+                used = -(-left // per_row)
+                num_rows += used
+            number = min(left, used * per_row)
+            left -= number
+            runs[num_runs, 0], runs[num_runs, 1], runs[num_runs, 2], runs[num_runs, 3] = row, per_row, number, opened
+            num_runs += 1
+            full, rest = number // per_row, number % per_row
+            for part in range(2):
+                alike, each = (full, per_row) if part == 0 else (min(rest, 1), rest)
+                space_left = space - each * length
+                if alike == 0 or space_left == 0:
+                    continue
+                at = _place_of(space_left, spaces, num_spaces)
+                if at < num_spaces and spaces[at] == space_left:
+                    entries[tails[at], 4] = num_entries
+                    tails[at] = num_entries
+                else:
+                    _insert(spaces, num_spaces, at, space_left)
+                    _insert(heads, num_spaces, at, num_entries)
+                    _insert(tails, num_spaces, at, num_entries)
+                    num_spaces += 1
+                entries[num_entries, 0], entries[num_entries, 1] = row + part * full, alike
+                entries[num_entries, 2], entries[num_entries, 3] = size, space_left
+                num_entries += 1
+    return runs[:num_runs].copy(), entries[:num_entries].copy()
+
+
 @functools.partial(Kernel, few=_FEW_PACKED, adds_up=True)
 def fill_blocks(
     lengths: Int64[np.ndarray, " n"],
@@ -366,118 +338,55 @@ def fill_blocks(
     `descending` has the samples of each block in the order of placing. Returns them in rows, where rows end, and their
     capacity; nothing as soon as there must be more than `most_rows`.
     """
-    num_samples = len(lengths)
     samples, row_ends, capacity = np.empty_like(lengths), np.empty_like(lengths), np.empty_like(lengths)
-    num_out = num_rows = num_carried = room = 0
+    num_out = num_rows = begin = 0
     tokens_later = lengths.sum()
-    carried = placed = row_of = descending[:0]  # places of this block's samples, and their rows
-    # Open rows: those with the same space in a queue, the one that has had it longest first. An entry is several rows
-    # in turn.
-    spaces = queue_head = queue_tail = first_row = num_alike = next_entry = carried
-    begin = 0
+    carried = descending[:0]
     for end in ends:
-        num_here = num_carried + end - begin
-        if num_here > room:
-            room = 2 * num_here
-            spaces, queue_head, queue_tail = (
-                np.empty(room, np.int64),
-                np.empty(room, np.int64),
-                np.empty(room, np.int64),
-            )
-            first_row, num_alike, next_entry = (
-                np.empty(2 * room, np.int64),
-                np.empty(2 * room, np.int64),
-                np.empty(2 * room, np.int64),
-            )
-            placed, row_of = np.empty(room, np.int64), np.empty(room, np.int64)
-        i = 0
+        num_here = len(carried) + end - begin
+        placed, counts = np.empty(num_here, np.int64), np.zeros(num_here, np.int64)
+        values = np.empty(num_here, np.int64)
+        num_taken, num_values = 0, 0
         for place in range(num_here):
-            if begin == end or (i < num_carried and lengths[carried[i]] >= lengths[descending[begin]]):
-                placed[place] = carried[i]
-                i += 1
+            if begin == end or (num_taken < len(carried) and lengths[carried[num_taken]] >= lengths[descending[begin]]):
+                sample = carried[num_taken]
+                num_taken += 1
             else:
-                placed[place] = descending[begin]
-                tokens_later -= lengths[descending[begin]]
+                sample = descending[begin]
                 begin += 1
-        num_spaces = num_entries = opened = start = 0
-        while start < num_here:
-            length = lengths[placed[start]]
-            stop = start + 1
-            while stop < num_here and lengths[placed[stop]] == length:
-                stop += 1
-            while start < stop:
-                at = _place_of(length, spaces, num_spaces)
-                if at < num_spaces:
-                    space, entry = spaces[at], queue_head[at]
-                    row = first_row[entry]
-                    per_row = space // length
-                    used = min(num_alike[entry], -((start - stop) // per_row))
-                    first_row[entry] += used
-                    num_alike[entry] -= used
-                    if num_alike[entry] == 0:
-                        if entry == queue_tail[at]:
-                            num_spaces -= 1
-                            for k in range(at, num_spaces):
-                                spaces[k] = spaces[k + 1]
-                                queue_head[k] = queue_head[k + 1]
-                                queue_tail[k] = queue_tail[k + 1]
-                        else:
-                            queue_head[at] = next_entry[entry]
-                else:
-                    size = 0
-                    while sizes[size] < length:
-                        size += 1
-                    space, row = sizes[size], opened
-                    per_row = space // length
-                    used = -((start - stop) // per_row)
-                    for k in range(opened, opened + used):
-                        capacity[num_rows + k] = space
-                    opened += used
-                number = min(stop - start, used * per_row)
-                for k in range(number):
-                    row_of[start + k] = row + k // per_row
-                start += number
-                full, rest = number // per_row, number % per_row
-                for part in range(2):
-                    alike, each = (full, per_row) if part == 0 else (min(rest, 1), rest)
-                    left = space - each * length
-                    if alike == 0 or left == 0:
-                        continue
-                    first_row[num_entries], num_alike[num_entries] = row + part * full, alike
-                    at = _place_of(left, spaces, num_spaces)
-                    if at < num_spaces and spaces[at] == left:
-                        next_entry[queue_tail[at]] = num_entries
-                    else:
-                        for k in range(num_spaces, at, -1):
-                            spaces[k] = spaces[k - 1]
-                            queue_head[k] = queue_head[k - 1]
-                            queue_tail[k] = queue_tail[k - 1]
-                        num_spaces += 1
-                        spaces[at], queue_head[at] = left, num_entries
-                    queue_tail[at] = num_entries
-                    num_entries += 1
-        # Into rows, in order; `spaces` counts what each holds.
+            placed[place] = sample
+            if place == 0 or lengths[sample] != values[num_values - 1]:
+                values[num_values] = lengths[sample]
+                num_values += 1
+            counts[num_values - 1] += 1
+            tokens_later -= lengths[sample]
+        runs, _ = best_fit(values[:num_values], counts[:num_values], sizes, 2 * num_here + 2)
+        row_of, num_in_row, opened, place = values, counts, 0, 0  # their memory serves again
+        num_in_row[:] = 0
+        for run in range(len(runs)):
+            row, per_row, number, size = runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3]
+            for k in range(number):
+                row_of[place] = row + k // per_row
+                num_in_row[row_of[place]] += 1
+                place += 1
+            while size and opened <= row_of[place - 1]:
+                capacity[num_rows + opened] = size
+                opened += 1
+        first = num_out
         for row in range(opened):
-            spaces[row] = 0
-        for place in range(num_here):
-            spaces[row_of[place]] += 1
-        for row in range(opened):
-            begins, num_out = num_out, num_out + spaces[row]
+            first, num_out = num_out, num_out + num_in_row[row]
             row_ends[num_rows + row] = num_out
-            spaces[row] = begins
+            num_in_row[row] = first
         for place in range(num_here):
             row = row_of[place]
-            samples[spaces[row]] = placed[place]
-            spaces[row] += 1
+            samples[num_in_row[row]] = placed[place]
+            num_in_row[row] += 1
         num_rows += opened
-        num_carried = 0
-        if end < num_samples:
+        if end < len(lengths):
             num_rows -= 1
-            first = row_ends[num_rows - 1] if num_rows else 0
-            num_carried, carried, num_out = num_out - first, samples[first:num_out].copy(), first
-        tokens_carried = 0
-        for place in range(num_carried):
-            tokens_carried += lengths[carried[place]]
-        if num_rows - (-(tokens_later + tokens_carried) // sizes[-1]) > most_rows:
+            carried, num_out = samples[first:num_out].copy(), first
+            for sample in carried:
+                tokens_later += lengths[sample]
+        if num_rows - (-tokens_later // sizes[-1]) > most_rows:
             return samples[:0], row_ends[:0], capacity[:0]
     return samples, row_ends[:num_rows].copy(), capacity[:num_rows].copy()

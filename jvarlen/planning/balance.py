@@ -27,7 +27,7 @@ from jvarlen._common.checks import (
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import check_feature_lengths, check_lengths, ends_to_offsets, sample_sizes
+from jvarlen.planning.lengths import check_lengths, check_pair_lengths, ends_to_offsets, sample_sizes
 from jvarlen.planning.order import stable_argsort
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import PlannedSteps
@@ -266,7 +266,7 @@ def _first_rows(plan: Plan) -> Int64[np.ndarray, " S_plus_1"]:
 
 def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
     """The planned tokens of each of `plan.sample_ids`; raises ValueError if the lengths are not those of the plan."""
-    checked = check_feature_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)
+    checked = check_pair_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)
     num_sides = 1 if checked.ndim == 1 else checked.shape[1]
     if num_sides != len(plan.buckets[0].lengths):
         raise UserError(f"lengths of shape {checked.shape} do not go with buckets like {tuple(plan.buckets[0])}")

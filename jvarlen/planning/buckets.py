@@ -1,7 +1,6 @@
 """Token-budget buckets: their lengths from the histogram of lengths, by closed forms or dynamic programming.
 
-Letters: N samples, D distinct (rounded) lengths, K buckets, C compiled shapes, M microbatches a step, B
-rows, T length, n samples of a bucket, s its steps.
+Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a step.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Float64, Int64, Integer, Shaped
+from jaxtyping import Bool, Int64, Integer
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_first, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning.budget import (
     Budget,
     as_budget,
     broken_by_one_row,
     bucket_costs,
-    checked_cost,
-    num_steps,
     round_up,
     steps_and_rows,
 )
@@ -47,25 +44,15 @@ __all__ = [
     "CountedSamples",
     "Histogram",
     "PairBucket",
-    "buckets_by_number",
     "check_buckets",
-    "cost_of_candidates",
-    "least_rows_when_packed",
     "make_buckets",
-    "optimal_lengths",
     "rows_of_steps",
-    "trimmed_costs",
 ]
 
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
 _MOST_CANDIDATES = 5000  # lengths that "optimal" chooses from; the time is quadratic in them
 
 _SHAPES_AT_ONCE = 32  # whose costs stay in a processor's cache
-
-# How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
-_NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
-# What these buckets cost: int64 or float64, infinite for those that must not be.
-_BucketCosts = Callable[[int], Shaped[np.ndarray, " j"]]
 
 
 class Bucket(NamedTuple):
@@ -179,7 +166,6 @@ def make_buckets(
     *,
     counts: npt.ArrayLike | None = None,
     overlong: Overlong = "error",
-    compiled: Iterable[Sequence[int]] = (),
     **budget: Any,
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
@@ -193,11 +179,6 @@ def make_buckets(
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
         counts them as cut to it. Pass the same to `make_plan`.
-      compiled: (rows, length) shapes whose programs exist already. Needs `compile_seconds`, which a bucket of such a
-        shape does not cost, and strategy `"optimal"`. A bucket may then have the length of a compiled shape although no
-        sample has it, but none is empty, and the rows that its samples need or those of a compiled shape of its length,
-        whichever costs least. Of equal costs compiled shapes win, then fewer rows. Shapes outside the budget,
-        `row_multiple`, `length_multiple` or `max_length` are ignored.
       budget: the other fields of `Budget`, as keywords: `max_shapes`, `strategy`, `cost` and so on.
 
     Returns:
@@ -214,81 +195,30 @@ def make_buckets(
     Example:
       >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
       (Bucket(rows=3, length=4), Bucket(rows=2, length=16))
-      >>> seconds = {"cost": lambda rows, length: 0.01 * rows * length, "compile_seconds": 1.0}
-      >>> make_buckets([3, 4, 4, 9, 15], max_tokens=32, **seconds, compiled=[(8, 4), (2, 16)])
-      (Bucket(rows=8, length=4), Bucket(rows=2, length=16))
 
     References:
       Dynamic programming over sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; a cluster costs its padded steps.
     """
     limits = as_budget(max_tokens, budget)
-    [buckets] = buckets_by_number(
-        lengths, limits, [limits.max_shapes], counts=counts, overlong=overlong, compiled=compiled
-    )
+    given, max_length = limits.given_lengths, limits.max_length
+    if limits.pair_size != "sum":
+        raise UserError(f"pair_size ({limits.pair_size!r}) is for samples of two lengths; these have one")
+    if given is not None:
+        max_length = int(given[-1])
+    counted = CountedSamples(lengths, max_length, overlong, limits.length_multiple, counts)
+    histogram = counted.histogram
+    if given is not None:
+        chosen = given
+    elif limits.strategy == "optimal":
+        chosen = _optimal_lengths(*counted.candidates(limits), limits)
+    else:
+        unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
+        chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
+    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
+    buckets = Buckets(map(Bucket, rows.tolist(), chosen.tolist()), limits.microbatches_per_step)
     for model in (limits.cost, limits.memory):
         warn_beyond_measured(model, buckets)
     return buckets
-
-
-def buckets_by_number(
-    lengths: npt.ArrayLike,
-    budget: Budget,
-    numbers: Sequence[int],
-    *,
-    counts: npt.ArrayLike | None = None,
-    overlong: Overlong = "error",
-    compiled: Iterable[Sequence[int]] = (),
-) -> list[Buckets[Bucket]]:
-    """The buckets of `make_buckets` for each of these `max_shapes`, ascending, from one search."""
-    given, max_length = budget.given_lengths, budget.max_length
-    if budget.pair_size != "sum":
-        raise UserError(f"pair_size ({budget.pair_size!r}) is for samples of two lengths; these have one")
-    if given is not None:
-        max_length = int(given[-1])
-    shapes = list(compiled)
-    if shapes and (budget.strategy != "optimal" or budget.compile_seconds is None):
-        raise UserError(
-            f"compiled needs compile_seconds and strategy 'optimal', not {budget.compile_seconds!r} and "
-            f"{budget.strategy!r}"
-        )
-    counted = CountedSamples(lengths, max_length, overlong, budget.length_multiple, counts)
-    histogram = counted.histogram
-    if given is not None:
-        choices = [given for _ in numbers]
-    elif budget.strategy == "optimal":
-        candidates, caps = counted.candidates(budget)
-        usable = _usable_shapes(shapes, budget, max_length)
-        if len(usable):
-            return _reusing_buckets(histogram, candidates.rounded, caps, usable, budget, numbers)
-        costs = trimmed_costs(candidates.rounded, candidates.num_samples_between, caps, budget)
-        choices = optimal_lengths(candidates.rounded, costs, numbers)
-    else:
-        unrounded = (_CLOSED_FORMS[str(budget.strategy)](histogram, number) for number in numbers)
-        choices = [np.unique(round_up(np.array(each, np.int64), budget.length_multiple)) for each in unrounded]
-    buckets = []
-    for chosen in choices:
-        _, rows = steps_and_rows(budget, histogram.num_samples(chosen), counted.checked_caps(budget, chosen))
-        buckets.append(Buckets(map(Bucket, rows.tolist(), chosen.tolist()), budget.microbatches_per_step))
-    return buckets
-
-
-def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
-    """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
-    counted = CountedSamples(lengths, budget.max_length, overlong, budget.length_multiple)
-    histogram, (candidates, _) = counted.histogram, counted.candidates(budget)
-    if candidates is histogram:
-        return 0.0
-
-    def least_cost(of: Histogram) -> float:
-        costs = trimmed_costs(of.rounded, of.num_samples_between, budget.row_caps(of.rounded), budget)
-        [chosen] = optimal_lengths(of.rounded, costs, [budget.max_shapes])
-        return float(bucket_costs(budget, of.num_samples(chosen), budget.row_caps(chosen), chosen).sum())
-
-    # Other lengths than candidates save less than that, but for rows that are cut to a multiple.
-    below = np.append(histogram.rounded[0], candidates.rounded)
-    rounded = round_up(histogram.values, budget.length_multiple)
-    lowered = below[np.searchsorted(candidates.rounded, rounded, side="right")]
-    return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts, 1)) - 1.0)
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
@@ -383,77 +313,6 @@ class CountedSamples:
         )
 
 
-def _usable_shapes(
-    compiled: Iterable[Sequence[int]], budget: Budget, max_length: int | None
-) -> Int64[np.ndarray, " C 2"]:
-    """The compiled shapes that a bucket may have."""
-    shapes = list(compiled)
-    if wrong := [shape for shape in shapes if min(shape) < 1]:
-        raise UserError(
-            f"compiled must hold (rows, length) shapes with integers of at least 1, not {list_first(wrong)}"
-        )
-    fitting = {
-        (int(length), int(rows))
-        for rows, length in shapes
-        if int(rows) * int(length) <= budget.max_tokens
-        and length % budget.length_multiple == 0
-        and (max_length is None or length <= max_length)
-    }
-    lengths, rows = np.array(sorted(fitting), np.int64).reshape(-1, 2).T
-    caps = budget.row_caps(lengths)
-    is_usable = (rows <= caps) & ((caps < budget.row_multiple) | (rows % budget.row_multiple == 0))
-    return np.stack([rows, lengths], axis=1)[is_usable]
-
-
-def _reusing_buckets(
-    histogram: Histogram,
-    candidates: Int64[np.ndarray, " D"],
-    caps: Int64[np.ndarray, " D"],
-    shapes: Int64[np.ndarray, " C 2"],
-    budget: Budget,
-    numbers: Sequence[int],
-) -> list[Buckets[Bucket]]:
-    """The cheapest buckets if those of compiled shapes cost no `compile_seconds`, at most these numbers of them."""
-    # Every bucket holds at least one sample, because an empty one saves nothing, and of equal costs the fewest win.
-    assert budget.cost is not None
-    lengths = np.union1d(candidates, shapes[:, 1])
-    samples_up_to = histogram.samples_below[np.searchsorted(histogram.rounded, lengths, side="right")]
-    caps_of_lengths = np.zeros_like(lengths)
-    caps_of_lengths[np.isin(lengths, candidates)] = caps
-    samples_below = ends_to_offsets(samples_up_to)
-    shape_rows, shape_lengths = shapes.T
-    shape_costs = checked_cost(budget.cost, shape_rows, shape_lengths)
-
-    def costs_and_rows(
-        j: int, num_held: Int64[np.ndarray, " n"]
-    ) -> tuple[Float64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """The cheapest rows of buckets of a length: their trimmed ones, or those of a compiled shape."""
-        length, cap = np.full(len(num_held), lengths[j]), np.full(len(num_held), caps_of_lengths[j])
-        costs, rows = np.full(len(num_held), np.inf), np.zeros(len(num_held), np.int64)
-        if caps_of_lengths[j]:
-            costs, (_, rows) = bucket_costs(budget, num_held, cap, length), steps_and_rows(budget, num_held, cap)
-        # Of equal costs the last wins, which has the fewest rows.
-        for i in np.flatnonzero(shape_lengths == lengths[j])[::-1]:
-            microbatches = num_steps(budget, num_held, shape_rows[i]) * budget.microbatches_per_step
-            reusing = microbatches.astype(np.float64) * shape_costs[i]
-            rows = np.where(reusing <= costs, shape_rows[i], rows)
-            costs = np.minimum(reusing, costs)
-        return costs, rows
-
-    def costs(j: int) -> Float64[np.ndarray, " j"]:
-        return costs_and_rows(j - 1, samples_below[j] - samples_below[:j])[0]
-
-    num_last = int((lengths >= histogram.rounded[-1]).sum())
-    buckets = []
-    for choice in optimal_lengths(lengths, costs, numbers, num_last):
-        chosen = np.searchsorted(lengths, choice)
-        num_held = np.diff(samples_up_to[chosen], prepend=0)
-        rows = [costs_and_rows(j, num_held[k : k + 1])[1] for k, j in enumerate(chosen)]
-        reusing = (Bucket(int(b[0]), int(lengths[j])) for b, j in zip(rows, chosen, strict=True))
-        buckets.append(Buckets(reusing, budget.microbatches_per_step))
-    return buckets
-
-
 class Histogram:
     """Distinct lengths of samples, distinct lengths rounded up, and how many samples and tokens lie below each."""
 
@@ -463,7 +322,6 @@ class Histogram:
         np.add.at(self.counts, place, counts)
         self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
         self.samples_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts, first)))
-        self.tokens_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts * self.values, first)))
 
     def thinned(self) -> Histogram:
         """The same samples, as long as the candidates of `"optimal"` that hold them."""
@@ -477,64 +335,33 @@ class Histogram:
         """Samples of each bucket, where a sample belongs to the smallest that holds it."""
         return np.diff(self.samples_below[np.searchsorted(self.rounded, bucket_lengths, side="right")], prepend=0)
 
-    def num_samples_between(self, j: int) -> Int64[np.ndarray, " j"]:
-        """Samples of the buckets that end at rounded length j (from 1) and begin after each i < j."""
-        return self.samples_below[j] - self.samples_below[:j]
 
-
-def least_rows_when_packed(histogram: Histogram) -> _NumHeld:
-    """How many rows the samples of a bucket need at least when they are packed."""
-    # All tokens must find room, and no two samples longer than half a row share one.
-    doubled, samples_up_to = 2 * histogram.values, ends_to_offsets(np.cumsum(histogram.counts))
-
-    def rows_between(j: int) -> Int64[np.ndarray, " j"]:
-        length = histogram.rounded[j - 1]
-        num_short = samples_up_to[np.searchsorted(doubled, length, side="right")]
-        num_long = histogram.samples_below[j] - np.maximum(histogram.samples_below[:j], num_short)
-        tokens = histogram.tokens_below[j] - histogram.tokens_below[:j]
-        return np.maximum(-(-tokens // length), num_long)
-
-    return rows_between
-
-
-def trimmed_costs(
-    rounded: Int64[np.ndarray, " D"], num_held: _NumHeld, caps: Int64[np.ndarray, " D"], budget: Budget
-) -> _BucketCosts:
-    """What buckets cost with the rows that they need, of at most int64[D] `caps`; each holds something."""
-    return lambda j: bucket_costs(budget, num_held(j), np.full(j, caps[j - 1]), np.full(j, rounded[j - 1]))
-
-
-def optimal_lengths(
-    lengths: Int64[np.ndarray, " D"], costs: _BucketCosts, numbers: Sequence[int], num_last: int = 1
-) -> list[Int64[np.ndarray, " K"]]:
-    """The cheapest of the ascending lengths, at most these numbers of them, one of the `num_last` last included."""
+def _optimal_lengths(histogram: Histogram, caps: Int64[np.ndarray, " D"], budget: Budget) -> Int64[np.ndarray, " K"]:
+    """The cheapest of the rounded lengths, at most `max_shapes` of them, the longest included."""
     # cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets. The ceilings in the
     # cost of a bucket break the monotonicity that faster recurrences need, so every begin i < j of the last bucket is
     # tried: O(K D²) time, O(K D) memory. Of equal costs the first i wins, which is the smaller length.
-    num_lengths = len(lengths)
-    max_shapes = min(max(numbers), num_lengths)
-    dtype = costs(1).dtype
+    num_lengths = len(histogram.rounded)
+    max_shapes = min(budget.max_shapes, num_lengths)
+    dtype = np.int64 if budget.cost is None else np.float64
     # An integer that no sum of costs reaches, and that stays an integer when a bucket's cost is added to it.
-    unreachable = np.iinfo(np.int64).max // 2 if dtype == np.int64 else np.inf
+    unreachable = np.iinfo(np.int64).max // 2 if budget.cost is None else np.inf
     cheapest = np.full((max_shapes, num_lengths + 1), unreachable, dtype)
     previous = np.zeros((max_shapes, num_lengths + 1), np.int32)
     for j in range(1, num_lengths + 1):
-        cost = costs(j)
+        num_held = histogram.samples_below[j] - histogram.samples_below[:j]
+        cost = bucket_costs(budget, num_held, np.full(j, caps[j - 1]), np.full(j, histogram.rounded[j - 1]))
         cheapest[0, j] = cost[0]
         for k in range(0, min(max_shapes - 1, j), _SHAPES_AT_ONCE):
             totals = cheapest[k : min(k + _SHAPES_AT_ONCE, max_shapes - 1), :j] + cost
             end = k + len(totals)
             previous[k + 1 : end + 1, j] = first = totals.argmin(axis=1)
             cheapest[k + 1 : end + 1, j] = totals[np.arange(len(totals)), first]
-    choices = []
-    for most in numbers:
-        fewest, shortest = divmod(int(cheapest[:most, -num_last:].argmin()), num_last)
-        chosen, j = [], num_lengths - num_last + 1 + shortest
-        for k in range(fewest, -1, -1):
-            chosen.append(lengths[j - 1])
-            j = int(previous[k, j])
-        choices.append(np.array(chosen[::-1], np.int64))
-    return choices
+    chosen, j = [], num_lengths
+    for k in range(int(cheapest[:, -1].argmin()), -1, -1):
+        chosen.append(histogram.rounded[j - 1])
+        j = int(previous[k, j])
+    return np.array(chosen[::-1], np.int64)
 
 
 def _powers_of_two(histogram: Histogram, max_shapes: int) -> list[int]:

@@ -19,7 +19,7 @@ from jvarlen.planning.budget import Budget, checked_cost, num_steps
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths, fit_lengths
 from jvarlen.planning.order import Order
-from jvarlen.planning.packings import Packing, PackingMethod
+from jvarlen.planning.packing import Packing, PackingMethod
 from jvarlen.planning.row_lengths import choose_packed_buckets
 
 __all__ = ["ShapeCandidate", "choose_candidate", "decided_packing"]
@@ -48,7 +48,6 @@ def choose_candidate(
     order: Order,
     seed: int,
     method: PackingMethod | Literal["auto"] | None = "auto",
-    max_samples_per_row: int | None = None,
     num_epochs: float = 1.0,
     whole_below: int = 0,
 ) -> tuple[ShapeCandidate, str]:
@@ -70,7 +69,7 @@ def choose_candidate(
     for max_shapes in () if method is None else (1, budget.max_shapes):
         limits = dataclasses.replace(budget, max_shapes=max_shapes)
         buckets: Any
-        buckets, packing = choose_packed_buckets(lengths, limits, overlong, max_samples_per_row, order=order, seed=seed)
+        buckets, packing = choose_packed_buckets(lengths, limits, overlong, order=order, seed=seed)
         seconds, padding = _epoch(packing, buckets, budget, whole_below)
         candidates.append(ShapeCandidate(buckets, "best_fit", seconds))
         if isinstance(budget.cost, CostModel) and padding <= _LEAST_PADDING:

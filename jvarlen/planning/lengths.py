@@ -21,7 +21,6 @@ __all__ = [
     "PairSize",
     "apply_overlong",
     "check_counts",
-    "check_feature_lengths",
     "check_kind",
     "check_lengths",
     "check_lengths_for",
@@ -159,7 +158,13 @@ def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, "
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     """Checks lengths of pairs: integers[N, 2], source (≥ 1) and target tokens (≥ 0) of a sample."""
-    return check_feature_lengths(lengths, num_features=2)
+    array = _as_array(lengths)
+    if array.ndim != 2 or array.shape[1] != 2 or not array.size:
+        raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"lengths must be integers, not {array.dtype}")
+    _check_values(array)
+    return array.astype(np.int64, copy=False)
 
 
 def check_lengths_for(
@@ -173,18 +178,6 @@ def check_lengths_for(
         )
         raise UserError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
     return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
-
-
-def check_feature_lengths(lengths: npt.ArrayLike, num_features: int | None = None) -> Int64[np.ndarray, "N D"]:
-    """Checks lengths of features: integers[N, D], tokens of each, the first ≥ 1 and the others ≥ 0; D ≥ 2."""
-    array = _as_array(lengths)
-    if array.ndim != 2 or array.shape[1] < 2 or not array.size or num_features not in (None, array.shape[1]):
-        wanted = "D, D at least 2" if num_features is None else num_features
-        raise UserError(f"lengths of several features must have shape (N, {wanted}), not {array.shape}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"lengths must be integers, not {array.dtype}")
-    _check_values(array)
-    return array.astype(np.int64, copy=False)
 
 
 def check_pair_size(pair_size: object) -> None:

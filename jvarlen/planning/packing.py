@@ -1,37 +1,31 @@
 """Packs several samples into each row, and puts the samples in place of rows in the plan of these rows.
 
-Letters: N samples, n of them (or of their chunks) packed, D features, R rows, G distinct rows, S steps, P places.
+Letters: N samples, n of them (or of their chunks) packed, R rows, S steps, P places.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_choices,
-    if_given,
-    is_integer,
-    list_offenders,
-    offenders_where,
-)
-from jvarlen.planning._kernels import fill_blocks, take_segments
+from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
+from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows, take_segments
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
+    LengthHistogram,
     PackedOverlong,
-    check_feature_lengths,
     check_lengths,
     check_lengths_for,
+    check_pair_lengths,
     ends_to_offsets,
     fit_lengths,
+    histogram_of,
 )
 from jvarlen.planning.order import (
     PACKING_STREAM,
@@ -44,30 +38,111 @@ from jvarlen.planning.order import (
     sample_order,
     stable_argsort,
 )
-from jvarlen.planning.packings import Packing, PackingMethod, feature_histograms
-from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
 if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
 __all__ = [
-    "MAX_ROW_LENGTH",
+    "MAX_PAIR_ROW",
+    "Packing",
+    "PackingMethod",
     "lengths_of_rows",
     "order_of_wrapped_rows",
     "orders_of_packing",
     "pack_samples",
+    "rows_by_tokens",
     "rows_in_chunk_order",
     "split_lengths",
     "steps_in_chunk_order",
     "with_samples",
 ]
 
+PackingMethod = Literal["best_fit", "wrapped"]
+
 _LEAST_BLOCK = 256  # samples
-_MOST_SLOW = 2**16  # samples, if rules without a kernel for blocks pack them; of more, few rows recur without blocks
+_PAIRS_A_BLOCK = 2048  # the time is quadratic in them
 _MOST_TRIED = 2**20  # samples that tell the block size
-MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
-_TOO_LONG_JOINTLY = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
+MAX_PAIR_ROW = 2**23 - 1  # so that products of lengths and factors fit int64
+_TOO_LONG_PAIRS = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
+
+    If samples are pairs, every length has a last axis of two.
+
+    Attributes:
+      sample_ids: int64[n], row by row, each row from its beginning.
+      row_offsets: int64[R+1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r+1]]`.
+      sample_lengths: int64[n], tokens of each sample; a truncated sample counts with its cut length.
+      capacity: int64[R], the length of each row.
+      row_lengths: the lengths that rows may have, ascending; of pairs, the length of each side.
+      overlong: the rule for samples longer than the longest row.
+      num_dropped: samples left out by that rule.
+      num_truncated: samples cut by that rule.
+      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
+        is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
+      method: that of `pack_samples`.
+      histograms: how many samples have each length, a histogram a side, also of samples that an order left out;
+        None: of these samples alone.
+    """
+
+    sample_ids: Int64[np.ndarray, " n"]
+    row_offsets: Int64[np.ndarray, " R_plus_1"]
+    sample_lengths: Int64[np.ndarray, " n *sides"]
+    capacity: Int64[np.ndarray, " R *sides"]
+    row_lengths: tuple[int, ...]
+    overlong: PackedOverlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+    piece_starts: Int64[np.ndarray, " n"] | None = None
+    method: PackingMethod = "best_fit"
+    histograms: tuple[LengthHistogram, ...] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.capacity)
+
+    @property
+    def num_tokens(self) -> Int64[np.ndarray, " R *sides"]:
+        """int64[R], tokens in each row, which a plan takes as the length of the row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    def samples_per_row(self, row_lengths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit.
+
+        Wrapped, two more: the rest of the one before them, and the beginning of the one after. At least 1, at most
+        one a token.
+
+        Args:
+          row_lengths: of K rows; each as long as it is on every side.
+
+        Returns:
+          K numbers.
+        """
+        limits = []
+        sides = self.histograms or _side_histograms(self.sample_lengths)
+        for row_length, (lengths, counts) in zip(np.array(row_lengths, np.int64).T, sides, strict=True):
+            num_tokens, num_samples = (np.append(0, np.cumsum(each)) for each in (lengths * counts, counts))
+            num_whole = np.searchsorted(num_tokens[1:], row_length, side="right")  # lengths all of whose samples fit
+            next_length = np.append(lengths, 2**62)[num_whole]
+            limits.append(num_samples[num_whole] + (row_length - num_tokens[num_whole]) // next_length)
+        most = np.min(limits, axis=0) + 2 * (self.method == "wrapped")
+        return tuple(np.clip(most, 1, [row_length[0] for row_length in row_lengths]).tolist())
+
+    @property
+    def starts(self) -> Int64[np.ndarray, " n *sides"]:
+        """int64[n], the position in its row at which each sample begins."""
+        starts = np.cumsum(self.sample_lengths, axis=0) - self.sample_lengths
+        return starts - np.repeat(starts[self.row_offsets[:-1]], np.diff(self.row_offsets), axis=0)
+
+    @property
+    def fill(self) -> float:
+        """The share of all rows' tokens that are real, in (0, 1]."""
+        return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
 def pack_samples(
@@ -75,7 +150,6 @@ def pack_samples(
     row_lengths: int | Sequence[int],
     *,
     method: PackingMethod = "best_fit",
-    max_samples_per_row: int | None = None,
     order: str | Order | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
@@ -86,45 +160,35 @@ def pack_samples(
     Wrapped, samples lie end to end in their order, and are cut at the end of every row, so that all rows but the last
     are full. Each chunk is packed as a sample of its own, and counted as one.
 
-    Best fit keeps samples whole. Without `max_samples_per_row`, samples come by descending length, ties as in `order`,
-    each into the open row with the least free space that holds it; of several such rows, into the one that has had this
-    space longest. If no open row holds it, a new one is opened with the smallest length that does.
-
-    With `max_samples_per_row`, rows come one after the other. A row takes the longest sample that is left, and then
-    repeatedly the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the
-    samples left after it are too many even for full rows of the shortest length, the row takes as many as it may
-    instead: the shortest or the longest sample, whichever is farther from the mean; then repeatedly the longest up to
-    an even share of the space; and, as the last two, the pair that fills it exactly of which most are left. The same
-    row is repeated as often as its samples last.
-
-    Samples of several features, such as source and target, share rows with a length T_d for each feature d. A row
-    repeatedly takes, of the samples that fit it in all features, the one with the largest Σ_d l_d · ⌊2**40 · s_d /
-    T_d²⌋, where l_d are its lengths and s_d the space that is left; of equal sums the larger l_1 wins, then the larger
-    l_2 and so on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for
-    every d, then, after the first sample, only those of at most ⌊s_d / k⌋ tokens are considered, if there are any,
-    where k is how many samples the row may still take. The same row is repeated as often as its samples last.
+    Best fit keeps samples whole. Samples come by descending length, ties as in `order`, each into the open row with the
+    least free space that holds it; of several such rows, into the one that has had this space longest. If no open row
+    holds it, a new one is opened with the smallest length that does.
 
     Best fit packs shuffled samples in blocks, so that every epoch has other rows. A block is `Order.block_size` samples
     that follow each other in the shuffled order, and the samples of the last row of the block before, which is not
     kept. A block size of `"auto"` is the least power of two, from 256 on and below the number of samples, with
     which the rows of epoch 0 (for more than 2**20 samples, of the first 2**20) are at most 0.1 %, rounded up, more
-    than without blocks. If there is none, and for more than 2**16 samples with `max_samples_per_row` or several
-    features, there are no blocks. Without blocks, and in other orders, the sizes of the rows depend only on the
-    lengths.
+    than without blocks. If there is none, there are no blocks. Without blocks, and in other orders, the sizes of the
+    rows depend only on the lengths.
+
+    Pairs, such as source and target, share rows with a length T for each side. Rows come one after the other. A row
+    repeatedly takes, of the pairs that fit it on both sides, the one with the largest sum over the sides of
+    l · ⌊2**40 · s / T²⌋, where l is the length of the pair and s the space that is left; of equal sums the larger first
+    length wins, then the larger second one. All come in blocks: `"auto"` is 2,048 pairs, and words other than
+    `"shuffle"` pack the blocks of its epoch 0.
 
     Args:
-      lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
+      lengths: integers[N], tokens a sample; or integers[N, 2], those of both sides of a pair.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
-        `choose_row_lengths`; wrapped, one. For D features: D integers, the length of a row in each, below 2**23.
-      method: `"best_fit"`, or `"wrapped"`, of one feature, without `max_samples_per_row`, in blocks of no size, and
-        with the default `overlong`, since every sample may be cut.
-      max_samples_per_row: the most samples in a row; None: any number.
+        `choose_row_lengths`; wrapped, one. For pairs the length of a row on each side, below 2**23.
+      method: `"best_fit"`, or `"wrapped"`, of single samples, in blocks of no size, and with the default `overlong`,
+        since every sample may be cut.
       order: a word, an array of sample ids or an `Order`, of which `by` and, of `"shuffle"`, `block_size` count;
         `"shuffle"` draws from a stream that is independent of that of plans.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (in every
-        feature), or `"split"`, of one feature: into chunks as long as that row and a shorter last one.
+      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (on every side),
+        or, not of pairs, `"split"`: into chunks as long as that row and a shorter last one.
 
     Returns:
       `Packing`.
@@ -139,44 +203,35 @@ def pack_samples(
 
     References:
       Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
-      descending size: Johnson et al. 1974. Features: Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
+      descending size: Johnson et al. 1974. Pairs: Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
     """
-    check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
     check_choices(overlong=(overlong, PackedOverlong), method=(method, PackingMethod))
-    is_joint = np.ndim(lengths) == 2
-    given = check_feature_lengths(lengths) if is_joint else check_lengths(lengths)
-    if is_joint and method == "wrapped":
-        raise UserError("wrapped packing is for samples of one length each: chunks of others would not go together")
-    if is_joint:
-        sizes = _check_feature_row_lengths(row_lengths, given.shape[1])
-        if overlong == "split":
-            raise UserError('overlong="split" is for samples of one feature: chunks of others would not go together')
-    else:
-        sizes = check_bucket_lengths([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
-    if method == "wrapped":
-        given_too = {"max_samples_per_row": max_samples_per_row}
-        return _wrapped(given, sizes, as_order(order), seed, epoch, overlong, given_too)
     check_seed(seed, epoch)
-    order = as_order(order)
-    if not is_by(order, "shuffle"):
-        if block_size_of(order) is not None:
-            raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
-        ids = sample_order(given.sum(axis=1) if is_joint else given, order)
-        fitted = _fit(given[ids], sizes, overlong, ids)
-        rows = _pack(fitted.lengths, None, sizes, max_samples_per_row)
-    else:
-        ids = _shuffled_ids(len(given), seed, epoch)
-        fitted = _fit(given[ids], sizes, overlong, ids)
-        block_size = order.block_size
-        if block_size == "auto":
-            first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0, _MOST_TRIED)
-            tried = fitted if epoch == 0 else _fit(given[first], sizes, overlong, first)
-            block_size = _least_block_size(tried, len(ids), sizes, max_samples_per_row)
-        rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, max_samples_per_row)
-    which, row_offsets, capacity = rows
+    order, is_pairs = as_order(order), np.ndim(lengths) == 2
+    given = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+    if is_pairs and (method == "wrapped" or overlong == "split"):
+        raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')
+    sizes = _check_row_lengths(row_lengths, is_pairs)
+    is_shuffled = is_by(order, "shuffle")
+    if method == "wrapped":
+        return _wrapped(given, sizes, order, seed, epoch, overlong)
+    if not is_shuffled and block_size_of(order) is not None:
+        raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
+    if is_pairs and isinstance(order.by, str):
+        order, epoch = dataclasses.replace(order, by="shuffle"), epoch * is_shuffled
+    ids = _ids(given, order, seed, epoch)
+    fitted = _fit(given[ids], sizes, overlong, ids)
+    block_size = block_size_of(order)
+    if is_pairs and order.block_size == "auto":
+        block_size = _PAIRS_A_BLOCK
+    elif is_shuffled and order.block_size == "auto":
+        first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0, _MOST_TRIED)
+        tried = fitted if epoch == 0 else _fit(given[first], sizes, overlong, first)
+        block_size = _least_block_size(tried, len(ids), sizes)
+    which, row_offsets, capacity = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
     histograms = None
     if len(ids) < len(given):  # another epoch may take others
-        histograms = feature_histograms(_fit(given, sizes, "drop" if overlong == "error" else overlong).lengths)
+        histograms = _side_histograms(_fit(given, sizes, "drop" if overlong == "error" else overlong).lengths)
     return Packing(
         sample_ids=ids[fitted.which][which],
         row_offsets=row_offsets,
@@ -187,17 +242,31 @@ def pack_samples(
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
-        max_samples_per_row=max_samples_per_row,
         histograms=histograms,
     )
 
 
-class _Rows(NamedTuple):
-    """What rows hold: indices of what is packed, row by row, where each row begins, and the length of each."""
+def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHistogram, ...]:
+    """How many samples have each length, for each side."""
+    if lengths.ndim == 1:
+        return (histogram_of(lengths),)
+    return tuple(LengthHistogram(*np.unique(side, return_counts=True)) for side in lengths.T)
 
-    which: Int64[np.ndarray, " n"]
-    offsets: Int64[np.ndarray, " R_plus_1"]
-    capacity: Int64[np.ndarray, " R *features"]
+
+def _check_row_lengths(row_lengths: int | Sequence[int], is_pairs: bool) -> Int64[np.ndarray, " K"]:
+    given: list[Any] = list(row_lengths) if np.iterable(row_lengths) else [row_lengths]
+    if not is_pairs:
+        return check_bucket_lengths(given)
+    if len(given) != 2 or not all(is_integer(length) and 1 <= length <= MAX_PAIR_ROW for length in given):
+        raise UserError(f"rows of pairs have two lengths, integers from 1 to {MAX_PAIR_ROW}, not {given}")
+    return np.array(given, np.int64)
+
+
+def _ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch: int) -> Int64[np.ndarray, " m"]:
+    """The order in which samples are packed."""
+    if is_by(order, "shuffle"):
+        return _shuffled_ids(len(lengths), seed, epoch)
+    return sample_order(lengths if lengths.ndim == 1 else lengths.sum(axis=1), order)
 
 
 def _shuffled_ids(num_samples: int, seed: int, epoch: int, most: int | None = None) -> Int64[np.ndarray, " m"]:
@@ -216,17 +285,14 @@ def _wrapped(
     seed: int,
     epoch: int,
     overlong: PackedOverlong,
-    options: dict[str, Any],
 ) -> Packing:
     """`pack_samples` end to end, cut at the end of every row."""
-    refused = [f"{name}={value!r}" for name, value in options.items() if value is not None]
-    refused += [f"block_size={order.block_size}"] if block_size_of(order) is not None else []
+    refused = [f"block_size={order.block_size}"] if block_size_of(order) is not None else []
     refused += [f"overlong={overlong!r}"] if overlong != "error" else []
     refused += [f"several row lengths, {sizes.tolist()}"] if len(sizes) > 1 else []
     if refused:
         raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
-    check_seed(seed, epoch)
-    ids = _shuffled_ids(len(lengths), seed, epoch) if is_by(order, "shuffle") else sample_order(lengths, order)
+    ids = _ids(lengths, order, seed, epoch)
     ordered = lengths[ids]
     if ordered.sum(dtype=np.float64) >= 2**62:
         raise UserError("all samples together have 2**62 tokens or more, too many to lie end to end")
@@ -247,98 +313,120 @@ def _wrapped(
         row_lengths=(row_length,),
         overlong="split",
         method="wrapped",
-        histograms=feature_histograms(lengths),
+        histograms=_side_histograms(lengths),
     )
 
 
-def _least_block_size(
-    fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"], max_samples_per_row: int | None
-) -> int | None:
+def _least_block_size(fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"]) -> int | None:
     """The block size of `"auto"`; None for no blocks."""
     block_size, num_tried = _LEAST_BLOCK, min(num_samples, _MOST_TRIED)
-    if num_samples > _MOST_SLOW and (fitted.lengths.ndim == 2 or max_samples_per_row is not None):
-        return None
     lengths, place = (column[fitted.place < num_tried] for column in (fitted.lengths, fitted.place))
     if block_size >= num_tried or not len(lengths):
         return None
-    num_rows = len(_pack(lengths, None, sizes, max_samples_per_row).capacity)
+    num_rows = len(_pack_at_once(lengths, sizes).capacity)
     most_rows = num_rows - (-num_rows // 1000)
     while block_size < num_tried:
-        rows = _pack(lengths, _block_ends(place, block_size), sizes, max_samples_per_row, most_rows)
+        rows = _pack(lengths, _block_ends(place, block_size), sizes, most_rows)
         if 0 < len(rows.capacity) <= most_rows:
             return block_size
         block_size *= 2
     return None
 
 
-def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64[np.ndarray, " b"] | None:
-    """Where blocks of so many samples end; None where there are none, or one."""
-    if block_size is None or block_size > place[-1]:
-        return None
+def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64[np.ndarray, " b"]:
+    """Where blocks of so many samples end; None for one block."""
+    if block_size is None:
+        return np.array([len(place)])
     return np.append(np.flatnonzero(np.diff(place // block_size)) + 1, len(place))
 
 
+class _Rows(NamedTuple):
+    """What rows hold: indices of what is packed, row by row, where each row begins, and the length of each."""
+
+    which: Int64[np.ndarray, " n"]
+    offsets: Int64[np.ndarray, " R_plus_1"]
+    capacity: Int64[np.ndarray, " R *sides"]
+
+
 def _pack(
-    lengths: Int64[np.ndarray, " n *features"],
-    block_ends: Int64[np.ndarray, " b"] | None,
+    lengths: Int64[np.ndarray, " n *sides"],
+    block_ends: Int64[np.ndarray, " b"],
     sizes: Int64[np.ndarray, " K"],
-    max_samples_per_row: int | None,
     most_rows: int = 2**62,
 ) -> _Rows:
-    """Packs all at once, or block by block; not to the end where the rows are more than `most_rows`."""
-    if block_ends is not None and lengths.ndim == 1 and max_samples_per_row is None:
-        block = np.repeat(np.arange(len(block_ends)), np.diff(block_ends, prepend=0))
-        longest = int(lengths.max())
-        if len(block_ends) * (longest + 1) < 2**62:
-            descending = stable_argsort(block * (longest + 1) + (longest - lengths))
-        else:
-            descending = np.lexsort([-lengths, block])
-        which, ends, capacity = fill_blocks(lengths, descending, block_ends, sizes, most_rows)
-        return _Rows(which, ends_to_offsets(ends), capacity)
-    if block_ends is not None:
-        return _pack_blocks(lengths, block_ends, sizes, max_samples_per_row, most_rows)
+    """Packs block by block; not to the end where the rows are more than `most_rows`."""
     if lengths.ndim == 2:
-        joint, kind = distinct_joint_rows(lengths, sizes, max_samples_per_row)
-        which, offsets = joint.filled(kind)
-        return _Rows(which, offsets, np.tile(sizes, (len(offsets) - 1, 1)))
+        return _pack_pairs(lengths, block_ends, sizes)
+    if len(block_ends) == 1:
+        return _pack_at_once(lengths, sizes)
+    block = np.repeat(np.arange(len(block_ends)), np.diff(block_ends, prepend=0))
+    longest = int(lengths.max())
+    if len(block_ends) * (longest + 1) < 2**62:
+        descending = stable_argsort(block * (longest + 1) + (longest - lengths))
+    else:
+        descending = np.lexsort([-lengths, block])
+    which, ends, capacity = fill_blocks(lengths, descending, block_ends, sizes, most_rows)
+    return _Rows(which, ends_to_offsets(ends), capacity)
+
+
+def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> _Rows:
+    """Packs on the histogram, so that time hardly depends on the number of samples."""
     descending = stable_argsort(-lengths)
     ordered = lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
-    num_of_each = np.diff(first, append=len(ordered))
-    placed = place_samples(ordered[first].tolist(), num_of_each.tolist(), sizes.tolist(), max_samples_per_row)
-    row, capacity = placed.row_of_samples(), placed.capacity()
+    runs, _ = _best_fit(ordered[first], np.diff(first, append=len(ordered)), sizes)
+    first_row, per_row, num_samples, opened = runs.T
+    run = np.repeat(np.arange(len(runs)), num_samples)
+    row = first_row[run] + (np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]) // per_row[run]
+    capacity = np.repeat(opened, (opened > 0) * -(-num_samples // per_row))
     offsets = ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity))))
     return _Rows(descending[stable_argsort(row)], offsets, capacity)
 
 
-def _pack_blocks(
-    lengths: Int64[np.ndarray, " n *features"],
-    block_ends: Int64[np.ndarray, " b"],
-    sizes: Int64[np.ndarray, " K"],
-    max_samples_per_row: int | None,
-    most_rows: int,
+def _best_fit(
+    lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"]
+) -> tuple[Int64[np.ndarray, "r 4"], Int64[np.ndarray, "e 5"]]:
+    """Runs and rows with space of `best_fit`."""
+    room = 8 * len(lengths) + 8
+    while not len((found := best_fit(lengths, counts, sizes, room))[0]):
+        room *= 2
+    return found
+
+
+def rows_by_tokens(
+    lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"]
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
+    """Tokens of rows that samples of descending lengths are packed into, and how many rows to add or to take off."""
+    runs, unfilled = _best_fit(lengths, counts, sizes)
+    _, per_row, num_samples, opened = runs.T
+    _, num_alike, size, space, _ = unfilled.T
+    num_opened = -(-num_samples // per_row) * (opened > 0)
+    return np.concatenate([opened, size, size - space]), np.concatenate([num_opened, -num_alike, num_alike])
+
+
+def _pack_pairs(
+    lengths: Int64[np.ndarray, "n 2"], block_ends: Int64[np.ndarray, " b"], sizes: Int64[np.ndarray, " 2"]
 ) -> _Rows:
-    """`_pack` of blocks by the rules that have no kernel for it."""
-    parts = []
+    """Packs blocks of pairs, each with those of the last row of the one before."""
+    placed, row_of = [], []
     carried, begin, num_rows = np.empty(0, np.int64), 0, 0
     for end in block_ends.tolist():
-        samples = np.concatenate([carried, np.arange(begin, end)])
-        rows = _pack(lengths[samples], None, sizes, max_samples_per_row)
-        num_kept = len(rows.capacity) - (end < len(lengths))
-        placed, last = np.split(samples[rows.which], rows.offsets[num_kept : num_kept + 1])
-        parts.append((placed, np.diff(rows.offsets[: num_kept + 1]), rows.capacity[:num_kept]))
-        carried, begin, num_rows = np.sort(last), end, num_rows + num_kept
-        if num_rows > most_rows:
-            break
-    which, num_in_row, capacity = map(np.concatenate, zip(*parts, strict=True))
-    return _Rows(which, ends_to_offsets(np.cumsum(num_in_row)), capacity)
+        pairs = np.concatenate([carried, np.arange(begin, end)])[::-1]
+        pairs = pairs[np.lexsort(lengths[pairs].T[::-1])]
+        places, rows = fill_pair_rows(lengths[pairs], sizes)
+        last = int(rows[-1]) if end < len(lengths) else len(lengths)
+        placed.append(pairs[places[rows < last]])
+        row_of.append(num_rows + rows[rows < last])
+        carried, begin, num_rows = np.sort(pairs[places[rows == last]]), end, num_rows + min(last, int(rows[-1]) + 1)
+    offsets = ends_to_offsets(np.cumsum(np.bincount(np.concatenate(row_of))))
+    return _Rows(np.concatenate(placed), offsets, np.tile(sizes, (len(offsets) - 1, 1)))
 
 
 class _Fitted(NamedTuple):
     """What is packed, in order: samples, or chunks of them."""
 
     which: Integer[np.ndarray, " n"] | Bool[np.ndarray, " N"] | slice
-    lengths: Int64[np.ndarray, " n *features"]
+    lengths: Int64[np.ndarray, " n *sides"]
     starts: Int64[np.ndarray, " n"] | None  # the token with which each begins; None where no sample is split
     num_dropped: int = 0
     num_truncated: int = 0
@@ -352,31 +440,18 @@ class _Fitted(NamedTuple):
 
 
 def _fit(
-    lengths: Int64[np.ndarray, " N *features"],
+    lengths: Int64[np.ndarray, " N *sides"],
     row_lengths: Int64[np.ndarray, " K"],
     overlong: PackedOverlong,
     ids: Int64[np.ndarray, " N"] | None = None,
 ) -> _Fitted:
-    """Applies the rule for samples that are longer than the longest row, or a row in any feature."""
-    is_joint = lengths.ndim == 2
-    limit = row_lengths if is_joint else int(row_lengths[-1])
+    """Applies the rule for samples that are longer than the longest row, or than a row on any side."""
     if overlong == "split" and lengths.max() > row_lengths[-1]:
         which, starts, of_chunks = split_lengths(lengths, int(row_lengths[-1]))
         return _Fitted(which, of_chunks, starts)
-    problem = _TOO_LONG_JOINTLY if is_joint else _TOO_LONG
+    limit, problem = (int(row_lengths[-1]), _TOO_LONG) if lengths.ndim == 1 else (row_lengths, _TOO_LONG_PAIRS)
     fitted = fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=problem)
     return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
-
-
-def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: int) -> Int64[np.ndarray, " D"]:
-    """Checks the length of rows in each of D features: integers from 1 to 2**23 − 1."""
-    given: list[Any] = [row_lengths] if isinstance(row_lengths, int) else list(row_lengths)
-    if len(given) != num_features:
-        raise UserError(f"lengths of {num_features} features need a row length for each, not {given}")
-    wrong = [f"feature {d}: {t!r}" for d, t in enumerate(given) if not is_integer(t) or not 1 <= t <= MAX_ROW_LENGTH]
-    if wrong:
-        raise UserError(f"row lengths must be integers from 1 to {MAX_ROW_LENGTH}: {', '.join(wrong)}")
-    return np.array(given, np.int64)
 
 
 def split_lengths(
@@ -514,7 +589,7 @@ def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
     if not packing.num_truncated and not is_split:
         return
     longest = tuple(np.max([bucket.lengths for bucket in buckets], axis=0).tolist())
-    # Of several features, a sample that was cut fills its row in that feature, so that buckets are never shorter.
+    # A pair that was cut fills its row on that side, so that buckets are never shorter.
     is_wrong = (
         longest != packing.row_lengths[-1:] if len(longest) == 1 else any(np.greater(longest, packing.row_lengths))
     )

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import operator
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,8 +19,9 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, make_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, round_up
+from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import (
     Overlong,
@@ -42,13 +42,23 @@ from jvarlen.planning.order import (
     sample_order,
     split_difficulty,
 )
-from jvarlen.planning.packings import Packing, PackingMethod
+from jvarlen.planning.packing import (
+    Packing,
+    PackingMethod,
+    lengths_of_rows,
+    order_of_wrapped_rows,
+    orders_of_packing,
+    pack_samples,
+    rows_in_chunk_order,
+    steps_in_chunk_order,
+    with_samples,
+)
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 if TYPE_CHECKING:
     from jvarlen.planning.pacing import Pacing, ValuePacing
 
-# Packing, pairs, pacing and the file are imported where they are used: most scripts need none of them.
+# Pairs, pacing and the file are imported where they are used: most scripts need none of them.
 
 __all__ = ["Plan", "make_plan"]
 
@@ -334,8 +344,6 @@ def make_plan(
             chosen, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
         checked = Buckets(chosen, num_microbatches, limits.pair_size)
     if packing is not None:
-        from jvarlen.planning.packing import orders_of_packing, pack_samples
-
         of_samples, of_rows = orders_of_packing(order, packing)
         if packed is None or (epoch > 0 and is_by(order, "shuffle")):
             packed = pack_samples(
@@ -357,14 +365,6 @@ def make_plan(
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked, lengths)
         return _plan_rows(values, checked, num_microbatches, ordering, cast("Overlong", overlong))
-    from jvarlen.planning.packing import (
-        lengths_of_rows,
-        order_of_wrapped_rows,
-        rows_in_chunk_order,
-        steps_in_chunk_order,
-        with_samples,
-    )
-
     num_tokens = lengths_of_rows(lengths, checked, overlong)
     if lengths.method == "wrapped":
         ordering = ordering._replace(order=order_of_wrapped_rows(order, lengths.num_rows))
@@ -462,30 +462,6 @@ def _check_packing(
         raise UserError(f"{', '.join(unfit)}: packed rows mix samples, so that they have no order among themselves")
 
 
-def _warn_of_padding_rows(
-    buckets: Buckets[AnyBucket], num_microbatches: int, num_samples: Int64[np.ndarray, " K"]
-) -> None:
-    """Warns where buckets hold clearly more padding rows than they would if made for M."""
-    made_for = buckets.microbatches_per_step
-    if made_for == num_microbatches:
-        return
-    rows = np.array([bucket.rows for bucket in buckets], np.int64)
-    num_steps = -(-num_samples // (num_microbatches * rows))
-    multiple = 1 if made_for is None else np.gcd.reduce(rows)
-    needed = round_up(-(-num_samples // np.maximum(num_microbatches * num_steps, 1)), multiple)
-    num_rows, num_needed = (int(num_microbatches * (each * num_steps).sum()) for each in (rows, needed))
-    # Shapes that somebody wrote may be for other data as well: only much waste of enough samples is told.
-    total = int(num_samples.sum())
-    least = num_needed / 20 if made_for is not None else num_rows / (4 if total >= 256 else 1)
-    if num_rows - num_needed > least:
-        of_them = "" if made_for is None else f" for {made_for} microbatches a step"
-        warnings.warn(
-            f"buckets made{of_them}, planned with microbatches_per_step={num_microbatches}: {num_rows - total:,} of "
-            f"{num_rows:,} rows are padding rows, where make_buckets for that many would leave {num_needed - total:,}",
-            stacklevel=4,
-        )
-
-
 def _plan_rows(
     lengths: Int64[np.ndarray, " N *sides"],
     buckets: Buckets[AnyBucket],
@@ -513,14 +489,11 @@ def _plan_rows(
     num_steps = np.bincount(steps.bucket, minlength=len(buckets))
     if sum(map(operator.mul, padded_tokens.tolist(), num_steps.tolist())) >= 2**63:
         raise UserError("the plan would hold 2**63 tokens with padding or more, which int64 cannot count")
-    _warn_of_padding_rows(buckets, num_microbatches, samples.num_samples)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():
         offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-        from jvarlen.planning._kernels import take_segments
-
         ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
     return Plan(
         buckets=buckets,

@@ -43,7 +43,7 @@ from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.planning.packings import PackingMethod
+from jvarlen.planning.packing import PackingMethod
 from jvarlen.runs.config import DataConfig, files_read, load_config
 from jvarlen.runs.model import (
     MODEL_DIR,

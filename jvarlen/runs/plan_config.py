@@ -13,15 +13,14 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen.planning.balance import balance_plan, packed_row_costs, rank_costs
-from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
+from jvarlen.planning.buckets import Buckets, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.candidates import choose_candidate, decided_packing
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from jvarlen.planning.packing import orders_of_packing, pack_samples
-from jvarlen.planning.packings import Packing, PackingMethod
+from jvarlen.planning.packing import Packing, PackingMethod, orders_of_packing, pack_samples
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
@@ -35,7 +34,6 @@ __all__ = [
     "epoch_plan",
     "evaluation_plans",
     "note_on_balance",
-    "note_on_candidates",
     "note_on_overlong",
     "shapes_for",
 ]
@@ -91,8 +89,6 @@ class PlanConfig(BudgetSettings, OrderSettings):
     settings that are for one of them decide it. default: auto for the built-in decoder, None for a loss of your own."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
-    max_samples_per_row: int | None = None
-    """The most samples in a packed row; None for any number."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
     memory_model: Path | None = None
@@ -112,7 +108,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
                 check_bucket_lengths(self.row_lengths)
             except UserError as error:
                 raise UserError(f"row_lengths: {error}") from None
-        check_counts(self, 1, "max_samples_per_row", "pacing_steps", "pacing_stages")
+        check_counts(self, 1, "pacing_steps", "pacing_stages")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         for name, model in self._needing_models:
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
@@ -136,7 +132,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     @property
     def _given_for_packed(self) -> list[str]:
         """The given settings that only packed rows have."""
-        given = [name for name in ("row_lengths", "max_samples_per_row", "chunks_in_order") if getattr(self, name)]
+        given = [name for name in ("row_lengths", "chunks_in_order") if getattr(self, name)]
         return [*given, "overlong"] if self.overlong == "split" else given
 
     @property
@@ -293,7 +289,6 @@ def shapes_for(
             order=plan._make_order(0),
             seed=seed,
             method=method,
-            max_samples_per_row=plan.max_samples_per_row,
             num_epochs=num_epochs,
             whole_below=whole_below,
         )
@@ -305,7 +300,6 @@ def shapes_for(
             lengths,
             limits,
             plan.packed_overlong,
-            plan.max_samples_per_row,
             order=plan._make_order(0),
             seed=seed,
             method=method,
@@ -315,17 +309,6 @@ def shapes_for(
     elif not buckets:
         buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong)
     return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)
-
-
-def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
-    """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
-    if plan.buckets or shapes.packing or plan.strategy != "optimal" or lengths.ndim == 2:
-        return None
-    budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
-    share = cost_of_candidates(lengths, budget, plan.padded_overlong)
-    return (
-        f"bucket lengths were chosen from every k-th of very many: at most {share:.2%} from the best" if share else None
-    )
 
 
 def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:
@@ -431,7 +414,6 @@ def _rows_of(
         lengths,
         buckets[0][1:] if lengths.ndim == 2 else [length for _, length in buckets],
         method=method,
-        max_samples_per_row=plan.max_samples_per_row,
         order=order,
         seed=seed,
         epoch=epoch,

@@ -211,12 +211,6 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {strategy: {"strategy": strategy} 
     "longest is dropped": {"max_length": 500, "overlong": "drop"},
     "longest is cut": {"max_length": 500, "overlong": "truncate"},
     "longest is cut, by quantiles": {"strategy": "quantile", "max_length": 512, "overlong": "truncate"},
-    "compiled before": {
-        "compiled": [(20, 300), (100, 60), (9, 900), (4, 2000)],
-        "cost": seconds,
-        "compile_seconds": 0.5,
-        "max_shapes": 4,
-    },
 }
 
 
@@ -284,12 +278,6 @@ PACKED_OPTIONS: dict[str, dict[str, Any]] = {
         "order": SUBSET,
         "plan": {"order": "shuffle", "seed": 1, "chunks_in_order": True},
     },
-    "max_samples_per_row": {"row_lengths": 2048, "max_samples_per_row": 5},
-    "max_samples_per_row, several row lengths": {
-        "row_lengths": (700, 1500),
-        "max_samples_per_row": 3,
-        "lengths": SHORT,
-    },
     "blocks, shuffle_steps": {
         "row_lengths": 2048,
         "plan": {"order": "shuffle", "block_size": 8, "shuffle_steps": True, "new_shape_every": 2},
@@ -307,7 +295,6 @@ add_all(
         "several": {"max_shapes": 3, "max_length": 1024, "overlong": "truncate"},
         "in seconds": {"max_shapes": 3, "cost": seconds, "compile_seconds": 0.05, "max_cost": 0.1},
         "multiples": {"max_shapes": 2, "length_multiple": 32, "row_multiple": 2, "microbatches_per_step": 2},
-        "few samples a row": {"max_shapes": 2, "max_samples_per_row": 6},
     },
     lambda package, options: list(calls.choose_row_lengths(package, LENGTHS[::6], 4096, **options)),
 )
@@ -320,9 +307,9 @@ def _(package: str) -> Any:
     )
 
 
-@case("packed: pairs, few a row, truncated")
+@case("packed: pairs, truncated")
 def _(package: str) -> Any:
-    options = {"max_samples_per_row": 4, "overlong": "truncate", "plan": {"buckets": [(8, 100, 80)]}}
+    options = {"overlong": "truncate", "plan": {"buckets": [(8, 100, 80)]}}
     return of_rows(package, {"lengths": PAIRS, "row_lengths": (100, 80)} | options)
 
 

@@ -95,24 +95,6 @@ def limits(draw, longest):
     return drawn
 
 
-@st.composite
-def reusing_arguments(draw):
-    """Draw arguments of `make_buckets` with compiled shapes, most of which fit the budget."""
-    arguments = draw(bucket_arguments(strategy="optimal", min_samples=6, max_samples=9, longest=20))
-    top, multiple = max(arguments["lengths"]), arguments["length_multiple"]
-    arguments["max_tokens"] *= draw(st.integers(1, 3))
-    arguments["max_shapes"] = draw(st.integers(1, 4))
-    arguments |= draw(limits(top + 8))
-    arguments["compile_seconds"] = draw(st.sampled_from([0.0, 0.25, 1.0, 4.0, 40.0]))
-    shapes = []
-    for length in draw(st.lists(st.integers(1, top + 4), min_size=1, max_size=6)):
-        length = draw(st.sampled_from([slow.round_up(length, multiple), slow.round_up(length, multiple), length]))
-        shapes.append((draw(st.integers(1, 4)), length))
-    for rows, length in draw(st.lists(st.sampled_from(slow.make_buckets(**arguments)), max_size=2)):
-        shapes.append((max(rows + draw(st.integers(-1, 1)), 1), max(length + draw(st.integers(-1, 2)), 1)))
-    return arguments | {"compiled": draw(st.permutations(shapes))}
-
-
 @dataclass(frozen=True)
 class Table:
     """A pacing that repeats a list of shares, of steps or arrays of them."""

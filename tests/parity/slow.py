@@ -239,12 +239,11 @@ def total_cost(
     row_multiple: int,
     cost: Cost | None,
     compile_seconds: float | None,
-    held: Callable[[Sequence[int], Sequence[int]], list[int]] = samples_per_edge,
     **limits: Any,
 ) -> float:
     """Return the total that "optimal" minimises, summed from the shortest bucket upwards."""
     longest = edges[-1]
-    counts = held([min(length, longest) for length in lengths], edges)
+    counts = samples_per_edge([min(length, longest) for length in lengths], edges)
     total: float = 0
     for num_samples, length in zip(counts, edges, strict=True):
         cap = most_rows(length, max_tokens, cost if "max_cost" in limits else None, **limits)
@@ -275,17 +274,9 @@ def make_buckets(
     length_multiple: int = 1,
     cost: Cost | None = None,
     compile_seconds: float | None = None,
-    compiled: Sequence[tuple[int, int]] = (),
     **limits: Any,
 ) -> list[tuple[int, int]]:
     """Return the buckets; "optimal" by trying every set; limits are max_cost, memory, max_bytes, max_sequences."""
-    if compiled:
-        rules = (max_tokens, microbatches_per_step, row_multiple, cost, compile_seconds)
-        choices = reusing_sets(
-            clip(lengths, max_length, overlong), compiled, max_shapes, max_length, length_multiple, *rules, **limits
-        )
-        _, buckets = min(choices, key=lambda choice: (choice[0], len(choice[1]), [t for _, t in choice[1][::-1]]))
-        return buckets
     if isinstance(strategy, str):
         clipped = clip(lengths, max_length, overlong)
         if strategy == "optimal":
@@ -323,76 +314,6 @@ def best_edges(
         return total, len(edges), edges[::-1]
 
     return min(edge_sets(lengths, max_shapes, None, length_multiple), key=rank)
-
-
-def usable_shapes(
-    compiled: Sequence[tuple[int, int]],
-    max_length: int | None,
-    length_multiple: int,
-    max_tokens: int,
-    row_multiple: int,
-    **limits: Any,
-) -> set[tuple[int, int]]:
-    """Return the compiled shapes that fit the budget."""
-    usable = set()
-    for rows, length in compiled:
-        cap = most_rows(length, max_tokens, **limits)
-        if (
-            rows <= cap
-            and (rows % row_multiple == 0 or cap < row_multiple)
-            and length % length_multiple == 0
-            and (max_length is None or length <= max_length)
-        ):
-            usable.add((rows, length))
-    return usable
-
-
-def reusing_sets(
-    lengths: Sequence[int],
-    compiled: Sequence[tuple[int, int]],
-    max_shapes: int,
-    max_length: int | None,
-    length_multiple: int,
-    max_tokens: int,
-    num_microbatches: int,
-    row_multiple: int,
-    cost: Cost,
-    compile_seconds: float,
-    **limits: Any,
-) -> Iterator[tuple[float, list[tuple[int, int]]]]:
-    """Yield the total and the buckets of every set of edges, some of them lengths of compiled shapes."""
-    capped_by = limits | {"cost": cost if "max_cost" in limits else None}
-    usable = usable_shapes(compiled, max_length, length_multiple, max_tokens, row_multiple, **capped_by)
-    of_samples = {round_up(length, length_multiple) for length in lengths}
-
-    @lru_cache
-    def cheapest(num_samples: int, length: int) -> tuple[float, bool, int]:
-        """Return the total of a bucket, whether it is to be compiled, and its rows."""
-        choices = []
-        if length in of_samples:
-            cap = most_rows(length, max_tokens, **capped_by)
-            rows, steps = capped_rows_and_steps(num_samples, cap, num_microbatches, row_multiple)
-            is_new = (rows, length) not in usable
-            seconds = float(steps * num_microbatches) * float(cost(rows, length))
-            choices.append((seconds + (compile_seconds if is_new else 0.0), is_new, rows))
-        for rows, of_length in usable:
-            if of_length == length:
-                steps = ceil_div(num_samples, num_microbatches * rows)
-                choices.append((float(steps * num_microbatches) * float(cost(rows, length)), False, rows))
-        return min(choices)
-
-    candidates = sorted(of_samples | {length for _, length in usable})
-    for size in range(1, min(max_shapes, len(candidates)) + 1):
-        for edges in combinations(candidates, size):
-            if edges[-1] < max(of_samples):
-                continue
-            counts = samples_per_edge(lengths, edges)
-            if min(counts) >= 1:
-                chosen = [cheapest(count, edge) for count, edge in zip(counts, edges, strict=True)]
-                total = 0.0
-                for seconds, _, _ in chosen:
-                    total += seconds
-                yield total, [(rows, edge) for (_, _, rows), edge in zip(chosen, edges, strict=True)]
 
 
 def first_holding(length: Length, buckets: Sequence[tuple[int, ...]]) -> int | None:

@@ -1,11 +1,6 @@
-"""Packing transcribed into plain Python: one sample at a time, a queue of rows for every space left.
-
-With a limit on the samples of a row: one row at a time, ids in a list for every length.
-"""
+"""Packing transcribed into plain Python: one sample at a time, a queue of rows for every space left."""
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
-from functools import partial
 from operator import le, mul, sub
 from typing import Any, NamedTuple
 
@@ -30,7 +25,6 @@ def pack_samples(
     lengths: Sequence[int],
     row_lengths: Sequence[int],
     *,
-    max_samples_per_row: int | None = None,
     order: str | Sequence[int] = "dataset",
     seed: int = 0,
     epoch: int = 0,
@@ -43,8 +37,6 @@ def pack_samples(
     if overlong == "drop":
         ids = [i for i in ids if lengths[i] <= longest]
     cut = {i: min(lengths[i], longest) for i in ids}
-    if max_samples_per_row is not None:
-        return limited_rows(ids, cut, row_lengths, max_samples_per_row)
     rows: list[Row] = []
     queues: dict[int, list[int]] = {}  # rows by the space they have left, the one that has had it longest first
     for i in sorted(ids, key=lambda i: -cut[i]):
@@ -80,7 +72,7 @@ def pack_in_blocks(
 
 
 class JointRow(NamedTuple):
-    """A row of several features: its samples as (id, cut lengths) in order of placing."""
+    """A row of pairs: its samples as (id, cut lengths) in order of placing."""
 
     samples: list[tuple[int, tuple[int, ...]]]
 
@@ -89,52 +81,62 @@ def pack_jointly(
     lengths: Sequence[Sequence[int]],
     row_lengths: Sequence[int],
     *,
-    max_samples_per_row: int | None = None,
     order: str | Sequence[int] = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
 ) -> list[JointRow]:
-    """Return rows of samples of several features, in the order of opening."""
-    sums = [sum(sample) for sample in lengths]
-    shuffled = order == "shuffle"
-    ids = slow.random_order(seed, epoch, 0, len(lengths), stream=1) if shuffled else slow.sample_order(sums, order)
+    """Return rows of few pairs, which are one block, in the order of opening."""
+    epoch = epoch if order == "shuffle" else 0
+    left = slow.random_order(seed, epoch, 0, len(lengths), stream=1) if isinstance(order, str) else list(order)
     if overlong == "drop":
-        ids = [i for i in ids if all(map(le, lengths[i], row_lengths))]
-    left: dict[tuple[int, ...], list[int]] = {}
-    for i in ids:
-        left.setdefault(tuple(map(min, lengths[i], row_lengths)), []).append(i)
+        left = [i for i in left if all(map(le, lengths[i], row_lengths))]
+    cut = {i: tuple(map(min, lengths[i], row_lengths)) for i in left}
     rows = []
     while left:
-        row = next_joint_row({kind: len(waiting) for kind, waiting in left.items()}, row_lengths, max_samples_per_row)
-        while all(len(left.get(kind, [])) >= row.count(kind) for kind in row):
-            rows.append(JointRow([(left[kind].pop(0), kind) for kind in row]))
-        left = {kind: waiting for kind, waiting in left.items() if waiting}
+        row, space = [], list(row_lengths)
+        while fitting := [i for i in left if all(map(le, cut[i], space))]:
+            factors = [2**40 * s // t**2 for s, t in zip(space, row_lengths, strict=True)]
+            best = max(fitting, key=lambda i: (sum(map(mul, cut[i], factors)), cut[i]))  # the first of equals
+            row.append((best, cut[best]))
+            space = list(map(sub, space, cut[best]))
+            left.remove(best)
+        rows.append(JointRow(row))
     return rows
 
 
-def next_joint_row(
-    counts: dict[tuple[int, ...], int], row_lengths: Sequence[int], most: int | None
-) -> list[tuple[int, ...]]:
-    """Return the lengths of the samples of the next row of several features."""
-    counts, space = dict(counts), list(row_lengths)
-    num_left = sum(counts.values())
-    most = num_left if most is None else most
-    tokens = [sum(kind[d] * count for kind, count in counts.items()) for d in range(len(space))]
-    many = num_left > most and all(-(-num_left // most) * t > w for t, w in zip(row_lengths, tokens, strict=True))
-    row: list[tuple[int, ...]] = []
-    while len(row) < most:
-        factors = [2**40 * s // t**2 for s, t in zip(space, row_lengths, strict=True)]
-        fitting = [kind for kind, count in counts.items() if count and all(map(le, kind, space))]
-        even = [s // (most - len(row)) for s in space]
-        if many and row and any(all(map(le, kind, even)) for kind in fitting):
-            fitting = [kind for kind in fitting if all(map(le, kind, even))]
-        if not fitting:
+def choose_row_lengths(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    max_shapes: int = 4,
+    max_length: int | None = None,
+    overlong: str = "truncate",
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: slow.Cost | None = None,
+    compile_seconds: float | None = None,
+    **limits: Any,
+) -> list[int]:
+    """Return the longest length, and those that are added to it one by one."""
+    clipped = slow.clip(lengths, max_length, overlong)
+    distinct = sorted({slow.round_up(length, length_multiple) for length in clipped})
+    chosen: list[int] = distinct[-1:]
+
+    def total(edges: Sequence[int]) -> float:
+        rows = [row.num_tokens for row in pack_samples(clipped, edges)]
+        rule = (microbatches_per_step, row_multiple)
+        return slow.total_cost(rows, edges, max_tokens, *rule, cost, compile_seconds, **limits)
+
+    least = total(chosen)
+    while len(chosen) < max_shapes:
+        costs = [(total(sorted([*chosen, length])), length) for length in distinct if length not in chosen]
+        cost_of_best, best = min(costs, default=(least, 0))
+        if cost_of_best >= least:
             break
-        row.append(max(fitting, key=lambda kind: (sum(map(mul, kind, factors)), kind)))
-        counts[row[-1]] -= 1
-        space = list(map(sub, space, row[-1]))
-    return row
+        chosen, least = sorted([*chosen, best]), cost_of_best
+    return chosen
 
 
 def split_samples(lengths: Sequence[int], longest: int, ids: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -166,87 +168,6 @@ def after_earlier_pieces(groups: Sequence[Sequence[tuple[int, int]]]) -> list[in
         ordered += free
         waiting = [h for h in (*waiting, g) if h not in free]
     return ordered
-
-
-def limited_rows(ids: Sequence[int], lengths: dict[int, int], row_lengths: Sequence[int], most: int) -> list[Row]:
-    """Return rows of at most so many samples."""
-    left: dict[int, list[int]] = {}
-    for i in ids:
-        left.setdefault(lengths[i], []).append(i)
-    rows: list[Row] = []
-    while left:
-        counts = {length: len(waiting) for length, waiting in left.items()}
-        row = next_limited_row(counts, row_lengths, most)
-        while all(len(left.get(length, [])) >= row.count(length) for length in row):
-            samples = [(left[length].pop(0), length) for length in sorted(row, reverse=True)]
-            rows.append(Row(next(size for size in row_lengths if size >= sum(row)), samples))
-        left = {length: waiting for length, waiting in left.items() if waiting}
-    return rows
-
-
-def next_limited_row(counts: dict[int, int], row_lengths: Sequence[int], most: int) -> list[int]:
-    """Return the lengths of the samples of the next row."""
-    everything = [length for length, count in counts.items() for _ in range(count)]
-    capacity = next(size for size in row_lengths if size >= max(everything))
-
-    def longest(of: list[int], limit: int) -> list[int]:
-        return [max(length for length in of if length <= limit)] if any(length <= limit for length in of) else []
-
-    def without(row: list[int]) -> list[int]:
-        rest = list(everything)
-        for length in row:
-            rest.remove(length)
-        return rest
-
-    row: list[int] = []
-    while len(row) < most and (taken := longest(without(row), capacity - sum(row))):
-        row += taken
-    if len(without(row)) * row_lengths[0] <= most * sum(without(row)):
-        return row
-    mean = Fraction(sum(everything), len(everything))
-    row = [max(everything) if max(everything) - mean >= mean - min(everything) else min(everything)]
-    while len(row) < most:
-        rest, space, missing = without(row), capacity - sum(row), most - len(row)
-        pairs = {a: min(rest.count(a), rest.count(space - a)) for a in set(rest) if 2 * a < space}
-        if space // 2 in rest and space % 2 == 0:
-            pairs[space // 2] = rest.count(space // 2) // 2
-        shortest = min(pairs, key=lambda a: (-pairs[a], a), default=0)
-        if missing == 2 and pairs.get(shortest):
-            return [*row, shortest, space - shortest]
-        if not (taken := longest(rest, space // missing) or longest(rest, space)):
-            return row
-        row += taken
-    return row
-
-
-def rows_held(lengths: Sequence[int], edges: Sequence[int], max_samples_per_row: int | None = None) -> list[int]:
-    """Return how many of the rows that the samples are packed into each edge holds in a plan."""
-    rows = pack_samples(lengths, edges, max_samples_per_row=max_samples_per_row)
-    return slow.samples_per_edge([row.num_tokens for row in rows], edges)
-
-
-def choose_row_lengths(
-    lengths: Sequence[int],
-    max_tokens: int,
-    *,
-    max_shapes: int = 4,
-    max_length: int | None = None,
-    max_samples_per_row: int | None = None,
-    overlong: str = "truncate",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: slow.Cost | None = None,
-    compile_seconds: float | None = None,
-    **limits: Any,
-) -> list[int]:
-    """Return the cheapest lengths by trying every set."""
-    clipped = slow.clip(lengths, max_length, overlong)
-    rule = (microbatches_per_step, row_multiple)
-    held = partial(rows_held, max_samples_per_row=max_samples_per_row)
-    return slow.best_edges(
-        clipped, max_tokens, max_shapes, length_multiple, *rule, cost, compile_seconds, held=held, **limits
-    )
 
 
 def make_steps(

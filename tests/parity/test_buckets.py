@@ -17,7 +17,6 @@ from .inputs import (
     many,
     moderate,
     offenders,
-    reusing_arguments,
     text_of,
     tile_bytes,
 )
@@ -80,52 +79,6 @@ def test_optimal_with_any_cost_reaches_the_least_total(package, data, compile_se
     assert total(found) == min(map(total, slow.edge_sets(*(arguments[name] for name in choices))))
 
 
-@many
-@given(arguments=reusing_arguments())
-def test_optimal_with_compiled_shapes_is_the_best_of_all_edge_sets(package, arguments):
-    """Edges, rows and ties; shapes that do not fit the budget do no harm."""
-    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
-
-
-@moderate
-@given(arguments=reusing_arguments(), compile_seconds=st.sampled_from([1e-5, 3e-4]))
-def test_optimal_with_compiled_shapes_and_any_cost_reaches_the_least_total(package, arguments, compile_seconds):
-    """Sums that round, from the shortest bucket up."""
-    arguments |= {"cost": seconds_cost, "compile_seconds": compile_seconds, "max_cost": 1e9}
-    found = as_pairs(package.make_buckets(**as_arrays(arguments)))
-    clipped = slow.clip(arguments["lengths"], arguments["max_length"], arguments["overlong"])
-    others = {k: v for k, v in arguments.items() if k not in ("lengths", "strategy", "overlong")}
-    others["num_microbatches"] = others.pop("microbatches_per_step")
-    totals = {tuple(buckets): total for total, buckets in slow.reusing_sets(clipped, **others)}
-    assert totals[tuple(found)] == min(totals.values())
-
-
-@moderate
-@given(arguments=reusing_arguments())
-def test_compiled_shapes_never_make_buckets_dearer(package, arguments):
-    """Every bucket holds a sample, fits the budget, and has its trimmed rows or a compiled shape."""
-    buckets = as_pairs(package.make_buckets(**as_arrays(arguments)))
-    clipped = slow.clip(arguments["lengths"], arguments["max_length"], arguments["overlong"])
-    edges = [length for _, length in buckets]
-    counts = slow.samples_per_edge(clipped, edges)
-    assert min(counts) >= 1
-    assert edges == sorted(set(edges))
-    assert len(buckets) <= arguments["max_shapes"]
-    assert all(rows * length <= arguments["max_tokens"] for rows, length in buckets)
-    num_microbatches, compiled = arguments["microbatches_per_step"], set(arguments["compiled"])
-
-    def total(buckets):
-        held = slow.samples_per_edge(clipped, [length for _, length in buckets])
-        return sum(
-            slow.ceil_div(count, num_microbatches * rows) * num_microbatches * arguments["cost"](rows, length)
-            + ((rows, length) not in compiled) * arguments["compile_seconds"]
-            for count, (rows, length) in zip(held, buckets, strict=True)
-        )
-
-    without = arguments | {"compiled": ()}
-    assert total(buckets) <= total(as_pairs(package.make_buckets(**as_arrays(without))))
-
-
 def test_300_000_distinct_lengths_take_two_seconds_of_every_60th(package):
     """The search is quadratic in the candidates, so that it took half an hour."""
     lengths = np.random.default_rng(0).permutation(np.arange(1, 300_001))
@@ -137,107 +90,9 @@ def test_300_000_distinct_lengths_take_two_seconds_of_every_60th(package):
     assert buckets == package.make_buckets(candidates.repeat(60), 500_000, max_shapes=16)
 
 
-def test_candidates_are_counted_down_from_the_longest_and_between_compiled_shapes(package):
-    """Compiled shapes hold the samples that are no longer than they, not those of the candidates that are not."""
-    lengths = np.arange(11, 10_013)  # 10,002 of them, every third
-    limits = {"max_tokens": 20_000, "max_shapes": 3, **PRICED}
-    thinned = np.arange(10_012, 10, -3)[::-1]
-    assert package.make_buckets(lengths, **limits) == package.make_buckets(thinned.repeat(3), **limits)
-    reusing = package.make_buckets(lengths, compiled=[(4, 5_000), (1, 20_000)], **limits)
-    assert (4, 5_000) in reusing
-    assert 5_000 not in thinned
-    assert all((length in thinned) or (rows, length) == (4, 5_000) for rows, length in reusing)
-
-
 def flat_cost(rows, length):
     """Cost a microbatch its positions."""
     return 1.0 * rows * length
-
-
-def test_a_compiled_shape_may_be_longer_than_every_sample(package):
-    """As the last bucket or between two lengths, as long as it costs less than a new program."""
-    for seconds, expected in ((50.0, [(4, 4), (2, 12)]), (0.5, [(3, 3), (1, 10)])):
-        options = {"cost": flat_cost, "compile_seconds": seconds, "compiled": [(4, 4), (2, 12)]}
-        assert as_pairs(package.make_buckets([3, 3, 3, 10], 24, **options)) == expected
-
-
-def test_a_compiled_shape_that_would_hold_nothing_is_no_bucket(package):
-    """Neither below the shortest sample nor twice between two lengths, nor twice above the longest."""
-    compiled = [(9, 1), (9, 2), (4, 5), (4, 6), (2, 12), (2, 13)]
-    options = {"cost": flat_cost, "compile_seconds": 1000.0, "compiled": compiled}
-    assert as_pairs(package.make_buckets([4, 4, 4, 4, 11, 11], 36, **options)) == [(4, 5), (2, 12)]
-
-
-def test_compiled_rows_win_ties_and_fewer_of_them(package):
-    """Six samples in rows of 6, 3 or 2 cost the same."""
-    options = {"cost": flat_cost, "compile_seconds": 0.0}
-    assert as_pairs(package.make_buckets([5] * 6, 30, **options)) == [(6, 5)]
-    assert as_pairs(package.make_buckets([5] * 6, 30, compiled=[(3, 5)], **options)) == [(3, 5)]
-    assert as_pairs(package.make_buckets([5] * 6, 30, compiled=[(6, 5), (3, 5), (2, 5), (4, 5)], **options)) == [(2, 5)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "limit"),
-    [
-        ((7, 10), {}),
-        ((5, 10), {"row_multiple": 2}),
-        ((6, 10), {"length_multiple": 4}),
-        ((6, 10), {"max_length": 9}),
-        ((6, 10), {"max_sequences": 5}),
-        ((6, 10), {"max_cost": 59.0}),
-        ((6, 10), {"memory": tile_bytes, "max_bytes": 863}),
-        ((2**70, 2**70), {}),
-    ],
-    ids=text_of,
-)
-def test_compiled_shapes_outside_the_budget_are_ignored(package, shape, limit):
-    """One is used without the limit and, with it, makes no difference."""
-    options = {"cost": flat_cost, "compile_seconds": 1e6}
-    lengths, max_tokens = [8] * 60, 60 + 9 * (limit != {})
-    if limit:
-        assert as_pairs(package.make_buckets(lengths, max_tokens, compiled=[shape], **options)) == [shape]
-    options |= limit
-    assert package.make_buckets(lengths, max_tokens, compiled=[shape], **options) == package.make_buckets(
-        lengths, max_tokens, **options
-    )
-
-
-def test_a_row_multiple_above_the_cap_is_waived_for_compiled_shapes(package):
-    """Where no multiple fits, any number of rows up to the cap does."""
-    options = {"cost": flat_cost, "compile_seconds": 1e6, "row_multiple": 8, "compiled": [(5, 10)]}
-    assert as_pairs(package.make_buckets([10] * 100, 70, **options)) == [(5, 10)]
-
-
-def test_compiled_shapes_are_chosen_again_for_slightly_other_lengths(package):
-    """Nothing compiles again, although the lengths alone lead to other shapes."""
-    rng = np.random.default_rng(0)
-    lengths = rng.geometric(1 / 60, 5000).clip(1, 400)
-    options = {"max_shapes": 12, "microbatches_per_step": 2, "cost": flat_cost}
-    options["compile_seconds"] = 2000.0
-    shapes = package.make_buckets(lengths, 4096, **options)
-    assert len(shapes) == 12
-    other = rng.permutation(lengths)[:4900]
-    assert set(package.make_buckets(other, 4096, **options)) != set(shapes)
-    assert package.make_buckets(other, 4096, compiled=shapes, **options) == shapes
-    as_array = np.array([*shapes, *shapes])
-    assert package.make_buckets(other, 4096, compiled=as_array, **options) == shapes
-
-
-def test_the_cost_of_a_compiled_shape_is_asked_for_once(package):
-    """A function of arrays sees few calls, however many samples and shapes there are."""
-    calls = []
-
-    def cost(rows, length):
-        assert rows.dtype == length.dtype == np.int64
-        calls.append(int(np.max(rows * length)))
-        return 1.0 * rows * length
-
-    lengths = np.random.default_rng(0).integers(1, 301, 200_000)
-    compiled = [(rows, length) for length in range(2, 400, 2) for rows in (1, 3, 5)]
-    buckets = package.make_buckets(lengths, 1500, cost=cost, compile_seconds=1e9, compiled=compiled)
-    assert set(buckets) <= set(compiled)
-    assert len(calls) < 400
-    assert max(calls) <= 1500
 
 
 @many
@@ -489,12 +344,6 @@ def test_costs_that_are_not_finite_and_positive_are_refused(package, cost):
         ({"strategy": [2.5, 8]}, "2.5"),
         ({"strategy": [5, 8], "max_length": 7}, "max_length"),
         ({"strategy": [5, 7], "max_length": 7, "length_multiple": 4}, "max_length"),
-        ({"compiled": [(1, 8)]}, "compile_seconds"),
-        ({"compiled": [(1, 8)], "cost": dyadic_cost}, "compile_seconds"),
-        ({"compiled": [(1, 8)], **PRICED, "strategy": "quantile"}, "quantile"),
-        ({"compiled": [(1, 8)], **PRICED, "strategy": [8]}, r"\(8,\)"),
-        ({"compiled": [(1, 8), (0, 5), (2, -3)], **PRICED}, r"\(0, 5\), \(2, -3\)"),
-        ({"compiled": [(0, number) for number in range(1, 10)], **PRICED}, r"\(0, 5\) and 4 more"),
         ({"lengths": []}, "length"),
     ],
     ids=text_of,

@@ -1,7 +1,5 @@
 """Packed pairs: rows that hold sources and targets, laid out as planned, with the loss of the pairs alone."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +11,7 @@ from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, packed_pai
 from jvarlen.batches.batches import count_tokens
 from jvarlen.loading import pack_pairs_to_bucket, pad_pairs_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.planning import _kernels as kernels
-from jvarlen.planning import choose_row_lengths
 from jvarlen.testing import assert_exactly_once
-from tests.planning.test_kernels import needs_numba
 
 VOCAB, WIDTH = 11, 6
 RNG = np.random.default_rng(0)
@@ -29,44 +24,6 @@ def packed_plan(row_lengths=(16, 20), **options):
     return make_plan(
         packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2, microbatches_per_step=2), order="length"
     )
-
-
-@needs_numba
-def test_the_compiled_rule_is_the_rule():
-    for num_features, most in ((2, 200), (3, 3), (2, 4)):
-        lengths = RNG.integers(1, [30, 40, 50][:num_features], (200, num_features))
-        distinct, counts = np.unique(lengths, axis=0, return_counts=True)
-        missing = 256 - len(distinct)
-        distinct, counts = np.pad(distinct, [(0, missing), (0, 0)], mode="edge"), np.pad(counts, (0, missing))
-        sizes = np.array([60, 70, 80][:num_features])
-        given = distinct, counts, sizes, most, kernels.halved_order(distinct)
-        plain, compiled = kernels.fill_joint_rows.py_func(*given), kernels.fill_joint_rows.compiled(*given)
-        for one, other in zip(plain, compiled, strict=True):
-            assert one.tolist() == other.tolist()
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
-def test_rows_are_a_few_percent_more_than_their_tokens_need(correlation):
-    """Where a single open row takes a third more."""
-    logs = np.random.default_rng(1).multivariate_normal(
-        [4, 4], 0.5 * np.array([[1, correlation], [correlation, 1]]), 2000
-    )
-    lengths = np.exp(logs).astype(np.int64).clip(1, 512)
-    num_needed = -(-lengths.sum(axis=0).max() // 512)
-    assert pack_samples(lengths, (512, 512)).num_rows <= 1.06 * num_needed
-    limited = pack_samples(lengths, (512, 512), max_samples_per_row=4)
-    assert limited.num_rows <= 1.03 * 2000 / 4
-    assert np.diff(limited.row_offsets).max() == 4
-
-
-@needs_numba
-def test_row_lengths_of_a_million_pairs_are_told_by_a_few_of_them():
-    rng = np.random.default_rng(0)
-    lengths = np.exp(rng.normal([3, 4], [0.6, 0.9], (1_000_000, 2))).astype(np.int64).clip(1, 1000)
-    choose_row_lengths(lengths[:5000], 32_768)  # compiles
-    start = time.process_time()
-    choose_row_lengths(lengths, 32_768)
-    assert time.process_time() - start < 20, "packing all of them would take minutes"
 
 
 def test_every_pair_is_laid_out_as_planned():

@@ -140,6 +140,15 @@ def test_blocks_are_filled_alike_compiled_and_plain(lengths, block_size, most):
 
 
 @needs_numba
+def test_rows_of_pairs_are_filled_alike_compiled_and_plain():
+    pairs = np.random.default_rng(0).integers(1, [30, 40], (200, 2))
+    pairs = pairs[np.lexsort(pairs.T[::-1])]
+    kernel = kernels.fill_pair_rows
+    found = [fill(pairs, np.array([60, 70])) for fill in (kernel.compiled, kernel.py_func)]
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@needs_numba
 def test_many_small_calls_are_compiled_as_one_large_one_is():
     kernel = kernels.Kernel(lambda values: "plain", few=10, adds_up=True)
     assert [kernel(np.zeros(4)), kernel(np.zeros(5))] == ["plain"] * 2

@@ -120,16 +120,14 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
     assert re.search(r"\n1 packed shape: predicted .* in 1 padded shape, .* in 1 packed shape \(.* as given\)", told)
     assert [Plan.load(run.run_dir / "plan.npz").is_packed for run in (unasked, asked)] == [False, True]
     assert asked.summary.held_out_before == pytest.approx(unasked.summary.held_out_before, rel=1e-6)
-    for name in ("row_lengths", "max_samples_per_row"):
-        with pytest.raises(ValueError, match=f'{name} .* needs packing="best_fit"'):
-            fit_frequencies(with_plan(config, **{name: (32,) if name == "row_lengths" else 4}), split)
+    with pytest.raises(ValueError, match=r'row_lengths .* needs packing="best_fit"'):
+        fit_frequencies(with_plan(config, row_lengths=(32,)), split)
 
 
 @pytest.mark.parametrize(
     ("changes", "is_packed"),
     [
         ({"row_lengths": (16, 32)}, True),
-        ({"max_samples_per_row": 2}, True),
         ({"overlong": "split"}, True),
         ({"chunks_in_order": True}, True),
         ({"strategy": "quantile"}, False),
