@@ -22,7 +22,7 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 
 from jvarlen import with_float32_master
 from jvarlen.batches import BatchShapes, packed_batch_spec
-from jvarlen.compiling.bucket_report import figure_text, table_of
+from jvarlen.compiling.report import figure_text, table_of
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes

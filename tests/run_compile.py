@@ -41,7 +41,7 @@ def main():
     folder, (num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     mesh = Layout().on().mesh
-    options = CompileOptions(cache_dir=None, warm_up=True, max_live=1)
+    options = CompileOptions(cache_dir=None)
     state = np.float32(0)
     shapes = BatchShapes(BUCKETS, microbatches_per_step=M, layout=mesh)
 

@@ -27,6 +27,7 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
+from tests.collectives import count_collectives
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
@@ -147,7 +148,8 @@ GUIDES = {
     ),
     "resuming.md": Guide(lambda left: int(left.resumed.opt_state[0].count) == 30, slow=True),
     "many_devices.md": Guide(
-        lambda left: left.step.collectives(left.plan.buckets[0])["all-reduce"].in_loops == 0, slow=True
+        lambda left: count_collectives(left.step.program_text(left.plan.buckets[0]))["all-reduce"].in_loops == 0,
+        slow=True,
     ),
     "layered.md": Guide(slow=True),
     "experimental.md": Guide(),

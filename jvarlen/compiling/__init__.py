@@ -1,16 +1,15 @@
 """Ahead-of-time compilation of a step for every bucket, and proof that nothing else compiles.
 
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
-- `lowering`: the program of a bucket.
-- `program_store`: executables in JAX's cache and as bytes. `program_file`: those in signed files.
-- `compile`, `pending`, `other_processes`, `compiled_buckets`: compile every bucket, before the first step or in the
-  background, on all processes, and dispatch batches to their executables.
-- `arguments`: which executable takes a batch, and which arrays a step may overwrite. `unplanned`: how a batch differs
-  from what was planned.
-- `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
-- `clock`, `compile_row`, `report`: how long compiling takes, what each bucket cost, and the table of all.
-  `bucket_report`: what reports of buckets share, as files.
-- `measure`: how long steps take, and the most rows that fit.
+- `lowering`: the program of a bucket, and how long compiling takes.
+- `program_store`: executables in JAX's cache, as bytes, and in signed files.
+- `compile`, `programs`, `compiled_buckets`: compile every bucket, before the first step or in the background, and
+  dispatch batches to their executables.
+- `arguments`: which executable takes a batch, how a batch differs from what was planned, and which arrays a step may
+  overwrite.
+- `recompiles`: the guard against recompiling.
+- `report`: what each bucket cost, and the table of all; what reports of buckets share, as files.
+- `measure`: how long steps take.
 - `lifetimes`: when the arrays of a traced function are alive. `hlo`: collectives of a compiled program.
 """
 

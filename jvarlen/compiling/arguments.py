@@ -1,22 +1,27 @@
-"""What a compiled step is called with: which executable takes it, and what the step may overwrite."""
+"""What a compiled step is called with: which executable takes it, what it may overwrite, and how it differs."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import math
+from collections.abc import Hashable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "UnplannedShapeError",
     "canonical",
     "check_deleted",
+    "explain_unplanned",
+    "explain_unplanned_state",
     "identity",
     "signature",
     "wait_for",
@@ -47,10 +52,10 @@ def canonical(batch: Any) -> Any:
     return jax.tree.map(cast, batch)
 
 
-def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
-    """The state with copies of arrays that it holds twice or that programs hold (`held`); itself if there are none."""
+def without_aliases(state: Any) -> Any:
+    """The state with copies of arrays that it holds twice; itself if there are none."""
     # On several devices, donating an array and using it as well ends the process.
-    seen = {buffer for arrays in held for array in arrays for buffer in _buffers(array)}
+    seen: set[Any] = set()
     copies = 0
 
     def own(leaf: Any) -> Any:
@@ -114,3 +119,62 @@ def _copy(leaf: jax.Array) -> jax.Array:
 
 def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
+    """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned."""
+    # Leaves without a planned sharding belong on the device; None: placement is not looked at.
+    given = leaves_by_name(batch)
+
+    def distance(bucket: AnyBucket) -> float:
+        planned = leaves_by_name(specs[bucket])
+        return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
+
+    nearest = min(specs, key=distance)
+    difference = _difference(batch, specs[nearest], device)
+    if difference is None:
+        return None
+    buckets = ", ".join(map(str, sorted(specs, key=lambda bucket: bucket.lengths)))
+    return f"no bucket was compiled for this batch. Nearest is {nearest}: {difference}. Buckets: {buckets}"
+
+
+def explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = None) -> str | None:
+    """Every leaf of the state that differs from what was compiled for; None where nothing does."""
+    difference = _difference(state, spec, device)
+    return difference and f"the state is not the one that the step was compiled for: {difference}"
+
+
+def _distance(planned: Any, given: Any) -> float:
+    """How far two leaves' shapes lie apart; the same for all leaves that cannot be compared."""
+    planned_shape, given_shape = np.shape(planned), np.shape(given)
+    if planned is None or given is None or len(planned_shape) != len(given_shape):
+        return 1.0
+    return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
+
+
+def _difference(given: Any, planned: Any, device: jax.Device | None) -> str | None:
+    """The leaves whose shape, dtype or sharding differs, or that only containers do; None where nothing does."""
+    given_leaves, planned_leaves = leaves_by_name(given), leaves_by_name(planned)
+    differing = []
+    for name in {**planned_leaves, **given_leaves}:
+        leaf: Any = given_leaves.get(name)
+        wanted = planned_leaves.get(name)
+        texts = describe(leaf), describe(wanted)
+        if texts[0] == texts[1]:
+            if not getattr(leaf, "committed", False):  # it goes wherever it is wanted
+                continue
+            place: Any = getattr(wanted, "sharding", None) or (device and SingleDeviceSharding(device))
+            if place is None or leaf.sharding.is_equivalent_to(place, leaf.ndim):
+                continue
+            texts = f"{texts[0]} {_place(leaf.sharding)}", f"{texts[1]} {_place(place)}"
+        differing.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
+    if differing:
+        return "; ".join(differing)
+    return None if have_same_containers(given, planned) else "the containers of the leaves differ"
+
+
+def _place(sharding: Any) -> str:
+    devices = sorted(device.id for device in sharding.device_set)
+    spec = getattr(sharding, "spec", None)
+    text = f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
+    return f"{text} as {tuple(spec)}" if spec else text

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from tqdm import tqdm
 
@@ -19,13 +20,12 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
-from jvarlen.compiling.clock import COMPILING
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.compile_row import CompileRow, row_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import Programs, StepCompiler, largest_first, make_step_compiler
-from jvarlen.compiling.pending import PendingPrograms
-from jvarlen.compiling.program_store import deserialized, use_compilation_cache, without_compilation_cache
+from jvarlen.compiling.lowering import COMPILING, StepCompiler, largest_first, make_step_compiler
+from jvarlen.compiling.program_store import deserialized, read_compiled, use_compilation_cache
+from jvarlen.compiling.programs import Programs
+from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -47,8 +47,8 @@ def compile_buckets(
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
 
-    Arrays that the step closes over, such as frozen weights, become arguments of its programs if they total more than 1
-    MiB; all buckets share them. Arrays closed over by a function with its own `jax.jit` stay constants.
+    Arrays that the step closes over become constants of every program. Large ones, such as frozen weights, belong among
+    the parameters: `make_train_step(…, trainable=…)` leaves them as they are.
 
     With `CompileOptions(when="background")` it returns as soon as the first program is being compiled. The others
     follow while steps run, in the order in which the plan first uses them (or of the list), the largest second. Each is
@@ -60,7 +60,7 @@ def compile_buckets(
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Over several devices, what is not placed is replicated.
       batches: the result of `load`; or a plan, for what `load` makes of its samples of tokens, on the devices that the
         step was made for; or `BatchShapes`. Of several processes, all compile, and devices are of all.
-      options: of the compiler, the cache, memory and warm-up. By default programs are kept in the user's cache
+      options: of the compiler and the cache. By default programs are kept in the user's cache
         directory, which is a setting of JAX for the whole process.
       progress: whether to show a progress bar that names the bucket.
       donate: whether a step may overwrite its input state, which cannot be used again then. A step that returns its
@@ -84,43 +84,19 @@ def compile_buckets(
       [4, 8]
     """
     shapes = _shapes_of(batches, step, start_step)
-    ordered = _order(shapes, options)
-    with _on_all_processes(shapes), _with_note_of_plan(batches):
+    if options.in_background and _has_processes(shapes):
+        raise UserError('when="background" is for one process: several compile everything ahead')
+    with _on_all_processes(shapes):
         step_compiler = _make_step_compiler(step, state, shapes, options, donate)
-        programs = Programs(step_compiler, options.max_live)
-        pending = PendingPrograms(
-            step_compiler,
-            ordered,
-            programs,
-            num_threads(options),
-            _bar("compile", step_compiler, len(ordered), progress),
-            in_background=options.in_background,
-            with_others=options.in_background and _has_processes(shapes),
-        )
+        ordered = _order(shapes, options)
+        bar = _bar("compile", step_compiler, len(ordered), progress)
+        programs = Programs(step_compiler, ordered, num_threads(options), bar, in_background=options.in_background)
         if options.in_background:
-            pending.advance()
+            programs.advance()
         else:
-            # On CPUs, what was read from the cache could not be stored on the host.
-            is_stored = options.max_live is not None and step_compiler.device.platform == "cpu"
-            with without_compilation_cache() if is_stored else contextlib.nullcontext(), contextlib.closing(pending):
-                pending.wait()
-    return _ready(
-        step_compiler, programs, ordered, pending if options.in_background else None, state, options, progress
-    )
-
-
-@contextlib.contextmanager
-def _with_note_of_plan(batches: Any) -> Iterator[None]:
-    """Errors of a step that was given batches of tokens for a plan, and may want fields, tell how to have these."""
-    try:
-        yield
-    except TypeError as error:
-        if isinstance(batches, PlannedSteps):
-            error.add_note(
-                "a plan alone tells batches of tokens: for samples of named fields, give compile_buckets the loader of "
-                "these samples, load(plan, samples)"
-            )
-        raise
+            with contextlib.closing(programs):
+                programs.wait_for_all()
+    return _ready(step_compiler, programs, ordered, options)
 
 
 def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:
@@ -189,14 +165,12 @@ def load_compiled(
     shapes = _shapes_of(batches, step)
     with _on_all_processes(shapes):
         step_compiler, programs = _load(Path(path), step, state, shapes, donate, options, progress)
-    return _ready(step_compiler, programs, step_compiler.shapes.buckets, None, state, options, progress)
+    return _ready(step_compiler, programs, step_compiler.shapes.buckets, options)
 
 
 def _load(
     path: Path, step: Any, state: Any, shapes: BatchShapes, donate: bool, options: CompileOptions, progress: bool
 ) -> tuple[StepCompiler, Programs]:
-    from jvarlen.compiling.program_file import read_compiled
-
     header, contents = read_compiled(path)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
     if missing := [str(bucket) for bucket in shapes.buckets if bucket not in buckets]:
@@ -208,19 +182,17 @@ def _load(
         listed = "; ".join(f"{name}: {there.get(name)} there, {here[name]} here" for name in differing)
         raise UserError(f"{path} was compiled for something else: {listed}")
     by_size = largest_first(buckets)
-    told_apart_by = [step_compiler.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
-    programs = Programs(step_compiler, options.max_live)
-    for lowered in told_apart_by:
-        programs.lowered(lowered, with_text=True)
+    bar = _bar("load", step_compiler, len(buckets), progress)
+    programs = Programs(step_compiler, (), num_threads(options), bar)
+    lowered = [step_compiler.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
+    for bucket in buckets:
+        programs.note(lowered[0]._replace(bucket=bucket), with_text=False)
+    for each in lowered:
+        programs.note(each, with_text=True)
     if programs.fingerprint(buckets) != header["fingerprint"]:
         raise UserError(f"{path} was compiled from another step, state or batch than {step_compiler.name} has here")
-    for bucket in buckets:
-        if programs.constants and bucket not in programs.texts:  # its own are found by tracing it
-            programs.lowered(step_compiler.lower(bucket), with_text=False)
-        elif told_apart_by[0].keeps_state:
-            programs.keeping_state.add(bucket)
-    largest = told_apart_by[0].program
-    structures = jax.tree.structure(largest.args_info), largest.out_tree
+    program = lowered[0].program
+    structures = jax.tree.structure(program.args_info), program.out_tree
 
     def load_one(bucket: AnyBucket, content: bytes) -> tuple[CompileRow, jax.stages.Compiled]:
         start = time.perf_counter()
@@ -228,11 +200,11 @@ def _load(
             executable = deserialized(content, *structures, step_compiler.devices)
         return row_of(bucket, executable, 0.0, time.perf_counter() - start, cache_hit=True), executable
 
-    with ThreadPoolExecutor(num_threads(options)) as threads:
-        loaded = zip(contents, threads.map(load_one, buckets, contents), strict=True)
-        for content, (row, executable) in _bar("load", step_compiler, len(buckets), progress, loaded):
+    with contextlib.closing(programs), ThreadPoolExecutor(num_threads(options)) as threads:
+        for row, executable in threads.map(load_one, buckets, contents):
             raise_if_interrupted()
-            programs.add(row, executable, (content, *structures))
+            programs.rows[row.bucket], programs.executables[row.bucket] = row, executable
+            bar.update()
     return step_compiler, programs
 
 
@@ -240,35 +212,21 @@ def _make_step_compiler(
     step: Any, state: Any, shapes: BatchShapes, options: CompileOptions, donate: bool
 ) -> StepCompiler:
     """What makes the programs, once the cache is set."""
-    if options.fallback == "pad" and _has_processes(shapes):
-        raise UserError('fallback="pad" pads whole batches on the host, and several processes each have a part')
     if options.cache_dir is not None:
         use_compilation_cache(options.cache_dir)
     return make_step_compiler(step, state, shapes, options, donate=donate)
 
 
 def _ready(
-    step_compiler: StepCompiler,
-    programs: Programs,
-    buckets: Sequence[AnyBucket],
-    pending: PendingPrograms | None,
-    state: Any,
-    options: CompileOptions,
-    progress: bool,
+    step_compiler: StepCompiler, programs: Programs, buckets: Sequence[AnyBucket], options: CompileOptions
 ) -> CompiledBuckets:
-    """The compiled buckets, once all processes hold the same programs, and after warm-up if it is wanted."""
+    """The compiled buckets, once all processes hold the same programs."""
     if _has_processes(step_compiler.shapes):
         from jvarlen.distributed.processes import agree
 
-        if pending is None:
-            agree("the compiled buckets", programs.fingerprint(buckets))
-        own = ("device ids", "device kinds", "process", "CPU")
-        common = {name: value for name, value in step_compiler.environment.items() if name not in own}
-        agree("software and options of the compiler", repr(common))
-    compiled = CompiledBuckets(step_compiler, programs, buckets, options, pending)
-    if options.warm_up:
-        compiled.warm_up(state, progress=progress)
-    return compiled
+        made_by = f"jaxlib {jaxlib.__version__} with options {dict(step_compiler.compiler_options)}"
+        agree("the compiled buckets", f"{programs.fingerprint(buckets)} of {made_by}")
+    return CompiledBuckets(step_compiler, programs, buckets, options)
 
 
 def _has_processes(shapes: BatchShapes) -> bool:
@@ -298,5 +256,5 @@ def num_threads(options: CompileOptions) -> int:
     return max(1, cores // 2) if options.in_background else cores
 
 
-def _bar(doing: str, step_compiler: StepCompiler, total: int, progress: bool, iterable: Iterable | None = None) -> tqdm:
-    return progress_bar(iterable, total=total, desc=f"{doing} {step_compiler.name}", unit="bucket", progress=progress)
+def _bar(doing: str, step_compiler: StepCompiler, total: int, progress: bool) -> tqdm:
+    return progress_bar(total=total, desc=f"{doing} {step_compiler.name}", unit="bucket", progress=progress)

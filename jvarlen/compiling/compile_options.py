@@ -13,9 +13,8 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.files import default_cache_dir
 from jvarlen.distributed import FIRST_BUCKET_BYTES, BucketBytes
 
-__all__ = ["CompileOptions", "Fallback", "When", "default_compilation_cache"]
+__all__ = ["CompileOptions", "When", "default_compilation_cache"]
 
-Fallback = Literal["error", "pad"]
 When = Literal["ahead", "background"]
 OptionValue = bool | int | float | str
 
@@ -60,14 +59,7 @@ class CompileOptions:
     train."""
     when: When | None = None
     """Compile everything before the first step (ahead), or, while steps run, what later steps need (background).
-    None: ahead, and in the background in a whole training run of one process. With max_live or warm_up always ahead."""
-    max_live: int | None = None
-    """The most executables held at once; the least recently used is evicted first. None for all.
-    On CPUs such programs bypass the persistent cache: executables read from it cannot be stored again."""
-    warm_up: bool = False
-    """Run each executable on dummy data before the first step. Needs memory for a second state."""
-    fallback: Fallback = "error"
-    """Reject batches that were not planned (error), or pad them up to the nearest larger bucket (pad)."""
+    None: ahead, and in the background in a whole training run of one process. Several processes compile ahead."""
     time_steps: bool | None = None
     """Measure the seconds of every step. None: only in a whole training run."""
     command_buffers: bool | None = None
@@ -85,10 +77,9 @@ class CompileOptions:
     """More XLA compiler options, each as name=value, with true or false for switches. They override other fields."""
 
     def __post_init__(self):
-        at_least_one = ("num_threads", "max_live", "grad_bucket_bytes", "first_grad_bucket_bytes")
+        at_least_one = ("num_threads", "grad_bucket_bytes", "first_grad_bucket_bytes")
         check_at_least_one(**if_given(**{name: getattr(self, name) for name in at_least_one}))
         check_at_least_zero(**if_given(all_reduce_combine_bytes=self.all_reduce_combine_bytes))
-        check_choices(fallback=(self.fallback, Fallback))
         if self.when is not None:
             check_choices(when=(self.when, When))
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
@@ -98,7 +89,7 @@ class CompileOptions:
     @property
     def in_background(self) -> bool:
         """Whether steps run while other shapes are compiled."""
-        return self.when == "background" and self.max_live is None and not self.warm_up
+        return self.when == "background"
 
     @property
     def grad_buckets(self) -> BucketBytes | None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import jax
 
 __all__ = [
-    "Collective", "Collectives", "Instruction", "arrays_in", "branch_of", "bytes_in", "called_by", "collective_of",
-    "computations_of", "count_collectives", "ends", "groups_along", "instructions_of", "is_done", "list_collectives",
+    "Collective", "Instruction", "arrays_in", "branch_of", "bytes_in", "called_by", "collective_of",
+    "computations_of", "ends", "groups_along", "instructions_of", "is_done", "list_collectives",
     "names_in", "operands_of", "starts", "turns_of",
 ]  # fmt: skip
 
@@ -67,26 +67,6 @@ class Collective(NamedTuple):
     times: int | None  # in a step, loops multiplied out; None where XLA does not know how often a loop runs
     is_asynchronous: bool = False  # whether it has a start and a done, between which something else may run
     products: int = 0  # matrix products, kernels and loops of them that are scheduled between start and done
-
-
-class Collectives(NamedTuple):
-    """How many collectives of one kind a program has.
-
-    Attributes:
-      per_step: collectives that run once a step.
-      in_loops: collectives in the body of a loop, which run once a turn.
-    """
-
-    per_step: int
-    in_loops: int
-
-
-def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collectives]:
-    """Counts the collectives of a compiled program."""
-    counts = {kind: [0, 0] for kind in _KINDS}
-    for each, times, _ in _collectives(executable):
-        counts[_kind_of(each)][times != 1] += 1
-    return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
 
 
 def list_collectives(

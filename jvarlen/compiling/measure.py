@@ -1,11 +1,10 @@
-"""Seconds and bytes of steps: a clock for those of a loop, timings of buckets, and the most rows that fit.
+"""Seconds and bytes of steps: a clock for those of a loop, and timings of buckets.
 
 Letters: K buckets.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -23,20 +22,15 @@ from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.interrupts import raise_if_interrupted, without_interrupts
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.batches import full_batch
-from jvarlen.compiling.lowering import StepCompiler
-from jvarlen.planning.buckets import check_buckets
 
 if TYPE_CHECKING:
     from jvarlen.compiling.compiled_buckets import CompiledBuckets
 
-__all__ = ["MeasuredBuckets", "StepClock", "measure_buckets", "most_rows", "suggest_rows"]
+__all__ = ["MeasuredBuckets", "StepClock", "measure_buckets"]
 
 Key = TypeVar("Key", bound=Hashable)
 
 _NUM_KEPT = 1001  # seconds of a key that the median is over: odd, so that it is one of them
-_MAX_ROWS = 2**24  # that are tried
-_TRIES_BY_LINE = 6
-_MOST_GROWTH = 16  # from one try to the next: two small ones tell little of what much larger ones need
 
 
 class StepClock(Generic[Key]):
@@ -53,8 +47,9 @@ class StepClock(Generic[Key]):
 
     def step(self, key: Key, started: float, outputs: Any) -> None:
         """Takes note of a step that has just been dispatched, and of outputs that the next step does not overwrite."""
-        leaf = next(leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array))
-        self._thread.submit(self._wait, key, started, leaf)
+        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        if arrays:
+            self._thread.submit(self._wait, key, started, arrays[0])
 
     def _wait(self, key: Key, started: float, array: jax.Array) -> None:
         before = self._ready
@@ -144,53 +139,3 @@ def measure_buckets(
         float(np.mean(cold)) if cold else math.nan,
         compiled.device,
     )
-
-
-def suggest_rows(
-    step_compiler: StepCompiler, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1
-) -> int:
-    """The most rows of a bucket's length whose step fits into memory: see `CompiledBuckets.suggest_rows`."""
-    (checked,) = check_buckets([bucket])
-    if memory_limit is None:
-        memory_limit = step_compiler.bytes_limit
-        if memory_limit is None:
-            raise UserError(f"{step_compiler.device_text} does not report its memory: pass memory_limit")
-    check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
-
-    @functools.cache
-    def bytes_of(rows: int) -> int:
-        raise_if_interrupted()
-        num_bytes = step_compiler.compile(step_compiler.lower(checked._replace(rows=rows))).row.total_bytes
-        if not num_bytes:
-            raise UserError(f"{step_compiler.device_text} does not report the memory of a program")
-        return num_bytes
-
-    rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)
-    if rows == 0:
-        raise UserError(
-            f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {bytes_of(row_multiple):,} "
-            f"bytes, more than the {memory_limit:,} of the limit"
-        )
-    return rows
-
-
-def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, multiple: int = 1, max_rows: int) -> int:
-    """The most rows, a multiple of `multiple`, whose bytes are within the limit; 0 where there are none."""
-    # Bytes grow nearly in proportion to rows, so a line through the last two tries gives the next one.
-    most = max_rows // multiple  # from here on in units of `multiple` rows
-    fits, too_many = 0, most + 1
-    guess = min(max(start // multiple, 1), most)
-    tried: list[tuple[int, int]] = []
-    while too_many - fits > 1:
-        needed = bytes_of(guess * multiple)
-        if needed <= limit:
-            fits = guess
-        else:
-            too_many = guess
-        tried.append((guess, needed))
-        (x0, y0), (x1, y1) = ((0, 0), *tried)[-2:]
-        slope = (y1 - y0) / (x1 - x0)
-        is_line = slope > 0 and len(tried) < _TRIES_BY_LINE  # else it rises in steps, or not at all
-        guess = x1 + int((limit - y1) // slope) if is_line else (fits + too_many) // 2
-        guess = min(max(guess, fits + 1), too_many - 1, _MOST_GROWTH * max(fits, x1))
-    return fits * multiple

@@ -1,4 +1,4 @@
-"""The guard against recompiling: what was compiled in a region, why, and after which bucket."""
+"""The guard against recompiling: what was compiled in a region, and after which bucket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import sys
 import threading
 import warnings
@@ -25,7 +24,6 @@ __all__ = [
     "counting_in_thread",
     "dispatched",
     "no_recompiles",
-    "plain_name",
     "uncounted_in_thread",
 ]
 
@@ -44,9 +42,6 @@ class Recompilation(NamedTuple):
 
     Attributes:
       function: the name of the function or of the eager operation, such as "cumsum".
-      arguments: types of what the program reads, such as "float32[3,9], 2 × int32[]"; empty if JAX did not tell.
-      difference: from the nearest earlier call, such as "x: now f32[2,5], before f32[2,4]"; empty if JAX did not tell,
-        as for eager operations.
       bucket: the bucket that was dispatched last in the process; None before the first.
       cache_hit: whether the executable came from the persistent cache.
       thread: the name of the thread that compiled.
@@ -54,8 +49,6 @@ class Recompilation(NamedTuple):
     """
 
     function: str
-    arguments: str
-    difference: str
     bucket: str | None
     cache_hit: bool
     thread: str
@@ -98,8 +91,8 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
     A program from the persistent cache counts too, because the cache may be empty next time. Guards may be nested and
-    may overlap in several threads; each sees everything that is compiled. While one is active, JAX explains what it
-    traces; this is printed only if it was switched on before.
+    may overlap in several threads; each sees everything that is compiled. JAX tells which argument has changed since
+    the last call if the environment variable `JAX_EXPLAIN_CACHE_MISSES` is 1.
 
     Args:
       action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
@@ -109,20 +102,18 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
       A `RecompileCount` that counts while the region runs.
 
     Raises:
-      RecompileError: under `"raise"`; it names the function, its types, the leaf that differs and the last bucket.
+      RecompileError: under `"raise"`; it names the function and the last bucket.
       ValueError: an unknown action.
 
     Example:
       >>> import jax.numpy as jnp
       >>> with no_recompiles("count") as count:
       ...     _ = jax.jit(lambda x: x * 3)(jnp.ones(7))
-      >>> count.recompilations[-1].arguments
-      'float32[7]'
+      >>> count.functions[-1]
+      '<lambda>'
     """
-    from jvarlen.compiling.jax_log import explaining
-
     check_choices(action=(action, Action))
-    with explaining(), _counting(_Guard(RecompileCount(), action, None)) as count:
+    with _counting(_Guard(RecompileCount(), action, None)) as count:
         yield count
     if action == "raise" and count.recompilations:
         raise RecompileError(_explain(count.recompilations))
@@ -130,7 +121,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
 
 @contextlib.contextmanager
 def counting_in_thread() -> Iterator[RecompileCount]:
-    """Counts what this thread compiles, while others may compile as well; it asks for no explanations."""
+    """Counts what this thread compiles, while others may compile as well."""
     with _counting(_Guard(RecompileCount(), "count", threading.get_ident())) as count:
         yield count
 
@@ -203,14 +194,10 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
         guards = [guard for guard in _guards if guard.thread in counting]
         if not guards:
             return
-        function = plain_name(str(details.get("fun_name", "an unnamed function")))
+        function = str(details.get("fun_name", "an unnamed function"))
+        function = function.removeprefix("jit(").removesuffix(")") if function.startswith("jit(") else function
         bucket = None if _last_bucket is None else str(_last_bucket)
-        told = "", ""
-        if any(guard.thread is None for guard in _guards):  # JAX explains what it compiles
-            from jvarlen.compiling.jax_log import told_of
-
-            told = told_of(function)
-        recompilation = Recompilation(function, *told, bucket, is_hit, thread.name, float(duration_secs))
+        recompilation = Recompilation(function, bucket, is_hit, thread.name, float(duration_secs))
         for guard in guards:
             guard.count.recompilations.append(recompilation)
     actions = {guard.action for guard in guards}
@@ -218,12 +205,6 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
         warnings.warn(_explain([recompilation]), stacklevel=_outer_stacklevel())
     if "raise" in actions:
         raise RecompileError(_explain([recompilation]))
-
-
-def plain_name(name: str) -> str:
-    """`cumsum` of `jit(cumsum)`."""
-    match = re.fullmatch(r"jit\((.*)\)", name)
-    return match[1] if match else name
 
 
 def _outer_stacklevel() -> int:
@@ -238,9 +219,6 @@ def _outer_stacklevel() -> int:
 def _explain(recompilations: list[Recompilation]) -> str:
     first, *others = recompilations
     text = f"{first.function!r} was compiled inside no_recompiles()"
-    if first.arguments:
-        text += f" for {first.arguments}"
-    text += f": {first.difference or 'its shapes, dtypes or shardings were not seen before'}"
     if first.cache_hit:
         text += "; the executable came from the persistent cache"
     if first.bucket is not None:
@@ -250,4 +228,4 @@ def _explain(recompilations: list[Recompilation]) -> str:
     if others:
         names = dict.fromkeys(other.function for other in others)
         text += f". Compiled after it: {len(others)} more, of {list_first(names)}"
-    return text
+    return f"{text}. JAX tells why with JAX_EXPLAIN_CACHE_MISSES=1"

@@ -1,4 +1,4 @@
-"""The compile report: what compiling and running each bucket cost, as a table and as JSON.
+"""The compile report: what compiling and running each bucket cost; and what all reports of buckets share.
 
 It imports no JAX: a saved report can be read on a machine without devices.
 """
@@ -6,18 +6,238 @@ It imports no JAX: a saved report can be read on a machine without devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Self
+import os
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, is_integer, is_number
+from jvarlen._common.files import read_object, write_atomically
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.bucket_report import UNKNOWN, BucketReport, Column, figure_text
-from jvarlen.compiling.compile_row import CompileRow
-from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
 
-__all__ = ["CompileReport", "CompileRow"]
+__all__ = ["UNKNOWN", "BucketReport", "Column", "CompileReport", "CompileRow", "figure_text", "row_of", "table_of"]
+
+UNKNOWN = "–"
+_Row = TypeVar("_Row")
+
+
+class BucketReport(tuple[_Row, ...]):
+    """Rows of buckets, a frozen dataclass each, with figures of all of them as attributes."""
+
+    _what: ClassVar[str]  # it is, in messages
+    _format: ClassVar[int]  # of the file
+    _row_type: ClassVar[type]
+    # Follow from the fields; in the file for those who read it by other means.
+    _derived: ClassVar[tuple[str, ...]] = ()
+    _derived_of_row: ClassVar[tuple[str, ...]] = ()
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """What `__new__` takes, for copies and pickles."""
+        return tuple(self), *vars(self).values()
+
+    def to_json(self) -> str:
+        """All rows as JSON, with the figures that follow from them; unknown figures are null."""
+        rows = [vars(row) | {name: getattr(row, name) for name in self._derived_of_row} for row in self]
+        of_all = vars(self) | {name: getattr(self, name) for name in self._derived}
+        return json.dumps(_plain({"format": self._format, **of_all, "rows": rows}), indent=2, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_json` to a file, atomically.
+
+        Args:
+          path: the file; its directory must exist, and an existing file is replaced.
+
+        Raises:
+          OSError: it cannot be written; an existing file stays.
+        """
+        with write_atomically(Path(path)) as file:
+            file.write(self.to_json().encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+
+        Returns:
+          A report of the same rows.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: it holds no such report; the message says what is wrong.
+        """
+        document = read_object(Path(path), f"holds no {cls._what}")
+        try:
+            if (found := document.pop("format")) != cls._format:
+                raise UserError(f"its format is {found}, and this version of jvarlen reads {cls._format}")
+            rows = [_without(row, cls._derived_of_row) for row in document.pop("rows")]
+            of_all, hints = _without(document, cls._derived), _hints(cls)
+            figures = {name: _built(of_all[name], hints[name], name) for name in hints}
+            return cls([_built(row, cls._row_type, "row") for row in rows], **figures)
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{path} holds no {cls._what}: {problem}") from error
+
+
+def _without(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in dict(fields).items() if name not in names}
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {name: hint for name, hint in hints.items() if typing.get_origin(hint) is not ClassVar}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it: buckets as lists, other dataclasses and named tuples as objects, NaN as null."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, Bucket | PairBucket):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+_HOLDS: dict[Any, Callable[[Any], bool]] = {
+    float: lambda value: is_number(value) and not (is_integer(value) and abs(value) >= 2**63),
+    int: lambda value: is_integer(value) and 0 <= value < 2**63,
+    bool: lambda value: isinstance(value, bool),
+    str: lambda value: isinstance(value, str),
+}
+
+
+def _built(value: Any, hint: Any, name: str) -> Any:
+    """What a field of this type holds, from JSON; raises an error where it cannot hold that."""
+    parts = typing.get_args(hint)
+    if hint == AnyBucket:
+        return check_buckets([value])[0]
+    if type(None) in parts:
+        return None if value is None else _built(value, parts[0], name)
+    if hint is float and value is None:
+        return math.nan
+    if hint in _HOLDS:
+        if not _HOLDS[hint](value):
+            raise UserError(f"{name} is {value!r}")
+        return value
+    if parts and issubclass(typing.get_origin(hint), Mapping):
+        return {_built(key, parts[0], name): _built(each, parts[1], name) for key, each in value.items()}
+    if parts:
+        return tuple(_built(each, parts[0], name) for each in value)
+    if not (dataclasses.is_dataclass(hint) or hasattr(hint, "_fields")):  # a tuple of rows that has a name
+        return hint(_built(value, hint.__orig_bases__[0], name))
+    hints = _hints(hint)
+    if unknown := sorted(dict(value).keys() - hints.keys()):
+        raise UserError(f"{name} has unknown {', '.join(unknown)}")
+    return hint(**{each: _built(of_each, hints[each], each) for each, of_each in dict(value).items()})
+
+
+def figure_text(figure: float | str | None, unit: float = 1.0) -> str:
+    """A number of units with three digits, or all of those before the point; text as it is."""
+    if isinstance(figure, str):
+        return figure
+    if figure is None or math.isnan(figure):
+        return UNKNOWN
+    scaled = figure / unit
+    return f"{scaled:,.0f}" if abs(scaled) >= 100 else f"{scaled:.3g}"
+
+
+class Column(NamedTuple):
+    """A column of a table of rows."""
+
+    header: str
+    of_row: Callable[[Any], float | str | None]
+    unit: float = 1.0
+    of_all: Callable[[Sequence[Any]], float | str] | None = None  # most figures have no meaningful sum
+
+    def cells(self, rows: Iterable[Any]) -> list[str]:
+        """The text of each row."""
+        return [figure_text(self.of_row(row), self.unit) for row in rows]
+
+
+def table_of(rows: Sequence[Any], *columns: Column) -> list[tuple[str, ...]]:
+    """The headers, and the cells of each row."""
+    return list(zip(*([column.header, *column.cells(rows)] for column in columns), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRow:
+    """What a bucket's executable cost, and how it was used.
+
+    Operations and bytes are those of one device, as the compiler reports them: NaN and 0 if it does not.
+
+    Attributes:
+      bucket: its shape.
+      lower_s: seconds of tracing and lowering.
+      compile_s: seconds in the compiler, or of reading from a cache.
+      cache_hit: whether the executable was read from a cache.
+      flops: floating-point operations of a step. XLA counts the body of a loop, as over microbatches, once.
+      argument_bytes: of state and batch.
+      output_bytes: of the results.
+      alias_bytes: of the results that reuse donated arguments.
+      temp_bytes: of temporaries.
+      peak_bytes: the most that is held at one time. For CPUs XLA leaves out the temporaries; use `total_bytes` there.
+      times_used: steps that ran in this bucket.
+      step_s: median seconds of a step; NaN where steps were not timed.
+      planned_steps: steps that the plan has in this bucket; None without a plan.
+      padding: share of the planned steps that is padding, in [0, 1); None without a planned step.
+      is_live: whether the executable is held now.
+      stall_s: seconds that steps waited until this bucket was compiled; 0 if it was compiled before the first step.
+    """
+
+    bucket: AnyBucket
+    lower_s: float
+    compile_s: float
+    cache_hit: bool
+    flops: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    times_used: int = 0
+    step_s: float = math.nan
+    planned_steps: int | None = None
+    padding: float | None = None
+    is_live: bool = True
+    stall_s: float = 0.0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that a device holds during a step, if all temporaries are held at once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+
+def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> CompileRow:
+    """The row of an executable that has not been used."""
+    flops = float((_told_by(compiled.cost_analysis) or {}).get("flops", math.nan))
+    flops = flops if flops >= 0 else math.nan  # XLA marks what it cannot count as negative
+    memory = _told_by(compiled.memory_analysis)
+    argument, output, alias, temp, peak = (
+        int(getattr(memory, f"{name}_in_bytes", 0))
+        for name in ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
+    )
+    return CompileRow(bucket, lower_s, compile_s, cache_hit, flops, argument, output, alias, temp, peak)
+
+
+def _told_by(analysis: Callable[[], Any]) -> Any:
+    """What an analysis tells; None where the backend has none, which some say by an error."""
+    try:
+        return analysis()
+    except RuntimeError:  # JAX's own errors and NotImplementedError are among these
+        return None
 
 
 class CompileReport(BucketReport[CompileRow]):

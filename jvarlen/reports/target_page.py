@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jvarlen.compiling.bucket_report import UNKNOWN, figure_text, table_of
+from jvarlen.compiling.report import UNKNOWN, figure_text, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.reports.figures import Picture
 from jvarlen.reports.layout_figures import draw_layout_bars

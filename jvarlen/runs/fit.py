@@ -27,9 +27,9 @@ from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
-from jvarlen.compiling.clock import COMPILING
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.lowering import COMPILING
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.measure import LengthFn
 from jvarlen.data.split import HELD_OUT, Split

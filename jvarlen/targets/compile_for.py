@@ -154,7 +154,7 @@ def target_compiler(
     state = step.init(_shapes_on(placement, params), extra=extra, seed=seed)
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
     with without_compilation_cache():  # options are tried on a program
-        return make_step_compiler(step, state, shapes, in_force, only_compiles=True)
+        return make_step_compiler(step, state, shapes, in_force)
 
 
 def _shapes_on(placement: Placement, params: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Self
 
 from jvarlen._common.text_table import text_table
-from jvarlen.compiling.bucket_report import BucketReport, Column, figure_text, table_of
+from jvarlen.compiling.report import BucketReport, Column, figure_text, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer

@@ -11,7 +11,7 @@ import jax
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name, zeros_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.recompiles import Recompilation, no_recompiles
+from jvarlen.compiling.recompiles import no_recompiles
 
 __all__ = ["assert_no_recompiles"]
 
@@ -31,7 +31,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
 
     Raises:
       AssertionError: something was compiled, or read from the persistent cache; the message names the call, the
-        arguments, the programs, and what differs from earlier calls.
+        arguments and the programs.
       ValueError: there are no shapes.
 
     Example:
@@ -53,7 +53,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
         with no_recompiles("count") as count:
             jax.block_until_ready(fn(*copies))
         if count.recompilations and not (may_compile and time == "first"):
-            programs = list_first(map(_described, count.recompilations), "; ")
+            programs = list_first(count.functions, "; ")
             lines.append(f"  the {time} call with {_telling_leaves(argument_sets, i)}: {programs}")
     if lines:
         raise AssertionError("compiled where nothing should have been:\n" + list_first(lines, "\n"))
@@ -63,11 +63,6 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return zeros_of(leaf)
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf
-
-
-def _described(program: Recompilation) -> str:
-    arguments = f" for {program.arguments}" if program.arguments else ""
-    return program.function + arguments + (f" ({program.difference})" if program.difference else "")
 
 
 def _telling_leaves(argument_sets: list[tuple[Any, ...]], i: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from jvarlen import CostModel, Plan, UserError
 from jvarlen._common.files import check_place, load_array, write_atomically
-from jvarlen.compiling.program_file import read_compiled
+from jvarlen.compiling.program_store import read_compiled
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.line_files import read_json
 from jvarlen.reports.run_records import read_metrics

@@ -1,4 +1,4 @@
-"""Batches that were not planned: their differing leaves are named, or they are padded to the nearest larger bucket."""
+"""Batches that were not planned: their differing leaves are named."""
 
 import jax
 import numpy as np
@@ -6,8 +6,7 @@ import pytest
 
 from jvarlen import Bucket
 from jvarlen.batches import Batch, token_batch_spec
-from jvarlen.compiling.arguments import signature
-from jvarlen.compiling.unplanned import explain_unplanned, explain_unplanned_state, nearest_larger, pad_to_spec
+from jvarlen.compiling.arguments import explain_unplanned, explain_unplanned_state, signature
 from tests.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
@@ -72,34 +71,3 @@ def test_leaves_of_a_state_are_named():
     assert explain_unplanned_state({"w": np.ones(4, np.float32), "n": np.int32(0)}, spec) == (
         "the state is not the one that the step was compiled for: ['w'] is float32[4], planned was float32[3]"
     )
-
-
-@pytest.mark.parametrize(
-    ("shape", "bucket"),
-    [((4, 8), (4, 8)), ((3, 7), (4, 8)), ((2, 9), (2, 16)), ((1, 17), (2, 24)), ((3, 9), None), ((1, 25), None)],
-)
-def test_the_nearest_larger_bucket_is_the_smallest_that_holds_the_batch(shape, bucket):
-    assert nearest_larger(make_batch(*shape), SPECS) == bucket
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda batch: batch._replace(weights=np.ones(batch.weights.shape)),
-        lambda batch: batch._replace(num_sequences=3.0),
-        lambda batch: batch._asdict(),
-        lambda batch: batch._replace(lengths=None),
-    ],
-)
-def test_no_bucket_holds_other_dtypes_or_containers(change):
-    assert nearest_larger(change(make_batch(3, 7)), SPECS) is None
-
-
-@pytest.mark.parametrize("put", [lambda batch: batch, jax.device_put])
-def test_a_batch_is_padded_with_zeros_at_the_end(put):
-    batch = make_batch(3, 7, 1)
-    padded = pad_to_spec(put(batch), SPECS[BUCKETS[0]])
-    assert signature(padded) == signature(SPECS[BUCKETS[0]])
-    np.testing.assert_array_equal(padded.tokens[:1, :3, :7], batch.tokens)
-    assert padded.tokens.sum() == batch.tokens.sum()
-    assert padded.num_sequences == batch.num_sequences

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes, PackedBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import StepCompiler, make_step_compiler
+from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.testing import assert_no_recompiles
@@ -84,11 +83,6 @@ def test_the_largest_is_compiled_first(num_threads):
     assert all(row.lower_s > 0 and row.compile_s > 0 and not row.cache_hit for row in report)
 
 
-def test_the_largest_is_compiled_first_in_whatever_order_shapes_come():
-    for shapes in itertools.permutations(BUCKETS):
-        assert [row.bucket for row in compile_count(shapes).report] == LARGEST_FIRST
-
-
 def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monkeypatch):
     threads = {"lower": set(), "compile": set()}
     both_there = threading.Barrier(2, timeout=20)
@@ -128,13 +122,6 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
     assert LARGEST_FIRST[2] not in begun
 
 
-def test_the_bar_names_step_and_bucket(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    compile_buckets(count_step, jnp.float32(0), BatchShapes(BUCKETS[:1]), options=CompileOptions(cache_dir=None))
-    assert "compile count_step: 100%" in (shown := capsys.readouterr().err)
-    assert "4×8" in shown
-
-
 def test_an_unplanned_batch_is_refused(compiled):
     with pytest.raises(UnplannedShapeError, match=r"Nearest is 2×16: \.tokens is int32\[2,3,16\], planned was"):
         compiled(jnp.float32(0), make_batch(3, 16))
@@ -163,12 +150,6 @@ def test_another_state_is_refused_at_the_first_call(state, said):
     compiled = compile_count(BUCKETS[:1])
     with pytest.raises(UnplannedShapeError, match=f"the state is not the one .*{said}"):
         compiled(state, make_batch(4, 8))
-
-
-def test_a_state_in_other_containers_is_refused():
-    compiled = compile_step(lambda state, batch: (state, None), [0.0], BatchShapes(BUCKETS[:1]))
-    with pytest.raises(UnplannedShapeError, match=r"the state is not the one .*: the containers of the leaves differ"):
-        compiled((0.0,), make_batch(4, 8, 1))
 
 
 def test_another_state_is_explained_later_as_well():
@@ -254,60 +235,6 @@ def as_numbers(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def closing_over(table_NxD):
-    """A step over 4 MiB of frozen weights, and a small constant."""
-    small_D = np.arange(table_NxD.shape[1], dtype=np.float32)
-
-    def step(state, batch):
-        outputs = jnp.asarray(table_NxD)[batch.tokens] @ (state + small_D)
-        return state + 1, {"sum": jnp.sum(outputs * batch.weights[..., 0, None])}
-
-    return step
-
-
-@pytest.mark.parametrize("num_devices", [None, 2])
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-def test_large_arrays_that_a_step_closes_over_are_arguments_that_all_buckets_share(as_array, num_devices, tmp_path):
-    mesh = None if num_devices is None else data_mesh(num_devices)
-    step = closing_over(as_array(np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)))
-    shapes = BatchShapes(BUCKETS, microbatches_per_step=2, layout=mesh)
-    kwargs = {"progress": False, "options": CompileOptions(cache_dir=None)}
-    compiled = compile_buckets(step, jnp.zeros(1024), shapes, **kwargs)
-    assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.report)
-    assert [len(arguments) for arguments in compiled._programs.constants.values()] == [1, 1, 1]
-    assert len({id(argument) for (argument,) in compiled._programs.constants.values()}) == 1
-    step_compiler = make_step_compiler(step, jnp.zeros(1024), shapes, CompileOptions(cache_dir=None))
-    assert len(step_compiler.lower(BUCKETS[0]).program.as_text()) < 2**16
-    compiled.save(tmp_path / "set")
-    loaded = load_compiled(tmp_path / "set", step, jnp.zeros(1024), shapes, **kwargs)
-    state, other = jnp.zeros(1024), jnp.zeros(1024)
-    for bucket in BUCKETS:
-        (state, metrics), (other, others) = compiled(state, make_batch(*bucket)), loaded(other, make_batch(*bucket))
-        np.testing.assert_array_equal(metrics["sum"], others["sum"])
-        assert metrics["sum"] != 0
-
-
-@pytest.mark.parametrize("num_devices", [None, 2])
-def test_what_a_step_closes_over_may_be_what_training_begins_with(num_devices):
-    """As the reference of a fine-tuning, which stays when the state is donated."""
-    mesh = None if num_devices is None else data_mesh(num_devices)
-    reference = jnp.ones((1024, 1024))
-    if mesh is not None:
-        reference = replicate(reference, mesh)
-
-    def step(state, batch):
-        return state + 1, jnp.sum((state - reference)[0])
-
-    compiled = compile_step(step, reference, BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh))
-    for _ in range(2):  # trainings, each from the beginning
-        state = reference
-        distances = []
-        for _ in range(3):
-            state, distance = compiled(state, make_batch(4, 8))
-            distances.append(float(distance))
-        assert distances == [0, 1024, 2048]
-
-
 def test_the_state_can_be_numbers_or_of_another_precision():
     compiled = compile_step(
         lambda state, batch: ({"n": state["n"] + 1, "x": state["x"] * 2}, None),
@@ -335,14 +262,6 @@ def test_buckets_at_fault_are_listed():
 def test_a_step_that_changes_the_kind_of_its_state_is_refused(step, said):
     with pytest.raises(ValueError, match=said):
         compile_step(step, jnp.float32(0), BatchShapes(BUCKETS))
-
-
-def test_steps_without_metrics_cannot_be_timed():
-    options = CompileOptions(cache_dir=None, time_steps=True)
-    with pytest.raises(ValueError, match="time_steps waits for the metrics of a step, and those of <lambda> hold no"):
-        compile_buckets(
-            lambda state, batch: (state, {}), jnp.float32(0), BatchShapes(BUCKETS), progress=False, options=options
-        )
 
 
 def test_a_mesh_takes_spread_batches_and_fresh_state():
@@ -432,22 +351,6 @@ def test_the_report_tells_operations_bytes_and_use():
     assert compiled.report.unused == (Bucket(2, 40),)
 
 
-def test_executables_that_are_released_are_gone():
-    state = jnp.float32(0)
-    before = num_executables()
-    compiled = compile_count()
-    assert num_executables() == before + 3
-    state, _ = compiled(state, make_batch(4, 8))
-    compiled.release((4, 8), BUCKETS[2])
-    assert num_executables() == before + 1
-    assert [row.is_live for row in compiled.report] == [False, False, True]
-    with pytest.raises(UnplannedShapeError, match="the executable of 4×8 was released"):
-        compiled(state, make_batch(4, 8))
-    assert float(compiled(state, make_batch(2, 16))[0]) == 2 * (4 * 8 + 2 * 16)
-    with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
-        compiled.release((9, 9))
-
-
 def test_what_a_curriculum_has_passed_is_released():
     state = jnp.float32(0)
     before = num_executables()
@@ -460,38 +363,11 @@ def test_what_a_curriculum_has_passed_is_released():
     assert live == [2, 2, 1]
     assert num_executables() == before
     assert float(state) == 2 * (2 * 4 * 8 + 2 * 16)
+    assert not any(row.is_live for row in compiled.report)
     with pytest.raises(UnplannedShapeError, match="2×16 was released"):
         compiled(state, make_batch(2, 16))
-
-
-def test_no_more_executables_than_wanted_are_live_and_none_is_compiled_again():
-    state = jnp.float32(0)
-    before = num_executables()
-    compiled = compile_count(max_live=1, warm_up=True)
-    assert num_executables() == before + 1
-    batches = [make_batch(*bucket) for bucket in (*BUCKETS, *reversed(BUCKETS))]
-    with no_recompiles() as count:
-        for batch in batches:
-            donated = state
-            state, metrics = compiled(state, batch)
-            assert donated.is_deleted() or batch is batches[0]
-            assert int(metrics["tokens"]) == batch.tokens.size
-            assert num_executables() == before + 1
-    assert count.num_compilations == 0
-    assert float(state) == 2 * 2 * sum(bucket.padded_tokens for bucket in BUCKETS)
-    compiled.release(*BUCKETS)
-    assert num_executables() == before
-
-
-def test_the_least_recently_used_makes_room():
-    compiled = compile_count(max_live=2)
-    state = jnp.float32(0)
-    live = []
-    for bucket in (BUCKETS[0], BUCKETS[1], BUCKETS[0], BUCKETS[2]):
-        state, _ = compiled(state, make_batch(*bucket))
-        live.append({row.bucket for row in compiled.report if row.is_live})
-    assert BUCKETS[0] in live[0]  # the other one is whichever compiled last
-    assert live[1:] == [{BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[2]}]
+    with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
+        compiled.release_after({(9, 9): 1})
 
 
 def test_a_step_that_is_interrupted_after_it_ran_gives_its_state_back(monkeypatch):
@@ -507,21 +383,7 @@ def test_a_step_that_is_interrupted_after_it_ran_gives_its_state_back(monkeypatc
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])
-def test_warming_up_runs_everything_and_changes_nothing(num_devices, monkeypatch):
-    ran = []
-    get = jax.stages.Compiled.__call__
-    monkeypatch.setattr(jax.stages.Compiled, "__call__", lambda self, *args: (ran.append(args[1]), get(self, *args))[1])
-    state = jnp.float32(7)
-    compiled = compile_count(state=state, mesh=None if num_devices is None else data_mesh(num_devices), warm_up=True)
-    assert [batch.tokens.shape[1:] for batch in ran] == LARGEST_FIRST
-    assert float(state) == 7
-    assert compiled.report.times_used == 0
-    with pytest.raises(ValueError, match="a state of arrays, not of shapes"):
-        compiled.warm_up(jax.ShapeDtypeStruct((), np.float32))
-
-
-@pytest.mark.parametrize("num_devices", [None, 2])
-def test_typed_keys_in_a_batch_are_warmed_up_and_dispatched(num_devices):
+def test_typed_keys_in_a_batch_are_dispatched(num_devices):
     def step(state, batch):
         noise = jax.vmap(jax.vmap(jax.random.uniform))(batch["keys"])
         return state + jnp.sum(noise), {"noise": jnp.sum(noise)}
@@ -534,7 +396,6 @@ def test_typed_keys_in_a_batch_are_warmed_up_and_dispatched(num_devices):
         step,
         jnp.float32(0),
         BatchShapes([(3, 4)], microbatches_per_step=2, layout=mesh, batch_spec=batch_spec),
-        warm_up=True,
     )
     keys = jax.random.split(jax.random.key(1), (2, 3))
     batch = {"keys": keys if mesh is None else jax.device_put(keys, batch_shardings(keys, mesh))}
@@ -542,73 +403,6 @@ def test_typed_keys_in_a_batch_are_warmed_up_and_dispatched(num_devices):
         state, metrics = compiled(jnp.float32(0), batch)
     expected = float(jnp.sum(jax.vmap(jax.vmap(jax.random.uniform))(keys)))
     np.testing.assert_allclose([float(state), float(metrics["noise"])], expected, rtol=1e-6)
-
-
-def test_by_default_nothing_is_padded_up():
-    with pytest.raises(UnplannedShapeError):
-        compile_count()(jnp.float32(0), make_batch(3, 7))
-
-
-def test_a_batch_that_was_not_planned_can_be_padded_up():
-    compiled = compile_count(fallback="pad")
-    state = jnp.float32(0)
-    with pytest.warns(UserWarning, match=r"Nearest is 4×8: .*\. It is padded to 4×8, like all such"), no_recompiles():
-        state, _ = compiled(state, make_batch(3, 7))
-    state, _ = compiled(state, jax.device_put(make_batch(1, 9, 1)))  # warned of once
-    assert float(state) == 2 * 3 * 7 + 9
-    assert compiled.num_padded == 2
-    assert {row.bucket: row.times_used for row in compiled.report} == {BUCKETS[0]: 1, BUCKETS[1]: 1, BUCKETS[2]: 0}
-    compiled.release(BUCKETS[0], BUCKETS[1])
-    assert float(compiled(state, make_batch(2, 8))[0]) == 2 * 3 * 7 + 9 + 2 * 2 * 8
-    assert {row.bucket: row.times_used for row in compiled.report}[BUCKETS[2]] == 1
-    with pytest.raises(UnplannedShapeError, match=r"\.tokens is int32\[2,9,9\]"):
-        compiled(state, make_batch(9, 9))
-
-
-def test_what_is_padded_up_is_none_of_the_steps_to_come():
-    compiled = compile_count(fallback="pad")
-    compiled.release_after({BUCKETS[0]: 1, BUCKETS[1]: 0})
-    state = jnp.float32(0)
-    with pytest.warns(UserWarning, match="It is padded to 4×8"):
-        state, _ = compiled(state, make_batch(3, 7))
-    state, _ = compiled(state, make_batch(4, 8))
-    state, _ = compiled(state, make_batch(2, 16))  # its own executable is gone, and a larger one is there
-    assert {row.bucket: row.times_used for row in compiled.report} == {BUCKETS[0]: 2, BUCKETS[1]: 0, BUCKETS[2]: 1}
-    assert compiled.num_padded == 2
-    assert float(state) == 2 * (3 * 7 + 4 * 8 + 2 * 16)
-    compiled.release(BUCKETS[2])
-    with pytest.raises(UnplannedShapeError, match="the executable of 2×24 was released"):
-        compiled(state, make_batch(2, 24))
-
-
-def test_a_batch_is_padded_up_on_a_mesh():
-    mesh = data_mesh(2)
-    compiled = compile_count(mesh=mesh, fallback="pad")
-    batch = make_batch(3, 7)
-    with pytest.warns(UserWarning, match="padded to"):
-        state, _ = compiled(jnp.float32(0), jax.device_put(batch, batch_shardings(batch, mesh)))
-    assert float(state) == 2 * 3 * 7
-
-
-def test_the_most_rows_that_fit_are_found_by_compiling():
-    def attention_like(state, batch):
-        scores = batch.weights[..., None] * batch.weights[..., None, :]
-        return state, (jnp.sort(scores) @ scores).sum()
-
-    compiled = compile_step(attention_like, jnp.float32(0), BatchShapes([(2, 16)]))
-
-    def total_bytes(rows):
-        return compile_step(attention_like, jnp.float32(0), BatchShapes([(rows, 16)])).report[0].total_bytes
-
-    limit = 1_000_000
-    rows = compiled.suggest_rows((2, 16), limit)
-    assert total_bytes(rows) <= limit < total_bytes(rows + 1)
-    in_fours = compiled.suggest_rows(Bucket(500, 16), limit, row_multiple=4)
-    assert in_fours == rows // 4 * 4
-    with pytest.raises(ValueError, match=r"1 rows of length 16 need [\d,]+ bytes, more than the 10 "):
-        compiled.suggest_rows((2, 16), 10)
-    with pytest.raises(ValueError, match="does not report"):
-        compiled.suggest_rows((2, 16))
 
 
 def save_count(path, **kwargs):
@@ -664,7 +458,7 @@ def test_a_set_of_something_else_is_refused(tmp_path):
 
 def test_a_set_with_released_executables_is_not_saved(tmp_path):
     compiled = compile_count()
-    compiled.release(BUCKETS[0])
+    compiled.release_after({BUCKETS[0]: 0})
     with pytest.raises(ValueError, match="executables were released; save before releasing: 4×8"):
         compiled.save(tmp_path / "set")
     assert not (tmp_path / "set").exists()
@@ -724,46 +518,3 @@ def test_processes_compile_the_same_or_none_goes_on(tmp_path):
         text = text.removeprefix("could not compile the buckets: process 1: OSError: ")
         assert text.startswith("the model of process 1 is missing")
         assert seen["afterwards"] == ["", ""]
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.skipif(sys.platform != "linux", reason="process memory is read from /proc, and given back by glibc")
-def test_what_a_curriculum_has_passed_gives_its_memory_back():
-    program = """
-import ctypes, gc
-import jax, jax.numpy as jnp, numpy as np
-import jvarlen
-from jvarlen.batches import BatchShapes
-
-def megabytes():
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
-
-def step(state, batch):
-    x = batch.weights[..., None] * state[0]
-    for _ in range(30):  # a long program
-        x = jnp.sin(x @ state.T) + jnp.cumsum(x, axis=2)
-    return state + x.mean(), x.sum()
-
-def train(compiled, plan, state):
-    for bucket in plan.step_bucket.tolist():
-        state, metrics = compiled(state, jvarlen.batches.full_batch(compiled.specs[plan.buckets[bucket]]))
-    jax.block_until_ready(metrics)
-    return sum(row.is_live for row in compiled.report), megabytes() - before
-
-lengths = np.repeat(np.arange(16, 160, 16), 4)
-plan = jvarlen.make_plan(lengths, [(2, int(length)) for length in np.unique(lengths)], order="length")
-options = jvarlen.CompileOptions(cache_dir=None)
-jvarlen.compile_buckets(step, jnp.eye(8), BatchShapes([(1, 8)]), progress=False, options=options)
-before = megabytes()
-compiled = jvarlen.compile_buckets(step, jnp.eye(8), plan, progress=False, options=options)
-print(*train(compiled, plan, jnp.eye(8)))
-compiled.release_after(plan.steps_of_buckets())
-print(*train(compiled, plan, jnp.eye(8)))
-"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    (num_kept, kept), (num_left, left) = (map(float, line.split()) for line in run.stdout.splitlines())
-    assert (num_kept, num_left) == (9, 0)
-    assert left < 0.5 * kept, (left, kept)

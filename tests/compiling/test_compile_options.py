@@ -60,9 +60,9 @@ def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_threads": 0, "max_live": -1}, r"at least 1 .*: num_threads \(0\), max_live \(-1\)"),
+        ({"num_threads": 0, "grad_bucket_bytes": -1}, r"at least 1 .*: num_threads \(0\), grad_bucket_bytes \(-1\)"),
         ({"all_reduce_combine_bytes": -1}, "all_reduce_combine_bytes"),
-        ({"fallback": "truncate"}, "fallback .'truncate'. must be one of 'error', 'pad'"),
+        ({"when": "later"}, r"when \('later'\) must be one of 'ahead', 'background'"),
         ({"xla_options": ("xla_a=1", "xla_b", "--xla_c=1", "=1")}, r"\['xla_b', '--xla_c=1', '=1'\]"),
     ],
 )
@@ -77,7 +77,7 @@ def test_options_by_name_override_fields():
 
 
 def test_options_survive_json_and_serve_as_a_key():
-    options = CompileOptions(cache_dir=Path("cache"), max_live=3, fallback="pad", xla_options=("xla_a=1", "xla_b=x=y"))
+    options = CompileOptions(cache_dir=Path("cache"), when="background", xla_options=("xla_a=1", "xla_b=x=y"))
     stored = json.loads(json.dumps(dataclasses.asdict(options), default=str))
     again = dacite.from_dict(CompileOptions, stored, dacite.Config(cast=[Path, tuple], strict=True))
     assert again == options
@@ -85,10 +85,10 @@ def test_options_survive_json_and_serve_as_a_key():
 
 
 def test_options_come_from_the_command_line():
-    line = "--cache-dir None --fallback pad --warm-up --command-buffers False --xla-options xla_a=true xla_b="
+    line = "--cache-dir None --when background --command-buffers False --xla-options xla_a=true xla_b="
     options = tyro.cli(CompileOptions, args=line.split())
     assert options == CompileOptions(
-        cache_dir=None, fallback="pad", warm_up=True, command_buffers=False, xla_options=("xla_a=true", "xla_b=")
+        cache_dir=None, when="background", command_buffers=False, xla_options=("xla_a=true", "xla_b=")
     )
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.compiling.compile_row import CompileRow, row_of
-from jvarlen.compiling.report import CompileReport
+from jvarlen.compiling.report import CompileReport, CompileRow, row_of
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.plan import make_plan
 

@@ -10,11 +10,11 @@ import pytest
 
 import jvarlen
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import count_collectives
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
+from tests.collectives import count_collectives
 from tests.meshes import batch_shardings, data_mesh
 
 NUM_LAYERS, WIDTH, NUM_ROWS = 6, 16, 4

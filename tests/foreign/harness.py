@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from jvarlen import Bucket, CompileOptions, compile_buckets, make_train_step
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import Collectives
 from jvarlen.training.train_state import new_state
+from tests.collectives import Collectives, count_collectives
 from tests.meshes import batch_shardings, data_mesh
 
 M, B = 8, 3
@@ -168,7 +168,7 @@ def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> 
         sums.append(jax.tree.map(np.asarray, metrics.sums))
     row = step.report[0]
     course = Course(losses, sums, state.params, state.extra)
-    return Trained(course, step.collectives(BUCKET), row.flops, row.argument_bytes)
+    return Trained(course, count_collectives(step.program_text(BUCKET)), row.flops, row.argument_bytes)
 
 
 @functools.cache

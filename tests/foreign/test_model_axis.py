@@ -4,16 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jvarlen import CompileOptions, compile_buckets, make_train_step
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import Collectives
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.target import Target
+from tests.collectives import Collectives
 
 from .harness import Model, assert_same_course, random_params, random_rows, train, train_plainly, unequal_weights
 
@@ -112,25 +111,3 @@ def test_shapes_lie_as_arrays_do(optimizer):
     compiled = compile_buckets(step, arrays, batches, options=CompileOptions(cache_dir=None), progress=False)
     assert row.argument_bytes == compiled.report[0].argument_bytes
     assert row.flops is None, "what the compiler splits, the trace shows whole"
-
-
-@pytest.mark.parametrize("spec", [None, PartitionSpec(None, "model")])
-def test_frozen_weights_stay_where_they_were_put(spec):
-    """Those of a teacher that the loss closes over, large enough to become an argument of the program."""
-    mesh = make_mesh(2, AxisType.Auto)
-    teacher_DxK = np.random.default_rng(0).normal(size=(D, 2**15)) / 100
-
-    def make_distillation(teacher_DxK):
-        def loss_fn(params, batch):
-            outputs_BxK = batch["x"] @ params["column"] @ params["row"][:, :1] + params["bias"][0]
-            losses = jnp.mean((outputs_BxK - batch["x"] @ teacher_DxK) ** 2, axis=-1)
-            return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
-
-        return make_model(loss_fn)
-
-    with jax.enable_x64(True):
-        placed = teacher_DxK if spec is None else jax.device_put(teacher_DxK, NamedSharding(mesh, spec))
-        trained = train(make_distillation(placed), mesh)
-        assert_same_course(trained.course, train_plainly(make_distillation(teacher_DxK)))
-        of_device = teacher_DxK.nbytes // (2 if spec else 1)
-        assert of_device <= trained.argument_bytes < of_device + 2**16

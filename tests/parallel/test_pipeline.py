@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import compile_buckets, load, make_eval_step, make_plan, no_recompiles
-from jvarlen.compiling.hlo import count_collectives, list_collectives
+from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import layered, make_loss_fn
 from jvarlen.parallel import cross_entropy
@@ -23,6 +23,7 @@ from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
+from tests.collectives import count_collectives
 from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
 from tests.parallel.steps import (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import jvarlen
 from jvarlen import Budget, UserError, cli, compile_for, make_plan, models
 from jvarlen.cli import main
-from jvarlen.compiling.clock import CompileClock
+from jvarlen.compiling.lowering import CompileClock
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets import row_choice

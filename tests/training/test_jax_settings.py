@@ -60,7 +60,7 @@ def train(
     state = make_state(params)
     state = state if mesh is None else replicate(state, mesh)
     train_step = make_train_step(loss_fn, optimizer, layout=mesh, norms=True)
-    options = CompileOptions(cache_dir=None, warm_up=True)
+    options = CompileOptions(cache_dir=None)
     step = compile_buckets(train_step, state, BatchShapes.of_plan(PLAN, layout=mesh), progress=False, options=options)
     losses = []
     for _ in range(epochs):

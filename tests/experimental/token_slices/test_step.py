@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.token_slices import attend_over_slices, earlier_of, make_sliced_train_step, sliced_model
 from jvarlen.experimental.token_slices.program import sum_sliced
@@ -16,6 +15,7 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
+from tests.collectives import count_collectives
 from tests.meshes import layout_mesh
 from tests.parallel.steps import DECODER, assert_equal_trees, assert_trains_as_one_device, batches_of, clipped_adamw
 

@@ -1,11 +1,9 @@
 """Programs that are compiled in the background: the same ones, each in time, and no step waits for another's."""
 
 import contextlib
-import dataclasses
 import json
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +23,6 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import StepCompiler
-from tests import processes
 from tests.meshes import data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24), Bucket(1, 32)]  # the third is the largest
@@ -145,12 +142,10 @@ def test_a_step_waits_for_its_own_program_alone(gates):
 def test_a_wait_may_end_early(gates):
     step = compile_count()
     assert not step.wait(LAST, timeout=0.15)
-    assert step.pending[-1] == SECOND  # the last of all is lowered already
-    assert not step.wait(timeout=0.05)
     gates.open(*BUCKETS)
     assert step.wait(LAST)
     assert step.wait()
-    assert step.wait(timeout=0.0)
+    assert step.wait(LAST, timeout=0.0)
     assert not step.pending
     with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
         step.wait((9, 9))
@@ -201,22 +196,6 @@ def test_tracing_happens_in_the_callers_thread():
     assert len(threads) == len(BUCKETS)
 
 
-def test_arrays_that_are_closed_over_are_found_bucket_by_bucket():
-    weights = jnp.arange(2**19, dtype=jnp.float32)
-
-    def step(state, batch):
-        if batch.tokens.shape[-1] == SECOND.length:
-            return {"w": state["w"] + weights}, {}
-        return state, {"tokens": jnp.sum(batch.tokens)}
-
-    compiled = compile_count([FIRST, SECOND], step=step, state={"w": weights}, when="ahead")
-    state, _ = compiled({"w": weights}, make_batch(SECOND))
-    background = compile_count([FIRST, SECOND], step=step, state={"w": weights})
-    again, _ = background({"w": weights}, make_batch(SECOND))
-    np.testing.assert_array_equal(again["w"], state["w"])
-    np.testing.assert_array_equal(weights, np.arange(2**19))
-
-
 def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
     compile_when_open = StepCompiler.compile
 
@@ -244,24 +223,12 @@ def test_what_fails_in_the_background_loses_no_state(monkeypatch, failure):
             raise failure
 
         step.wait(FIRST)
-        patch.setattr("jvarlen.compiling.pending.PendingPrograms.advance", fail)
+        patch.setattr("jvarlen.compiling.programs.Programs.advance", fail)
         state, _ = step(state, make_batch(FIRST))
     with pytest.raises(type(failure)):
         step(state, make_batch(FIRST))
     state, _ = step(state, make_batch(FIRST))
     assert state == 2 * 64
-
-
-def test_a_step_that_cannot_be_traced_is_told_with_its_bucket():
-    def step(state, batch):
-        if batch.tokens.shape[-1] == LARGEST.length:
-            raise TypeError("not that long")
-        return count_step(state, batch)
-
-    compiled = compile_count(step=step)
-    with pytest.raises(TypeError, match="not that long") as caught:
-        compiled.wait()
-    assert caught.value.__notes__[-1] == "while compiling step for bucket 2×24"
 
 
 @pytest.mark.parametrize("when", ["ahead", "background"])
@@ -314,69 +281,9 @@ def test_ctrl_c_while_a_step_waits_loses_nothing(gates, monkeypatch):
         def interrupted(*args):
             raise KeyboardInterrupt
 
-        patch.setattr("jvarlen.compiling.pending.futures.wait", interrupted)
+        patch.setattr("jvarlen.compiling.programs.futures.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(state, make_batch(FIRST))
     gates.open(*BUCKETS)
     state, _ = step(state, make_batch(FIRST))
     assert state == 5 + 64
-
-
-@pytest.mark.parametrize("options", [{"max_live": 2}, {"warm_up": True}])
-def test_what_needs_all_programs_first_compiles_them_ahead(options):
-    assert not CompileOptions(when="background", **options).in_background
-    compiled = compile_buckets(
-        count_step,
-        jnp.float32(0),
-        BatchShapes(BUCKETS, microbatches_per_step=2),
-        progress=False,
-        options=CompileOptions(cache_dir=None, when="background", **options),
-    )
-    assert not compiled.pending
-
-
-def test_the_fallback_pads_to_a_bucket_that_is_pending(gates):
-    gates.open(*BUCKETS)
-    options = CompileOptions(cache_dir=None, when="background", fallback="pad")
-    step = compile_buckets(
-        count_step, 0.0, BatchShapes(BUCKETS, microbatches_per_step=2), progress=False, options=options
-    )
-    batch = make_batch(Bucket(2, 12))
-    with pytest.warns(UserWarning, match="padded to 2×16"):
-        state, _ = step(jnp.float32(0), batch)
-    assert state == 48
-
-
-def test_collectives_and_warming_up_wait(gates):
-    step = compile_count(state=jnp.float32(0))
-    gates.open(*BUCKETS)
-    assert step.collectives(LAST) == {}
-    assert LARGEST in step.pending or SECOND in step.pending
-    step.warm_up(jnp.float32(0), progress=False)
-    assert not step.pending
-
-
-def test_when_is_ahead_or_in_the_background():
-    with pytest.raises(ValueError, match=r"when \('later'\) must be one of 'ahead', 'background'"):
-        CompileOptions(when="later")
-    assert not CompileOptions().in_background
-    assert dataclasses.replace(CompileOptions(), when="background").in_background
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_processes_compile_the_same_in_the_background_or_all_fail():
-    """One is slow, one compiles another program, one cannot compile."""
-    told = [
-        json.loads(output.splitlines()[-1])
-        for output in processes.run(Path(__file__).parents[1] / "run_background.py", 2)
-    ]
-    for rank, of_process in enumerate(told):
-        assert of_process["together"] == [64.0, 128.0, 224.0, 288.0]
-        assert of_process["waited"] > 0.5  # process 0 for process 1
-        assert of_process["different"][0] == "UserError"
-        assert (
-            "processes compiled different programs for bucket 4×8 (SHA-256 of process 0" in of_process["different"][1]
-        )
-        assert of_process["failed"][0] == ("ProcessesError" if rank == 0 else "RuntimeError")
-    assert "process 1, bucket 2×24: RuntimeError: out of registers" in told[0]["failed"][1]
