@@ -107,7 +107,7 @@ def on_own_leaves(
         form = _Form(own, params, specs, num_devices, mesh)
 
         def update_own(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            return inner.update(grads, inner_state, params, **form.told(told, grads))
+            return inner.update(grads, inner_state, params, **told)
 
         shapes = jax.eval_shape(inner.init, form.shapes)
         given = (form.shapes, form.in_own_order(grads)), (shapes, inner_state), (form.shapes, form.in_own_order(params))
@@ -232,20 +232,6 @@ class _Form:
             return jnp.stack([arrays.get((place, layer), nothing) for layer in range(self.num_layers)])
 
         return jax.tree.unflatten(self.structure, map(array_of, range(len(self.arrays))))
-
-    def told(self, told: dict[str, Any], grads: Any) -> dict[str, Any]:
-        """The extra arguments of the update of own parameters."""
-        told = told | ({"grad": grads} if "grad" in told else {})
-        if value_fn := told.get("value_fn"):
-
-            @functools.wraps(value_fn)  # whose signature line searches look at
-            def of_own(params: Any, *others: Any, **named: Any) -> Any:
-                return value_fn(self.stacked(params), *others, **named)
-
-            told["value_fn"] = of_own
-        if grad_fn := told.get("grad_fn"):
-            told["grad_fn"] = lambda params, *others: self.unstacked(grad_fn(self.stacked(params), *others))
-        return told
 
     def run(self, function: Callable[..., tuple[Any, ...]], *given: tuple[Any, Any]) -> list[Any]:
         """What a function of own trees returns, from trees of the layout to such trees; given are shapes and trees."""

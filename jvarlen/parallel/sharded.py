@@ -33,7 +33,6 @@ from jvarlen.parallel.layers import (
     trained_on_layout,
 )
 from jvarlen.parallel.layout_checks import check_layout
-from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
@@ -50,7 +49,7 @@ from jvarlen.training.train_state import (
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
-    "average_on_layout", "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of",
+    "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of",
     "pad_to", "padded_shape", "split_specs", "stacked_for", "stacks_layers", "state_specs", "sum_on_layout",
     "sums_on_layout", "unpadded",
 ]  # fmt: skip
@@ -133,33 +132,8 @@ def make_sharded_step(
     layout, mesh = placement.layout, placement.program_mesh
     optimizer, own = optimizer_on(layout, model_of(model), optimizer, mesh=mesh), _of_stacked(model_of(model), layout)
     trained_of = functools.partial(select_trained, trainable=trainable)
-    sums_of, values_of = (sums_on_layout(model, placement, sum_of, trained_of=each) for each in (trained_of, None))
-    return _on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), own, placement, trained_of)
-
-
-def average_on_layout(
-    average: EvalParams,
-    model: LayeredModel | LossFn,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    placement: Placement,
-    trainable: Trainable,
-) -> Callable[[TrainState], Any]:
-    """The trained parameters to evaluate, from a state that lies as a layout says."""
-
-    def update(params: Any, opt_state: Any, _: Any) -> tuple[Any, Any]:
-        return average(opt_state, params), opt_state
-
-    layout, mesh = placement.layout, placement.program_mesh
-    averaging = optimizer_on(layout, model, optax.GradientTransformation(optimizer.init, update), mesh=mesh)
-    trained_of = functools.partial(select_trained, trainable=trainable)
-
-    def of_whole(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        trained = _trained_in(state, trained_of)(state.params)
-        averages = _of_trained_layers(averaging.update(trained, state.opt_state, trained)[0], state, trained)
-        return state._replace(params=merge_trained(averages, state.params)), Metrics(0.0, 0.0)
-
-    step = _on_layout(of_whole, _of_stacked(model, layout), placement, trained_of)
-    return lambda state: _trained_in(state, trained_of)(step(state, None)[0].params)
+    sums_of = sums_on_layout(model, placement, sum_of, trained_of=trained_of)
+    return _on_layout(step_of_sums(sums_of, optimizer, norms=norms), own, placement, trained_of)
 
 
 def _on_layout(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,14 +47,12 @@ class Evaluator:
         trackers: Trackers,
         bad_samples: BadSamples,
         heartbeat: Heartbeat,
-        for_evaluation: Callable[[TrainState], TrainState],
     ):
         self._prepared = prepared
         self._eval_step = eval_step
         self._trackers = trackers
         self._bad_samples = bad_samples
         self._heartbeat = heartbeat
-        self._for_evaluation = for_evaluation
         self._num_skipped: dict[str, int] = {}
         self._latest: tuple[int, dict[str, float | None]] | None = None
 
@@ -94,7 +91,6 @@ class Evaluator:
 
     def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, Means] | None:
         """The means of each set over so many steps; None if it was interrupted."""
-        state = self._for_evaluation(state)
         means: dict[str, Means] = {}
         num_steps = itertools.count()
         for name, plan in self._prepared.training_plan.eval_plans.items():

@@ -15,9 +15,7 @@ import math
 import os
 import re
 import shutil
-import uuid
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -38,8 +36,6 @@ __all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params
 
 _MANIFEST = "manifest.json"
 _NUM_THREADS = 4  # that hash: they leave the interpreter to others
-_EVALUATED = "eval_params"
-_RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
 # What reading damaged files raises.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError)
 
@@ -105,7 +101,7 @@ class StateForm(Protocol):
         """A state in the form of checkpoints. It compiles nothing.
 
         Args:
-          state: of the steps. With `for_evaluation`, also one whose `opt_state` is None: the parameters alone.
+          state: of the steps.
 
         Returns:
           The form of checkpoints. Ends of dimensions may be padded with zeros.
@@ -133,13 +129,12 @@ class Checkpoints:
         keep_best: int,
         config: Mapping[str, Any],
         form: StateForm | None,
-        for_evaluation: Callable[[Any], Any] | None,
     ):
         if is_main_process():
             directory.mkdir(parents=True, exist_ok=True)
             _remove_parts(directory)
         self._directory, self._config = directory, dict(config)
-        self._form, self._for_evaluation = form, for_evaluation
+        self._form = form
         self._keep_last, self._keep_best = keep_last, keep_best
         # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
         whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -158,7 +153,7 @@ class Checkpoints:
         except OSError as failure:
             if error is None:
                 raise
-            warnings.warn(str(failure), stacklevel=2)  # the caller gets the error that ended the block
+            error.add_note(str(failure))  # the caller gets the error that ended the block
         finally:
             self._thread.shutdown()
             self._checkpointer.close()
@@ -166,45 +161,30 @@ class Checkpoints:
     def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
         """Saves in the background, once the previous checkpoint is written; nothing if this place is already saved.
 
-        If the previous one could not be written, as to a full disk, a warning says so: stopping would lose the same
-        steps. With several processes, of which the others are stuck in that checkpoint, it is an error. A last
-        checkpoint that cannot be written is always an error, at the latest at the end of `open_checkpoints`.
-
         Args:
           state: arrays that may be donated right after the call.
           place: the place of the training.
           metric: how good the state is, lower is better. With None or NaN it is not among the best.
 
         Raises:
-          OSError: this checkpoint or the previous one could not be written, and there are several processes.
-          ValueError: the file that names the run is damaged.
+          OSError: the previous checkpoint could not be written, as to a full disk; those before it are intact. That the
+            last one could not is told at the end of `open_checkpoints`.
         """
-        try:
-            self.wait()
-        except OSError as error:
-            if jax.process_count() > 1:
-                raise
-            warnings.warn(f"{error}; training goes on, and tries again now", stacklevel=2)
+        self.wait()
         step = place.num_steps_done
         if step in self._metrics:
             return
         part = self._directory / f".{step}.part"
         metric = None if metric is None or math.isnan(metric) else float(metric)
-        about: dict[str, Any] = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
-        written = self._written(state)
-        failure = None
-        try:
+        about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
+        written = _written(without_rates(state if self._form is None else self._form.save(state)))
+        with self._telling(step):
             if is_main_process():
                 _remove_parts(self._directory)
                 part.mkdir()
-                about |= {"config": self._config, "run": _run_of(self._directory)}
-                (part / "about.json").write_text(json.dumps(about, indent=1))
+                (part / "about.json").write_text(json.dumps(about | {"config": self._config}, indent=1))
             self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(written))
-        except OSError as error:
-            failure = error
-        self._saving = step, self._thread.submit(self._commit, part, step, metric, failure)
-        if failure is not None and jax.process_count() > 1:
-            self.wait()  # now: the others wait in this checkpoint
+        self._saving = step, self._thread.submit(self._commit, part, step, metric)
 
     @property
     def is_empty(self) -> bool:
@@ -269,18 +249,23 @@ class Checkpoints:
         if self._saving is None:
             return
         (step, future), self._saving = self._saving, None
-        if (error := future.exception()) is not None:
+        with self._telling(step):
+            future.result()
+
+    @contextlib.contextmanager
+    def _telling(self, step: int) -> Iterator[None]:
+        """A block whose OSError says which checkpoint could not be written, and which ones are intact."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # TensorStore raises ValueError
             intact = f"; those of {list_first(sorted(self._metrics))} steps are intact" if self._metrics else ""
-            message = f"checkpoint {step} could not be written to {self._directory}: {_reason(error)}{intact}"
             if is_main_process():
-                with contextlib.suppress(OSError):  # the next save, or the next run, removes them or says why not
-                    _remove_parts(self._directory)
+                _remove_parts(self._directory)
+            message = f"checkpoint {step} could not be written to {self._directory}: {_reason(error)}{intact}"
             raise OSError(message) from error
 
-    def _commit(self, part: Path, step: int, metric: float | None, failure: OSError | None) -> None:
-        """In the background: completes a checkpoint once its state is written, unless writing it has failed."""
-        if failure is not None:
-            raise failure
+    def _commit(self, part: Path, step: int, metric: float | None) -> None:
+        """In the background: completes a checkpoint once its state is written."""
         self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
         if is_main_process():
             _write_manifest(part)
@@ -297,17 +282,6 @@ class Checkpoints:
                 # the next save.
                 with contextlib.suppress(OSError):
                     shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
-
-    def _written(self, state: Any) -> Any:
-        """The form of a state that is written; of one that is not evaluated as it is, with the parameters that are."""
-        saved = state if self._form is None else self._form.save(state)
-        written = _written(without_rates(saved))
-        evaluated = state if self._for_evaluation is None else self._for_evaluation(state)
-        if evaluated is state:
-            return written
-        evaluated = evaluated._replace(opt_state=None)
-        evaluated = evaluated if self._form is None else self._form.save(evaluated)
-        return written._asdict() | {_EVALUATED: _written(evaluated.params)}
 
     def _describe(self, state: Any) -> dict[str, str]:
         """Type and shape of every leaf that is saved, without padding, by its path."""
@@ -331,9 +305,9 @@ class Checkpoints:
                 ocp.checkpoint_utils.construct_restore_args(abstract),
             )
             path = self._directory / str(step) / "state"
-            has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
-            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
-            restored = self._checkpointer.restore(path, args=args)
+            restored = self._checkpointer.restore(
+                path, args=ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
+            )
             restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
             return restored if self._form is None else self._form.restore(restored, state), place
         except _UNREADABLE as error:
@@ -347,7 +321,6 @@ def open_checkpoints(
     keep_best: int = 0,
     config: Mapping[str, Any] | None = None,
     form: StateForm | None = None,
-    for_evaluation: Callable[[Any], Any] | None = None,
 ) -> Checkpoints:
     """The checkpoints of a directory, for a `with` block; at its end everything saved is on disk.
 
@@ -359,19 +332,17 @@ def open_checkpoints(
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
       form: in which states are saved, such as that of `jvarlen.parallel.portable_form`; None: as they are.
-      for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
-        evaluate besides those that are trained, and `read_params` reads them.
 
     Returns:
       `Checkpoints`, a context manager.
 
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
-      OSError: the directory or last checkpoint cannot be written; if the block raised, the latter only warns.
+      OSError: the directory or last checkpoint cannot be written; if the block raised, its error has a note of that.
     """
     if keep_last < 1 or keep_best < 0:
         raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
-    return Checkpoints(directory.resolve(), keep_last, keep_best, config or {}, form, for_evaluation)
+    return Checkpoints(directory.resolve(), keep_last, keep_best, config or {}, form)
 
 
 def read_params(directory: Path, which: Literal["latest", "best"] = "latest") -> tuple[dict[str, np.ndarray], Place]:
@@ -384,8 +355,7 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
       which: the newest checkpoint, or the one with the lowest metric.
 
     Returns:
-      The parameters on the host, by dotted names such as `blocks.0.qkv.kernel`, and the place of the training. They are
-      those to evaluate, of a checkpoint that holds these (`for_evaluation` of `open_checkpoints`).
+      The parameters on the host, by dotted names such as `blocks.0.qkv.kernel`, and the place of the training.
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none with a metric.
@@ -400,12 +370,10 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
         place, _ = _check(directory, step, metrics)
         path = (directory / str(step) / "state").resolve()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(path).item_metadata.tree
-            name = _EVALUATED if _EVALUATED in tree else "params"
-            params = {name: tree[name]}
+            params = {"params": checkpointer.metadata(path).item_metadata.tree["params"]}
             as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
             args = ocp.args.PyTreeRestore(params, restore_args=as_arrays, partial_restore=True)
-            restored = checkpointer.restore(path, args=args)[name]
+            restored = checkpointer.restore(path, args=args)["params"]
     except _UNREADABLE as error:
         raise UserError(f"checkpoint {step} in {directory} cannot be read: {error}") from error
     return {_dotted(path): array for path, array in jax.tree.leaves_with_path(restored)}, place
@@ -435,17 +403,14 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dict[str, str]]:
-    """Place and leaves of an intact checkpoint of this run; raises ValueError with a remedy for any other."""
+    """Place and leaves of an intact checkpoint; raises ValueError with a remedy for any other."""
     path = directory / str(step)
-    run = _read_run(directory)  # first: that this is damaged does not make a checkpoint so
     try:
         _check_manifest(path)
         about = read_object(path / "about.json")
         place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
         if place.num_steps_done != step:
             raise UserError(f"{path} is of {place.num_steps_done} steps")
-        if about["run"] != run:
-            raise UserError(f"{path} is of run {about['run']}, not of run {run} that {directory / _RUN} names")
     except (*_UNREADABLE, dacite.DaciteError) as error:
         others = list_first(sorted(set(steps) - {step})) or "none"
         raise UserError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
@@ -473,34 +438,10 @@ def _with_key(leaf: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if is_key(like) else leaf
 
 
-def _run_of(directory: Path) -> str:
-    """The name of the run that has the directory, drawn when it first saves."""
-    if not (directory / _RUN).exists():
-        with write_atomically(directory / _RUN) as file:
-            file.write(json.dumps({"run": uuid.uuid4().hex}).encode())
-    return _read_run(directory)
-
-
-def _read_run(directory: Path) -> str:
-    path = directory / _RUN
-    try:
-        return read_object(path)["run"]
-    except FileNotFoundError:
-        problem = f"{path} is missing"
-    except KeyError:
-        problem = f"{path} is damaged: it names no run"
-    except _UNREADABLE as error:
-        problem = str(error)
-    raise UserError(f"{problem}. Write it again; about.json of each checkpoint names the run")
-
-
 def _remove_parts(directory: Path) -> None:
-    """Removes unfinished checkpoints, and unfinished names of the run, that killed processes left."""
+    """Removes unfinished checkpoints, which killed processes left; what stays is in the way of no other step."""
     for part in directory.glob(".*.part"):
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)  # what stays is in the way of no other step
-        else:
-            part.unlink(missing_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _read_metrics(directory: Path) -> dict[int, float | None]:
@@ -527,51 +468,45 @@ def _reason(error: BaseException) -> str:
 
 
 def _write_manifest(directory: Path) -> None:
-    """Lists all files of a directory, with size and SHA-256, in one that hashes itself; all of it is then on disk."""
-    files = _hash_files(directory, sync=True)
+    """Lists the SHA-256 of all files of a directory in one more file; all of it is then on disk."""
+    hashes = _hash_files(directory, sync=True)
     with write_atomically(directory / _MANIFEST) as file:
-        file.write(_encode(files))
+        file.write(json.dumps(hashes, indent=1, sort_keys=True).encode())
 
 
 def _check_manifest(directory: Path) -> None:
     """Raises ValueError if a directory is not as `_write_manifest` left it; parses no file but the manifest."""
     try:
-        raw = regular_file(directory / _MANIFEST).read_bytes()
-        listed = json.loads(raw)["files"]
-        _ = {name: (each["size"], each["sha256"]) for name, each in listed.items()}
-    except _UNREADABLE:
-        raw, listed = b"", {}
-    if raw != _encode(listed):
-        raise UserError(f"{directory} is not whole: {_MANIFEST}: missing, or damaged: not as it was written")
+        listed = read_object(directory / _MANIFEST)
+    except FileNotFoundError:
+        listed = {_MANIFEST: ""}
     found = _hash_files(directory)
-    problems = [f"{name}: missing" for name in sorted(listed.keys() - found.keys())]
-    problems += [f"{name}: not listed in {_MANIFEST}" for name in sorted(found.keys() - listed.keys())]
-    for name in sorted(found.keys() & listed.keys()):
-        if found[name]["size"] != listed[name]["size"]:
-            problems.append(f"{name}: {found[name]['size']} bytes instead of {listed[name]['size']}")
-        elif found[name] != listed[name]:
-            problems.append(f"{name}: other bytes than were written, its SHA-256 differs")
+    problems = [
+        f"{name}: "
+        + (
+            "missing"
+            if name not in found
+            else f"not listed in {_MANIFEST}"
+            if name not in listed
+            else "other bytes than were written, its SHA-256 differs"
+        )
+        for name in sorted(listed.keys() | found.keys())
+        if listed.get(name) != found.get(name)
+    ]
     if problems:
         raise UserError(f"{directory} is not whole: {list_first(problems, '; ')}")
 
 
-def _hash_files(directory: Path, *, sync: bool = False) -> dict[str, dict[str, Any]]:
-    """Size in bytes and SHA-256 of all files but the manifest, by relative names with slashes."""
+def _hash_files(directory: Path, *, sync: bool = False) -> dict[str, str]:
+    """SHA-256 of all files but the manifest, by relative names with slashes."""
     paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
     paths.pop(_MANIFEST, None)
 
-    def hash_file(path: Path) -> dict[str, Any]:
+    def hash_file(path: Path) -> str:
         with regular_file(path).open("rb") as file:
             if sync:
                 os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return {"size": file.tell(), "sha256": digest}
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(paths, threads.map(hash_file, paths.values()), strict=True))
-
-
-def _encode(files: dict[str, Any]) -> bytes:
-    """The bytes of a manifest."""
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"sha256": digest, "files": files}, indent=1, sort_keys=True).encode()

@@ -26,22 +26,19 @@ StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 
 def step_of_sums(
     sums_of: Callable[[TrainState, Any], StepSums],
-    values_of: Callable[[TrainState, Any], StepSums],
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     norms: bool = False,
     is_whole: bool = False,
 ) -> StepFn:
-    """A train step from functions that give the sums of a step, with and without gradients: it adds the update.
+    """A train step from a function that gives the sums of a step: it adds the update.
 
     `is_whole`: every device has all of the state.
     """
     optimizer = with_extra_args(optimizer)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        value_fn = _value_fn(sums_of, values_of, state, batch)
-        options: dict[str, Any] = {"value_fn": value_fn, "norms": norms, "is_whole": is_whole}
-        return update_state(optimizer, state, batch, sums_of(state, batch), **options)
+        return update_state(optimizer, state, batch, sums_of(state, batch), norms=norms, is_whole=is_whole)
 
     return train_step
 
@@ -61,7 +58,6 @@ def update_state(
     batch: Any,
     sums: StepSums,
     *,
-    value_fn: Callable[[Any], jax.Array],
     norms: bool = False,
     is_whole: bool = False,
 ) -> tuple[TrainState, Metrics]:
@@ -77,9 +73,6 @@ def update_state(
         "batch_size": num_sequences,
         "num_tokens": metrics.num_tokens,
         "value": sums.loss,  # 0 without weight, so that no optimizer makes NaN of it
-        "grad": grads,
-        "value_fn": value_fn,
-        "grad_fn": lambda params, _iteration=None: jax.grad(value_fn)(params),
     }
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -124,41 +117,6 @@ def _sum_of_squares(grad: jax.Array) -> jax.Array:
     # Without a barrier, squares that the optimizer computes as well are kept in memory for both.
     grad = jax.lax.optimization_barrier(jax.lax.stop_gradient(grad))
     return jnp.sum(jnp.square(jnp.abs(grad.astype(np.promote_types(grad.dtype, np.float32)))))
-
-
-def _value_fn(
-    sums_of: Callable[[TrainState, Any], StepSums],
-    values_of: Callable[[TrainState, Any], StepSums],
-    state: TrainState,
-    batch: Any,
-) -> Callable[..., jax.Array]:
-    """The loss of a step for other trained parameters; its derivative is accumulated and reduced as the step's own."""
-
-    def state_at(trained: Any) -> TrainState:
-        return state._replace(params=merge_trained(trained, state.params))
-
-    @jax.custom_jvp
-    def loss_at(trained: Any) -> jax.Array:
-        return values_of(state_at(trained), batch).loss
-
-    @loss_at.defjvp
-    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
-        (trained,), (changes,) = primals, tangents
-        sums = sums_of(state_at(trained), batch)
-        loss = sums.loss
-
-        def product(grad: jax.Array, change: jax.Array) -> jax.Array:
-            wide = np.promote_types(grad.dtype, loss.dtype)
-            return jnp.sum(grad.astype(wide) * change.astype(wide)).real.astype(loss.dtype)
-
-        products = jax.tree.leaves(jax.tree.map(product, _mean_grads(sums, trained), changes))
-        return loss, sum(products, jnp.zeros_like(loss))
-
-    def value_fn(params: Any, batch_size: Any = None, num_tokens: Any = None, grad_fn: Any = None) -> jax.Array:
-        del batch_size, num_tokens, grad_fn  # line searches of Optax hand on all that they are told, or refuse it
-        return loss_at(params)
-
-    return value_fn
 
 
 def _mean_grads(sums: StepSums, params: Any) -> Any:

@@ -103,7 +103,6 @@ OPTIMIZERS = {
     "novograd": optax.novograd(1e-2),
     "muon": optax.contrib.muon(1e-2),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, key=3), optax.sgd(0.1)),
-    "line search": optax.lbfgs(memory_size=3, linesearch=optax.scale_by_backtracking_linesearch(4)),
     "accumulated": optax.MultiSteps(optax.apply_if_finite(optax.lamb(1e-2, eps=1e-5), 2), 2),
 }
 LAYOUTS = ["data2.zero1", "data4.zero3", "data2.stage2", "data1.tensor2", "data2.stage2.tensor2.zero1", "data1.stage4"]

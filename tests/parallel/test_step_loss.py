@@ -278,20 +278,6 @@ def test_both_passes_have_the_same_keys_and_statistics_are_those_of_the_step(lay
     assert_equals(state.extra, following)
 
 
-def test_optimizers_may_ask_for_the_loss_and_its_gradient_at_other_parameters():
-    def update(grads, state, params, *, value, value_fn, grad_fn):
-        at_half = jax.tree.map(lambda leaf: leaf / 2, params)
-        return grad_fn(at_half), jnp.stack([value, value_fn(params), value_fn(at_half)])
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(3), update)
-    step = make_train_step(CONTRASTIVE, optimizer, layout="data2")
-    state, metrics = jax.jit(step)(step.init(TOWERS), PAIRS)
-    halved = jax.tree.map(lambda leaf: leaf / 2, TOWERS)
-    (value, _), gradient = jax.value_and_grad(contrast_of_all, has_aux=True)(halved)
-    assert_equals(state.opt_state, jnp.stack([metrics.loss, metrics.loss, value]))
-    assert_equals(jax.tree.map(np.subtract, state.params, TOWERS), gradient)
-
-
 def test_planned_steps_of_packed_rows_have_both_denominators():
     """A mean over tokens and one over samples, of what is trained alone."""
     dataset = random_dataset(40, 9)

@@ -105,9 +105,6 @@ OPTIMIZERS = {
         LayeredParams("ends", "layers"),
     ),
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.1),  # is told the loss of the step
-    "sam": lambda: optax.contrib.sam(  # asks for gradients at other parameters
-        optax.adam(1e-2), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2, opaque_mode=True
-    ),
     "multi_steps": lambda: optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 2, accumulator_dtype=jnp.float64
     ),
@@ -122,7 +119,6 @@ OPTIMIZERS = {
         ("adafactor", "data4.zero3"),
         ("partition", "data2.zero1"),
         ("polyak_sgd", "data2.zero3"),
-        ("sam", "data2.zero3"),
         ("multi_steps", "data4.zero2"),
         ("schedule_free", "data4.zero1"),
     ],

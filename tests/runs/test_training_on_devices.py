@@ -254,9 +254,7 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     assert_same_course(records(run_dir), records(on_one_device.run_dir))
 
     assert results[0]["chosen"] == 2
-    from_evaluated, from_trained = results[0]["apart"]
-    assert from_evaluated < 1e-9
-    assert from_trained > 1e-3
+    assert results[0]["apart"] < 1e-9
     assert results[0]["differing"] == [
         "UserError",
         "processes differ in settings, in the order of processes: seed: 0, 1",

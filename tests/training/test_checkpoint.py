@@ -7,11 +7,9 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import subprocess
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -223,52 +221,20 @@ def test_a_change_of_any_file_is_refused_by_its_name(saved):
         whole, name = path.read_bytes(), re.escape(str(path.relative_to(saved / "3")))
         middle = len(whole) // 2
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-        for content, said in (
-            (flipped, "other bytes|missing, or"),
-            (whole[:-1], "[0-9]+ bytes instead of|missing, or"),
-        ):
+        for content in (flipped, whole[:-1]):
             path.write_bytes(content)
-            refusal = refused(saved, f"{saved / '3'} is not whole: {name}: ({said})")
-            assert refusal.endswith(f"Remove {saved / '3'}, to use another checkpoint; there are: 2")
+            said = "" if path.name == "manifest.json" else f"{saved / '3'} is not whole: {name}: other bytes"
+            assert refused(saved, said).endswith(f"Remove {saved / '3'}, to use another checkpoint; there are: 2")
         path.unlink()
-        refused(saved, f"{saved / '3'} is not whole: {name}: missing")
+        refused(saved, f"{saved / '3'} is not whole: .*{name}: missing")
         path.write_bytes(whole)
     with open_checkpoints(saved) as checkpoints:
         assert checkpoints.restore_latest(STATE)[1] == place(3)
 
 
-def test_files_that_do_not_belong_to_a_checkpoint_are_refused(saved):
-    (other,) = (saved / "2" / "state" / "d").iterdir()
-    shutil.copy(other, saved / "3" / "state" / "d")
-    refused(saved, rf"\S+ is not whole: state/d/{other.name}: not listed")
-    (saved / "3" / "state" / "d" / other.name).unlink()
-    shutil.copy(saved / "2" / "about.json", saved / "3")
-    refused(saved, r"\S+ is not whole: about.json: other bytes")
-
-
-def test_checkpoints_under_another_name_or_of_another_run_are_refused(saved, tmp_path):
-    with open_checkpoints(tmp_path / "other") as checkpoints:
-        checkpoints.save(STATE, place(5))
-    shutil.copytree(tmp_path / "other" / "5", saved / "5")
-    refused(saved, rf"{saved}/5 is of run [0-9a-f]{{32}}, not of run [0-9a-f]{{32}} that {saved}/run.json names", 5)
-    (saved / "5").rename(saved / "6")
-    refused(saved, f"{saved}/6 is of 5 steps", 6)
-    shutil.rmtree(saved / "6")
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"run"'])
-def test_a_damaged_name_of_the_run_is_not_blamed_on_the_checkpoints(saved, content):
-    (saved / "run.json").unlink()
-    if content is not None:
-        (saved / "run.json").write_text(content)
-    with (
-        open_checkpoints(saved) as checkpoints,
-        pytest.raises(ValueError, match=r"run\.json is (missing|damaged)") as refusal,
-    ):
-        checkpoints.restore_latest(STATE)
-    assert "Remove" not in str(refusal.value)
-    assert str(refusal.value).count("run.json") == 1
-    assert "Error(" not in str(refusal.value)
+def test_checkpoints_under_another_name_are_refused(saved):
+    (saved / "3").rename(saved / "6")
+    refused(saved, f"{saved}/6 is of 3 steps", 6)
 
 
 def test_a_checkpoint_that_cannot_be_removed_hinders_no_other(saved, monkeypatch):
@@ -283,7 +249,7 @@ def test_a_checkpoint_that_cannot_be_removed_hinders_no_other(saved, monkeypatch
         checkpoints.save(STATE, place(8))
         assert checkpoints.steps == [8]
         assert checkpoints.restore_latest(STATE)[1].num_steps_done == 8
-    assert sorted(os.listdir(saved)) == ["8", "run.json"]
+    assert sorted(os.listdir(saved)) == ["8"]
 
 
 def test_the_checkpoint_before_a_damaged_one_is_used_when_that_is_removed(saved):
@@ -327,14 +293,6 @@ def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, t
         assert was_unfinished or name == "state"
 
 
-def test_a_run_killed_while_it_draws_its_name_leaves_nothing(tmp_path):
-    (tmp_path / ".run.json.0a1b2c3d.part").write_text('{"ru')
-    with open_checkpoints(tmp_path) as checkpoints:
-        assert not list(tmp_path.iterdir())
-        checkpoints.save(STATE, place(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "run.json"]
-
-
 LARGE = {"w": jnp.asarray(np.random.default_rng(0).normal(size=500_000))}
 
 
@@ -350,23 +308,6 @@ def full_disk(path):
         subprocess.run(["umount", path], check=True)
 
 
-@contextlib.contextmanager
-def limited_files(path):
-    """No file of this process may grow beyond 1 MB."""
-    path.mkdir()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limit[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
-FULL = pytest.mark.parametrize(
-    ("no_room", "reason"), [(full_disk, "No space left on device"), (limited_files, "File too large")]
-)
-
-
 def save_all(directory, *states, first=1):
     """Saves states one after the other, each at the next step; functions among them are called."""
     steps = itertools.count(first)
@@ -378,21 +319,20 @@ def save_all(directory, *states, first=1):
                 checkpoints.save(state, place(next(steps)))
 
 
-@FULL
-def test_a_full_disk_ends_a_run_only_where_the_last_checkpoint_cannot_be_written(tmp_path, no_room, reason):
-    with no_room(tmp_path / "run"):
+def test_a_full_disk_ends_a_run_whose_checkpoints_before_it_are_intact(tmp_path):
+    with full_disk(tmp_path / "run"):
         directory = tmp_path / "run" / "checkpoints"
-        line = f"checkpoint {{}} could not be written to {directory}: {reason}; those of {{}} steps are intact"
-        with pytest.warns(UserWarning, match=f"^{line.format(2, '1')}; training goes on, and tries again now$"):
-            save_all(directory, STATE, LARGE, STATE)
-        assert sorted(os.listdir(directory)) == ["1", "3", "run.json"]
-        with pytest.raises(OSError, match=rf"^{line.format(4, '1, 3')}$") as failure:
-            save_all(directory, LARGE, first=4)
-        assert reason.lower() in str(failure.value.__cause__).lower()
-        assert sorted(os.listdir(directory)) == ["1", "3", "run.json"]
+        said = (
+            rf"^checkpoint 2 could not be written to {directory}: No space left on device; those of 1 steps are intact$"
+        )
+        with pytest.raises(OSError, match=said):
+            save_all(directory, STATE, LARGE)
+        assert sorted(os.listdir(directory)) == ["1"]
+        with pytest.raises(OSError, match=said):
+            save_all(directory, LARGE, STATE, first=2)
         with open_checkpoints(directory) as checkpoints:
             state, restored_place = checkpoints.restore_latest(STATE)
-        assert restored_place == place(3)
+        assert restored_place == place(1)
         np.testing.assert_array_equal(state.params["w"], STATE.params["w"])
 
 
@@ -400,11 +340,9 @@ def test_what_ended_training_is_told_before_a_checkpoint_that_failed(tmp_path):
     def fail():
         raise FloatingPointError
 
-    with limited_files(tmp_path / "run"), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with pytest.raises(FloatingPointError):
-            save_all(tmp_path / "run", LARGE, fail)
-    assert [str(warning.message).partition(" to ")[0] for warning in told] == ["checkpoint 1 could not be written"]
+    with full_disk(tmp_path / "run"), pytest.raises(FloatingPointError) as ended:
+        save_all(tmp_path / "run", LARGE, fail)
+    assert ended.value.__notes__[0].startswith("checkpoint 1 could not be written")
 
 
 def test_a_directory_that_is_gone_is_told_as_a_full_disk_is(tmp_path):
@@ -443,12 +381,3 @@ def test_a_state_comes_back_bit_for_bit_on_more_devices_and_on_fewer(tmp_path, i
             restored, _ = checkpoints.restore_latest(given)
         assert np.asarray(restored["w"]).tobytes() == values.tobytes()
         assert restored["w"].sharding == given["w"].sharding
-
-
-def test_only_the_first_save_may_compile(tmp_path):
-    state = replicate({"w": np.arange(6.0, dtype=np.float32)}, data_mesh(4))
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, place(1))
-        with no_recompiles():
-            checkpoints.save(state, place(2), metric=1.0)
-            checkpoints.restore_best(state)

@@ -1,11 +1,10 @@
 """Manifests: every change of a directory is noticed and named."""
 
-import json
 import os
 
 import pytest
 
-from jvarlen.training.checkpoint import _MANIFEST, _check_manifest, _write_manifest
+from jvarlen.training.checkpoint import _check_manifest, _write_manifest
 
 FILES = {"a": b"", "b/c": b"12345", "b/d/e": b"12345"}
 
@@ -31,33 +30,15 @@ def test_a_directory_is_as_it_was_wherever_it_lies(directory):
     [
         (lambda d: (d / "b/c").unlink(), "b/c: missing"),
         (lambda d: (d / "b/x").write_bytes(b""), "b/x: not listed"),
-        (lambda d: (d / "b/c").write_bytes(b"1234"), "b/c: 4 bytes instead of 5"),
         (lambda d: (d / "b/c").write_bytes(b"12344"), "b/c: other bytes"),
         (lambda d: os.link(d / "b/c", d / "f"), "f: not listed"),
-        (lambda d: (d / "b/c").unlink() or (d / "a").write_bytes(b"1"), "b/c: missing; a: 1 bytes instead of 0$"),
-        (lambda d: (d / _MANIFEST).unlink() or (d / _MANIFEST).symlink_to("/dev/zero"), "manifest.json: missing, or"),
+        (lambda d: (d / "b/c").unlink() or (d / "a").write_bytes(b"1"), "a: other bytes .*; b/c: missing$"),
     ],
 )
 def test_what_differs_is_named(directory, change, said):
     change(directory)
     with pytest.raises(ValueError, match=f"^{directory} is not whole: {said}"):
         _check_manifest(directory)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b"\xff"])
-def test_a_manifest_of_another_kind_is_refused(directory, content):
-    (directory / _MANIFEST).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{_MANIFEST}: missing, or damaged"):
-        _check_manifest(directory)
-
-
-def test_no_byte_of_the_manifest_can_change(directory):
-    whole = (directory / _MANIFEST).read_bytes()
-    assert set(json.loads(whole)["files"]) == set(FILES)
-    for place in range(0, len(whole), 3):
-        (directory / _MANIFEST).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=f"{_MANIFEST}: missing, or damaged"):
-            _check_manifest(directory)
 
 
 def test_a_device_among_the_files_is_named_and_not_read(directory):

@@ -97,19 +97,6 @@ def test_only_what_is_trained_has_state_gradients_and_norms():
     assert float(make_eval_step(loss_fn)(state, batch)[1].loss_sum) == float(metrics.loss_sum)
 
 
-def test_a_line_search_moves_what_is_trained():
-    optimizer = optax.lbfgs(memory_size=3, linesearch=optax.scale_by_zoom_linesearch(5))
-    step = make_train_step(loss_fn, optimizer, trainable="dense.*")
-    params = own_params(np.float32)
-    state, losses, compiled = step.init(params), [], jax.jit(step)
-    for _ in range(3):
-        state, metrics = compiled(state, batch_of().astype(np.float32))
-        losses.append(float(metrics.loss))
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] - 0.1
-    np.testing.assert_array_equal(state.params["out"], params["out"])
-
-
 def test_what_the_backward_pass_does_not_need_is_not_kept():
     """With the last layer alone trained, no residual of those before it is held, and no gradient but its own."""
     width, depth = 64, 12

@@ -29,7 +29,6 @@ __all__ = [
     "Version",
     "host_arrays",
     "host_batches",
-    "no_value_fn",
     "split_microbatches",
 ]
 
@@ -79,7 +78,7 @@ class StepPrograms:
         self._sums_shapes: Any = None
         extended = with_extra_args(optimizer)
         self._add = jax.jit(lambda sums, others: jax.tree.map(jnp.add, sums, others))
-        self._update = jax.jit(lambda *args: update_state(extended, *args, value_fn=no_value_fn))
+        self._update = jax.jit(lambda *args: update_state(extended, *args))
 
     def version_of(self, state: TrainState) -> Version:
         """A copy on the host; waits for the state."""
@@ -145,14 +144,6 @@ class StepPrograms:
 
     def _sums_of(self, leaves: Version) -> StepSums:
         return jax.tree.unflatten(jax.tree.structure(self._sums_shapes), leaves)
-
-
-def no_value_fn(params: Any, batch_size: Any = None, num_tokens: Any = None, grad_fn: Any = None) -> jax.Array:
-    """Takes the place of the loss that an optimizer may evaluate, with the arguments that Optax looks for."""
-    raise UserError(
-        "this optimizer evaluates the loss itself, as line searches do, which stale gradients do not allow: it needs "
-        "make_train_step"
-    )
 
 
 def split_microbatches(batch: Any) -> list[Any]:

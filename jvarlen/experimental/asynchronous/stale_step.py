@@ -16,7 +16,6 @@ import optax
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.experimental.asynchronous.programs import no_value_fn
 from jvarlen.parallel.train import make_train_step
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn, update_state, with_extra_args
@@ -100,9 +99,7 @@ def make_stale_train_step(
             return sum_microbatch(loss_fn, state._replace(params=params, extra=extra), microbatch, key)
 
         sums = accumulate(one, ((microbatches, keys), delays_M))
-        inner, metrics = update_state(
-            extended, state._replace(opt_state=kept.opt_state), batch, sums, value_fn=no_value_fn
-        )
+        inner, metrics = update_state(extended, state._replace(opt_state=kept.opt_state), batch, sums)
         past = jax.tree.map(
             lambda past, now: past.at[kept.version % depth].set(now), kept.past, (state.params, state.extra)
         )

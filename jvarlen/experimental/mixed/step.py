@@ -66,10 +66,8 @@ def make_mixed_train_step(
     if placement.layout.reduce_dtype != "float32":
         raise UserError(f"a mixed step sends gradients in float32: leave reduce_bfloat16 out of {placement.layout}")
     mesh, num_ranks = placement.program_mesh, placement.layout.data
-    sums_of, values_of = (
-        _sum_mixed(loss_fn, checked, mesh, num_ranks, trained_of=trained_of) for trained_of in (select_trained, None)
-    )
-    function = step_of_sums(sums_of, values_of, optimizer, norms=norms)
+    sums_of = _sum_mixed(loss_fn, checked, mesh, num_ranks, trained_of=select_trained)
+    function = step_of_sums(sums_of, optimizer, norms=norms)
     return TrainStep(function=function, model=loss_fn, optimizer=optimizer, placement=placement)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from jvarlen import UserError, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.experimental.asynchronous import keep_versions, make_stale_train_step
-from jvarlen.experimental.asynchronous.programs import StepPrograms
 from jvarlen.training.step_sums import sum_microbatch
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
@@ -116,17 +115,6 @@ def test_one_program_takes_all_delays():
 def test_delays_of_another_form_are_rejected(delays):
     with pytest.raises(UserError, match="delays must be integers of at least 0"):
         make_stale_train_step(loss_fn, OPTIMIZER, delays=delays)
-
-
-def test_optimizers_that_evaluate_the_loss_are_rejected():
-    _, batches = plan_and_batches(num_steps=1)
-    optimizer = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
-    extra = {"mean": jnp.zeros(()), "rows": jnp.zeros((), jnp.int32)}
-    state = new_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, optimizer, extra=extra, seed=0)
-    with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):
-        StepPrograms(loss_fn, optimizer, state).compile(state, jax.tree.map(np.asarray, batches[0]))
-    with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):
-        make_stale_train_step(loss_fn, optimizer, delays=1)(keep_versions(state, delays=1), batches[0])
 
 
 def test_states_and_steps_must_be_of_the_same_delays():

@@ -157,7 +157,7 @@ def test_a_step_of_one_bucket_is_the_ordinary_step():
         ranks = (1, 0, 1, 1)
         microbatches, batch, _, mesh = mixed_by_hand(ranks, 3, (0, 0, 0, 0), (Bucket(4, 6),))
         whole = jax.tree.map(lambda *leaves: np.concatenate(leaves) if leaves[0].ndim else leaves[0], *microbatches)
-        optimizer = optax.chain(optax.sgd(0.3), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
+        optimizer = optax.polyak_sgd(max_learning_rate=0.3)
         state = new_state(make_params(), optimizer, extra={"mean": np.float64(5), "calls": np.int32(0)}, seed=1)
         expected, metrics = jax.jit(make_train_step(loss_fn, optimizer))(state, whole)
         step = make_mixed_train_step(loss_fn, optimizer, [(4, 6)], layout=mesh)
