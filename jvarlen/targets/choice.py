@@ -31,7 +31,7 @@ from jvarlen.targets.step_seconds import StepSeconds, step_seconds
 from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import Trainable
 
-__all__ = ["Candidates", "LayoutChoice", "candidate_cells", "choose_layout", "divisors"]
+__all__ = ["Candidates", "LayoutChoice", "choose_layout", "divisors"]
 
 _SHOWN = 6  # candidates in a table, whose steps are traced
 _NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
@@ -73,14 +73,12 @@ class Candidates(NamedTuple):
         """How many were not rejected."""
         return self.reasons.count("")
 
-    def rejections(self) -> list[tuple[str, int]]:
-        """Why layouts were rejected.
-
-        Returns:
-          Reasons, and how many layouts each; the most frequent first.
-        """
+    def rejections(self) -> str:
+        """Why layouts were rejected, the most frequent reason first, and how many layouts each."""
         rejected = ((reason, large) for reason, large in zip(self.reasons, self.is_too_large, strict=True) if reason)
-        return collections.Counter("too large" if large else reason for reason, large in rejected).most_common()
+        counts = collections.Counter("too large" if large else reason for reason, large in rejected)
+        listed = [f"{reason} ({number:,})" for reason, number in counts.most_common()]
+        return f": {list_first(listed, '; ')}" if listed else ""
 
 
 class LayoutChoice(NamedTuple):
@@ -91,7 +89,6 @@ class LayoutChoice(NamedTuple):
       seconds: of an epoch.
       num_bytes: memory of a step on the fullest device.
       memory_bytes: memory of a device.
-      of_step: of each bucket on the choice, float64[K] each.
       of_epoch: of an epoch on each of the first candidates, 6 at most; float64 of as many each.
       candidates: all layouts that were considered.
       costs: of the model.
@@ -101,16 +98,20 @@ class LayoutChoice(NamedTuple):
     seconds: float
     num_bytes: float
     memory_bytes: int
-    of_step: StepSeconds
     of_epoch: StepSeconds
     candidates: Candidates
     costs: ModelCosts
 
     def __str__(self) -> str:
         candidates = self.candidates
-        cells = candidate_cells(self, _SHOWN)
+        cells = [["layout", "seconds an epoch", "times the best", "bytes a device"]]
+        for row, layout in enumerate(candidates.layouts(_SHOWN)):
+            seconds = candidates.seconds[row]
+            shown = f"{seconds:,.4g}", f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"
+            cells.append([str(layout), *shown])
         left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
-        return f"{text_table(cells)}\n{left:,} more fit; {rejected:,} do not{_reasons_text(candidates)}\n{self.why()}"
+        counts = f"{left:,} more fit; {rejected:,} do not{candidates.rejections()}"
+        return f"{text_table(cells)}\n{counts}\n{self.why()}"
 
     def why(self) -> str:
         """What an epoch is spent on.
@@ -128,21 +129,6 @@ class LayoutChoice(NamedTuple):
         more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
         longer, most = self.candidates.seconds[1] / self.seconds - 1, max(more, key=lambda name: more[name])
         return f"{said}; the next, {self.candidates.table.layout(1)}, takes {longer:.1%} longer, mostly for {most}"
-
-
-def candidate_cells(choice: LayoutChoice, most: int) -> list[list[str]]:
-    """A header, and a row for each of the first layouts that fit."""
-    candidates = choice.candidates
-    rows = [
-        [
-            str(layout),
-            f"{candidates.seconds[row]:,.4g}",
-            f"{candidates.seconds[row] / choice.seconds:.2f}",
-            f"{candidates.num_bytes[row]:,.0f}",
-        ]
-        for row, layout in enumerate(candidates.layouts(most))
-    ]
-    return [["layout", "seconds an epoch", "times the best", "bytes a device"], *rows]
 
 
 def choose_layout(
@@ -204,9 +190,9 @@ def choose_layout(
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
     own = model_to_estimate(model)
+    of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
     if costs is None:
         sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
-        of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
         costs = count_costs(own, params, buckets, tensor_sizes=sizes, **of_model)
     if memory is None:
         memory = MemoryModel(own, params, optimizer, buckets, **of_model)
@@ -223,23 +209,17 @@ def choose_layout(
         seconds=float(candidates.seconds[0]),
         num_bytes=float(candidates.num_bytes[0]),
         memory_bytes=memory_bytes,
-        of_step=of_steps.take(0),
         of_epoch=StepSeconds(*(part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in of_steps)),
         candidates=candidates,
         costs=costs,
     )
 
 
-def _reasons_text(candidates: Candidates) -> str:
-    rejections = [f"{reason} ({number:,})" for reason, number in candidates.rejections()]
-    return f": {list_first(rejections, '; ')}" if rejections else ""
-
-
 def _none_fits(candidates: Candidates, cluster: Cluster, memory_bytes: int) -> str:
     where = f"no layout of the {cluster.num_devices:,} devices of {cluster.name}"
     finite = np.flatnonzero(np.isfinite(candidates.seconds))
     if not len(finite):
-        return f"{where} takes these steps{_reasons_text(candidates)}"
+        return f"{where} takes these steps{candidates.rejections()}"
     nearest = finite[np.argmin(candidates.num_bytes[finite])]
     layout, needed = candidates.table.layout(int(nearest)), candidates.num_bytes[nearest]
     return (
