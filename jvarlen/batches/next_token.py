@@ -28,7 +28,7 @@ def next_token_targets(
     chunk is one.
 
     Call it on whole rows. If the positions of rows are spread over a mesh axis, take this device's of the results:
-    `targets[:, axes.positions]`. They cannot be made from rows that `spread_rows` has reordered.
+    `targets[:, axes.positions]`.
 
     Args:
       microbatch: tokens int[..., T], such as the [B, T] of a microbatch or the [M, B, T] of a batch. Of named fields,

@@ -14,7 +14,6 @@
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `communication`: what a compiled step communicates.
 - `context`: attention over rows whose positions are spread over a mesh axis.
-  `position_sums`: whether a loss of some positions is a sum over them.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
 """
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
         attend_over_axis,
         context_positions,
         shard_positions,
-        spread_rows,
-        unspread_rows,
     )
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
@@ -93,12 +90,10 @@ __all__ = [
     "row_linear",
     "shard_positions",
     "split_params",
-    "spread_rows",
     "sum_over_positions",
     "take_features",
     "take_positions",
     "tensor_parallel_model",
-    "unspread_rows",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
 ]

@@ -25,11 +25,10 @@ from jvarlen.attention.masks import window_in_force
 from jvarlen.attention.seen import How
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
-from jvarlen.parallel.position_sums import check_sums_over_positions
 
 __all__ = [
     "CONTEXT_AXIS", "OverAxisImplementation", "attend_over_axis", "context_model", "context_positions", "row_length",
-    "shard_positions", "spread_rows", "unspread_rows",
+    "shard_positions",
 ]  # fmt: skip
 
 CONTEXT_AXIS = "context"  # the mesh axis that positions are spread over
@@ -114,59 +113,7 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
             )
         return x
 
-    def loss(ends: Any, x: Any, microbatch: Any, axes: Axes) -> tuple[Any, ...]:
-        if not axes.sequence_parallel:  # which spreads positions further
-
-            def of_rows(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
-                return model.loss(ends, x, microbatch, axes)
-
-            def of_part(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
-                return bound.loss(ends, x, microbatch, axes)
-
-            check_sums_over_positions(of_part, of_rows, ends, x, microbatch, seq_length)
-        return bound.loss(ends, x, microbatch, axes)
-
-    return bound._replace(embed=embed, loss=loss)
-
-
-def spread_rows(arrays: Any, num_shards: int) -> Any:
-    """Reorders positions, so that N equal parts of the last axis are the shards of `context_positions`.
-
-    Anything that depends on neighbours, such as the target of a position, must be computed before.
-
-    Args:
-      arrays: array [..., T] or a pytree of them, of NumPy or JAX, T a multiple of 2N.
-      num_shards: N.
-
-    Returns:
-      Arrays with the same shapes and dtypes.
-
-    Raises:
-      ValueError: arrays whose last axes differ, such as the lengths of a batch, or are not a multiple of 2N.
-
-    Example:
-      >>> spread_rows(np.array([[10, 11, 12, 13, 14, 15, 16, 17]]), 2).tolist()
-      [[10, 11, 16, 17, 12, 13, 14, 15]]
-    """
-    order = context_positions(_length_of(arrays), num_shards).reshape(-1)
-    return jax.tree.map(lambda array: array[..., order], arrays)
-
-
-def unspread_rows(arrays: Any, num_shards: int) -> Any:
-    """Puts positions back in order: the inverse of `spread_rows`.
-
-    Args:
-      arrays: the result of `spread_rows`, or arrays of that order.
-      num_shards: N.
-
-    Returns:
-      Arrays with the same shapes and dtypes.
-
-    Raises:
-      ValueError: as `spread_rows`.
-    """
-    order = np.argsort(context_positions(_length_of(arrays), num_shards).reshape(-1))
-    return jax.tree.map(lambda array: array[..., order], arrays)
+    return bound._replace(embed=embed)
 
 
 def attend_over_axis(
@@ -227,16 +174,6 @@ def attend_over_axis(
     how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision)
     traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
     return attend_zigzag(how, axes.context, implementation, query, key, value, ids.astype(jnp.int32), traced_window)
-
-
-def _length_of(arrays: Any) -> int:
-    """T of arrays [..., T]; raises ValueError if they differ."""
-    leaves = leaves_by_name(arrays)
-    lengths = {np.shape(leaf)[-1:] for leaf in leaves.values()}
-    if len(lengths) != 1 or () in lengths:
-        listed = list_first(f"{name or 'it'} {describe(leaf)}" for name, leaf in leaves.items())
-        raise UserError(f"rows are spread along one last axis, that of all arrays: {listed or 'there are none'}")
-    return int(lengths.pop()[0])
 
 
 def _check_arrays(query: Array, key: Array, value: Array, segment_ids: Array | None) -> None:

@@ -70,7 +70,7 @@ def chunked_cross_entropy(
     num_chunks = -(-targets.size * kernel.shape[1] // most_logits)
     dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
     static = _Static(vocab_size, axes.tensor, dtype, max(1, num_chunks))
-    return _sum_of_losses_jit(*vary_alike(x, kernel, targets, weights), static)
+    return _sum_of_losses(*vary_alike(x, kernel, targets, weights), static)
 
 
 class _Static(NamedTuple):
@@ -130,7 +130,6 @@ def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Ar
 
 
 _sum_of_losses.defvjp(_forward, _backward, symbolic_zeros=True)
-_sum_of_losses_jit = jax.jit(_sum_of_losses, static_argnums=4)  # `position_sums` knows it by its name
 
 
 def _over_chunks(run: Any, carry: Any, x: Array, targets: Array, weights: Array, num_chunks: int) -> Any:

@@ -78,7 +78,7 @@ class LayeredModel(NamedTuple):
       by_positions: whether the functions work on some positions of a row, those of `axes.positions`, so that rows can
         be spread over `"context"`: they get whole rows in the microbatch and take their positions, x is `[B, S, …]` for
         S positions, and a position depends on earlier ones only through `attend_over_axis`. The loss sums over these
-        positions, and reduces nothing: a mean over positions, say, is refused.
+        positions: the sums of all parts are added, so that a mean over positions would be another number.
     """
 
     embed: Callable[..., Any]

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen import WeightedTokens, load, make_plan, pack_samples
 from jvarlen.batches import PackedBatch, next_token_targets
-from jvarlen.parallel import spread_rows
 from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 
@@ -139,8 +138,6 @@ def test_bytes_hold_no_token_above_255_and_inputs_do():
 
 def test_what_has_no_neighbours_is_refused():
     microbatch = next(batches_of("packed"))
-    with pytest.raises(ValueError, match="last axis"):
-        spread_rows(microbatch, 5)
     with pytest.raises(ValueError, match=r"takes a Batch, .* or PackedPairBatch .* not a dict"):
         next_token_targets({"tokens": np.zeros((1, 2), int)})
     with pytest.raises(ValueError, match=r"begin_token \(-1\)"):

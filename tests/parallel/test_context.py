@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import zigzag
@@ -18,8 +17,8 @@ from jvarlen.attention.seen import block_ranges
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
-from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions, spread_rows, unspread_rows
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions
+from jvarlen.parallel.layers import Axes, bind_axes, layered_loss_fn
 from jvarlen.parallel.tensor_params import merge_params, partition_specs, split_params, tensor_parallel_model
 from tests.attention.lowering import lower_for
 from tests.meshes import layout_mesh
@@ -58,29 +57,6 @@ def test_lengths_that_cannot_be_cut_into_equal_chunks_are_refused():
         context_positions(3, 2)
     with pytest.raises(ValueError, match=r"num_shards \(0\)"):
         context_positions(8, 0)
-    with pytest.raises(ValueError, match="row of 6 positions"):
-        spread_rows(np.zeros(6), 2)
-
-
-def test_spread_rows_lie_on_their_devices_and_come_back():
-    rows = {"tokens": np.arange(48, dtype=np.int32).reshape(1, 2, 24), "weights": np.arange(24.0)}
-    spread = spread_rows(rows, 4)
-    sharding = NamedSharding(layout_mesh(Layout(data=1, context=4)), P(None, None, "context"))
-    for shard in jax.device_put(spread["tokens"], sharding).addressable_shards:
-        held = context_positions(24, 4)[shard.device.id]
-        np.testing.assert_array_equal(shard.data, rows["tokens"][..., held])
-    back = unspread_rows(spread, 4)
-    assert all(back[name].dtype == rows[name].dtype for name in rows)
-    assert all(np.array_equal(back[name], rows[name]) for name in rows)
-
-
-def test_arrays_with_other_last_axes_are_not_spread():
-    with pytest.raises(ValueError, match=r"last axis.*\['lengths'\] int64\[2\].*\['tokens'\] int64\[2,8\]"):
-        spread_rows({"lengths": np.ones(2, int), "tokens": np.ones((2, 8), int)}, 2)
-    with pytest.raises(ValueError, match="there are none"):
-        unspread_rows((), 2)
-    with pytest.raises(ValueError, match="last axis"):
-        spread_rows(np.float32(1), 2)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
@@ -310,56 +286,8 @@ def test_what_cannot_attend_is_refused():
         shard_positions(8)
 
 
-def next_token_model():
-    """Predicts targets from inputs of one attention layer; both are made from whole rows, and may be spread."""
-
-    def layer(own, x, microbatch, axes):
-        query, key, value = (jnp.reshape(x @ own[name], (*x.shape[:2], 2, -1)) for name in ("query", "key", "value"))
-        attended = attend_over_axis(query, key, value, axes=axes, implementation="ring")
-        return x + jnp.tanh(attended.reshape(x.shape))
-
-    def loss(ends, x, microbatch, axes):
-        found = jnp.take_along_axis(jax.nn.log_softmax(x @ ends.T), microbatch["targets"][..., None], axis=-1)[..., 0]
-        return -jnp.sum(found * microbatch["weights"]), jnp.sum(microbatch["weights"])
-
-    return LayeredModel(lambda ends, microbatch, axes: ends[microbatch["inputs"]], layer, loss)
-
-
-def with_axes(model, axes_of):
-    """A model whose functions get more axes."""
-    calls = {name: getattr(model, name) for name in ("embed", "layer", "loss")}
-    return model._replace(
-        **{name: lambda *args, call=call: call(*args[:-1], axes_of(args[-1])) for name, call in calls.items()}
-    )
-
-
-def summed_step(model, num_devices, seq_length, batch_specs):
-    def on_device(params, microbatch):
-        def axes_of(axes):
-            return axes._replace(context="context", positions=shard_positions(seq_length))
-
-        loss_fn = layered_loss_fn(with_axes(model, axes_of))
-        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
-
-    return on_devices(num_devices, on_device, (P(), batch_specs), P())
-
-
-def test_targets_of_whole_rows_cross_the_borders_of_shards():
-    num_devices = 4
-    rng = np.random.default_rng(0)
-    tokens, lengths = rng.integers(0, 11, (3, 17)), np.array([16, 9, 0])
-    microbatch = {
-        "inputs": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "weights": (np.arange(16) < lengths[:, None]).astype(np.float64),
-    }
-    layers = {name: rng.normal(size=(2, 8, 8)) for name in ("query", "key", "value")}
-    params = LayeredParams(rng.normal(size=(11, 8)), layers)
-    with jax.enable_x64(True):
-        expected = jax.jit(jax.value_and_grad(layered_loss_fn(next_token_model()), has_aux=True))(params, microbatch)
-        spread = spread_rows(microbatch, num_devices)
-        found = summed_step(next_token_model(), num_devices, 16, SPREAD)(params, spread)
-    assert_equal_trees(found, expected)
+def bound_to_positions(model, seq_length):
+    return bind_axes(model, lambda: {"context": "context", "positions": shard_positions(seq_length)})
 
 
 @functools.cache
@@ -376,8 +304,13 @@ def of_the_whole_decoder():
 
 def test_the_decoder_takes_whole_rows_and_computes_its_positions():
     params, microbatch, expected = of_the_whole_decoder()
+
+    def on_device(params, microbatch):
+        loss_fn = layered_loss_fn(bound_to_positions(BY_LAYERS, 16))
+        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
+
     with jax.enable_x64(True):
-        found = summed_step(BY_LAYERS, 2, 16, P())(params, microbatch)
+        found = on_devices(2, on_device, (P(), P()), P())(params, microbatch)
     assert_equal_trees(found, expected)
 
 
@@ -386,8 +319,8 @@ def test_the_decoder_is_split_over_tensor_and_sequence_at_once():
     specs = partition_specs(BY_LAYERS.specs)
 
     def on_device(params, microbatch):
-        axes, bound = Axes(tensor="tensor"), {"context": "context", "positions": shard_positions(16)}
-        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(BY_LAYERS, lambda own: own._replace(**bound)), axes))
+        model = tensor_parallel_model(bound_to_positions(BY_LAYERS, 16), Axes(tensor="tensor"))
+        loss_fn = layered_loss_fn(model)
         return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
 
     step = jax.shard_map(

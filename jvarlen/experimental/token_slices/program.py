@@ -43,7 +43,6 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
-from jvarlen.parallel.position_sums import check_sums_over_positions
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
 from jvarlen.training.step_sums import StepSums, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
@@ -304,15 +303,6 @@ class _Device:
     def sum_loss(self, x: Any, k: int, microbatch: Any, key: Any) -> StepSums:
         """The sums of the loss of a slice; its gradients are those of the ends, and of the floats of x."""
         axes = axes_of_ends(key, self.num_layers + 1)
-        if self.plan.num_slices > 1:
-
-            def of_slice(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
-                return self.model.loss(ends, x, microbatch, self.on_slice(k, axes))
-
-            def of_rows(ends: Any, x: Any, microbatch: Any) -> tuple[Any, ...]:
-                return self.model.loss(ends, x, microbatch, axes)
-
-            check_sums_over_positions(of_slice, of_rows, self.params.ends, x, microbatch, self.plan.edges[-1])
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
