@@ -1,4 +1,4 @@
-"""Optimizers that see the model's own parameters, where a layout stacks the layers or reorders features."""
+"""Optimizers that see the model's own parameters, where a layout stacks the layers."""
 
 # Arrays stay stacked. The update is traced for the model's own leaves; where it does the same to all layers, which is
 # nearly everywhere, it runs once on the stacked arrays, so that each stage updates its own layers. What differs between
@@ -24,22 +24,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen.parallel.layers import LayeredParams, OwnLeaf, OwnLeavesState, is_own_leaf, map_own, unstack_own
-from jvarlen.parallel.tensor_params import TensorSpec, map_splits, swap_blocks
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer
 from jvarlen.training.trainable import Trainable, select_trained, where_trained
 
 __all__ = ["Place", "on_own_leaves", "own_leaves_of", "places_in"]
-
-# What does not depend on the order of features, which the layout may then leave as it is.
-_ORDER_FREE = {
-    "abs", "add", "and", "broadcast_in_dim", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "div",
-    "dot_general", "eq", "exp", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min",
-    "reduce_or", "reduce_sum", "rem", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "squeeze", "sub", "tanh",
-    "transpose", "xor",
-}  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -48,8 +38,7 @@ class Place(NamedTuple):
     array: int  # which of them
     layer: int | None = None
     axis: int = 0  # of the layers
-    order: tuple[int, int] | None = None  # the dimension whose features have another order, and how many blocks it has
-    param: int | None = None  # the place of the parameter that it belongs to
+    param: int | None = None  # the place of the parameter whose shape it has, or ends in
 
 
 def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable: Trainable = None) -> Any:
@@ -84,27 +73,21 @@ def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable:
 
 
 def on_own_leaves(
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    own: Any = None,
-    *,
-    specs: LayeredParams | None = None,
-    num_devices: int = 1,
-    mesh: Mesh | None = None,
+    optimizer: optax.GradientTransformation | optax.MultiSteps, own: Any = None, *, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of the arrays of a layout that gives each own parameter the update that `optimizer` gives it."""
-    # `own` as of `own_leaves_of`; None: parameters are not stacked, or the state says how they are. `specs` and
-    # `num_devices` as of `split_params`, whose arrays have features in the order of the devices. `mesh`: of the step.
+    # `own` as of `own_leaves_of`; None: the state says it. `mesh`: of the step.
     inner = with_extra_args(optimizer)
 
     def init(params: Any) -> Any:
-        form = _Form(own, params, specs, num_devices, mesh)
+        form = _Form(own, params, mesh)
         (inner_state,) = form.run(lambda params: (inner.init(params),), (form.shapes, form.in_own_order(params)))
-        return inner_state if own is None else OwnLeavesState(own, inner_state)
+        return OwnLeavesState(own, inner_state)
 
     @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
     def update(grads: Any, state: Any, params: Any = None, **told: Any) -> tuple[Any, Any]:
-        own, inner_state = state if isinstance(state, OwnLeavesState) else (None, state)
-        form = _Form(own, params, specs, num_devices, mesh)
+        own, inner_state = state
+        form = _Form(own, params, mesh)
 
         def update_own(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **told)
@@ -112,17 +95,15 @@ def on_own_leaves(
         shapes = jax.eval_shape(inner.init, form.shapes)
         given = (form.shapes, form.in_own_order(grads)), (shapes, inner_state), (form.shapes, form.in_own_order(params))
         updates, inner_state = form.run(update_own, *given)
-        return form.in_layout_order(updates), inner_state if own is None else OwnLeavesState(own, inner_state)
+        return form.in_layout_order(updates), OwnLeavesState(own, inner_state)
 
     if isinstance(inner, MasterWeightsOptimizer):
         return MasterWeightsOptimizer(init, update)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def places_in(
-    shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], orders: dict[int, tuple[int, int]], num_layers: int
-) -> list[Place]:
-    """Where the arrays of an own tree lie, whose paths end in those of parameters; `orders` by `OwnLeaf.place`."""
+def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], num_layers: int) -> list[Place]:
+    """Where the arrays of an own tree lie, whose paths end in those of parameters."""
     # The layers of an array are in one stack if all layers have it, and none otherwise.
     found: list[Any] = []
     layers: dict[Any, list[int | None]] = {}
@@ -138,20 +119,15 @@ def places_in(
     for number, (at, axis, is_like, stack) in enumerate(found):
         is_stacked = at.layer is not None and len(layers[stack]) == num_layers
         array = array_of.setdefault(stack if is_stacked else number, len(array_of))
-        order = orders.get(at.place) if is_like else None
-        if order is not None:
-            order = axis + order[0] - (at.layer is not None and not is_stacked), order[1]
-        places.append(Place(array, at.layer if is_stacked else None, axis, order, at.place))
+        places.append(Place(array, at.layer if is_stacked else None, axis, at.place if is_like else None))
     return places
 
 
 class _Form:
     """How own trees, parameters and states of an optimizer, lie in those of a layout; of trained parameters alone."""
 
-    def __init__(self, own: Any, params: Any, specs: LayeredParams | None, num_devices: int, mesh: Mesh | None):
+    def __init__(self, own: Any, params: Any, mesh: Mesh | None):
         arrays, structure = jax.tree.flatten(params)
-        if own is None:
-            own = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(arrays))])
         found = sorted({at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained})
         own = map_own(lambda at: dataclasses.replace(at, place=found.index(at.place)) if at.is_trained else None, own)
 
@@ -159,7 +135,7 @@ class _Form:
             array = arrays[at.place]
             return jax.ShapeDtypeStruct(array.shape if at.layer is None else array.shape[1:], array.dtype)
 
-        self.own, self.num_devices, self.mesh = own, num_devices, mesh
+        self.own, self.mesh = own, mesh
         self.arrays = arrays
         self.structure: Any = structure
         self.shapes = map_own(shape_of, own)
@@ -170,20 +146,11 @@ class _Form:
         self.num_layers = max((len(arrays[place]) for place in places), default=1)
         # Of which only some layers are trained: these are apart.
         self.partial = {place for place in places if places.count(place) < self.num_layers}
-        self.orders: dict[int, tuple[int, int]] = {}
-        if specs is not None and num_devices > 1:
-
-            def add(spec: TensorSpec, place: int, dim: int) -> int:
-                if spec.num_blocks > 1:
-                    self.orders[place] = dim, spec.num_blocks
-                return place
-
-            map_splits(add, where_trained(params, specs), jax.tree.unflatten(structure, range(len(arrays))))
 
     def stacked(self, own_params: Any) -> Any:
         """Parameters as the layout has them; layers that are not trained are as they were."""
         arrays: dict[int, dict[int | None, Any]] = {}
-        for place, array in enumerate(self._swapped(self.arrays, self._places_of_params, to_own=True)):
+        for place, array in enumerate(self.arrays):
             arrays[place] = dict(enumerate(array)) if place in self.partial else {}
         for leaf, (at, _) in zip(jax.tree.leaves(own_params), self.params.values(), strict=True):
             arrays[at.place][at.layer] = leaf
@@ -191,15 +158,7 @@ class _Form:
             of_layers[None] if None in of_layers else jnp.stack([of_layers[layer] for layer in range(len(of_layers))])
             for of_layers in arrays.values()
         ]
-        return jax.tree.unflatten(self.structure, self._swapped(leaves, self._places_of_params, to_own=False))
-
-    def unstacked(self, params: Any) -> Any:
-        """Own parameters of those that the layout has."""
-        return unstack_own(self._swapped(jax.tree.leaves(params), self._places_of_params, to_own=True), self.own)
-
-    @property
-    def _places_of_params(self) -> list[Place]:
-        return [Place(place, order=self.orders.get(place)) for place in range(self.structure.num_leaves)]
+        return jax.tree.unflatten(self.structure, leaves)
 
     def gather(self, array: Any) -> Any:
         """A small array, whole on all devices."""
@@ -239,7 +198,7 @@ class _Form:
         places: list[Place] = []
         structures: list[Any] = []
         for shapes, tree in given:
-            here = places_in(shapes, self.params, self.orders, self.num_layers)
+            here = places_in(shapes, self.params, self.num_layers)
             places += [place._replace(array=place.array + len(arrays)) for place in here]
             arrays += jax.tree.leaves(tree)
             structures.append(jax.tree.structure(shapes))
@@ -250,27 +209,15 @@ class _Form:
             return function(*trees)
 
         traced, returned = _traced(of_leaves, [_own_shape(arrays[place.array], place) for place in places])
-        is_reordered = bool(self.orders) and not _is_order_free(traced)
-        if is_reordered:
-            arrays = self._swapped(arrays, places, to_own=True)
         outputs = iter(_run_by_layers(traced, arrays, places, self.gather))
         trees = []
         for shapes in returned:
-            here = places_in(shapes, self.params, self.orders, self.num_layers)
+            here = places_in(shapes, self.params, self.num_layers)
             packed = _packed([next(outputs) for _ in here], here)
-            if is_reordered:
-                packed = self._swapped(packed, here, to_own=False)
             first = {place.array: number for number, place in reversed([*enumerate(here)])}
             leaves = [packed[place.array] if first[place.array] == i else () for i, place in enumerate(here)]
             trees.append(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
         return trees
-
-    def _swapped(self, arrays: list[Any], places: list[Place], *, to_own: bool) -> list[Any]:
-        swapped = list(arrays)
-        for index, (dim, num_blocks) in {place.array: place.order for place in places if place.order}.items():
-            sizes = (self.num_devices, num_blocks) if to_own else (num_blocks, self.num_devices)
-            swapped[index] = swap_blocks(arrays[index], dim, *sizes)
-        return swapped
 
 
 def _own_shape(array: Any, place: Place) -> jax.ShapeDtypeStruct:
@@ -312,11 +259,6 @@ def _function_of(equation: JaxprEqn, jaxpr: Jaxpr) -> tuple[Callable[..., Any], 
     variables = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
     parts = {"constvars": [], "invars": variables, "outvars": equation.outvars, "effects": equation.effects}
     return jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=[equation], **parts), ())), variables
-
-
-def _is_order_free(traced: ClosedJaxpr) -> bool:
-    has_constants = any(np.ndim(const) for const in traced.consts)
-    return not has_constants and {equation.primitive.name for equation in traced.jaxpr.eqns} <= _ORDER_FREE
 
 
 class _Value(NamedTuple):

@@ -1,8 +1,7 @@
 """The form of a state that all layouts share and checkpoints hold: that of one device."""
 
-# On a layout, the arrays of the layers may be stacked, features lie in the order of the devices along "tensor", and
-# vocabularies and shards be padded. Each array of one device is then one of the layout, or one layer of it, in another
-# order. Arrays of the optimizer follow their parameters.
+# On a layout, the arrays of the layers may be stacked, and vocabularies and shards be padded. Each array of one device
+# is then one of the layout, or one layer of it. Arrays of the optimizer follow their parameters.
 
 from __future__ import annotations
 
@@ -17,33 +16,18 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
 from jvarlen.parallel.layers import LayeredModel, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
-from jvarlen.parallel.sharded import crop, pad_to, stacks_layers
-from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
+from jvarlen.parallel.sharded import crop, pad_to, split_specs, stacks_layers
+from jvarlen.parallel.tensor_params import split_params
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state
 from jvarlen.training.trainable import Trainable, select_trained
 
-__all__ = ["PortableForm", "check_portable", "portable_form", "portable_params"]
-
-
-def check_portable(
-    params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    *,
-    layout: Layout,
-    model: LayeredModel | LossFn | None = None,
-    trainable: Trainable = None,
-) -> None:
-    """Raises ValueError if the states of a layout are no rearrangement of those of one device."""
-    # Such as of an optimizer with a number for each feature, where features have another order.
-    _sources_of_state(params, optimizer, layout, model, trainable)
+__all__ = ["PortableForm", "portable_form", "portable_params"]
 
 
 def portable_form(
@@ -70,8 +54,7 @@ def portable_form(
       A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.
 
     Raises:
-      ValueError: features of parameters are reordered, and arrays of the optimizer are not like the parameters; or
-        `stack` does more than stack arrays. They are listed.
+      ValueError: `stack` does more than stack arrays, which are listed.
 
     Example:
       >>> from jvarlen.parallel import LayeredParams, make_train_step
@@ -90,7 +73,7 @@ def portable_form(
 def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredModel | LossFn | None) -> Any:
     """The parameters of one device, in the shapes of `whole`, from whole ones of a state of a layout; may be traced."""
     sources = _sources_of_params(whole, layout, model)[0]
-    return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources, layout.tensor))
+    return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources))
 
 
 class PortableForm:
@@ -137,7 +120,7 @@ class PortableForm:
         parts = dict(zip(self._sources, jax.tree.leaves(saved[:2]), strict=True))
 
         def join(parts: list[jax.Array]) -> list[jax.Array]:
-            joined = _joined(parts, self._changed, self._num_parts)
+            joined = _joined(parts, self._changed)
             return [
                 self._sent(pad_to(joined[leaf], shapes[leaf]), reversed(route)) for leaf, route in self._routes.items()
             ]
@@ -149,10 +132,6 @@ class PortableForm:
             for leaf, array in zip(self._routes, made, strict=True):
                 leaves[leaf] = array
         return TrainState._make((*jax.tree.unflatten(structure, leaves), *saved[2:]))
-
-    @property
-    def _num_parts(self) -> int:
-        return self._mesh.shape.get(TENSOR_AXIS, 1)
 
     def _state(self, leaves: Iterable[Any], others: Sequence[Any]) -> TrainState:
         return TrainState._make((*jax.tree.unflatten(self._structure, leaves), *others))
@@ -174,17 +153,10 @@ class PortableForm:
 
         def take(given: list[jax.Array]) -> list[jax.Array]:
             arrived = {leaf: self._sent(array, self._routes[leaf]) for leaf, array in zip(there, given, strict=True)}
-            return _taken(arrived, sources, self._num_parts)
+            return _taken(arrived, sources)
 
         out_shardings = [self._sharding_of(source) for source in sources]
         return jax.jit(take, out_shardings=out_shardings).lower([leaves[leaf] for leaf in there]).compile(), there
-
-
-class _Split(NamedTuple):
-    """A dimension along `"tensor"` whose values have another order there, or are padded."""
-
-    dim: int
-    num_blocks: int
 
 
 class _Source(NamedTuple):
@@ -195,12 +167,12 @@ class _Source(NamedTuple):
     shape_there: tuple[int, ...]  # of the array of the layout, without padding
     layer: int | None = None  # which layer of it; None if it is not stacked
     axis: int = 0  # of the layers
-    split: _Split | None = None  # in dimensions of the array of the layout
+    is_padded: bool = False  # whether it is of a vocabulary that zeros extend
 
     @property
     def is_changed(self) -> bool:
         """Whether the array is not that of the layout, apart from zeros that pad shards."""
-        return self.layer is not None or self.split is not None
+        return self.layer is not None or self.is_padded
 
 
 def _sources_of_state(
@@ -212,109 +184,78 @@ def _sources_of_state(
 ) -> tuple[list[_Source], Any]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    sources, own, splits = _sources_of_params(params, layout, model)
+    sources, own, padded = _sources_of_params(params, layout, model)
     trained_of = functools.partial(select_trained, trainable=trainable)
     whole = jax.eval_shape(lambda params: new_state(params, optimizer, trained_of=trained_of), params)[:2]
     paths, at = jax.tree.leaves_with_path(params), jax.tree.leaves(own, is_leaf=is_own_leaf)
     of_params = {path: (at, leaf) for (path, leaf), at in zip(paths, at, strict=True)}
     num_layers = max(source.layer or 0 for source in sources) + 1
-    num_params, problems = 1 + max(source.leaf for source in sources), []
-    orders = {place: (split.dim, split.num_blocks) for place, split in splits.items()}
-    leaves = jax.tree.leaves_with_path(whole[1])
-    for (path, leaf), place in zip(leaves, places_in(whole[1], of_params, orders, num_layers), strict=True):
+    num_params = 1 + max(source.leaf for source in sources)
+    for leaf, place in zip(jax.tree.leaves(whole[1]), places_in(whole[1], of_params, num_layers), strict=True):
         shape = leaf.shape
         if place.layer is not None:
             shape = (*shape[: place.axis], num_layers, *shape[place.axis :])
-        split = None if place.order is None else _Split(*place.order)
-        if split is None and leaf.size > 1 and place.param in orders and orders[place.param][1] > 1:
-            problems.append(f"{jax.tree_util.keystr(path)} {describe(leaf)}")
-        sources.append(_Source(num_params + place.array, leaf.shape, shape, place.layer, place.axis, split))
-    if problems:
-        raise UserError(
-            f"the states of the layout {layout} cannot be restored on others: the optimizer has arrays that are not "
-            f"like parameters, with features in the order of the devices: {list_first(problems)}"
-        )
+        of_layer = place.layer, place.axis
+        sources.append(_Source(num_params + place.array, leaf.shape, shape, *of_layer, place.param in padded))
     return sources, jax.tree.structure(whole)
 
 
 def _sources_of_params(
     params: Any, layout: Layout, model: LayeredModel | LossFn | None
-) -> tuple[list[_Source], Any, dict[int, _Split]]:
-    """Where parameters lie; also as a tree of `OwnLeaf`, and what of the arrays is split."""
+) -> tuple[list[_Source], Any, set[int]]:
+    """Where parameters lie; also as a tree of `OwnLeaf`, and which of the layout's arrays are padded."""
     if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
         own, on_layout = own_leaves_of(params, model.stack), jax.eval_shape(model.stack, params)
     else:
         leaves, structure = jax.tree.flatten(params)
         own, on_layout = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(leaves))]), params
-    splits = _splits(on_layout, layout, model)
-    there = jax.tree.leaves(on_layout)
+    there, padded = jax.tree.leaves(on_layout), set[int]()
+    if (specs := split_specs(model, layout)) is not None:
+        split = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), on_layout)
+        padded = {i for i, leaf in enumerate(jax.tree.leaves(split)) if leaf.shape != there[i].shape}
     sources = [
-        _Source(at.place, leaf.shape, there[at.place].shape, at.layer, 0, splits.get(at.place))
+        _Source(at.place, leaf.shape, there[at.place].shape, at.layer, 0, at.place in padded)
         for at, leaf in zip(jax.tree.leaves(own, is_leaf=is_own_leaf), jax.tree.leaves(params), strict=True)
     ]
-    return sources, own, splits
+    return sources, own, padded
 
 
-def _splits(on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None) -> dict[int, _Split]:
-    """The parameters that lie along `"tensor"` in another order, or with padding, by their place on the layout."""
-    if layout.tensor == 1 or not isinstance(model, LayeredModel) or model.specs is None:
-        return {}
-
-    def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        is_same = spec.num_blocks == 1 and leaf.shape[dim] % layout.tensor == 0
-        return leaf if is_same else _Split(dim, spec.num_blocks)
-
-    found = map_splits(split, model.specs, on_layout)
-    leaves = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, _Split))
-    return {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, _Split)}
-
-
-def _taken(leaves: Mapping[int, Any] | Sequence[Any], sources: Sequence[_Source], num_parts: int) -> list[Any]:
+def _taken(leaves: Mapping[int, Any] | Sequence[Any], sources: Sequence[_Source]) -> list[Any]:
     """The arrays of one device, from those of a layout."""
-    in_order: dict[int, Any] = {}
     taken = []
     for source in sources:
-        if source.leaf not in in_order:
-            leaf = leaves[source.leaf]
-            if source.is_changed:
-                leaf = crop(leaf, source.shape_there)
-            if source.split is not None:
-                leaf = swap_blocks(leaf, source.split.dim, num_parts, source.split.num_blocks)
-            in_order[source.leaf] = leaf
-        leaf = in_order[source.leaf]
+        leaf = leaves[source.leaf]
+        if source.is_changed:
+            leaf = crop(leaf, source.shape_there)
         if source.layer is not None:
             leaf = jax.lax.index_in_dim(leaf, source.layer, source.axis, keepdims=False)
         taken.append(leaf)
     return taken
 
 
-def _joined(parts: Sequence[Any], sources: Sequence[_Source], num_parts: int) -> dict[int, Any]:
+def _joined(parts: Sequence[Any], sources: Sequence[_Source]) -> dict[int, Any]:
     """The arrays of a layout by their places, without padding, from those of one device."""
     layers: dict[int, dict[int | None, Any]] = {}
     for part, source in zip(parts, sources, strict=True):
         layers.setdefault(source.leaf, {})[source.layer] = part
-    joined = {}
-    for source in {source.leaf: source for source in sources}.values():
-        of_leaf = layers[source.leaf]
-        stacks = source.layer is not None
-        leaf = jnp.stack([of_leaf[i] for i in range(len(of_leaf))], source.axis) if stacks else of_leaf[None]
-        if source.split is not None:
-            leaf = swap_blocks(leaf, source.split.dim, source.split.num_blocks, num_parts)
-        joined[source.leaf] = leaf
-    return joined
+    axes = {source.leaf: source.axis for source in sources}
+    return {
+        leaf: of_layers[None]
+        if None in of_layers
+        else jnp.stack([of_layers[i] for i in range(len(of_layers))], axes[leaf])
+        for leaf, of_layers in layers.items()
+    }
 
 
 def _route(source: _Source, leaf: jax.Array | jax.ShapeDtypeStruct) -> list[PartitionSpec]:
     """The way of an array of a layout to where it can be rearranged without communication, spread over all devices."""
-    # Axes of the mesh leave, one at a time, dimensions that are stacked, reordered or padded, for others that they
-    # divide: an all-to-all each. Those along which the array is whole follow. The last spec has an entry a dimension.
+    # Axes of the mesh leave, one at a time, dimensions that are stacked or padded, for others that they divide: an
+    # all-to-all each. Those along which the array is whole follow. The last spec has an entry a dimension.
     assert isinstance(leaf.sharding, NamedSharding)
     mesh, ndim = leaf.sharding.mesh, leaf.ndim
     spec = [*leaf.sharding.spec, *(None,) * (ndim - len(leaf.sharding.spec))]
     axes: list[list[str]] = [[] if names is None else [names] if isinstance(names, str) else [*names] for names in spec]
     fixed = {dim for dim in range(ndim) if leaf.shape[dim] != source.shape_there[dim]}
-    if source.split is not None:
-        fixed.add(source.split.dim)
     if source.layer is not None:
         fixed.add(source.axis)
     if math.prod(source.shape) < MIN_SHARDED:

@@ -100,7 +100,7 @@ def init_sharded(
         from jvarlen.parallel.host_params import place_slices
 
         own = shapes.opt_state.own if isinstance(shapes.opt_state, OwnLeavesState) else None
-        params = place_slices(whole, own, params, shardings.params, specs, layout.tensor)
+        params = place_slices(whole, own, params, shardings.params)
     else:
         params = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf.copy(), sharding), params, shardings.params)
     opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
@@ -334,12 +334,11 @@ def optimizer_on(
     mesh: Mesh | None = None,
 ) -> optax.GradientTransformation | optax.MultiSteps:
     """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
-    specs = split_specs(model, layout)
-    if not stacks_layers(model, layout) and all(getattr(spec, "num_blocks", 1) == 1 for spec in jax.tree.leaves(specs)):
+    if not stacks_layers(model, layout):
         return optimizer
     from jvarlen.parallel.own_leaves import on_own_leaves
 
-    return on_own_leaves(optimizer, own, specs=specs, num_devices=layout.tensor, mesh=mesh)
+    return on_own_leaves(optimizer, own, mesh=mesh)
 
 
 def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredParams | None:
@@ -432,9 +431,9 @@ def _cropped(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
     specs = split_specs(model, layout)
     if specs is None:
         return params
-    from jvarlen.parallel.tensor_params import crop_vocabularies
+    from jvarlen.parallel.tensor_params import merge_params
 
-    return crop_vocabularies(params, where_trained(params, specs))
+    return merge_params(params, where_trained(params, specs))
 
 
 def _pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:

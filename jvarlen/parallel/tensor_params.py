@@ -19,10 +19,7 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, bind_axes
 from jvarlen.parallel.tensor import sum_backward
 
-__all__ = [
-    "TENSOR_AXIS", "TensorSpec", "crop_vocabularies", "map_splits", "merge_params", "partition_specs", "split_params",
-    "swap_blocks", "tensor_parallel_model",
-]  # fmt: skip
+__all__ = ["TENSOR_AXIS", "TensorSpec", "merge_params", "partition_specs", "split_params", "tensor_parallel_model"]
 
 TENSOR_AXIS = "tensor"
 
@@ -32,16 +29,14 @@ class TensorSpec:
     """How a parameter lies along `"tensor"`, where a `PartitionSpec` does not tell all.
 
     Attributes:
-      spec: as for an array without the layer axis, such as `P(None, "tensor")`.
-      num_blocks: arrays that lie side by side along that dimension, such as 3 for queries, keys and values in one
-        kernel. Each is split, so that a device has its part of every one.
+      spec: as for an array without the layer axis, such as `P(None, "tensor")`. Queries, keys and values in one kernel
+        need an axis of their own, `[D, 3, F]` along `P(None, None, "tensor")`, so that a device has its part of each.
       num_values: of a vocabulary, its size, which zeros extend to a multiple of N; None if N must divide it.
-      num_heads: heads of attention along that dimension, or in each block of it, such as 2 of keys and values; N must
-        divide them, so that none is cut. None if there are none.
+      num_heads: heads of attention along that dimension, such as 2 of keys and values; N must divide them, so that none
+        is cut. None if there are none.
     """
 
     spec: PartitionSpec
-    num_blocks: int = 1
     num_values: int | None = None
     num_heads: int | None = None
 
@@ -93,9 +88,9 @@ def partition_specs(specs: LayeredParams) -> LayeredParams:
 
 
 def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
-    """Parameters in the order in which N equal parts along `partition_specs` are those of the devices.
+    """Parameters of which N equal parts along `partition_specs` are those of the devices.
 
-    Vocabularies are extended by zeros, and the parts of arrays that lie side by side come together.
+    Vocabularies are extended by zeros.
 
     Args:
       params: whole arrays.
@@ -109,58 +104,39 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
       ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
 
     Example:
-      >>> params = LayeredParams((), np.array([["q0", "q1", "k0", "k1", "v0", "v1"]]))  # a fused bias of one layer
-      >>> specs = LayeredParams((), TensorSpec(PartitionSpec("tensor"), num_blocks=3))
-      >>> split_params(params, specs, 2).layers.tolist()
-      [['q0', 'k0', 'v0', 'q1', 'k1', 'v1']]
+      >>> params = LayeredParams({"table": np.ones((3, 1))}, ())
+      >>> specs = LayeredParams({"table": TensorSpec(PartitionSpec("tensor"), num_values=3)}, ())
+      >>> split_params(params, specs, 2).ends["table"].ravel().tolist()
+      [1.0, 1.0, 1.0, 0.0]
     """
     _check_splits(params, specs, num_devices)
 
     def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        if missing := -np.shape(leaf)[dim] % num_devices:  # values of a vocabulary
-            pad = np.pad if isinstance(leaf, np.ndarray) else jnp.pad
-            leaf = pad(leaf, [(0, missing if i == dim else 0) for i in range(np.ndim(leaf))])
-        return swap_blocks(leaf, dim, spec.num_blocks, num_devices)
+        if not (missing := -np.shape(leaf)[dim] % num_devices):  # values of a vocabulary
+            return leaf
+        pad = np.pad if isinstance(leaf, np.ndarray) else jnp.pad
+        return pad(leaf, [(0, missing if i == dim else 0) for i in range(np.ndim(leaf))])
 
-    return map_splits(split, specs, params)
+    return _map_splits(split, specs, params)
 
 
-def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
+def merge_params(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
     """The inverse of `split_params`, also for gradients.
 
     Args:
-      params: whole arrays, in the order of `split_params`.
+      params: whole arrays, the result of `split_params`.
       specs: those of the model.
-      num_devices: N.
 
     Returns:
       `LayeredParams` of whole arrays.
     """
 
     def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        return swap_blocks(leaf, dim, num_devices, spec.num_blocks)
-
-    return crop_vocabularies(map_splits(merge, specs, params), specs)
-
-
-def crop_vocabularies(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
-    """The result of `split_params`, arrays or shapes, without zeros, otherwise in its order."""
-
-    def crop(spec: TensorSpec, leaf: Any, dim: int) -> Any:
         if spec.num_values is None or spec.num_values == leaf.shape[dim]:
             return leaf
         return leaf[(slice(None),) * dim + (slice(spec.num_values),)]
 
-    return map_splits(crop, specs, params)
-
-
-def swap_blocks(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:
-    """Of a dimension of outer · inner runs, those of one inner place together."""
-    if num_outer == 1 or num_inner == 1:
-        return leaf
-    shape = leaf.shape
-    runs = leaf.reshape(*shape[:dim], num_outer, num_inner, -1, *shape[dim + 1 :])
-    return runs.swapaxes(dim, dim + 1).reshape(shape)
+    return _map_splits(merge, specs, params)
 
 
 def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int) -> None:
@@ -172,21 +148,20 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
     offenders = []
 
     def check(spec: TensorSpec, leaf: Any, dim: int, name: str) -> None:
-        size, num_parts = np.shape(leaf)[dim], spec.num_blocks * num_devices
-        if size % num_parts if spec.num_values is None else size != spec.num_values:
-            blocks = f" in {spec.num_blocks} blocks" if spec.num_blocks > 1 else ""
+        size = np.shape(leaf)[dim]
+        if size % num_devices if spec.num_values is None else size != spec.num_values:
             values = "" if spec.num_values is None else f", not {spec.num_values}"
-            offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{blocks}{values})")
+            offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{values})")
         elif spec.num_heads is not None and spec.num_heads % num_devices:
             offenders.append(f"{name} {describe(leaf)} (num_heads: {spec.num_heads}, which would be cut)")
 
     names = [jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params]
-    map_splits(check, specs, params, LayeredParams(*names))
+    _map_splits(check, specs, params, LayeredParams(*names))
     if offenders:
         raise UserError(f"the {num_devices} devices of the axis {TENSOR_AXIS!r} do not divide {list_first(offenders)}")
 
 
-def map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
+def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
     """`change(spec, leaf, dim, …)` of what lies along dimension dim, with `TensorSpec`; others as they are."""
 
     def changed(num_leading: int) -> Callable[..., Any]:

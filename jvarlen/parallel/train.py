@@ -173,7 +173,7 @@ class TrainStep:
         if self.placement is not None and self.placement.layout.tensor > 1:
             from jvarlen.parallel.tensor_params import merge_params
 
-            params = merge_params(params, model_of(self.model).specs, self.placement.layout.tensor)
+            params = merge_params(params, model_of(self.model).specs)
         return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
 
     def state_shardings(self, params: Any) -> TrainState:

@@ -29,7 +29,6 @@ from jvarlen.loading.plan_source import PlanSource
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
-from jvarlen.parallel.portable import check_portable
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
@@ -182,7 +181,7 @@ def prepare(
         prepared = prepared._replace(config=config, task=with_layout(layout), placement=placement)
     with together("plan the training"):
         if layout is not None:
-            _check_layout(layout, prepared.task, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
+            _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         _check_targets(prepared)
         raise_if_interrupted()
         bucket = training_plan.buckets[0]
@@ -224,7 +223,7 @@ def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -
 
 
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:
-    """The layout of the fewest estimated seconds that takes optimizer and evaluations; the same on all processes."""
+    """The layout of the fewest estimated seconds that takes evaluations; the same on all processes."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
     if cluster is None:
         narrow = "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(task.shapes)}
@@ -235,7 +234,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
 
     def is_taken(layout: Layout) -> bool:
         try:
-            _check_layout(layout, task, training_plan, training_plan.eval_buckets)
+            _check_buckets(layout, training_plan, training_plan.eval_buckets)
         except ValueError:
             return False
         return True
@@ -255,17 +254,13 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | 
         )
         layout = next(filter(is_taken, choice.candidates.layouts()), None)
         if layout is None:
-            raise UserError(
-                f"no layout of {placement.layout.num_devices} devices takes this optimizer and the steps of evaluations"
-            )
-    say("Layout", str(choice), *([f"{layout} is the first that takes this optimizer"] * (layout != choice.layout)))
+            raise UserError(f"no layout of {placement.layout.num_devices} devices takes the steps of evaluations")
+    say("Layout", str(choice), *([f"{layout} is the first that takes evaluations"] * (layout != choice.layout)))
     return Layout.parse(gather_texts("the chosen layout", str(layout))[0])
 
 
-def _check_layout(layout: Layout, task: Task, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
-    """Raises ValueError where a layout does not take the optimizer or a bucket."""
-    of_task: dict[str, Any] = {"model": task.model, "trainable": task.trainable}
-    check_portable(task.params, training_plan.optimizer, layout=layout, **of_task)
+def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
+    """Raises ValueError where a layout does not take steps of a bucket."""
     for bucket in sorted(buckets):
         check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
 

@@ -33,7 +33,7 @@ def embed(ends: Any, microbatch: Any, axes: Any) -> Any:
 def layer(own: Any, x: Any, microbatch: Any, axes: Any) -> Any:
     """Attention, then a hidden layer."""
     inside = calls.enter_tensor_parallel(norm(x, own["scale"]), axes=axes)
-    heads = (inside @ own["qkv"]).reshape(*inside.shape[:2], 3, -1, D // H)
+    heads = (inside @ own["qkv"].reshape(D, -1)).reshape(*inside.shape[:2], 3, -1, D // H)
     attended = calls.attend_over_axis(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], axes=axes)
     x = x + calls.row_linear(attended.reshape(*inside.shape[:2], -1), own["out"], axes=axes)
     hidden = jnp.tanh(calls.column_linear(norm(x, own["scale"]), own["up"], own["up_bias"], axes=axes))
@@ -54,7 +54,7 @@ SPECS = (
     {"table": calls.tensor_spec(P("tensor"), num_values=V), "scale": P()},
     {
         "scale": P(),
-        "qkv": calls.tensor_spec(P(None, "tensor"), num_blocks=3),
+        "qkv": P(None, None, "tensor"),
         "out": P("tensor"),
         "up": P(None, "tensor"),
         "up_bias": P("tensor"),
@@ -74,7 +74,7 @@ def first_params() -> Any:
     ends = {"table": rng.normal(size=(V, D)), "scale": 1 + rng.normal(size=D) / 10}
     layers = {
         "scale": 1 + normal(D) / 4,
-        "qkv": normal(D, 3 * D),
+        "qkv": normal(D, 3, D),
         "out": normal(D, D),
         "up": normal(D, 2 * D),
         "up_bias": normal(2 * D),

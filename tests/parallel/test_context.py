@@ -332,4 +332,4 @@ def test_the_decoder_is_split_over_tensor_and_sequence_at_once():
     )
     with jax.enable_x64(True):
         sums, grads = jax.jit(step)(split_params(params, BY_LAYERS.specs, 2), microbatch)
-        assert_equal_trees((sums, merge_params(grads, BY_LAYERS.specs, 2)), expected)
+        assert_equal_trees((sums, merge_params(grads, BY_LAYERS.specs)), expected)

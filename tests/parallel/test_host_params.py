@@ -55,12 +55,9 @@ def test_stacked_parameters_are_read_by_slices_too():
     assert num_read == num_bytes(params)
 
 
-def test_blocks_that_lie_side_by_side_are_read_in_the_order_of_the_devices():
+def test_zeros_extend_a_vocabulary():
     rng = np.random.default_rng(0)
-    specs = LayeredParams(
-        TensorSpec(PartitionSpec("tensor"), num_values=5),
-        TensorSpec(PartitionSpec(None, "tensor"), num_blocks=3),
-    )
+    specs = LayeredParams(TensorSpec(PartitionSpec("tensor"), num_values=5), PartitionSpec(None, "tensor"))
     params = LayeredParams(rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=(2, 4, 12)).astype(np.float32))
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     expected = split_params(params, specs, 2)
@@ -68,7 +65,7 @@ def test_blocks_that_lie_side_by_side_are_read_in_the_order_of_the_devices():
         *(jax.NamedSharding(mesh, spec) for spec in (PartitionSpec("tensor"), PartitionSpec(None, None, "tensor")))
     )
     shapes = jax.eval_shape(lambda: expected)
-    placed = place_slices(jax.tree.map(run_slices.Sliced, params), None, shapes, shardings, specs, 2)
+    placed = place_slices(jax.tree.map(run_slices.Sliced, params), None, shapes, shardings)
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), placed, expected)
 
 

@@ -31,7 +31,7 @@ def stack(params):
 
 def layer(own, x, batch, axes):
     x = jnp.where(own["kind"], x * own["scale"], x)
-    gates, values = jnp.split(column_linear(x, own["in"], axes=axes), 2, axis=-1)
+    gates, values = jnp.split(column_linear(x, own["in"].reshape(WIDTH, -1), axes=axes), 2, axis=-1)
     return x + row_linear(jax.nn.sigmoid(gates) * values, own["out"], axes=axes)
 
 
@@ -46,7 +46,7 @@ MODEL = LayeredModel(
     loss,
     specs=LayeredParams(
         {"table": P(), "scale": P(), "shift": P()},
-        {"in": TensorSpec(P(None, "tensor"), num_blocks=2), "out": P("tensor"), "scale": P(), "kind": P()},
+        {"in": P(None, None, "tensor"), "out": P("tensor"), "scale": P(), "kind": P()},
     ),
     stack=stack,
 )
@@ -60,7 +60,7 @@ def own_params(num_layers=4):
         "shift": np.int32(3),
         "blocks": [
             {
-                "in": rng.normal(size=(WIDTH, HIDDEN)) / 5,
+                "in": rng.normal(size=(WIDTH, 2, HIDDEN // 2)) / 5,
                 "out": rng.normal(size=(HIDDEN // 2, WIDTH)) / 7,
                 "scale": 1 + rng.normal(size=WIDTH) / 10,
                 "kind": np.bool_(i % 2),
@@ -172,7 +172,7 @@ def test_layers_that_are_not_trained_keep_their_bits_and_have_no_state():
     num_trained = sum(leaf.size for leaf in jax.tree.leaves(trained))
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * num_trained + 1
     spread = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size >= 1024]
-    assert {leaf.ndim for leaf in spread} == {2, 3}  # of layers by themselves, and of stacks
+    assert {leaf.ndim for leaf in spread} == {2, 4}  # of layers by themselves, and of stacks
     assert not any(leaf.is_fully_replicated for leaf in spread)
     after = step.gather_params(jax.jit(step)(state, batch)[0])
 
