@@ -23,7 +23,7 @@ __all__ = [
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 _KINDS = "FBW"
-_Mode = Literal["lockstep", "phases", "mpmd"]
+_Mode = Literal["lockstep", "mpmd"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,19 +59,18 @@ class Schedule:
         Args:
           costs: seconds, or any unit, of an action of each kind of `kinds`, on one chunk: a number, or an array [S].
           mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
-            program moves all stages in ticks, each as long as its slowest action. `"phases"`: as lockstep, but a tick
-            lasts as long as its slowest F, its slowest B and its slowest W together.
+            program moves all stages in ticks, each as long as its slowest action.
 
         Returns:
           The timeline.
 
         Raises:
-          ValueError: costs of other kinds, of a wrong shape, or not finite and at least 0; an unknown mode.
+          ValueError: costs of other kinds, or of a wrong shape; an unknown mode.
 
         Example:
           >>> schedule, costs = make_schedule("1f1b", 4, 8), {"F": 15, "B": 30}
-          >>> [schedule.simulate(costs, mode).makespan for mode in ("mpmd", "lockstep", "phases")]
-          [495.0, 600.0, 795.0]
+          >>> [schedule.simulate(costs, mode).makespan for mode in ("mpmd", "lockstep")]
+          [495.0, 600.0]
           >>> schedule.simulate(costs).peak_activations.tolist()
           [4, 3, 2, 1]
         """
@@ -81,13 +80,9 @@ class Schedule:
             starts = _earliest_starts(_received_from(self.actions), durations)
             makespan = float((starts + durations).max())
         else:
-            slowest = np.zeros((int(self.ticks.max()) + 1, len(self.kinds)))
-            np.maximum.at(slowest, (self.ticks, kind), durations)
-            before = np.zeros_like(slowest)  # seconds in the tick before its phase of each kind
-            if mode == "phases":
-                before[:, 1:] = np.cumsum(slowest, axis=1)[:, :-1]
-            lasts = (before + slowest).max(axis=1)
-            starts = (np.cumsum(lasts) - lasts)[self.ticks] + before[self.ticks, kind]
+            lasts = np.zeros(int(self.ticks.max()) + 1)
+            np.maximum.at(lasts, self.ticks, durations)
+            starts = (np.cumsum(lasts) - lasts)[self.ticks]
             makespan = float(lasts.sum())
         capacity = self.num_stages * makespan
         num_held = np.cumsum(kind == FORWARD, axis=1) - np.cumsum(kind == len(self.kinds) - 1, axis=1)
@@ -110,14 +105,7 @@ class Schedule:
         """The costs of each kind, broadcast to a shape."""
         if sorted(costs) != sorted(self.kinds):
             raise UserError(f"costs of {self.name} must be of the kinds {', '.join(self.kinds)}, not {sorted(costs)}")
-        checked = [np.asarray(costs[kind], np.float64) for kind in self.kinds]
-        for kind, cost in zip(self.kinds, checked, strict=True):
-            sizes = zip(cost.shape, shape, strict=False)
-            if cost.ndim not in (0, len(shape)) or any(size not in (1, most) for size, most in sizes):
-                raise UserError(f"costs of {kind} have shape {cost.shape}; it must be () or broadcast to {shape}")
-            if not (np.isfinite(cost) & (cost >= 0)).all():
-                raise UserError(f"costs of {kind} must be finite and at least 0, not {costs[kind]!r}")
-        return np.stack([np.broadcast_to(cost, shape) for cost in checked])
+        return np.stack([np.broadcast_to(np.asarray(costs[kind], np.float64), shape) for kind in self.kinds])
 
     def tables(self) -> Tables:
         """Actions, transfers and buffer slots of every tick and stage, for a program that moves all stages in ticks.
