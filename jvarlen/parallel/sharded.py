@@ -33,6 +33,7 @@ from jvarlen.parallel.layers import (
     trained_on_layout,
 )
 from jvarlen.parallel.layout_checks import check_layout
+from jvarlen.parallel.zero import gather_by_layers, shard_specs
 from jvarlen.training.losses import LossFn
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
@@ -152,7 +153,6 @@ def _on_layout(
         params = _pad_params(following.params, layout, other_specs)
         params = where_trained(trained, params)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
-            from jvarlen.parallel.zero import gather_by_layers, shard_specs
 
             def on_shards(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
                 wide = _constrain(_pad(leaf, spec, layout.axis_sizes), NamedSharding(mesh, spec))
@@ -206,8 +206,6 @@ def sums_on_layout(
         param_specs = grad_specs = other_specs
         on_layout = None if trained_of is None else _trained_in(state, trained_of)
         if layout.zero:
-            from jvarlen.parallel.zero import shard_specs
-
             grad_specs = shard_specs(state.params, layout, padded=layout.zero < 3, other_specs=other_specs)
         if layout.zero == 3:
             param_specs = grad_specs
@@ -368,8 +366,6 @@ def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> T
     whole = jax.tree.map(lambda _: _WHOLE, state)
     params = whole.params if other_specs is None else other_specs
     if layout.zero == 3:
-        from jvarlen.parallel.zero import shard_specs
-
         params = shard_specs(state.params, layout, padded=False, other_specs=other_specs)
     opt_state = _map_arrays(lambda leaf, spec, shape: spec, state, layout, other_specs)
     return whole._replace(params=params, opt_state=opt_state)
@@ -381,8 +377,6 @@ def _map_arrays(
     """The optimizer's state with `change(array, spec, shape)`; shapes are those without padding."""
     lie = other_specs
     if layout.zero:
-        from jvarlen.parallel.zero import shard_specs
-
         lie = shard_specs(state.params, layout, other_specs=other_specs)
     params = {} if lie is None else _lie_by_path(state, jax.tree.leaves(lie))
 

@@ -64,7 +64,6 @@ def sum_step_loss(
         given = _Given(batch, jnp.arange(num_microbatches, dtype=jnp.int32), extra)
         one = functools.partial(_values_of_one, model, whole_of)
         shapes = jax.eval_shape(one, state._replace(opt_state=None), given)
-        _check_parameters(step_loss, shapes)
         carry = functools.partial(_carrying, shapes=shapes.get("layer_sums"))
         values_of = _returning(model, functools.partial(_values, num_microbatches=num_microbatches))
         first = sum_of(values_of, carry, None)(state, given)
@@ -243,16 +242,6 @@ def _arrays(given: Any, name: str, wanted: str) -> Any:
     if wrong := [f"{at} {describe(leaf)}" for at, leaf in leaves_by_name(arrays).items() if not _is_real(leaf)]:
         raise UserError(f"{name} of a StepLoss must return real numbers, not {list_first(wrong)}")
     return arrays
-
-
-def _check_parameters(step_loss: StepLoss, shapes: Mapping[str, Any]) -> None:
-    """Raises ValueError if rows or sums of layers are read and not there, or there and not read."""
-    functions = [each for each in (step_loss.loss, step_loss.next_extra) if each is not None]
-    for name, how in (("rows", "return (sums, rows)"), ("layer_sums", "let layers return (x, sums)")):
-        is_there, is_read = bool(shapes.get(name)), any(takes_argument(each, name) for each in functions)
-        if is_there != is_read:
-            told = f"takes no {name}, which there are" if is_there else f"takes {name}, which there are not: {how}"
-            raise UserError(f"the loss of a StepLoss {told}")
 
 
 def _call(function: Callable[..., Any], values: dict[str, Any], extra: Any) -> Any:

@@ -326,8 +326,6 @@ def test_what_is_no_loss_of_a_step_is_refused():
 
     refused("the loss of a StepLoss must return a float scalar", loss=lambda sums, rows: rows["one"])
     refused("the loss of a StepLoss must return a float scalar", loss=lambda sums, rows: 1)
-    refused("the loss of a StepLoss takes no rows, which there are", loss=lambda sums: sums["size"])
-    refused("the loss of a StepLoss takes layer_sums, which there are not", loss=lambda sums, rows, layer_sums: 0.0)
     refused(r"of_arrays of a StepLoss must return sums or \(sums, rows\), dicts of arrays, not a \w+", sums=of_arrays)
     refused(r"real numbers, not \['z'\] complex128\[\]", sums=lambda params, batch: {"z": jnp.sum(batch["one"]) * 1j})
     refused(r"begin with the axis .* not \['r'\] float64\[4\]", sums=lambda params, batch: ({}, {"r": batch["one"][0]}))
