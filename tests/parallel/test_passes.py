@@ -60,7 +60,7 @@ def products(function, *args):
         ("full", True, [2, 3, 4]),
     ],
 )
-@pytest.mark.parametrize("function", [perceptron, jax.jit(perceptron), jax.jit(jax.jit(perceptron))])
+@pytest.mark.parametrize("function", [perceptron, jax.jit(jax.jit(perceptron))])
 def test_passes_give_the_derivative_and_run_products_as_often_as_said(function, remat, weights_apart, expected):
     @jax.jit
     def at_once(params, x):
@@ -297,8 +297,7 @@ def test_communication_runs_twice_only_where_all_is_computed_again(remat, expect
 DECODER = DecoderConfig(width=16, num_heads=4, num_kv_heads=2, qk_norm=True, vocab_size=32)
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-@pytest.mark.parametrize("weights_apart", [False, True])
+@pytest.mark.parametrize(("remat", "weights_apart"), [("none", True), ("selective", False), ("full", True)])
 def test_gradients_of_a_decoder_layer_are_those_of_the_whole(remat, weights_apart):
     model = layered(DECODER)
     with jax.enable_x64(True):

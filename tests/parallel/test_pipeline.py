@@ -87,10 +87,7 @@ def sums_without_stages(num_layers, num_microbatches):
         ("data2.stage2.gpipe", 8, 8, "none"),
         ("data2.stage2.1f1b", 8, 8, "full"),
         ("data2.stage4", 12, 4, "full"),  # fewer microbatches a shard than stages
-        ("data4.stage2", 8, 8, "none"),
-        ("data1.stage4.zero_bubble", 8, 8, "full"),
         ("data1.stage4.zero_bubble", 8, 8, "none"),
-        ("data2.stage2.interleaved.virtual2", 8, 8, "full"),
         ("data1.stage4.interleaved.virtual3", 12, 4, "none"),
     ],
 )
@@ -103,7 +100,7 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num
         assert np.abs(np.asarray(found.grads.layers["k"])).max(axis=(1, 2)).min() > 1e-3
 
 
-@pytest.mark.parametrize("text", ["data2.stage2", "data1.stage4.interleaved.virtual2"])
+@pytest.mark.parametrize("text", ["data1.stage4.interleaved.virtual2"])
 def test_sums_without_gradients_are_the_same(text):
     expected = sums_without_stages(8, 8)
     with jax.enable_x64(True):
@@ -217,10 +214,8 @@ def test_layers_run_once_with_residuals(text, of_inputs):
 @pytest.mark.parametrize(
     ("text", "remat", "times"),
     [
-        ("data1.stage4.gpipe", "none", {"F": 1, "B": 1, "W": 1}),
         ("data1.stage2.interleaved.virtual2", "none", {"F": 1, "B": 1, "W": 1}),
         ("data1.stage2.interleaved.virtual2", "full", {"F": 2, "B": 1, "W": 1}),
-        ("data1.stage4.zero_bubble", "none", {"F": 1, "B": 1, "W": 1}),
         ("data1.stage4.zero_bubble", "full", {"F": 3, "B": 2, "W": 1}),
     ],
 )
@@ -255,7 +250,7 @@ def test_every_layer_works_as_often_as_the_schedule_says(text, remat, times):
     assert {kind: ran.count(kind) / 16 for kind in "FBW"} == times
 
 
-@pytest.mark.parametrize("text", ["data2.stage2", "data2.stage4.zero_bubble", "data2.stage2.interleaved.virtual2"])
+@pytest.mark.parametrize("text", ["data2.stage4.zero_bubble", "data2.stage2.interleaved.virtual2"])
 def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
     batch, layout = jax.ShapeDtypeStruct((16, 4, 8), np.float32), Layout.parse(text)
     executable = jax.jit(sums_on(SIMPLE, text)).lower(simple_state(4), batch).compile()

@@ -91,9 +91,7 @@ def contrast_of_all(params):
 CONTRASTIVE = StepLoss(towers, contrast)
 
 
-@pytest.mark.parametrize(
-    "layout", [None, "data2.zero1", "data8.zero2", slow("data1"), slow("data4"), slow("data2.zero2"), slow("data8")]
-)
+@pytest.mark.parametrize("layout", [None, "data2.zero1", "data8.zero2"])
 def test_a_contrastive_loss_is_that_of_all_samples_of_the_step(layout):
     (expected, told), gradient = jax.value_and_grad(contrast_of_all, has_aux=True)(TOWERS)
     step = make_train_step(CONTRASTIVE, optax.sgd(1), layout=layout)
@@ -242,9 +240,8 @@ def expected_by_layers():
     [
         None, "data2.zero3", "data2.tensor2.sequence_parallel.zero1", "data2.context2.zero2", "stage2.data2.remat_full",
         *map(slow, [
-            "data1", "data4.zero1", "data8", "data2.zero2.remat_full", "data4.zero3.remat_full", "tensor2", "context2",
-            "context2.context_from100", "stage2", "stage2.data2.interleaved.virtual2", "stage4.zero_bubble",
-            "stage2.context2", "stage2.tensor2.data2.zero1", "data2.tensor2.zero3", "context2.tensor2",
+            "data4", "context2.context_from100", "stage2.data2.interleaved.virtual2", "stage4.zero_bubble",
+            "stage2.context2", "stage2.tensor2.data2.zero1", "context2.tensor2",
         ]),
     ],
 )  # fmt: skip
@@ -255,12 +252,12 @@ def test_sums_of_layers_and_of_the_loss_are_those_of_the_step_on_any_layout(layo
     np.testing.assert_allclose(loss, expected, rtol=RTOL)
     assert_equals(found, gradient)
     assert_equals(metrics.sums, told)
-    if layout in ("data2.tensor2.sequence_parallel.zero1", "stage2"):
+    if layout in ("data2.tensor2.sequence_parallel.zero1", "stage2.data2.remat_full"):
         evaluated = jax.jit(make_eval_step(BALANCED, layout=layout))(step.init(PARAMS), ROWS)[1]
         np.testing.assert_allclose(float(evaluated.loss), expected, rtol=RTOL)
 
 
-@pytest.mark.parametrize("layout", ["data2", slow("data2.stage2"), slow("data2.zero3")])
+@pytest.mark.parametrize("layout", ["data2", slow("data2.stage2")])
 def test_both_passes_have_the_same_keys_and_statistics_are_those_of_the_step(layout):
     step = make_train_step(BALANCED._replace(next_extra=next_mean), optax.sgd(1), layout=layout)
     extra = {"mean": RNG.normal(size=(L, D))}

@@ -100,14 +100,7 @@ def matrices_only(params):
 OPTIMIZERS = {
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=matrices_only),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16, clipping_threshold=0.1),
-    "partition": lambda: optax.partition(
-        {"ends": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), "layers": optax.lion(1e-3)},
-        LayeredParams("ends", "layers"),
-    ),
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.1),  # is told the loss of the step
-    "multi_steps": lambda: optax.MultiSteps(
-        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 2, accumulator_dtype=jnp.float64
-    ),
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), learning_rate=1e-2),  # holds parameters
 }
 
@@ -117,9 +110,7 @@ OPTIMIZERS = {
     [
         ("lamb", "data4.zero2"),
         ("adafactor", "data4.zero3"),
-        ("partition", "data2.zero1"),
         ("polyak_sgd", "data2.zero3"),
-        ("multi_steps", "data4.zero2"),
         ("schedule_free", "data4.zero1"),
     ],
 )
@@ -160,7 +151,7 @@ def noisy_step_on_one_device():
         return whole(new_state(simple_params(), optimizer, seed=3), simple_batch())
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_keys_extra_state_sums_and_norms_are_those_of_one_device(zero):
     model, optimizer = NOISY, optax.sgd(1e-3)
     expected, expected_metrics = noisy_step_on_one_device()
@@ -243,7 +234,7 @@ def test_state_takes_its_share_of_bytes():
         assert params_held <= 0.26 * params_bytes if zero == 3 else params_held == params_bytes
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 3])
 def test_parameters_are_gathered_as_they_were_given(zero):
     stacked = initial_params(MODEL, np.float32)
     kept = jax.tree.map(np.array, stacked)
@@ -320,22 +311,21 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
         whole, metrics = whole_step(whole, batch)
         expected.append(float(metrics.loss))
     assert len(expected) > 3
-    for zero in (2, 3):
-        step, state, on = on_layout(TOKENS, params, optimizer, f"data4.zero{zero}")
-        placed, losses = shardings_of(state), []
-        compiled = compile_buckets(step, state, plan, progress=False)
-        for batch in load(plan, dataset, layout=on["layout"]):
-            with no_recompiles() if losses else no_recompiles("count"):
-                given, (state, metrics) = state, compiled(state, batch)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state[1]))
-            assert shardings_of(state) == placed
-            losses.append(float(metrics.loss))
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        assert count_collectives(compiled.program_text(plan.buckets[0])).keys() == {
-            "all-reduce",
-            "all-gather",
-            "reduce-scatter",
-        }
+    step, state, on = on_layout(TOKENS, params, optimizer, "data4.zero3")
+    placed, losses = shardings_of(state), []
+    compiled = compile_buckets(step, state, plan, progress=False)
+    for batch in load(plan, dataset, layout=on["layout"]):
+        with no_recompiles() if losses else no_recompiles("count"):
+            given, (state, metrics) = state, compiled(state, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state[1]))
+        assert shardings_of(state) == placed
+        losses.append(float(metrics.loss))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert count_collectives(compiled.program_text(plan.buckets[0])).keys() == {
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+    }
 
 
 @functools.cache
@@ -345,7 +335,7 @@ def simple_step_on_one_device():
         return whole(new_state(simple_params(), optax.adamw(1e-2)), simple_batch(8))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 2])
 def test_gradient_buckets_do_not_change_the_step(zero):
     bucket, optimizer = (5, 15), optax.adamw(1e-2)
     batch = simple_batch(8)
@@ -364,7 +354,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
         assert_equal_trees(step.gather_params(state), expected.params, 1e-12)
         in_loops = count_collectives(compiled.program_text(bucket)).get("reduce-scatter", (0, 0))[1]
-        assert in_loops == (1, 2, 1)[zero - 1]
+        assert in_loops == zero
 
 
 def test_what_cannot_be_spread_is_refused_by_name():
@@ -419,7 +409,7 @@ def counted_on_one_device():
         return take_steps(whole, new_state(simple_params(), counting()), [simple_batch(7)], 4)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_a_number_that_divides_nothing_pads_the_state_and_not_the_optimizer(zero):
     expected, losses = counted_on_one_device()
     with jax.enable_x64(True):
@@ -482,10 +472,7 @@ def test_a_mesh_of_one_axis_serves_a_layout_of_data():
 @pytest.mark.parametrize(
     ("text", "sizes", "axes", "left"),
     [
-        ("data4.zero1", None, None, set()),
-        ("data4.zero3", None, None, set()),
-        ("data2.context2.zero1", None, None, set()),
-        ("data2.tensor2", None, None, set()),
+        ("data2.context2.zero3", None, None, set()),
         ("data1.stage2", None, None, set()),
         ("data4.zero1", {"data": 4, "tensor": 1}, None, set()),
         ("data4", {"data": 4, "model": 1}, {"data": "data", "tensor": "model"}, set()),
@@ -515,10 +502,8 @@ def test_no_axis_of_a_layout_is_left_to_the_compiler(text, sizes, axes, left):
         assert all(names == left for names in found)
 
 
-@pytest.mark.parametrize(
-    "layout", ["data2.zero2", "data2.zero3", "data2.zero3.remat_none", "data2.zero3.remat_selective"]
-)
-@pytest.mark.parametrize(("kept", "num_again"), [((), 2), (("middle",), 1), (("first", "middle"), 0)])
+@pytest.mark.parametrize("layout", ["data2.zero3", "data2.zero3.remat_selective"])
+@pytest.mark.parametrize(("kept", "num_again"), [((), 2), (("middle",), 1)])
 def test_a_checkpoint_inside_a_layer_keeps_what_its_policy_says(layout, kept, num_again):
     def run(own, x):
         y = jnp.tanh(checkpoint_name(x @ own["k"], "first"))
