@@ -153,7 +153,7 @@ def test_blocks_of_chunks_attend_as_whole_rows(implementation):
 
 @pytest.mark.usefixtures("in_blocks")
 def test_only_blocks_that_share_a_sample_meet_over_an_axis(monkeypatch):
-    """Of 64 positions on 4 devices, in blocks of 4: as many as in whole rows."""
+    """Of 32 positions on 2 devices, in blocks of 4: as many as in whole rows."""
     visited = []
 
     def counting(how, dtype, query, key, value, seen):
@@ -163,16 +163,16 @@ def test_only_blocks_that_share_a_sample_meet_over_an_axis(monkeypatch):
 
     forward = zigzag.forward
     monkeypatch.setattr(zigzag, "forward", counting)
-    arrays, _, _ = arrays_of(64, packed=False)
-    order = context_positions(64, 4).ravel()
-    for samples in ([64], [5, 20, 3, 17, 9], [1] * 30):
-        ids = np.zeros((3, 64), np.int32)
+    arrays, _, _ = arrays_of(32, packed=False)
+    order = context_positions(32, 2).ravel()
+    for samples in ([32], [5, 13, 3, 8], [1] * 15):
+        ids = np.zeros((3, 32), np.int32)
         ids[:, : sum(samples)] = np.repeat(np.arange(1, len(samples) + 1), samples)
-        mask = (ids[0][:, None] == ids[0]) & (ids[0] != 0) & np.tri(64, dtype=bool)
+        mask = (ids[0][:, None] == ids[0]) & (ids[0] != 0) & np.tri(32, dtype=bool)
         visited.clear()
-        step_over_axis(4, "ring", packed=True)(*(array[:, order] for array in arrays), ids[:, order], None)
+        step_over_axis(2, "ring", packed=True)(*(array[:, order] for array in arrays), ids[:, order], None)
         jax.effects_barrier()
-        assert sum(visited) == 3 * mask.reshape(16, 4, 16, 4).any(axis=(1, 3)).sum()
+        assert sum(visited) == 3 * mask.reshape(8, 4, 8, 4).any(axis=(1, 3)).sum()
 
 
 def test_without_an_axis_rows_are_whole():

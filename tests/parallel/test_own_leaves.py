@@ -11,13 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jvarlen
-from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, row_linear
 from jvarlen.parallel.layers import unstack_own
 from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
 from jvarlen.testing import assert_layout_invariant
 from jvarlen.training.trainable import select_trained
-from tests.hand_made import batch_of
 
 WIDTH, HIDDEN, NUM_VALUES = 24, 96, 13  # with more than 1,024 elements, kernels are sharded; nothing divides 13
 
@@ -119,7 +117,7 @@ def test_an_optimizer_gives_the_numbers_of_one_device_on_any_layout(name):
     assert_layout_invariant(MODEL, own_params(), random_batch(), layouts, optimizer=OPTIMIZERS[name], num_steps=3)
 
 
-@pytest.mark.parametrize("name", ["rates of layers", "adafactor", "noise", "accumulated"])
+@pytest.mark.parametrize("name", ["decay of matrices", "rates of layers", "adafactor", "noise", "accumulated"])
 def test_an_update_of_stacked_layers_is_that_of_each(name):
     """Without a layout; what differs between layers, and what mixes them, as well."""
     optimizer, params = OPTIMIZERS[name], jax.tree.map(np.float32, select_trained(own_params()))
@@ -184,25 +182,6 @@ def test_layers_that_are_not_trained_keep_their_bits_and_have_no_state():
             assert (found != before).any()
 
     jax.tree.map(check, trained, after, params, is_leaf=lambda leaf: leaf is None)
-
-
-def test_as_many_values_decay_with_stages_as_on_one_device():
-    """Stacked scales have two dimensions, as matrices have."""
-    config = DecoderConfig(num_layers=2, width=16, num_heads=2, vocab_size=64)
-    model, params = layered(config), init_params(config, seed=0)
-    optimizer = optax.chain(optax.add_decayed_weights(0.1, matrices), optax.sgd(1.0))
-    tokens = np.zeros((2, 1, 4), np.int32)
-    batch = batch_of(
-        tokens, np.full((2, 1), 4, np.int32), np.zeros(tokens.shape, np.float32), np.float32(2)
-    )  # no gradient
-    num_changed = []
-    for layout in (None, "data1.stage2"):
-        step = jvarlen.make_train_step(model, optimizer, layout=layout)
-        state = step.init(params)
-        before = step.gather_params(state)
-        after = step.gather_params(jax.jit(step)(state, batch)[0])
-        num_changed.append(sum(jax.tree.leaves(jax.tree.map(lambda a, b: int(np.sum(a != b)), before, after))))
-    assert num_changed[0] == num_changed[1] == sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
 
 
 def test_a_head_is_not_cut():
