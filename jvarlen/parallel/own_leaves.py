@@ -135,8 +135,7 @@ class _Form:
             array = arrays[at.place]
             return jax.ShapeDtypeStruct(array.shape if at.layer is None else array.shape[1:], array.dtype)
 
-        self.own, self.mesh = own, mesh
-        self.arrays = arrays
+        self.mesh = mesh
         self.structure: Any = structure
         self.shapes = map_own(shape_of, own)
         at = jax.tree.leaves(own, is_leaf=is_own_leaf)
@@ -147,26 +146,11 @@ class _Form:
         # Of which only some layers are trained: these are apart.
         self.partial = {place for place in places if places.count(place) < self.num_layers}
 
-    def stacked(self, own_params: Any) -> Any:
-        """Parameters as the layout has them; layers that are not trained are as they were."""
-        arrays: dict[int, dict[int | None, Any]] = {}
-        for place, array in enumerate(self.arrays):
-            arrays[place] = dict(enumerate(array)) if place in self.partial else {}
-        for leaf, (at, _) in zip(jax.tree.leaves(own_params), self.params.values(), strict=True):
-            arrays[at.place][at.layer] = leaf
-        leaves = [
-            of_layers[None] if None in of_layers else jnp.stack([of_layers[layer] for layer in range(len(of_layers))])
-            for of_layers in arrays.values()
-        ]
-        return jax.tree.unflatten(self.structure, leaves)
-
     def gather(self, array: Any) -> Any:
         """A small array, whole on all devices."""
-        return (
-            array
-            if self.mesh is None
-            else lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
-        )
+        if self.mesh is None:
+            return array
+        return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
 
     @property
     def _own_order(self) -> list[tuple[int, int | None]]:
@@ -190,7 +174,7 @@ class _Form:
             nothing = jnp.full_like(like, -0.0)
             return jnp.stack([arrays.get((place, layer), nothing) for layer in range(self.num_layers)])
 
-        return jax.tree.unflatten(self.structure, map(array_of, range(len(self.arrays))))
+        return jax.tree.unflatten(self.structure, map(array_of, range(self.structure.num_leaves)))
 
     def run(self, function: Callable[..., tuple[Any, ...]], *given: tuple[Any, Any]) -> list[Any]:
         """What a function of own trees returns, from trees of the layout to such trees; given are shapes and trees."""
