@@ -229,24 +229,22 @@ def _trained_in(state: TrainState, trained_of: TrainedOf) -> TrainedOf:
     return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
 
 
-def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:
-    """The same with 0, or those of `fixed`, for layers that are not trained, in arrays where others are."""
+def _of_trained_layers(grads: Any, state: TrainState) -> Any:
+    """The same with 0 for layers that are not trained, in arrays where others are."""
     if not isinstance(state.opt_state, OwnLeavesState):
         return grads
     trained: dict[int, dict[int | None, bool]] = {}
     for at in jax.tree.leaves(state.opt_state.own, is_leaf=is_own_leaf):
         trained.setdefault(at.place, {})[at.layer] = at.is_trained
 
-    def of_array(grad: Any, other: Any, of_layers: dict[int | None, bool]) -> Any:
+    def of_array(grad: Any, of_layers: dict[int | None, bool]) -> Any:
         if grad is None or all(of_layers.values()):
             return grad
         is_trained = np.array([of_layers[layer] for layer in range(len(of_layers))])
-        return jnp.where(is_trained.reshape(-1, *(1,) * (grad.ndim - 1)), grad, other)
+        return jnp.where(is_trained.reshape(-1, *(1,) * (grad.ndim - 1)), grad, 0)
 
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
-    others = [0] * len(leaves) if fixed is None else jax.tree.leaves(fixed, is_leaf=lambda leaf: leaf is None)
-    of_arrays = (of_array(*each, trained[place]) for place, each in enumerate(zip(leaves, others, strict=True)))
-    return jax.tree.unflatten(structure, of_arrays)
+    return jax.tree.unflatten(structure, [of_array(grad, trained[place]) for place, grad in enumerate(leaves)])
 
 
 def sum_on_layout(
