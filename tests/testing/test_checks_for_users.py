@@ -230,7 +230,6 @@ def changed(**arrays):
         make_plan(pack_samples(LENGTHS, 30), [(2, 20), (2, 30)], order="length", microbatches_per_step=2),
         make_plan(np.stack([LENGTHS, LENGTHS[::-1]], axis=1), [(2, 30, 30)], order="length"),
         torch_ref.make_plan(LENGTHS, BUCKETS, order="shuffle"),
-        torch_ref.make_plan(torch_ref.pack_samples(LENGTHS, 30), [(2, 30)], order="length"),
         batch_by_tokens(LENGTHS, 64, order="shuffle"),
         pack_samples(LENGTHS, 30),
         [PLAN.rows(step) for step in range(PLAN.num_steps)],
