@@ -21,7 +21,7 @@ import optax
 from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
 
 from jvarlen import with_float32_master
-from jvarlen.batches import BatchShapes, packed_batch_spec
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.report import figure_text, table_of
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, layered
@@ -88,7 +88,7 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> Told:
     model, bucket = layered(config), (1, length)
     of_step: dict[str, Any] = {
         "microbatches_per_step": NUM_MICROBATCHES,
-        "batch_spec": lambda bucket, num: packed_batch_spec(bucket, num, SAMPLES_PER_ROW),
+        "batch_spec": lambda bucket, num: token_batch_spec(bucket, num, SAMPLES_PER_ROW),
     }
     shapes = BatchShapes([bucket], **of_step)
     report = compile_for(case.target, model, optimizer, shapes, layout=case.layout, params=params, progress=False)

@@ -23,7 +23,7 @@ import optax
 from tqdm import tqdm
 
 import jvarlen
-from jvarlen.batches import BatchShapes, packed_batch_spec, token_batch_spec
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
@@ -68,7 +68,7 @@ def compile_all(
 
 
 def batch_spec(is_packed: bool) -> Callable[[Any, int], Any]:
-    return functools.partial(packed_batch_spec, samples_per_row=1) if is_packed else token_batch_spec
+    return functools.partial(token_batch_spec, samples_per_row=1) if is_packed else token_batch_spec
 
 
 def text_batch(shape: Iterable[int], dataset: TokenDataset, is_packed: bool = False) -> Any:

@@ -244,7 +244,7 @@ def measure_loop(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
         raise RuntimeError("no plan was compiled")
     plan, compiled = trainer.first
     lengths = lengths_by_kind(sizes)["long-tailed"]
-    source = PlanSource(plan, Bytes(lengths), jvarlen.loading.pad_to_bucket)
+    source = PlanSource(plan, Bytes(lengths), jvarlen.loading.collate_tokens)
     steps = range(min(sizes.num_loop_steps, plan.num_steps))
     sums: list[Any] = []
     with jvarlen.no_recompiles():

@@ -13,9 +13,6 @@ from jvarlen.batches.batches import (
     PairBatch,
     count_tokens,
     full_batch,
-    packed_batch_spec,
-    packed_pair_batch_spec,
-    pair_batch_spec,
     token_batch_spec,
 )
 from jvarlen.batches.next_token import next_token_targets
@@ -32,8 +29,5 @@ __all__ = [
     "count_tokens",
     "full_batch",
     "next_token_targets",
-    "packed_batch_spec",
-    "packed_pair_batch_spec",
-    "pair_batch_spec",
     "token_batch_spec",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key, zeros_of
 from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec
-from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
+from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "Batch",
@@ -22,12 +22,10 @@ __all__ = [
     "PackedPairBatch",
     "PairBatch",
     "arrays_by_name",
+    "batch_type",
     "count_tokens",
     "full_batch",
     "mark_padding_rows",
-    "packed_batch_spec",
-    "packed_pair_batch_spec",
-    "pair_batch_spec",
     "token_batch_spec",
     "with_arrays",
 ]
@@ -131,58 +129,25 @@ class PackedPairBatch(NamedTuple):
     is_real: Any
 
 
-def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
-    """The shapes and dtypes of the batches of `pad_to_bucket`.
+def batch_type(num_lengths: int, is_packed: bool) -> Any:
+    """The type of batches of tokens, or of pairs of them, whose rows hold one sample or several."""
+    return {1: (Batch, PackedBatch), 2: (PairBatch, PackedPairBatch)}[num_lengths][is_packed]
+
+
+def token_batch_spec(bucket: AnyBucket, microbatches_per_step: int, samples_per_row: int | None = None) -> Any:
+    """The shapes and dtypes of the batches of `collate_tokens`; `BatchShapes.of_plan` knows those of a plan.
 
     Args:
       bucket: the shape.
       microbatches_per_step: M.
+      samples_per_row: P of packed rows, as the plan has it for the bucket; None: a row holds one sample.
 
     Returns:
-      A `Batch` of `jax.ShapeDtypeStruct`.
+      A `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch` of `jax.ShapeDtypeStruct`.
     """
-    return Batch(**arrays_spec(TOKENS, bucket, microbatches_per_step))
-
-
-def packed_batch_spec(bucket: Bucket, microbatches_per_step: int, samples_per_row: int) -> PackedBatch:
-    """The shapes and dtypes of the batches of `pack_to_bucket`; `BatchShapes.of_plan` knows those of a plan.
-
-    Args:
-      bucket: the shape.
-      microbatches_per_step: M.
-      samples_per_row: P, as the plan has it for the bucket.
-
-    Returns:
-      A `PackedBatch` of `jax.ShapeDtypeStruct`.
-    """
-    return PackedBatch(**arrays_spec(TOKENS, bucket, microbatches_per_step, samples_per_row))
-
-
-def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
-    """The shapes and dtypes of the batches of `pad_pairs_to_bucket`.
-
-    Args:
-      bucket: the shape.
-      microbatches_per_step: M.
-
-    Returns:
-      A `PairBatch` of `jax.ShapeDtypeStruct`.
-    """
-    return PairBatch(**arrays_spec(PAIR_TOKENS, bucket, microbatches_per_step))
-
-
-def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int, samples_per_row: int) -> PackedPairBatch:
-    """The shapes and dtypes of the batches of `pack_pairs_to_bucket`; `BatchShapes.of_plan` knows those of a plan.
-
-    Args:
-      bucket: the shape.
-      microbatches_per_step: M.
-      samples_per_row: P, as the plan has it for the bucket.
-
-    Returns:
-      A `PackedPairBatch` of `jax.ShapeDtypeStruct`.
-    """
-    return PackedPairBatch(**arrays_spec(PAIR_TOKENS, bucket, microbatches_per_step, samples_per_row))
+    num_lengths = len(bucket.lengths)
+    arrays = arrays_spec((TOKENS, PAIR_TOKENS)[num_lengths - 1], bucket, microbatches_per_step, samples_per_row)
+    return batch_type(num_lengths, samples_per_row is not None)(**arrays)
 
 
 def arrays_by_name(batch: Any) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jvarlen._common.checks import UserError, check_at_least_one
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, pair_batch_spec, token_batch_spec
-from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, Fields, arrays_spec
+from jvarlen.batches.batches import token_batch_spec
+from jvarlen.batches.fields import Fields, arrays_spec
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -100,8 +100,7 @@ class BatchShapes:
         Returns:
           A pytree of `jax.ShapeDtypeStruct`, with the dtypes of arrays on devices, and shardings if there are several.
         """
-        one_a_row: BatchSpec = token_batch_spec if len(bucket.lengths) == 1 else pair_batch_spec
-        batch_spec = self.batch_spec or one_a_row
+        batch_spec = self.batch_spec or token_batch_spec
         spec = jax.tree.map(_canonical, batch_spec(bucket, self.microbatches_per_step))
         if self.placement is None:
             return spec
@@ -114,19 +113,15 @@ class BatchShapes:
 
 def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
     """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
-    is_pairs = len(plan.buckets[0].lengths) > 1
-    if plan.is_packed:
-        kind: Any = PackedPairBatch if is_pairs else PackedBatch
-        most: dict[Any, Any] = dict(zip(plan.buckets, plan.samples_per_row, strict=True))
-    else:
-        kind, most = PairBatch if is_pairs else Batch, {}
+    most = dict[Any, int](zip(plan.buckets, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
-        named = fields or (PAIR_TOKENS if is_pairs else TOKENS)
         # Other buckets than the plan's are those that estimates are made from.
         other = min(bucket.lengths[0], max(plan.samples_per_row)) if plan.is_packed else None
-        arrays = arrays_spec(named, bucket, microbatches_per_step, most.get(bucket, other))
-        return arrays if fields else kind(**arrays)
+        samples_per_row = most.get(bucket, other)
+        if fields is None:
+            return token_batch_spec(bucket, microbatches_per_step, samples_per_row)
+        return arrays_spec(fields, bucket, microbatches_per_step, samples_per_row)
 
     return batch_spec
 

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.loading.collate import (
-        StepSamples,
-        pack_pairs_to_bucket,
-        pack_to_bucket,
-        pad_pairs_to_bucket,
-        pad_to_bucket,
-    )
+    from jvarlen.loading.collate import StepSamples, collate_tokens
     from jvarlen.loading.loader import Loader
     from jvarlen.loading.plan_source import PlanSource, SkippedSample
 
@@ -30,10 +24,7 @@ __all__ = [
     "PlanSource",
     "SkippedSample",
     "StepSamples",
-    "pack_pairs_to_bucket",
-    "pack_to_bucket",
-    "pad_pairs_to_bucket",
-    "pad_to_bucket",
+    "collate_tokens",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__)

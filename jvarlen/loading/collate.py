@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, arrays_by_name
+from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, arrays_by_name, batch_type
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
@@ -29,13 +29,9 @@ __all__ = [
     "CollateFn",
     "RepeatedSample",
     "StepSamples",
-    "collate_for",
+    "collate_tokens",
     "count_without_target",
     "is_own",
-    "pack_pairs_to_bucket",
-    "pack_to_bucket",
-    "pad_pairs_to_bucket",
-    "pad_to_bucket",
     "value_of",
 ]
 
@@ -95,70 +91,22 @@ class StepSamples(NamedTuple):
 CollateFn = Callable[[StepSamples], Any]
 
 
-def pad_to_bucket(step: StepSamples) -> Batch:
-    """Pads the samples of a step with zeros to the shape of its bucket.
+def collate_tokens(step: StepSamples) -> Batch | PackedBatch | PairBatch | PackedPairBatch:
+    """Puts the samples of a step into rows of its bucket, one in a row or, packed, one after the other.
 
     Args:
-      step: its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of such.
+      step: its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of such. Of pairs they are
+        (source, target) of 1-D integer arrays; a target may also be `WeightedTokens`.
 
     Returns:
-      A `Batch` of NumPy arrays.
+      A `Batch` of NumPy arrays, zero where no token is; a `PackedBatch` if the plan is packed; of pairs a `PairBatch`
+      or a `PackedPairBatch`.
 
     Raises:
-      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not truncate; the
-        lengths of the samples are not the planned ones; or the plan is packed. The samples are listed.
+      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not truncate; or the
+        lengths of the samples are not the planned ones. The samples are listed.
     """
-    _check_kind(step, pad_to_bucket)
-    return Batch(**_collated(step))
-
-
-def pack_to_bucket(step: StepSamples) -> PackedBatch:
-    """Concatenates the samples of each packed row, and pads the rows to the shape of the bucket.
-
-    Args:
-      step: a step of a packed plan; its samples are 1-D integer arrays that fit int32, or `WeightedTokens`.
-
-    Returns:
-      A `PackedBatch` of NumPy arrays.
-
-    Raises:
-      ValueError: as `pad_to_bucket`; or the plan is not packed.
-    """
-    _check_kind(step, pack_to_bucket)
-    return PackedBatch(**_collated(step))
-
-
-def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
-    """Pads both sides of each pair with zeros to the shape of the bucket.
-
-    Args:
-      step: a step of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32. A
-        target may also be `WeightedTokens`.
-
-    Returns:
-      A `PairBatch` of NumPy arrays.
-
-    Raises:
-      ValueError: as `pad_to_bucket`.
-    """
-    _check_kind(step, pad_pairs_to_bucket)
-    return PairBatch(**_collated(step))
-
-
-def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
-    """Concatenates the sources of each packed row, and its targets, and pads both to the shape of the bucket.
-
-    Args:
-      step: a step of a packed plan of pairs; its samples are as for `pad_pairs_to_bucket`.
-
-    Returns:
-      A `PackedPairBatch` of NumPy arrays.
-
-    Raises:
-      ValueError: as `pad_to_bucket`; or the plan is not packed.
-    """
-    _check_kind(step, pack_pairs_to_bucket)
-    return PackedPairBatch(**_collated(step))
+    return batch_type(len(step.bucket.lengths), step.ids.ndim == 3)(**_collated(step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,22 +147,9 @@ class CollateFields:
         }
 
 
-_COLLATE: dict[tuple[int, bool], tuple[CollateFn, str]] = {
-    (1, False): (pad_to_bucket, "samples, one a row"),
-    (1, True): (pack_to_bucket, "packed rows"),
-    (2, False): (pad_pairs_to_bucket, "pairs"),
-    (2, True): (pack_pairs_to_bucket, "packed rows of pairs"),
-}
-
-
 def is_own(collate: CollateFn) -> bool:
     """Whether the library made it."""
-    return isinstance(collate, CollateFields) or any(collate is own for own, _ in _COLLATE.values())
-
-
-def collate_for(num_lengths: int, is_packed: bool) -> CollateFn:
-    """The function for a plan whose buckets have so many lengths, and whose rows hold one sample or several."""
-    return _COLLATE[num_lengths, is_packed][0]
+    return isinstance(collate, CollateFields) or collate is collate_tokens
 
 
 def count_without_target(batch: Any) -> int:
@@ -243,14 +178,6 @@ def _chunks(step: StepSamples, flat: list[Any]) -> tuple[Int64[np.ndarray, " n"]
     if step.truncate:
         return np.zeros(len(flat), np.int64), [np.full(len(flat), most) for most in step.bucket.lengths]
     return None
-
-
-def _check_kind(step: StepSamples, collate: Callable[..., Any]) -> None:
-    own, kind = _COLLATE[len(step.bucket.lengths), step.ids.ndim == 3]
-    if own is not collate:
-        raise UserError(
-            f"{collate.__name__} does not go with this plan, which is of {kind}: collate it with {own.__name__}"
-        )
 
 
 def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]:

@@ -29,10 +29,9 @@ from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
     StepSamples,
-    collate_for,
+    collate_tokens,
     count_without_target,
     is_own,
-    pad_to_bucket,
 )
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
@@ -272,7 +271,7 @@ def load(
         placement.batch_shardings(np.empty(first.microbatches_per_step))
     batch_spec: BatchSpec | None = None
     if collate is None:
-        collate = collate_for(len(first.buckets[0].lengths), first.is_packed)
+        collate = collate_tokens
         found, dataset = find_fields_of_plan(first, dataset, fields, lengths, start_step)
         if placement is not None and placement.mesh.is_multi_process:
             from jvarlen.distributed.processes import agree
@@ -358,7 +357,7 @@ def _load_stream(
             truncate = stream.overlong == "truncate"
             if make_batch is None:
                 found = find_fields([sample for each in samples for sample in each], fields, 1)
-                make_batch = pad_to_bucket if found is None else CollateFields(found)
+                make_batch = collate_tokens if found is None else CollateFields(found)
             step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
             batch = make_batch(step_samples)
             num_without_target = count_without_target(batch) if is_own(make_batch) else 0
@@ -366,7 +365,7 @@ def _load_stream(
                 number, put(batch, placement), num_sequences, 0, own_ids, num_without_target=num_without_target
             )
 
-    batch_spec = None if fields is None and collate in (None, pad_to_bucket) else unknown
+    batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
     shapes = BatchShapes(
         stream.buckets, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
     )

@@ -25,7 +25,7 @@ from jvarlen.loading.collate import (
     CollateFn,
     RepeatedSample,
     StepSamples,
-    collate_for,
+    collate_tokens,
     count_without_target,
     is_own,
 )
@@ -154,8 +154,7 @@ class PlanSource:
             self._lengths = np.minimum(checked, self._longest) if plan.overlong == "truncate" else checked
         if collate is None:
             found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
-            own = collate_for(len(plan.buckets[0].lengths), plan.is_packed)
-            collate = own if found is None else CollateFields(found)
+            collate = collate_tokens if found is None else CollateFields(found)
         self._dataset, self._collate = dataset, collate
 
     def __len__(self) -> int:

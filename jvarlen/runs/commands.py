@@ -333,7 +333,7 @@ def measure_costs(
     import jax  # here: settings are read without it
     import optax
 
-    from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+    from jvarlen.batches.batches import token_batch_spec
     from jvarlen.batches.shapes import BatchShapes
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.measure import measure_buckets
@@ -360,7 +360,7 @@ def measure_costs(
                 BatchShapes(
                     [Bucket(max_tokens // share // length, length) for length in lengths],
                     microbatches_per_step=microbatches_per_step,
-                    batch_spec=functools.partial(packed_batch_spec, samples_per_row=1) if packed else token_batch_spec,
+                    batch_spec=functools.partial(token_batch_spec, samples_per_row=1) if packed else token_batch_spec,
                 ),
                 progress=progress,
                 options=CompileOptions(cache_dir=None, num_threads=1),

@@ -23,7 +23,7 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.loading.collate import collate_for, is_own
+from jvarlen.loading.collate import collate_tokens, is_own
 from jvarlen.loading.loader import Loader, load
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.parallel.communication import estimate_communication
@@ -269,7 +269,7 @@ def _check_targets(prepared: Prepared) -> None:
     """Raises ValueError if no token of the training has weight; reads samples until one has."""
     training, dataset = prepared.training_plan, prepared.data.train
     plan = training.plan_of_epoch(0)
-    collate = prepared.task.collate or collate_for(len(plan.buckets[0].lengths), plan.is_packed)
+    collate = prepared.task.collate or collate_tokens
     if not is_own(collate):
         return  # whose weights the first steps tell
     source = PlanSource(

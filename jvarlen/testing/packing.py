@@ -12,7 +12,7 @@ import optax
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.fields import LENGTH_NAMES, PREFIXES, Fields
 from jvarlen.distributed.layout import Layout
-from jvarlen.loading.collate import CollateFields, StepSamples, collate_for
+from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
 from jvarlen.loading.fields import FieldAxes, find_fields
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
@@ -147,8 +147,7 @@ class _Layout(NamedTuple):
 
     def batch(self) -> Any:
         """The only microbatch of a step."""
-        of_tokens = collate_for(len(self.bucket.lengths), is_packed=self.ids_BxP.ndim == 2)
-        collate = of_tokens if self.fields is None else CollateFields(self.fields)
+        collate = collate_tokens if self.fields is None else CollateFields(self.fields)
         in_order = [self.samples[i] for i in self.ids_BxP.ravel().tolist() if i >= 0]
         return collate(StepSamples(self.bucket, self.ids_BxP[None], [in_order], None, False, len(in_order)))
 

@@ -11,7 +11,6 @@ from jvarlen.batches import (
     count_tokens,
     full_batch,
     next_token_targets,
-    packed_batch_spec,
     token_batch_spec,
 )
 from jvarlen.batches.batches import mark_padding_rows
@@ -23,7 +22,7 @@ from jvarlen.testing import assert_finite_on_padding_rows, assert_partition_inva
     ("spec", "ids"),
     [
         (token_batch_spec(Bucket(2, 3), 2), [[0, 1], [2, 3]]),
-        (packed_batch_spec(Bucket(1, 3), 2, 2), [[[0, -1]], [[1, -1]]]),
+        (token_batch_spec(Bucket(1, 3), 2, 2), [[[0, -1]], [[1, -1]]]),
     ],
     ids=["padded", "packed"],
 )

@@ -39,7 +39,7 @@ def plan(lengths):
 @pytest.fixture(scope="module")
 def batches(plan, dataset):
     """Batches of the plan on the device, as `load` puts them there, which needs Grain."""
-    source = PlanSource(plan, dataset, jvarlen.loading.pad_to_bucket)
+    source = PlanSource(plan, dataset, jvarlen.loading.collate_tokens)
     return [jax.device_put(source[step]) for step in range(NUM_STEPS)]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jvarlen import Bucket, WeightedTokens, load, make_plan, pack_samples, stream_batches
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.batches.batches import count_tokens
-from jvarlen.loading import StepSamples, pack_to_bucket, pad_to_bucket
+from jvarlen.loading import StepSamples, collate_tokens
 from jvarlen.loading.plan_source import PlanSource
 
 
@@ -32,7 +32,7 @@ def test_rows_hold_their_samples_and_nothing_else(data, num_microbatches, rows, 
     sample = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=length).map(lambda x: np.array(x, np.int64))
     microbatches = [data.draw(st.lists(sample, max_size=rows)) for _ in range(num_microbatches)]
     microbatches[0] = microbatches[0] or [np.array([7])]
-    batch = pad_to_bucket(make_step(microbatches, Bucket(rows, length)))
+    batch = collate_tokens(make_step(microbatches, Bucket(rows, length)))
     assert batch.num_sequences == sum(map(len, microbatches))
     for m, samples in enumerate(microbatches):
         for row in range(rows):
@@ -59,11 +59,11 @@ def test_loss_weights_come_with_their_tokens(data, truncate, packed):
     lengths = list(map(len, rows))
     if packed:
         planned = make_plan(pack_samples(lengths, 6), [(1, 6)], order="length")
-        collate = pack_to_bucket
+        collate = collate_tokens
     else:
         most = 4 if truncate else 6
         expected = {i: weights[:most] for i, weights in expected.items()}
-        planned, collate = make_plan(lengths, [(2, most)], order="length", overlong="truncate"), pad_to_bucket
+        planned, collate = make_plan(lengths, [(2, most)], order="length", overlong="truncate"), collate_tokens
     source = PlanSource(planned, dataset, collate, lengths=lengths)
     for step, batch in enumerate(map(source.__getitem__, range(len(source)))):
         for ids, tokens, weights in zip(planned.rows(step)[0], batch.tokens[0], batch.weights[0], strict=True):
@@ -73,7 +73,7 @@ def test_loss_weights_come_with_their_tokens(data, truncate, packed):
 
 
 def test_a_batch_has_the_planned_shapes_and_dtypes():
-    batch = pad_to_bucket(make_step([[np.arange(3)], []], Bucket(2, 4)))
+    batch = collate_tokens(make_step([[np.arange(3)], []], Bucket(2, 4)))
     spec = token_batch_spec(Bucket(2, 4), 2)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), spec
@@ -129,22 +129,22 @@ def test_a_stream_tells_the_samples_of_its_rows():
 def test_ids_that_arrays_cannot_hold_are_refused():
     step = make_step([[np.arange(3)]], Bucket(1, 4))
     with pytest.raises(ValueError, match=f"ids of samples must fit int32, and this step has {2**31}"):
-        pad_to_bucket(step._replace(ids=np.array([[2**31]])))
+        collate_tokens(step._replace(ids=np.array([[2**31]])))
 
 
 def test_cut_samples_keep_their_first_tokens():
-    batch = pad_to_bucket(make_step([[np.arange(9)]], Bucket(1, 4), truncate=True))
+    batch = collate_tokens(make_step([[np.arange(9)]], Bucket(1, 4), truncate=True))
     assert batch.tokens.tolist() == [[[0, 1, 2, 3]]]
 
 
 def test_a_sample_longer_than_its_bucket_is_named():
     with pytest.raises(ValueError, match=r"id 1: 5 \(limit 4\)"):
-        pad_to_bucket(make_step([[np.arange(2), np.arange(5)]], Bucket(2, 4)))
+        collate_tokens(make_step([[np.arange(2), np.arange(5)]], Bucket(2, 4)))
 
 
 def test_lengths_other_than_planned_are_an_error():
     with pytest.raises(ValueError, match=r"hold 5 tokens, but 6 were planned.*id 0: 2, id 1: 3"):
-        pad_to_bucket(make_step([[np.arange(2), np.arange(3)]], Bucket(2, 4), num_tokens=6))
+        collate_tokens(make_step([[np.arange(2), np.arange(3)]], Bucket(2, 4), num_tokens=6))
 
 
 NO_TOKENS = [
@@ -162,7 +162,7 @@ NO_TOKENS = [
 @pytest.mark.parametrize(("sample", "said"), NO_TOKENS)
 def test_samples_that_are_no_tokens_are_named(sample, said, truncate):
     with pytest.raises(ValueError, match=f"1-D arrays of integer tokens; .* collate=: id 1: {said}$"):
-        pad_to_bucket(make_step([[np.arange(2), sample]], Bucket(2, 4), truncate=truncate))
+        collate_tokens(make_step([[np.arange(2), sample]], Bucket(2, 4), truncate=truncate))
 
 
 @pytest.mark.parametrize(

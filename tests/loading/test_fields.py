@@ -25,7 +25,7 @@ from jvarlen import (
     pack_samples,
     stream_batches,
 )
-from jvarlen.loading.collate import pad_to_bucket
+from jvarlen.loading.collate import collate_tokens
 from tests import processes, run_fields
 
 DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
@@ -326,7 +326,7 @@ def with_field(name, make):
         (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
         (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
         (with_field(0, np.arange), {}, "names of fields must be text, not 0: give fields={name: axes, …} without"),
-        (SAMPLES, {"fields": FIELDS, "collate": pad_to_bucket}, "give them without collate="),
+        (SAMPLES, {"fields": FIELDS, "collate": collate_tokens}, "give them without collate="),
     ],
 )  # fmt: skip
 def test_fields_that_are_unclear_are_listed(samples, options, said):

@@ -25,7 +25,7 @@ from jvarlen import UserError, WeightedTokens, load, make_buckets, make_plan, pa
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
-from jvarlen.loading import pack_to_bucket, pad_to_bucket
+from jvarlen.loading import collate_tokens
 from jvarlen.loading.forward import reader_of_plan
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.testing import assert_exactly_once, assert_same_batches
@@ -670,7 +670,7 @@ def test_a_dataset_that_only_iterates_is_read_forward(dataset_type, start_step):
 
 def test_few_samples_of_an_iterable_are_held():
     ahead, dataset = [], Iterable()
-    source = PlanSource(IN_ORDER, reader_of_plan(dataset, IN_ORDER, None, 0, None), pad_to_bucket)
+    source = PlanSource(IN_ORDER, reader_of_plan(dataset, IN_ORDER, None, 0, None), collate_tokens)
     num_given = 0
     for step in range(IN_ORDER.num_steps):
         source.read(step)
@@ -693,8 +693,8 @@ def test_a_part_of_the_microbatches_and_chunks_of_samples_are_read_forward():
     samples = [np.arange(length) for length in (9, 2, 3)]
     for own in ([0], [1], None):
         own = None if own is None else np.array(own)
-        forward = PlanSource(plan, reader_of_plan(iter(samples), plan, own, 0, 3), pack_to_bucket, own)
-        assert_same_batches([forward[0]], [PlanSource(plan, samples, pack_to_bucket, own)[0]])
+        forward = PlanSource(plan, reader_of_plan(iter(samples), plan, own, 0, 3), collate_tokens, own)
+        assert_same_batches([forward[0]], [PlanSource(plan, samples, collate_tokens, own)[0]])
 
 
 def test_an_iterable_in_another_order_is_refused():

@@ -7,7 +7,7 @@ import pytest
 
 from jvarlen import WeightedTokens, load, make_plan, pack_samples
 from jvarlen._common.workers import portable_error
-from jvarlen.loading import pack_pairs_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
+from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
 from tests.conftest import random_dataset
 
@@ -79,8 +79,8 @@ def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():
     shorter = int(LENGTHS[victim]) - 1
     samples = changed(**{f"i{victim}": shorter})
     with pytest.raises(ValueError, match=f"id {victim}: {shorter} tokens"):
-        PlanSource(plan, samples, pack_to_bucket, lengths=LENGTHS)[0]
-    source = PlanSource(plan, samples, pack_to_bucket, lengths=LENGTHS, on_mismatch="adjust")
+        PlanSource(plan, samples, collate_tokens, lengths=LENGTHS)[0]
+    source = PlanSource(plan, samples, collate_tokens, lengths=LENGTHS, on_mismatch="adjust")
     assert source.read(0).num_adjusted == 1
     ids = plan.rows(0)[0, 0]
     row = np.concatenate([samples[i] for i in ids[ids >= 0]])
@@ -91,13 +91,13 @@ def test_both_sides_of_a_pair_are_compared_and_adjusted():
     lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
     pairs = [(DATASET[i], DATASET[len(DATASET) - 1 - i]) for i in range(len(DATASET))]
     plan = make_plan(lengths, [(4, 12, 12)], order="length")
-    assert PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths).read(0).num_adjusted == 0
+    assert PlanSource(plan, pairs, collate_tokens, lengths=lengths).read(0).num_adjusted == 0
     victim = int(plan.rows(0)[0, 0])
     source, target = lengths[victim].tolist()
     pairs[victim] = (np.resize(pairs[victim][0], source + 2), pairs[victim][1])
     with pytest.raises(ValueError, match=f"id {victim}: {source + 2} and {target} tokens, planned {source} and"):
-        PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths)[0]
-    read = PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths, on_mismatch="adjust").read(0)
+        PlanSource(plan, pairs, collate_tokens, lengths=lengths)[0]
+    read = PlanSource(plan, pairs, collate_tokens, lengths=lengths, on_mismatch="adjust").read(0)
     assert (read.batch.source_lengths[0, 0], read.num_adjusted) == (source, 1)
 
 
@@ -203,15 +203,15 @@ def answered(length, first):
 @pytest.mark.parametrize(("layout", "expected"), [("padded", 3), ("packed", 3), ("split", 4), ("pairs", 1)])
 def test_samples_without_a_target_are_counted_as_they_are_cut(layout, expected):
     samples = [np.arange(5), answered(5, 3), answered(8, 3), answered(8, 4), answered(3, 3), answered(9, 8)]
-    lengths, collate = np.array(list(map(len, samples))), pack_to_bucket
+    lengths, collate = np.array(list(map(len, samples))), collate_tokens
     if layout == "padded":
-        plan, collate = make_plan(lengths, [(2, 4)], order="dataset", overlong="truncate"), pad_to_bucket
+        plan, collate = make_plan(lengths, [(2, 4)], order="dataset", overlong="truncate"), collate_tokens
     elif layout == "packed":
         plan = make_plan(pack_samples(lengths, 4, overlong="truncate"), [(2, 4)], order="dataset")
     elif layout == "split":  # four chunks have none: one of the fourth sample, the fifth, and two of the last
         plan = make_plan(pack_samples(lengths, 4, overlong="split"), [(2, 4)], order="dataset")
     else:
-        samples, collate = [(np.arange(2), sample) for sample in samples], pad_pairs_to_bucket
+        samples, collate = [(np.arange(2), sample) for sample in samples], collate_tokens
         plan = make_plan(np.stack([[2] * 6, lengths], axis=1), [(2, 3, 9)], order="dataset")
     read = [PlanSource(plan, samples, collate).read(step) for step in range(plan.num_steps)]
     assert sum(step.num_without_target for step in read) == expected
@@ -262,26 +262,26 @@ BAD_PAIRS = {
     13: ((SAMPLES[13], np.full(LENGTHS[-14], 0.5)), "samples must be 1-D arrays of integer tokens, source and target"),
 }
 KINDS = {
-    "padded": (PLAN, SAMPLES, LENGTHS, pad_to_bucket, BAD),
+    "padded": (PLAN, SAMPLES, LENGTHS, collate_tokens, BAD),
     "packed": (
         make_plan(pack_samples(LENGTHS, 12), [(4, 12)], microbatches_per_step=2, order="length"),
-        *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
+        *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
     "pairs": (
         make_plan(PAIR_LENGTHS, [(4, 12, 12)], microbatches_per_step=2, order="length"),
-        *(PAIRS, PAIR_LENGTHS, pad_pairs_to_bucket, BAD_PAIRS),
+        *(PAIRS, PAIR_LENGTHS, collate_tokens, BAD_PAIRS),
     ),
     "packed pairs": (
         make_plan(pack_samples(PAIR_LENGTHS, (16, 16)), [(4, 16, 16)], microbatches_per_step=2, order="length"),
-        *(PAIRS, PAIR_LENGTHS, pack_pairs_to_bucket, BAD_PAIRS),
+        *(PAIRS, PAIR_LENGTHS, collate_tokens, BAD_PAIRS),
     ),
     "split": (
         make_plan(pack_samples(LENGTHS, 8, overlong="split"), [(4, 8)], microbatches_per_step=2, order="length"),
-        *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
+        *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
     "wrapped": (
         make_plan(LENGTHS, [(4, 8)], packing="wrapped", microbatches_per_step=2, order="length"),
-        *(SAMPLES, LENGTHS, pack_to_bucket, BAD),
+        *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
 }
 
@@ -331,17 +331,17 @@ def test_a_sample_of_another_length_does_not_shift_those_that_are_wrapped_after_
     """Rows that would be as full as planned, of other tokens."""
     plan = make_plan([6] * 8, [(2, 8)], packing="wrapped", order="dataset")
     samples = [np.arange(6)] * 8
-    assert PlanSource(plan, samples, pack_to_bucket)[0].tokens[0, :, :6].tolist() == [
+    assert PlanSource(plan, samples, collate_tokens)[0].tokens[0, :, :6].tolist() == [
         [0, 1, 2, 3, 4, 5],
         [2, 3, 4, 5, 0, 1],
     ]
     two = make_plan([6] * 8, [(1, 8)], packing="wrapped", order="dataset", microbatches_per_step=2)
     for m in range(2):  # each of two processes
-        rows = PlanSource(two, samples, pack_to_bucket, np.array([m]))[0].tokens
-        assert rows.tolist() == PlanSource(two, samples, pack_to_bucket)[0].tokens[[m]].tolist()
+        rows = PlanSource(two, samples, collate_tokens, np.array([m]))[0].tokens
+        assert rows.tolist() == PlanSource(two, samples, collate_tokens)[0].tokens[[m]].tolist()
     samples[0] = np.arange(6 + change)
     with pytest.raises(ValueError, match=r"not the|longer than their bucket"):
-        PlanSource(plan, samples, pack_to_bucket)[0]
+        PlanSource(plan, samples, collate_tokens)[0]
 
 
 def test_a_packed_row_keeps_the_rest_of_its_samples():

@@ -12,7 +12,7 @@ import pytest
 from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen._common.pytree import plain_names
 from jvarlen.batches import BatchShapes
-from jvarlen.loading import pack_to_bucket, pad_to_bucket
+from jvarlen.loading import collate_tokens
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import layered_loss_fn
 from jvarlen.training.train_state import new_state
@@ -114,13 +114,13 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
     lengths = list(map(len, samples))
     pieces = samples
     if how == "packed":
-        plan, collate = make_plan(pack_samples(lengths, 24), [(2, 24)], order="length"), pack_to_bucket
+        plan, collate = make_plan(pack_samples(lengths, 24), [(2, 24)], order="length"), collate_tokens
     elif how == "split":
         packing = pack_samples(lengths, 10, overlong="split")
-        plan, collate = make_plan(packing, [(2, 10)], order="length"), pack_to_bucket
+        plan, collate = make_plan(packing, [(2, 10)], order="length"), collate_tokens
         pieces = [sample[start : start + 10] for sample in samples for start in range(0, len(sample), 10)]
     else:
-        plan, collate = make_plan(lengths, [(4, 12)], order="length"), pad_to_bucket
+        plan, collate = make_plan(lengths, [(4, 12)], order="length"), collate_tokens
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, init_params(SHALLOW, seed=0))
 

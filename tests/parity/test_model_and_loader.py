@@ -142,7 +142,7 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
         else:
             edges, overlong = ([(8, 16), (4, 48)], "error") if kind != "cut" else ([(6, 30)], "truncate")
             plan = package.make_plan(lengths, edges, microbatches_per_step=2, overlong=overlong, **options)
-        collate = {"collate": jvarlen.loading.pack_to_bucket} if package is jvarlen and is_packed else {}
+        collate = {"collate": jvarlen.loading.collate_tokens} if package is jvarlen and is_packed else {}
         batches.append(package.load(plan, dataset, **collate))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)

@@ -7,9 +7,9 @@ import pytest
 
 from jvarlen import WeightedTokens, compile_buckets, load, make_pair_buckets, make_plan, pack_samples
 from jvarlen.attention import attend
-from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, packed_pair_batch_spec
+from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, token_batch_spec
 from jvarlen.batches.batches import count_tokens
-from jvarlen.loading import pack_pairs_to_bucket, pad_pairs_to_bucket, pad_to_bucket
+from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.testing import assert_exactly_once
 
@@ -32,7 +32,7 @@ def test_every_pair_is_laid_out_as_planned():
     assert (plan.planned_lengths(LENGTHS) == LENGTHS[plan.sample_ids]).all()
     for step, batch in enumerate(load(plan, PAIRS, lengths=LENGTHS)):
         k = plan.step_bucket[step]
-        spec = packed_pair_batch_spec(plan.buckets[k], 2, plan.samples_per_row[k])
+        spec = token_batch_spec(plan.buckets[k], 2, plan.samples_per_row[k])
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), spec
         )
@@ -58,24 +58,16 @@ def test_cut_pairs_keep_their_first_tokens_and_weights():
     packing = pack_samples([[8, 3], [2, 8]], (6, 7), overlong="truncate")
     plan = make_plan(packing, [(2, 6, 7)], order="length")
     assert plan.num_truncated == 2
-    batch = PlanSource(plan, pairs, pack_pairs_to_bucket, lengths=[[8, 3], [2, 8]])[0]
+    batch = PlanSource(plan, pairs, collate_tokens, lengths=[[8, 3], [2, 8]])[0]
     num_sources = (batch.source_segment_ids[0] > 0).sum(axis=1).tolist()
     weights = dict(zip(num_sources, batch.weights[0].tolist(), strict=True))
     assert weights == {6: [0, 0.5, 1, 0, 0, 0, 0], 2: [1] * 7}
 
 
-def test_plans_and_collate_functions_that_do_not_match_are_refused():
-    with pytest.raises(ValueError, match="packed rows of pairs: collate it with pack_pairs_to_bucket"):
-        PlanSource(packed_plan(), PAIRS, pad_pairs_to_bucket)[0]
-    with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
-        PlanSource(make_plan([3], [(1, 3)], order="length"), [np.ones(3, int)], pack_pairs_to_bucket)[0]
-    with pytest.raises(ValueError, match="pack_pairs_to_bucket"):
-        PlanSource(packed_plan(), PAIRS, pad_to_bucket)[0]
+def test_pairs_that_are_not_those_that_were_packed_are_refused():
     swapped = make_plan(pack_samples([[4, 4], [2, 2]], (4, 4)), [(2, 4, 4)], order="length")
     with pytest.raises(ValueError, match=r"id 0: 5 \(limit 4\)"):
-        PlanSource(
-            swapped, [(np.ones(5, int), np.ones(3, int)), (np.ones(2, int), np.ones(2, int))], pack_pairs_to_bucket
-        )[0]
+        PlanSource(swapped, [(np.ones(5, int), np.ones(3, int)), (np.ones(2, int), np.ones(2, int))], collate_tokens)[0]
 
 
 def params_of_encoder_decoder():
@@ -135,9 +127,9 @@ def test_packed_pairs_have_the_loss_and_gradient_that_they_have_alone():
     """In float64, where nothing but a wrong term can differ."""
     with jax.enable_x64(True):
         params = params_of_encoder_decoder()
-        (loss, weight), grads = sums_over(packed_plan(), pack_pairs_to_bucket, params)
+        (loss, weight), grads = sums_over(packed_plan(), collate_tokens, params)
         alone = make_plan(LENGTHS, [(1, 9, 13)], order="length", microbatches_per_step=8)
-        (expected, expected_weight), expected_grads = sums_over(alone, pad_pairs_to_bucket, params)
+        (expected, expected_weight), expected_grads = sums_over(alone, collate_tokens, params)
         assert weight == expected_weight == LENGTHS[:, 1].sum()
         np.testing.assert_allclose(loss, expected, rtol=1e-12)
         for name, grad in grads.items():
@@ -160,6 +152,6 @@ def test_packed_pairs_train_in_shapes_compiled_ahead():
     for batch in load(plan, PAIRS):
         state, _ = step(state, batch)
     assert int(state) == LENGTHS.sum()
-    full = full_batch(packed_pair_batch_spec(plan.buckets[0], 2, 3))
+    full = full_batch(token_batch_spec(plan.buckets[0], 2, 3))
     assert count_tokens(full) == 2 * plan.buckets[0].padded_tokens
     assert full.target_positions[0, 0].tolist() == list(range(plan.buckets[0].target_length))

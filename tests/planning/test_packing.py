@@ -12,7 +12,7 @@ import pytest
 from jvarlen import compile_buckets, load, make_buckets, make_plan, make_train_step, no_recompiles, pack_samples
 from jvarlen._common.checks import UserError
 from jvarlen.batches import BatchShapes
-from jvarlen.loading import pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
+from jvarlen.loading import collate_tokens
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
@@ -135,7 +135,7 @@ def test_pieces_of_every_sample_come_exactly_once():
 
 def test_every_sample_is_laid_out_as_planned():
     plan = packed_plan()
-    source = PlanSource(plan, DATASET, pack_to_bucket)
+    source = PlanSource(plan, DATASET, collate_tokens)
     for step in range(plan.num_steps):
         batch = source[step]
         assert batch.num_sequences == plan.num_sequences[step]
@@ -152,24 +152,11 @@ def test_every_sample_is_laid_out_as_planned():
                 assert batch.weights[m, b].tolist() == [1.0] * len(tokens) + [0.0] * rest
 
 
-def test_plans_and_collate_functions_that_do_not_match_are_refused():
-    with pytest.raises(ValueError, match="pack_to_bucket"):
-        PlanSource(packed_plan(), DATASET, pad_to_bucket)[0]
-    unpacked = make_plan(LENGTHS, make_buckets(LENGTHS, 256), order="length")
-    with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
-        PlanSource(unpacked, DATASET, pack_to_bucket)[0]
-    with pytest.raises(ValueError, match="pad_to_bucket"):
-        PlanSource(unpacked, DATASET, pad_pairs_to_bucket)[0]
-    of_pairs = make_plan([[3, 4]], [(1, 4, 4)], order="length")
-    with pytest.raises(ValueError, match="pairs: collate it with pad_pairs_to_bucket"):
-        PlanSource(of_pairs, [([1, 2, 3], [1, 2, 3, 4])], pad_to_bucket)[0]
-
-
 def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
     plan = make_plan(pack_samples([4, 4, 2, 2], 6), [(2, 6)], order="length")
     swapped = [np.ones(length, np.int64) for length in (4, 4, 4, 0)]  # as many tokens in all
     with pytest.raises(ValueError, match=r"longer than their bucket.*id 0: 4, id 2: 4 \(limit 6\)"):
-        PlanSource(plan, swapped, pack_to_bucket)[0]
+        PlanSource(plan, swapped, collate_tokens)[0]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blocks"])
@@ -188,8 +175,8 @@ def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implemen
         batch = collate(StepSamples(bucket, ids_MxB, samples, num_tokens, False, int((ids_MxB >= 0).sum())))
         return jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
 
-    packed = batch_of(pack_to_bucket, packed_rows, make_buckets([64], 64)[0]._replace(rows=packing.num_rows))
-    unpacked = batch_of(pad_to_bucket, ids[None], make_buckets([longest], longest)[0]._replace(rows=len(ids)))
+    packed = batch_of(collate_tokens, packed_rows, make_buckets([64], 64)[0]._replace(rows=packing.num_rows))
+    unpacked = batch_of(collate_tokens, ids[None], make_buckets([longest], longest)[0]._replace(rows=len(ids)))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), init_params(config, seed=0))
         value_and_grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))

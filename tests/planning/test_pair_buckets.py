@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jvarlen import Order, compile_buckets, load, make_buckets, make_pair_buckets, make_plan, no_recompiles
-from jvarlen.batches import BatchShapes, pair_batch_spec
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.plan_page import write_html_report
@@ -65,7 +65,7 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
     step = compile_buckets(
         count,
         np.float32(0),
-        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=pair_batch_spec),
+        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=token_batch_spec),
         progress=False,
     )
     state = jax.numpy.float32(0)

@@ -11,7 +11,7 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, make_plan, scale_by_batch_size
 from jvarlen.data.split import HELD_OUT, Split
-from jvarlen.loading import pad_to_bucket
+from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss
 from jvarlen.reports.run_page import read_runs
 from jvarlen.reports.run_records import bucket_uses, read_metrics, read_run
@@ -352,7 +352,7 @@ def test_a_whole_epoch_or_run_without_weight_is_an_error(changes, said, tmp_path
 
 
 def padded(step):
-    batch = pad_to_bucket(step)
+    batch = collate_tokens(step)
     return {"tokens": batch.tokens, "weights": batch.weights, "num_sequences": batch.num_sequences}
 
 

@@ -18,7 +18,7 @@ import optax
 
 from jvarlen import Layout, models
 from jvarlen.batches import BatchShapes
-from jvarlen.batches.batches import packed_batch_spec
+from jvarlen.batches.batches import token_batch_spec
 from jvarlen.models import DecoderConfig
 from jvarlen.runs.task import _built_in_loss
 from jvarlen.targets.compile_for import compile_for
@@ -100,7 +100,7 @@ class Case(NamedTuple):
             BatchShapes(BUCKETS, microbatches_per_step=self.microbatches * layout.data),
             layout=layout,
             params=jax.eval_shape(lambda: models.init_params(config, 0)),
-            batch_spec=functools.partial(packed_batch_spec, samples_per_row=4) if self.packing == "packed" else None,
+            batch_spec=functools.partial(token_batch_spec, samples_per_row=4) if self.packing == "packed" else None,
             progress=False,
         )
 

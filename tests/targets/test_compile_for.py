@@ -26,7 +26,7 @@ from jvarlen import (
 )
 from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches import BatchShapes
-from jvarlen.batches.batches import packed_batch_spec
+from jvarlen.batches.batches import token_batch_spec
 from jvarlen.cli import main
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.models import DecoderConfig
@@ -418,7 +418,7 @@ def test_one_gpu_takes_cuda_graphs():
 
 
 def packed_spec(bucket, num):
-    return packed_batch_spec(bucket, num, samples_per_row=4)
+    return token_batch_spec(bucket, num, samples_per_row=4)
 
 
 @OF_GPUS

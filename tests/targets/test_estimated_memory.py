@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jvarlen import Layout, with_float32_master
-from jvarlen.batches import BatchShapes, packed_batch_spec
+from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
 from jvarlen.parallel import estimate_memory
@@ -40,7 +40,7 @@ def test_it_is_at_most_a_tenth_more(text):
     model, bucket, num_microbatches = layered(LLAMA_3_8B), (1, 8192), 8
 
     def batch_spec(bucket, num):
-        return packed_batch_spec(bucket, num, 16)
+        return token_batch_spec(bucket, num, 16)
 
     shapes = BatchShapes([bucket], microbatches_per_step=num_microbatches, batch_spec=batch_spec)
     (row,) = compile_for("8xh100", model, optimizer, shapes, layout=text, params=params, progress=False)

@@ -18,7 +18,7 @@ from jvarlen.distributed.mesh import LayoutLike, own_shards, shards_on
 from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
 from jvarlen.experimental.mixed.plan import MixedPlan
-from jvarlen.loading.collate import CollateFn, pad_to_bucket
+from jvarlen.loading.collate import CollateFn, collate_tokens
 from jvarlen.loading.loader import Loader, put
 from jvarlen.loading.plan_source import PlanSource, ReadStep
 from jvarlen.loading.read_ahead import ReadAhead
@@ -36,7 +36,7 @@ def load_mixed(
     cost: CostFn | None = None,
     spec: MixedBatch | None = None,
     start_step: int = 0,
-    collate: CollateFn = pad_to_bucket,
+    collate: CollateFn = collate_tokens,
 ) -> Loader:
     """The steps of a mixed plan as device arrays, in the plan's order, each a `MixedBatch` of the same shapes.
 

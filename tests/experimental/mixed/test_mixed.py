@@ -33,7 +33,7 @@ from jvarlen.experimental.mixed import (
     mix_microbatches,
     mixed_batch_spec,
 )
-from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
+from jvarlen.loading.collate import collate_tokens
 from jvarlen.training.train_state import new_state
 from tests import processes
 from tests.collectives import count_collectives
@@ -240,7 +240,7 @@ def test_packed_rows_and_compiled_buckets():
     plan = make_mixed_plan(make_plan(pack_samples(lengths, [13]), BUCKETS[1:], order="shuffle"), 5)
     mesh = data_mesh(2)
     spec = mixed_batch_spec(plan, layout=mesh)
-    batches = load_mixed(plan, DATASET, layout=mesh, spec=spec, collate=pack_to_bucket)
+    batches = load_mixed(plan, DATASET, layout=mesh, spec=spec, collate=collate_tokens)
     state = new_state(make_params(np.float32), make_optimizer())
     step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, layout=mesh)
     compiled = compile_buckets(
@@ -267,7 +267,7 @@ def test_batches_of_any_type_with_counts_and_scalars():
         return {"tokens": floats((num_microbatches, *bucket)), "num_tokens": floats((num_microbatches,)), **scalars}
 
     def collate(step):
-        tokens_1xBxT = pad_to_bucket(step).tokens.astype(np.float32)
+        tokens_1xBxT = collate_tokens(step).tokens.astype(np.float32)
         scalars = {"num_sequences": np.float32(step.num_sequences), "temperature": np.float32(4)}
         return {"tokens": tokens_1xBxT, "num_tokens": np.array([step.num_tokens], np.float32), **scalars}
 
