@@ -27,7 +27,6 @@ from jvarlen.planning.samples import WeightedTokens, fields_of
 __all__ = [
     "CollateFields",
     "CollateFn",
-    "RepeatedSample",
     "StepSamples",
     "collate_tokens",
     "count_without_target",
@@ -38,15 +37,6 @@ __all__ = [
 _ALIGNMENT = 64  # bytes
 _LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
-
-
-class RepeatedSample(NamedTuple):
-    """A sample of the row that padding rows repeat: all of it or, of a plan that splits samples, `[start:stop]`."""
-
-    id: int
-    start: int
-    stop: int
-    sample: Any
 
 
 class StepSamples(NamedTuple):
@@ -68,7 +58,6 @@ class StepSamples(NamedTuple):
       stops: int64[M, B, P], the token before which each chunk ends, where its row ends; at most, if it is the last one
         of its sample: `sample[start:stop]`.
       pair_size: what a sample of two lengths counts in `num_tokens`, as in `Budget`.
-      repeated: the row of samples that padding rows repeat, without weight; empty where they hold zeros.
     """
 
     bucket: AnyBucket
@@ -80,7 +69,6 @@ class StepSamples(NamedTuple):
     starts: Int64[np.ndarray, "M B P"] | None = None
     stops: Int64[np.ndarray, "M B P"] | None = None
     pair_size: PairSize = "sum"
-    repeated: tuple[RepeatedSample, ...] = ()
 
     @property
     def samples_per_row(self) -> int:
@@ -172,9 +160,7 @@ def _chunks(step: StepSamples, flat: list[Any]) -> tuple[Int64[np.ndarray, " n"]
     """Where the part of each sample that its row holds begins, and ends on each side; None if all are whole."""
     if step.starts is not None and step.stops is not None:
         is_sample = step.ids >= 0
-        begins = np.append(step.starts[is_sample], [each.start for each in step.repeated])
-        ends = np.append(step.stops[is_sample], [each.stop for each in step.repeated])
-        return begins[: len(flat)].astype(np.int64), [ends[: len(flat)].astype(np.int64)]
+        return step.starts[is_sample], [step.stops[is_sample]]
     if step.truncate:
         return np.zeros(len(flat), np.int64), [np.full(len(flat), most) for most in step.bucket.lengths]
     return None
@@ -184,10 +170,6 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
     """The arrays of a batch by name; without fields, of samples of tokens."""
     is_sample, lengths_of_bucket = step.ids >= 0, step.bucket.lengths
     ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
-    num_samples = len(flat)
-    if step.repeated:
-        flat += [each.sample for each in step.repeated]
-        ids = np.append(ids, [each.id for each in step.repeated])
     if fields is None:
         fields, columns = _token_columns(flat, ids, len(lengths_of_bucket))
     else:
@@ -200,17 +182,7 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
             np.maximum(np.minimum(sizes, ends) - begins, 0)
             for sizes, ends in zip(sizes_of_sides, of_sides, strict=True)
         ]
-    _check_planned(step, ids[:num_samples], np.stack([sizes[:num_samples] for sizes in sizes_of_sides], axis=1))
-    if step.repeated:
-        which = np.full((*step.ids.shape[:2], step.samples_per_row), -1)
-        which[is_sample.reshape(which.shape)] = np.arange(num_samples)
-        which[which[..., 0] < 0, : len(step.repeated)] = num_samples + np.arange(len(step.repeated))
-        is_sample, which = (which >= 0).reshape(step.ids.shape), which[which >= 0]
-        ids, sizes_of_sides = ids[which], [sizes[which] for sizes in sizes_of_sides]
-        columns = [
-            column[which] if isinstance(column, np.ndarray) else [column[i] for i in which.tolist()]
-            for column in columns
-        ]
+    _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Any] = {}
     sides: list[_Side] = []
     make_side = _packed_side if is_sample.ndim == 3 else _padded_side
@@ -238,8 +210,6 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
         weights = next(column for field, column in zip(fields, columns, strict=True) if field.name == WEIGHTS)
         wrong = [i for i, each in zip(ids.tolist(), weights, strict=True) if not np.all((each >= 0) & (each < np.inf))]
         raise UserError(f"loss weights must be finite and at least 0: id {list_first(wrong)}")
-    if step.repeated:
-        arrays[WEIGHTS][~(step.ids >= 0).reshape(*step.ids.shape[:2], -1).any(axis=2)] = 0
     if step.ids.max(initial=0) >= 2**31:
         raise UserError(f"ids of samples must fit int32, and this step has {step.ids.max()}: give your own collate=")
     return arrays | {

@@ -187,7 +187,8 @@ def load(
         `"row"` for arrays of one shape. Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all,
         and their axes as a few samples tell, which are read first; of two lengths, `lengths` must tell those.
       padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first row of the whole step, on
-        every process, with weight 0; `is_real` is false and `ids` −1 in both. Not for streams.
+        every process, with weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` is not for streams, nor for
+        a `collate` of your own.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; of samples with named fields a
         dict of these, `lengths` or `segment_ids` and `positions` (with two lengths `source_lengths` and so on),

@@ -19,11 +19,11 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
+from jvarlen.batches.batches import arrays_by_name
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
-    RepeatedSample,
     StepSamples,
     collate_tokens,
     count_without_target,
@@ -155,6 +155,8 @@ class PlanSource:
         if collate is None:
             found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
             collate = collate_tokens if found is None else CollateFields(found)
+        if self._repeats and not is_own(collate):
+            raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
         self._dataset, self._collate = dataset, collate
 
     def __len__(self) -> int:
@@ -200,6 +202,8 @@ class PlanSource:
             bad |= refused
             step_samples = self._step_samples(step, rows, samples, bad)
             batch = self._collated(step, step_samples)
+        if self._repeats:
+            self._repeat_first_row(step, batch)
         num_without_target = count_without_target(batch) if is_own(self._collate) else 0
         num_samples = len(ids) - len(bad or {})
         return ReadStep(
@@ -237,28 +241,26 @@ class PlanSource:
             starts=rows.starts,
             stops=rows.stops,
             pair_size=getattr(self._plan.buckets, "pair_size", "sum"),
-            repeated=self._row_to_repeat(step, rows, samples) if self._repeats else (),
         )
 
-    def _row_to_repeat(self, step: int, rows: OwnRows, samples: list[Any]) -> tuple[RepeatedSample, ...]:
-        """The first row of the step, for its padding rows: the same on any number of processes."""
-        has_sample = (rows.ids >= 0).reshape(*rows.ids.shape[:2], -1).any(axis=2)
+    def _repeat_first_row(self, step: int, batch: Any) -> None:
+        """Copies the first row of the step, the same on any number of processes, to padding rows, without weights."""
+        arrays: Any = arrays_by_name(batch)
+        has_sample = arrays["is_real"].reshape(*arrays["is_real"].shape[:2], -1).any(axis=2)
         if has_sample.all():
-            return ()
+            return
+        first, places = arrays, np.argwhere(has_sample)
         if self._microbatches is not None and 0 not in self._microbatches:  # it is read by another process
-            whole = self._plan.own_rows(step)
-            ids, bad = whole.ids[0, 0], dict[int, str]()
-            of_row = read_samples(self._dataset, ids[ids >= 0].tolist(), bad if self._skips else None)
+            whole, bad = self._plan.own_rows(step), dict[int, str]()
+            starts, stops = (each if each is None else each[:1, :1] for each in (whole.starts, whole.stops))
+            row = OwnRows(whole.ids[:1, :1], starts, None, stops)
+            samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), bad if self._skips else None)
             if not bad:
-                rows, samples, has_sample = whole, of_row, np.ones((1, 1), bool)
-        if not has_sample.any():
-            return ()
-        place = tuple(np.argwhere(has_sample)[0])
-        columns = [
-            np.atleast_1d((rows.ids if each is None else each)[place]).tolist()
-            for each in (rows.ids, rows.starts, rows.stops)
-        ]
-        return tuple(RepeatedSample(*each) for each in zip(*columns, samples, strict=False) if each[0] >= 0)
+                first = arrays_by_name(self._collate(self._step_samples(step, row, samples, None)))
+                places = np.zeros((1, 2), int)
+        if len(places):
+            for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
+                arrays[name][~has_sample] = first[name][tuple(places[0])]
 
     def _is_empty(self, sample: Any) -> bool:
         try:
