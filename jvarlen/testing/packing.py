@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.batches.fields import LENGTH_NAMES, PREFIXES, Fields
+from jvarlen.batches.fields import LENGTH_NAMES, Fields
 from jvarlen.distributed.layout import Layout
 from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
 from jvarlen.loading.fields import FieldAxes, find_fields
@@ -71,8 +71,7 @@ def assert_packing_invariant(
         `jax.nn.dot_product_attention` does, needs about 1e-5.
 
     Raises:
-      AssertionError: packed rows differ, or the loss cannot take them; the message names values, errors and the
-        likely mistakes.
+      AssertionError: packed rows differ; the message names values, errors and the likely mistakes.
       ValueError: fewer than two samples, or invalid ones; no weight; or a loss that needs a `key`, which would draw
         other random numbers for rows of another shape.
 
@@ -103,38 +102,18 @@ def assert_packing_invariant(
         state = new_state(cast(params), optax.identity(), extra=cast(extra))
         step = make_step_values(loss_fn, state, Layout(data=1).on())
 
-        def values_of(batch: Any) -> dict[str, np.ndarray]:
-            try:
-                return step(cast(batch))
-            except (AttributeError, KeyError) as error:
-                if not _is_missing(error, "lengths"):
-                    raise
-                raise AssertionError(f"loss_fn cannot take packed rows: {error}") from error
-
-        expected: dict[str, np.ndarray] | None
         try:
-            expected = values_of(padded.batch())
-        except (AttributeError, KeyError) as error:  # of what packed rows alone have
-            if not _is_missing(error, "segment_ids", "positions"):
-                raise
-            expected = None
-        if expected is None:
-            padded = padded._replace(ids_BxP=padded.ids_BxP[:, None])
-            expected = values_of(padded.batch())
+            expected = step(cast(padded.batch()))
+        except (AttributeError, KeyError):  # of what packed rows alone have; then each holds one sample
+            expected = step(cast(padded._replace(ids_BxP=padded.ids_BxP[:, None]).batch()))
         check_comparable(expected)
-        differing = differences_of(values_of(packed.batch()), expected, rtol)
+        differing = differences_of(step(cast(packed.batch())), expected, rtol)
     if differing:
         sums_first = sorted(differing, key=lambda one: one.startswith("gradient"))
         raise AssertionError(
             f"packed rows differ from padded ones by more than {rtol:g} relative: {list_first(sums_first, '; ')}\n"
             f"likely: {_LIKELY}"
         )
-
-
-def _is_missing(error: AttributeError | KeyError, *names: str) -> bool:
-    """Whether an array of these, of any side, was asked for where it is not."""
-    asked = error.name if isinstance(error, AttributeError) else error.args[0]
-    return any(asked == prefix + name for prefix in PREFIXES for name in names)
 
 
 class _Layout(NamedTuple):
