@@ -177,11 +177,11 @@ def _document_offsets(
 
 def _read_index(path: Path) -> tuple[np.dtype, Int64[np.ndarray, " D"]]:
     """The dtype of the tokens, and the token after each document; raises ValueError for an index that is damaged."""
-    content = np.fromfile(regular_file(path), np.uint8)
+    content = regular_file(path).read_bytes()
     start = _INDEX_HEADER.size
-    if len(content) < start or content[: len(_INDEX_MAGIC)].tobytes() != _INDEX_MAGIC:
+    if len(content) < start or not content.startswith(_INDEX_MAGIC):
         raise UserError(f"{path} is no index of Megatron-LM of version 1")
-    _, code, num_sequences, num_documents = _INDEX_HEADER.unpack(content[:start].tobytes())
+    _, code, num_sequences, num_documents = _INDEX_HEADER.unpack_from(content)
     if code not in _INDEX_DTYPES:
         raise UserError(f"{path} is damaged, or of data that are no tokens: its dtype has the code {code}")
     dtype = np.dtype(_INDEX_DTYPES[code])
@@ -191,16 +191,14 @@ def _read_index(path: Path) -> tuple[np.dtype, Int64[np.ndarray, " D"]]:
             f"{path} is damaged: {num_sequences:,} sequences and {num_documents:,} documents take {needed:,} bytes, "
             f"it has {len(content):,}"
         )
-    lengths = content[start : start + 4 * num_sequences].view("<i4")
-    pointers = content[start + 4 * num_sequences : start + 12 * num_sequences].view("<i8")
-    documents = content[start + 12 * num_sequences : needed].view("<i8")
+    lengths = np.frombuffer(content, "<i4", num_sequences, start)
+    pointers = np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences)
+    documents = np.frombuffer(content, "<i8", num_documents, start + 12 * num_sequences)
     ends = np.cumsum(lengths, dtype=np.int64)
-    is_wrong = (lengths < 0) | (pointers != (ends - lengths) * dtype.itemsize)
-    if is_wrong.any():
+    if (is_wrong := (lengths < 0) | (pointers != (ends - lengths) * dtype.itemsize)).any():
         raise UserError(
             f"{path} is damaged: sequences must lie one after the other: {list_offenders(np.flatnonzero(is_wrong))}"
         )
-    ascends = num_documents >= 1 and documents[0] == 0 and documents[-1] == num_sequences
-    if not ascends or (documents[1:] < documents[:-1]).any():
+    if not num_documents or documents[0] or documents[-1] != num_sequences or (documents[1:] < documents[:-1]).any():
         raise UserError(f"{path} is damaged: documents must ascend from 0 to the {num_sequences:,} sequences")
     return dtype, np.append(0, ends)[documents[1:]]
