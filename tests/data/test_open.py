@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import FitConfig, fit
@@ -82,6 +82,7 @@ def test_the_first_offenders_are_listed_and_the_others_counted(tmp_path):
         open_data(write(tmp_path / "t.jsonl", b"\n".join(lines)), progress=False)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=8), st.booleans())
 def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, ascii_only):
     try:
@@ -177,6 +178,7 @@ any_line = (
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(any_line, max_size=6))
 def test_any_lines_are_read_whole_or_refused_by_file_and_line(tmp_path_factory, lines):
     content = b"\n".join(lines)
