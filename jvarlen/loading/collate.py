@@ -150,10 +150,11 @@ def count_without_target(batch: Any) -> int:
         return int((is_real & ~has_weight.any(axis=2)).sum())
     if np.array_equal(has_weight, segments > 0):  # which is quick
         return 0
-    has_target = np.zeros((*is_real.shape[:2], is_real.shape[2] + 1), bool)
-    m, b, _ = np.nonzero(has_weight)
-    has_target[m, b, segments[has_weight]] = True
-    return int((is_real & ~has_target[..., 1:]).sum())
+    num_places = is_real.shape[2] + 1
+    first_of_rows = num_places * np.arange(is_real[..., 0].size, dtype=np.int32).reshape(*is_real.shape[:2], 1)
+    has_target = np.zeros(is_real[..., 0].size * num_places, bool)
+    has_target[(segments + first_of_rows)[has_weight]] = True
+    return int((is_real & ~has_target.reshape(*is_real.shape[:2], -1)[..., 1:]).sum())
 
 
 def _chunks(step: StepSamples, flat: list[Any]) -> tuple[Int64[np.ndarray, " n"], list[Int64[np.ndarray, " n"]]] | None:
