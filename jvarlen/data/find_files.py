@@ -5,7 +5,6 @@ Downloads and decompressed files are kept in the user's cache directory, and can
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import gzip
@@ -13,7 +12,7 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -113,58 +112,50 @@ def _is_data(name: str) -> bool:
 
 
 def _names_in_store(url: str) -> list[str]:
-    with _opened_store(url) as (store, root):
-        if glob.has_magic(root):
-            names = [each for each in sorted(store.glob(root)) if store.isfile(each)]
-        elif store.isdir(root):
-            names = [each for each in sorted(store.ls(root, detail=False)) if _is_data(PurePosixPath(each).name)]
-        else:
-            names = [root] if store.exists(root) else []
-        if not names:
-            raise FileNotFoundError(f"there is no data file {url}")
-        return [store.unstrip_protocol(name) for name in names]
+    store, root = _store_of(url)
+    if glob.has_magic(root):
+        names = [each for each in sorted(store.glob(root)) if store.isfile(each)]
+    elif store.isdir(root):
+        names = [each for each in sorted(store.ls(root, detail=False)) if _is_data(PurePosixPath(each).name)]
+    else:
+        names = [root] if store.exists(root) else []
+    if not names:
+        raise FileNotFoundError(f"there is no data file {url}")
+    return [store.unstrip_protocol(name) for name in names]
 
 
-@contextlib.contextmanager
-def _opened_store(url: str) -> Iterator[tuple[Any, str]]:
-    """A store and the path of a URL in it; within, errors of the store, which has types of its own, name the URL."""
+def _store_of(url: str) -> tuple[Any, str]:
+    """A store and the path of a URL in it."""
     try:
         import fsspec  # here: only object stores need it
     except ModuleNotFoundError:
         raise UserError(f"{url} can only be read with fsspec: pip install 'jvarlen[data]'") from None
     try:
-        try:
-            store, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:  # which tells the package to install
-            raise UserError(f"{url} cannot be read: {error}") from None
-        yield store, root
-    except (UserError, FileNotFoundError, MemoryError):
-        raise
-    except Exception as error:
-        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # which tells the package to install
+        raise UserError(f"{url} cannot be read: {error}") from None
 
 
 def _downloaded(url: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
-    with _opened_store(url) as (store, root):
-        roots = [root]
-        if root.endswith(".bin") and store.exists(index := root.removesuffix(".bin") + ".idx"):
-            roots.append(index)  # which tells where documents begin
-        versions = [store.ukey(each) for each in roots]
-        key = hashlib.sha256(f"{url} {versions}".encode()).hexdigest()
-
-        copies = [
-            _kept_copy(
-                key,
-                PurePosixPath(each).name,
-                functools.partial(store.open, each),
-                f"downloading {url}",
-                progress,
-                store.size(each),  # None: the store does not tell
-            )
-            for each in roots
-        ]
-        return copies[0]
+    store, root = _store_of(url)
+    roots = [root]
+    if root.endswith(".bin") and store.exists(index := root.removesuffix(".bin") + ".idx"):
+        roots.append(index)  # which tells where documents begin
+    versions = [store.ukey(each) for each in roots]
+    key = hashlib.sha256(f"{url} {versions}".encode()).hexdigest()
+    copies = [
+        _kept_copy(
+            key,
+            PurePosixPath(each).name,
+            functools.partial(store.open, each),
+            f"downloading {url}",
+            progress,
+            store.size(each),  # None: the store does not tell
+        )
+        for each in roots
+    ]
+    return copies[0]
 
 
 def _decompressed(path: Path, name: str, progress: bool) -> Path:

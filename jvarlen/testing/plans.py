@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, list_first, list_offenders, offenders_where
 from jvarlen._common.pytree import leaves_by_name
@@ -15,7 +14,7 @@ from jvarlen._common.pytree import leaves_by_name
 __all__ = ["assert_exactly_once", "assert_same_batches"]
 
 
-def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: npt.ArrayLike | None = None) -> None:
+def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
     """Asserts that every sample comes exactly once in an epoch.
 
     Args:
@@ -23,12 +22,10 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
         loader or anything else, an iterable of arrays or lists of sample ids, −1 for a padding row.
       num_samples: N: ids are 0 to N − 1. None: as many as came, plus those that the plan says it dropped; then missing
         last samples go unnoticed.
-      dropped: integers, ids that must not come because they were left out on purpose. None: as many as the plan says it
-        dropped, whichever they are.
 
     Raises:
-      AssertionError: ids are missing, repeated, dropped ones, or out of range. The first are listed, with their counts.
-      ValueError: dropped ids that are not in 0 to N − 1.
+      AssertionError: ids are missing, but for as many as the plan says it dropped; repeated; or out of range. The first
+        are listed, with their counts.
 
     Example:
       >>> from jvarlen import make_plan
@@ -47,7 +44,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
     num_dropped = getattr(plan, "num_dropped", 0)
     if num_samples is None:
         num_samples = len(ids) + num_dropped
-    if problems := _problems_of_ids(ids, num_samples, dropped, num_dropped):
+    if problems := _problems_of_ids(ids, num_samples, num_dropped):
         raise AssertionError("; ".join(problems))
 
 
@@ -103,28 +100,20 @@ def _is_plan(plan: Any) -> bool:
     return hasattr(plan, "rows") and hasattr(plan, "step_bucket")
 
 
-def _problems_of_ids(ids: np.ndarray, num_samples: int, dropped: npt.ArrayLike | None, num_dropped: int) -> list[str]:
+def _problems_of_ids(ids: np.ndarray, num_samples: int, num_dropped: int) -> list[str]:
     """How the ids differ from each of 0 to N − 1 once, without the dropped ones."""
-    dropped_ids = np.asarray([] if dropped is None else dropped, np.int64)
-    outside = dropped_ids[(dropped_ids < 0) | (dropped_ids >= num_samples)]
-    if len(outside):
-        raise UserError(f"dropped ids must be from 0 to {num_samples - 1}: {list_offenders(outside)}")
-    is_dropped = np.isin(np.arange(num_samples), dropped_ids)
     is_sample = (ids >= 0) & (ids < num_samples)
     times = np.bincount(ids[is_sample], minlength=num_samples)
     problems = []
-    missing = np.flatnonzero((times == 0) & ~is_dropped)
-    num_expected = num_dropped if dropped is None else 0
-    if len(missing) != num_expected:
-        said = f", not {num_expected} as the plan says" if num_expected else ""
+    missing = np.flatnonzero(times == 0)
+    if len(missing) != num_dropped:
+        said = f", not {num_dropped} as the plan says" if num_dropped else ""
         listed = f": {list_offenders(missing)}" if len(missing) else ""
         verb = "is" if len(missing) == 1 else "are"
         problems.append(f"of samples 0 to {num_samples - 1}, {len(missing):,} {verb} missing{said}{listed}")
-    others, times_of_others = np.unique(ids[~is_sample], return_counts=True)
     groups = {
         "samples that come more than once": offenders_where(times > 1, times),
-        "samples that come, though dropped": offenders_where((times > 0) & is_dropped, times),
-        f"ids that are none of 0 to {num_samples - 1}": (others, times_of_others),
+        f"ids that are none of 0 to {num_samples - 1}": np.unique(ids[~is_sample], return_counts=True),
     }
     return problems + [f"{what}: {list_offenders(*found)}" for what, found in groups.items() if len(found[0])]
 
