@@ -5,7 +5,6 @@ Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches o
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from jvarlen.parallel.sharded import (
     other_specs_of,
     stacked_for,
     state_specs,
-    sum_on_layout,
     sums_on_layout,
 )
 from jvarlen.parallel.step_loss import model_to_estimate
@@ -242,8 +240,7 @@ def step_jaxpr(
     shards = layout.num_shards if model_on_axes(model, layout, params, of_one)[1] is None else layout.data
     state = jax.eval_shape(lambda: new_state((), optax.identity(), seed=0))
     state = state._replace(params=params, opt_state=None, extra=extra)
-    sum_of = functools.partial(sum_on_layout, placement=placement)
-    sums_of = sums_on_layout(model, placement, sum_of, trained_of=trained_of)
+    sums_of = sums_on_layout(model, placement, trained_of=trained_of)
     closed = jax.make_jaxpr(sums_of)(state, batch_spec(check_buckets([bucket])[0], of_shard * shards))
     return next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
 

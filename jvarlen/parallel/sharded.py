@@ -51,7 +51,7 @@ from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, sele
 
 __all__ = [
     "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of",
-    "pad_to", "padded_shape", "split_specs", "stacked_for", "stacks_layers", "state_specs", "sum_on_layout",
+    "pad_to", "padded_shape", "split_specs", "stacked_for", "stacks_layers", "state_specs",
     "sums_on_layout", "unpadded",
 ]  # fmt: skip
 
@@ -124,16 +124,16 @@ def make_sharded_step(
     model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     placement: Placement,
-    sum_of: Callable[..., StepSums],
     *,
     norms: bool,
     trainable: Trainable = None,
+    sum_of: Callable[..., StepSums] | None = None,
 ) -> StepFn:
     """A train step of states that lie as a layout says; `sum_of` as for `sums_on_layout`."""
     layout, mesh = placement.layout, placement.program_mesh
     optimizer, own = optimizer_on(layout, model_of(model), optimizer, mesh=mesh), _of_stacked(model_of(model), layout)
     trained_of = functools.partial(select_trained, trainable=trainable)
-    sums_of = sums_on_layout(model, placement, sum_of, trained_of=trained_of)
+    sums_of = sums_on_layout(model, placement, trained_of=trained_of, sum_of=sum_of)
     return _on_layout(step_of_sums(sums_of, optimizer, norms=norms), own, placement, trained_of)
 
 
@@ -179,22 +179,21 @@ def _on_layout(
 def sums_on_layout(
     model: LayeredModel | LossFn | StepLoss,
     placement: Placement,
-    sum_of: Callable[..., StepSums],
     *,
     trained_of: TrainedOf | None,  # of own parameters; None: no gradients
+    sum_of: Callable[..., StepSums] | None = None,  # of the model on this layout's axes, a state and a batch
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
-    # They are those of `sum_of(model, state, batch, **options)`, for the model on this layout's axes.
     layout, mesh = placement.layout, placement.program_mesh
-    own = _of_stacked(model_of(model), layout)
+    own, sum_model = _of_stacked(model_of(model), layout), sum_of or functools.partial(_sum_model, placement=placement)
     if isinstance(model, StepLoss):
         from jvarlen.parallel.step_loss import sum_step_loss
 
         def sums_with(each: Any, carry: Callable[[Any], Any], trained: TrainedOf | None) -> Any:
             def carried(on_axes: Any, *given: Any, **options: Any) -> StepSums:
-                return sum_of(carry(on_axes), *given, **options)
+                return sum_model(carry(on_axes), *given, **options)
 
-            return sums_on_layout(each, placement, carried, trained_of=trained)
+            return sums_on_layout(each, placement, trained_of=trained, sum_of=carried)
 
         whole_of = functools.partial(_cropped, model=own, layout=layout)
         return sum_step_loss(model._replace(sums=own), sums_with, trained_of, whole_of)
@@ -213,7 +212,7 @@ def sums_on_layout(
             grad_specs = where_trained(on_layout(params), grad_specs)
         options = {"axis_name": layout.data_axes, "rows_along": rows_along, "trained_of": on_layout}
         options |= {"param_specs": param_specs, "grad_specs": grad_specs, "reduce_dtype": layout.reduce_dtype}
-        sums = sum_of(on_axes, state, batch, mesh=mesh, **options)
+        sums = sum_model(on_axes, state, batch, mesh=mesh, **options)
         if sums.grads is None or grad_specs is None:
             return sums
         grads = _constrain(sums.grads, _on(mesh, grad_specs))
@@ -247,13 +246,8 @@ def _of_trained_layers(grads: Any, state: TrainState) -> Any:
     return jax.tree.unflatten(structure, [of_array(grad, trained[place]) for place, grad in enumerate(leaves)])
 
 
-def sum_on_layout(
-    model: LayeredModel | LossFn,
-    state: TrainState,
-    batch: Any,
-    *,
-    placement: Placement,
-    **options: Any,
+def _sum_model(
+    model: LayeredModel | LossFn, state: TrainState, batch: Any, *, placement: Placement, **options: Any
 ) -> StepSums:
     """The sums of a step of a model on the layout's axes."""
     layout = placement.layout

@@ -295,10 +295,9 @@ def make_train_step(
         is_whole = placement is None or placement.mesh.size == placement.layout.data  # no axis is the compiler's
         function = step_of_sums(sums_of, optimizer, norms=norms, is_whole=is_whole)
     else:
-        from jvarlen.parallel.sharded import make_sharded_step, sum_on_layout
+        from jvarlen.parallel.sharded import make_sharded_step
 
-        sum_of = functools.partial(sum_on_layout, placement=placement)
-        function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms, trainable=trainable)
+        function = make_sharded_step(model, optimizer, placement, norms=norms, trainable=trainable)
     return TrainStep(
         function=function,
         model=model,
@@ -350,10 +349,9 @@ def _sums_of(
     """The sums of a step, from a state as it lies."""
     if placement is None or placement.layout.is_data_parallel:
         return _sum_step(model, placement, trained_of)
-    from jvarlen.parallel.sharded import sum_on_layout, sums_on_layout
+    from jvarlen.parallel.sharded import sums_on_layout
 
-    sum_of = functools.partial(sum_on_layout, placement=placement)
-    return sums_on_layout(model, placement, sum_of, trained_of=trained_of)
+    return sums_on_layout(model, placement, trained_of=trained_of)
 
 
 def _sum_step(

@@ -61,7 +61,7 @@ def make_sliced_train_step(
     def sum_of(model: LayeredModel, state: TrainState, batch: Any, *, rows_along: None, **options: Any) -> StepSums:
         return sum_sliced(model, slices=slices, **options)(state, batch)
 
-    function = make_sharded_step(model, optimizer, placement, sum_of, norms=norms)
+    function = make_sharded_step(model, optimizer, placement, sum_of=sum_of, norms=norms)
     return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
 
 
