@@ -106,7 +106,7 @@ OPTIMIZERS = {
 LAYOUTS = ["data2.zero1", "data4.zero3", "data2.stage2", "data1.tensor2", "data2.stage2.tensor2.zero1", "data1.stage4"]
 
 
-NUM_LAYOUTS = int(os.environ.get("COMPOSITIONS", "2"))  # of each optimizer; 6 are all
+NUM_LAYOUTS = int(os.environ.get("COMPOSITIONS", "1"))  # of each optimizer; 6 are all
 
 
 @pytest.mark.slow
@@ -148,7 +148,6 @@ TRAINABLE = ("blocks.*.in", "blocks.3.*", "blocks.1.out", "scale")
         ("line search", "data1.stage2.interleaved.virtual2"),
         ("lamb", "data2.tensor2.zero3"),
         ("accumulated", "data2.stage2.zero3"),
-        ("clipped", "data4.zero2"),
     ],
 )
 def test_some_layers_of_a_stack_are_trained_as_on_one_device(name, text):
