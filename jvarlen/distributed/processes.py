@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import hashlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -87,10 +85,10 @@ def initialize_processes(
 
     Raises:
       RuntimeError: JAX has used its devices already, or was initialized before.
-      ValueError: an argument is None and JAX does not find it in the environment; no host and port, a host that is not
-        known, a port that process 0 cannot listen at or where no process answers in time, or no index of a process.
+      ValueError: an argument is None and JAX does not find it in the environment; no host and port, or no index of a
+        process.
     """
-    _check_meeting(coordinator_address, num_processes, process_id, initialization_timeout)
+    _check_meeting(coordinator_address, num_processes, process_id)
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -112,7 +110,7 @@ def initialize_processes(
     atexit.register(_leave_after_error, heartbeat_timeout_seconds)
 
 
-def _check_meeting(address: str | None, num_processes: int | None, process_id: int | None, timeout_s: float) -> None:
+def _check_meeting(address: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Raises ValueError for what JAX ends the process at, by an abort."""
     check_at_least_one(**if_given(num_processes=num_processes))
     check_at_least_zero(**if_given(process_id=process_id))
@@ -123,26 +121,6 @@ def _check_meeting(address: str | None, num_processes: int | None, process_id: i
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) < 2**16):
         raise UserError(f"coordinator ({address!r}) must be a host and a port from 1 to 65535, as host0:29400")
-    host = host.removeprefix("[").removesuffix("]")
-    end = time.monotonic() + timeout_s
-    while True:  # names of hosts that have just started may follow, and so may process 0
-        try:
-            socket.getaddrinfo(host, int(port))
-            if process_id == 0:  # which listens at all addresses, and shares the port with whoever holds it for that
-                with socket.socket() as tried:
-                    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as JAX's server has them
-                        tried.setsockopt(socket.SOL_SOCKET, option, 1)
-                    tried.bind(("", int(port)))
-            elif process_id is not None:
-                socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
-            return
-        except (OSError, UnicodeError) as error:
-            is_taken = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
-            if is_taken or time.monotonic() > end:
-                reason = getattr(error, "strerror", None) or error
-                waited = "" if is_taken else f", after {timeout_s:g} s of waiting"
-                raise UserError(f"coordinator ({address!r}): {reason}{waited}") from None
-        time.sleep(_LOOK_S / 10)
 
 
 def agree(name: str, value: str | bytes | int) -> None:
@@ -255,15 +233,10 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.num_waits = 0
 
     def step(self) -> None:
         """Counts a step: once this process has its own part, before the computation that needs all parts."""
         self.num_steps += 1
-
-    def wait(self) -> None:
-        """Shows that this process is alive although it takes no step, as while it waits for the compiler."""
-        self.num_waits += 1
 
 
 @contextlib.contextmanager
@@ -285,13 +258,12 @@ def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Hea
         last_move = time.monotonic()
         while not left.wait(_LOOK_S):
             try:
-                beat = f"{own.num_steps}.{own.num_waits}"
-                store.key_value_set(f"{prefix}{jax.process_index()}", beat, allow_overwrite=True)
+                store.key_value_set(f"{prefix}{jax.process_index()}", str(own.num_steps), allow_overwrite=True)
                 shared = sorted(store.key_value_dir_get(prefix))
             except Exception:  # process 0 is lost, which JAX notices as well: it ends this process
                 return
             steps = dict.fromkeys(range(jax.process_count()), 0) | {
-                int(key.rpartition("/")[2]): int(value.partition(".")[0]) for key, value in shared
+                int(key.rpartition("/")[2]): int(value) for key, value in shared
             }
             if shared != seen:
                 seen, last_move = shared, time.monotonic()

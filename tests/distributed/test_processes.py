@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 from pathlib import Path
 
 import jax
@@ -103,15 +102,9 @@ def test_a_process_does_not_wait_forever_for_one_that_never_comes():
         ("localhost:29400", 2, 2, r"process_id \(2\) must be below num_processes \(2\)"),
         ("localhost:29400", 2, -1, r"process_id \(-1\)"),
         ("localhost:29400", 0, 0, r"num_processes \(0\)"),
-        ("no host.invalid:29400", 2, 1, "coordinator .'no host.invalid:29400'.: .* after 0.1 s of waiting"),
-        ("127.0.0.1:TAKEN", 2, 0, "coordinator .*: Address already in use"),
-        ("127.0.0.1:FREE", 2, 1, "coordinator .*: Connection refused, after 0.1 s of waiting"),
     ],
 )
 def test_where_processes_cannot_meet_is_told_before_jax_aborts(address, num_processes, process_id, said, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("JAX was asked"))
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # nobody listens
-        address = address.replace("TAKEN", str(taken.getsockname()[1])).replace("FREE", str(free.getsockname()[1]))
-        with pytest.raises(ValueError, match=said):
-            initialize_processes(address, num_processes, process_id, initialization_timeout=0.1)
+    with pytest.raises(ValueError, match=said):
+        initialize_processes(address, num_processes, process_id, initialization_timeout=0.1)

@@ -69,19 +69,6 @@ def test_a_run_that_opens_no_more_steps_ends_with_the_first_ones(last_opening, m
     assert last_opening <= len(updates) <= last_opening + m * len(seconds)  # beside updates that come at once
 
 
-@given(st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 20), min_size=1, max_size=5))
-def test_bound_0_is_bulk_synchronous(steps, m, seconds):
-    updates, _ = simulate(StalenessSchedule(range(steps), m, 0), seconds)
-    assert updates == [(step, (step,) * m) for step in range(steps)]
-
-
-def test_without_a_bound_nobody_waits():
-    """Three workers of 20 ms and one of 60 complete ten gradients while the slow one completes one."""
-    updates, _ = simulate(StalenessSchedule(range(100), 1, None), [20, 20, 20, 60])
-    staleness = [update - version for update, (_, (version,)) in enumerate(updates)]
-    assert staleness[27:67] == 4 * [3, 3, 3, 2, 2, 2, 2, 2, 2, 9]
-
-
 def test_a_gradient_that_would_become_too_old_is_waited_for():
     schedule = StalenessSchedule(range(4), 1, 1)
     slow, fast = schedule.next_part(), schedule.next_part()

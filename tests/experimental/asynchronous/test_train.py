@@ -2,10 +2,8 @@
 
 import dataclasses
 import os
-import pickle
 import re
 import signal
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +22,8 @@ from jvarlen.experimental.asynchronous import (
     train_async,
 )
 from jvarlen.experimental.asynchronous.arrival_log import digest_of_state
-from jvarlen.experimental.asynchronous.programs import GradientProgram, StepPrograms, split_microbatches
-from jvarlen.experimental.asynchronous.worker import Worker, WorkerDied
+from jvarlen.experimental.asynchronous.programs import StepPrograms, split_microbatches
+from jvarlen.experimental.asynchronous.worker import Worker
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
@@ -159,42 +157,6 @@ def test_a_run_that_loses_workers_keeps_its_bound_and_is_repeated_bit_for_bit(tm
     replayed = replay(log, noisy_loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET))
     assert_same_bits(replayed.state, run.state)
     assert_same_bits(replayed.metrics, run.metrics)
-
-
-@pytest.mark.multiprocess
-def test_a_worker_that_stops_in_the_middle_of_a_message_is_given_up():
-    worker = Worker(3, timeout_s=0.2)
-    os.kill(worker._process.pid, signal.SIGSTOP)
-    program = SimpleNamespace(number=0, serialized=lambda: None)
-    with pytest.raises(WorkerDied, match=r"worker 3 gave no sign for worker_timeout_s=0\.2, and was killed"):
-        worker.compute(program, 0, (np.zeros(2_000_000),))
-    worker.close()
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.filterwarnings("ignore:worker . was killed")
-def test_a_run_without_workers_ends_with_an_error_that_names_them(staying, monkeypatch):
-    plan = make_small_plan(2)
-
-    def batches():
-        for step, batch in enumerate(load(plan, DATASET)):
-            if step == 3:
-                staying.kill(0)
-                staying.kill(1)
-            yield batch
-
-    with pytest.raises(
-        RuntimeError, match=r"no worker is left after \d+ updates: worker \d was killed by signal 9; wo"
-    ):
-        train_async(loss_fn, OPTIMIZER, first_state(), plan, batches(), num_workers=2)
-    monkeypatch.setattr(GradientProgram, "serialized", lambda self: (b"no program", None, None))
-    with pytest.raises(pickle.UnpicklingError) as raised:
-        train_async(loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET), num_workers=1)
-    notes = "\n".join(raised.value.__notes__)
-    assert "In a worker process:" in notes
-    assert "while worker 0 computed Part(step=0, microbatch=0)" in notes
-    assert all(worker._process.poll() is not None for worker in staying.workers)
 
 
 def made_up_run(plan, state, staleness, *, loss_fn=loss_fn, swapped=True):

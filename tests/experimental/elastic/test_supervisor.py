@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jvarlen.experimental.elastic import keep_training, supervisor
+from jvarlen.experimental.elastic import keep_training
 from tests import forks
 
 PROGRAM = Path(__file__).parent / "run_elastic.py"
@@ -51,14 +51,6 @@ def test_a_training_goes_on_with_those_that_survive(outcomes, case, code, worker
     assert outcomes[case] == {"code": code, "workers": workers, "running": []}
 
 
-def test_one_that_has_returned_takes_the_place_of_one_that_is_lost(outcomes):
-    outcome = outcomes["loses one after others have returned"]
-    *before, last = outcome["workers"]
-    assert before == [[0, 1, 2, 3], [0, 1]]
-    assert last in ([0, 2], [0, 3])  # which were lost together, in either order
-    assert (outcome["code"], outcome["running"]) == (0, [])
-
-
 def test_starts_that_save_nothing_come_to_an_end(outcomes):
     assert outcomes["crashes"]["code"] == (
         "5 starts in a row have saved nothing new; the last: process 0 ended with exit code 1"
@@ -79,18 +71,6 @@ def test_too_few_survivors_are_named_and_nothing_runs_on(outcomes):
     assert not found["running"]
 
 
-def test_each_loss_is_said_with_how_many_go_on(outcomes):
-    said = outcomes["said"]
-    assert "jvarlen: process 2 was killed by SIGKILL; goes on from the last checkpoint with 2 of 4 processes" in said
-    assert "jvarlen: process 1 stands still; goes on" in said
-    returned = "takes lost workers back; goes on from the last checkpoint with 4 of 4 processes"
-    assert f"jvarlen: {returned}" in said
-
-
-def test_no_process_is_told_twice_to_stop(outcomes):
-    assert "was told" not in outcomes["said"]
-
-
 def test_survivors_are_some_of_those_alive():
     with pytest.raises(ValueError, match=r"survivors\(2\) must be from 1 to 2, not 3"):
         keep_training(lambda start: 0, 2, progress=list, survivors=lambda alive: alive + 1)
@@ -100,20 +80,3 @@ def test_too_few_gpus_for_all_processes_are_named(monkeypatch):
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1,2")
     with pytest.raises(ValueError, match=r"\(0,1,2\) has 3 devices, and 2 processes of 2 take 4"):
         keep_training(lambda start: 0, 2, progress=list, devices_per_process=2)
-
-
-class NeverEnding(supervisor._Process):
-    def __init__(self):
-        self.pid = 7
-
-    def kill(self):
-        pass
-
-    def poll(self):
-        return None
-
-
-def test_a_killed_process_that_does_not_end_is_not_waited_for(monkeypatch, capsys):
-    monkeypatch.setattr(supervisor, "_KILLED_S", 0.0)
-    supervisor._end([NeverEnding()])
-    assert "killed processes do not end, as while they wait for a disk: 7" in capsys.readouterr().err

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import Order, lr_sequence, make_buckets, make_plan
-from jvarlen.experimental.large_plans import chunk_digests as module
+from jvarlen import Order, make_buckets, make_plan
 from jvarlen.experimental.large_plans import count_lengths, plan_distributed
-from jvarlen.planning.plan_file import chunk_digests, plan_digest
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 from tests.meshes import data_mesh
 
@@ -19,19 +17,6 @@ def assert_same(plan, whole, num_samples):
     assert (plan.num_sequences == whole.num_sequences).all()
     assert plan.row_ids.shape[1] == len(plan.microbatches) == whole.microbatches_per_step
     assert plan.report() == whole.report()
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-@pytest.mark.parametrize("num_samples", [1, 5, 513])
-def test_the_plan_is_the_one_made_in_one_place(num_samples, num_shards):
-    # Each order with each number of samples and with each number of shards.
-    order = ("length", "length_descending", "shuffle")[(num_samples + num_shards) % 3]
-    rng = np.random.default_rng(num_samples)
-    lengths = rng.integers(1, 90, num_samples)
-    buckets = make_buckets(lengths, 256, max_shapes=3, microbatches_per_step=12)
-    options = {"microbatches_per_step": 12, "order": Order(order, new_shape_every=4), "seed": 2, "epoch": 3}
-    plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
-    assert_same(plan, make_plan(lengths, buckets, **options), num_samples)
 
 
 @given(
@@ -63,25 +48,6 @@ def test_any_buckets_and_options(
     assert (plan.num_dropped, plan.num_truncated) == (whole.num_dropped, whole.num_truncated)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "chunk", "num_shards"),
-    # One chunk, full or not; two, the second of one sample; as many as shards; more, the last of one sample.
-    [(1, 128, 4), (513, 513, 2), (513, 512, 3), (513, 171, 3), (513, 128, 4)],
-)
-def test_chunks_combine_to_one_digest(monkeypatch, num_samples, chunk, num_shards):
-    lengths = np.random.default_rng(0).integers(1, 50, num_samples)
-    options = {"microbatches_per_step": 12, "order": "shuffle"}
-    buckets = make_buckets(lengths, 200, max_shapes=4, microbatches_per_step=12)
-    whole = make_plan(lengths, buckets, **options)
-    in_one_chunk = whole.digest
-    monkeypatch.setattr(module, "DIGEST_CHUNK", chunk)
-    monkeypatch.setattr("jvarlen.planning.plan_file.DIGEST_CHUNK", chunk)
-    plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
-    parts = (whole.buckets, whole.step_bucket, whole.step_offsets, chunk_digests(whole.sample_ids))
-    assert plan.digest == plan_digest(12, *parts)
-    assert (plan.digest == in_one_chunk) == (num_samples <= chunk)
-
-
 def test_buckets_from_a_histogram_are_those_from_all_lengths():
     lengths = np.random.default_rng(1).zipf(1.3, 3000) % 500 + 1
     distinct, counts = count_lengths(lengths)
@@ -95,15 +61,6 @@ def test_buckets_from_a_histogram_are_those_from_all_lengths():
         make_buckets([3, 4], 20, counts=[1, 0])
     with pytest.raises(ValueError, match=r"one integer for each of 2 lengths, not float64\[1\]"):
         make_buckets([3, 4], 20, counts=[1.0])
-
-
-def test_learning_rates_come_from_a_distributed_plan_too():
-    lengths = [4, 9, 2, 7, 7]
-    options = {"microbatches_per_step": 2}
-    plan = plan_distributed(lengths, [(1, 5), (1, 9)], data_mesh(2), **options)
-    whole = make_plan(lengths, [(1, 5), (1, 9)], **options)
-    for unit in ("sequences", "tokens"):
-        assert (lr_sequence(plan, 1e-3, 2, unit=unit) == lr_sequence(whole, 1e-3, 2, unit=unit)).all()
 
 
 @pytest.mark.parametrize(
@@ -127,9 +84,3 @@ def test_bad_input_is_refused(lengths, options, message):
         plan_distributed(lengths, [(2, 10)], data_mesh(2), **options)
     with pytest.raises(ValueError, match="not of pairs"):
         plan_distributed([3], [(2, 10, 10)], data_mesh(2), order="length", microbatches_per_step=2)
-
-
-def test_there_is_no_step_beyond_the_last():
-    plan = plan_distributed([3, 4], [(1, 4)], data_mesh(2), order="length", microbatches_per_step=2)
-    with pytest.raises(IndexError, match="step 1 of a plan of 1 steps"):
-        plan.rows(1)

@@ -2,10 +2,8 @@
 
 import errno
 import itertools
-import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,48 +116,6 @@ def test_an_interrupted_plan_goes_on_where_it_was(order, block_size, lengths_fil
     check_equal(plan, make_plan(np.asarray(lengths_file), buckets, **arguments))
 
 
-def test_a_call_that_dies_when_the_plan_has_its_name_leaves_the_plan_whole(lengths_file, tmp_path, monkeypatch):
-    buckets = make_buckets(lengths_file, 200)
-
-    delete = shutil.rmtree
-
-    def dying(directory):
-        if directory.name == ".plan.part":
-            raise KeyboardInterrupt
-        delete(directory)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(out_of_core.shutil, "rmtree", dying)
-        with pytest.raises(KeyboardInterrupt):
-            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
-    expected = make_plan(np.asarray(lengths_file), buckets, order="length")
-    check_equal(open_plan(tmp_path / "plan"), expected)
-    check_equal(plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False), expected)
-
-
-def test_what_was_written_before_the_machine_was_started_again_does_not_count(lengths_file, tmp_path, monkeypatch):
-    buckets = make_buckets(lengths_file, 200)
-    interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch)
-    ids = tmp_path / ".plan.part" / "grouped" / "ids"
-    ids.write_bytes(bytes(ids.stat().st_size))
-    monkeypatch.setattr(out_of_core, "_boot", lambda: "another")
-    plan = plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
-    check_equal(plan, make_plan(np.asarray(lengths_file), buckets, order="length"))
-
-
-def test_other_maps_than_of_a_whole_file_are_read_as_arrays(lengths_file, tmp_path, monkeypatch):
-    private = np.load(lengths_file.filename, mmap_mode="c")
-    private[:] = np.minimum(private, 20)
-    for lengths in (private, lengths_file[100:], lengths_file[::2], lengths_file.astype(">u2")):
-        buckets = make_buckets(lengths, 200)
-        assert buckets == make_buckets(np.array(lengths), 200)
-        plan = plan_on_disk(lengths, buckets, tmp_path / "plan", order="length", progress=False)
-        check_equal(plan, make_plan(np.array(lengths), buckets, order="length"))
-    interrupt(lengths_file[:250], buckets, tmp_path / "plan", monkeypatch)
-    with pytest.raises(ValueError, match="the lengths changed since planning began"):
-        plan_on_disk(lengths_file[250:], buckets, tmp_path / "plan", order="length", progress=False)
-
-
 def interrupt(lengths, buckets, out, monkeypatch, **arguments):
     """Makes a plan up to its first write of steps."""
     with monkeypatch.context() as patched:
@@ -227,19 +183,6 @@ def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing_under_the_name(le
     check_equal(plan, make_plan(np.asarray(lengths_file), buckets, order="length"))
 
 
-def test_only_one_process_writes_a_plan(lengths_file, tmp_path, monkeypatch):
-    buckets = make_buckets(lengths_file, 200, max_shapes=4)
-
-    def second_call(*_):
-        with pytest.raises(ValueError, match="another process writes"):
-            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(out_of_core, "_write_ids", second_call)
-    with pytest.raises(KeyboardInterrupt):
-        plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -258,39 +201,6 @@ def test_wrong_input_is_listed_and_leaves_nothing(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         plan_on_disk(**(arguments | change))
     assert not list(tmp_path.iterdir())
-
-
-def test_buckets_of_a_mapped_file_are_those_of_its_lengths(lengths_file):
-    assert make_buckets(lengths_file, 200) == make_buckets(np.asarray(lengths_file), 200)
-    long = make_buckets(lengths_file, 200, max_length=40, overlong="drop")
-    assert long == make_buckets(np.asarray(lengths_file), 200, max_length=40, overlong="drop")
-    for arguments in ({"max_tokens": 200, "max_length": 40}, {"max_tokens": 50}):
-        with pytest.raises(ValueError, match="id ") as in_memory:
-            make_buckets(np.asarray(lengths_file), **arguments)
-        with pytest.raises(ValueError, match="id ") as mapped:
-            make_buckets(lengths_file, **arguments)
-        assert str(mapped.value) == str(in_memory.value)
-
-
-def test_what_is_kept_of_a_finished_stage_is_deleted(lengths_file, tmp_path, monkeypatch):
-    interrupt(lengths_file, make_buckets(lengths_file, 200), tmp_path / "plan", monkeypatch, order="shuffle")
-    kept = tmp_path / ".plan.part"
-    assert not (kept / "by_key").exists()
-    assert json.loads((kept / "state.json").read_text())["done"].keys() == {"histogram", "shuffle", "group by bucket"}
-
-
-def test_long_lengths_are_counted():
-    lengths = np.array([5, 2**40, 5, 2**24, 2**40 + 1, 7])
-    plan_lengths, counts = out_of_core.histogram_of(lengths)
-    assert plan_lengths.tolist() == [5, 7, 2**24, 2**40, 2**40 + 1]
-    assert counts.tolist() == [2, 1, 1, 1, 1]
-
-
-def test_an_existing_plan_stays_until_the_new_one_is_complete(lengths_file, tmp_path, monkeypatch):
-    buckets = make_buckets(lengths_file, 200)
-    old = plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
-    interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch, order="shuffle")
-    assert open_plan(Path(tmp_path / "plan")).digest == old.digest
 
 
 def test_the_command_writes_the_plan_that_is_made_in_memory(lengths_file, tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Mixed steps: ranks with different numbers of microbatches of different shapes give the result of one device."""
 
 import functools
-import itertools
 import json
 from pathlib import Path
 
@@ -14,16 +13,12 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import (
     Bucket,
-    CompileOptions,
     Plan,
-    compile_buckets,
     make_plan,
     make_train_step,
     no_recompiles,
-    pack_samples,
     scale_by_batch_size,
 )
-from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import replicate
 from jvarlen.experimental.mixed import (
@@ -33,10 +28,8 @@ from jvarlen.experimental.mixed import (
     mix_microbatches,
     mixed_batch_spec,
 )
-from jvarlen.loading.collate import collate_tokens
 from jvarlen.training.train_state import new_state
 from tests import processes
-from tests.collectives import count_collectives
 from tests.conftest import random_dataset
 from tests.experimental.mixed import run_mixed
 from tests.hand_made import batch_of
@@ -206,84 +199,12 @@ def test_a_plan_is_loaded_and_trained_and_nothing_is_compiled_after_the_first_st
             assert float(metrics.num_tokens) == MIXED.num_tokens[t]
 
 
-def test_loading_resumes_at_any_step_and_in_the_shapes_of_several_epochs():
-    mesh = data_mesh(3)
-    other = make_mixed_plan(make_plan(np.diff(DATASET.offsets), BUCKETS, order="shuffle", epoch=1), 7)
-    spec = mixed_batch_spec([MIXED, other], layout=mesh)
-    first = load_mixed(MIXED, DATASET, layout=mesh, spec=spec)
-    resumed = load_mixed(MIXED, DATASET, layout=mesh, spec=spec, start_step=2)
-    pairs = list(zip(itertools.islice(first, 2, None), resumed, strict=True))
-    assert len(pairs) == MIXED.num_steps - 2
-    for batch, again in pairs:
-        jax.tree.map(np.testing.assert_array_equal, batch, again)
-    assert resumed.num_samples == MIXED.num_sequences[2:].sum()
-    batches = [pairs[0][0], *load_mixed(other, DATASET, layout=mesh, spec=spec)]
-    shapes = {(jax.tree.structure(batch), *map(jnp.shape, jax.tree.leaves(batch))) for batch in batches}
-    assert shapes == {(jax.tree.structure(spec), *map(jnp.shape, jax.tree.leaves(spec)))}
-    smaller = make_mixed_plan(PLAN, 2)
-    alone = mixed_batch_spec(MIXED, layout=mesh)
-    assert jax.tree.leaves(mixed_batch_spec([MIXED, smaller], layout=mesh)) == jax.tree.leaves(alone)
-    assert jax.tree.leaves(mixed_batch_spec([smaller, MIXED], layout=mesh)) == jax.tree.leaves(alone)
-    assert jax.tree.leaves(mixed_batch_spec(smaller, layout=mesh)) != jax.tree.leaves(alone)
-
-
 def test_a_cost_decides_the_ranks():
     mesh = data_mesh(3)
     for cost in (None, lambda rows, length: rows + 0.0 * length):
         ranks = MIXED.ranks(3, cost)[: MIXED.step_offsets[1]]
         batch = next(load_mixed(MIXED, DATASET, layout=mesh, cost=cost))
         assert batch.num_microbatches.tolist() == np.bincount(ranks, minlength=3).tolist()
-
-
-def test_packed_rows_and_compiled_buckets():
-    lengths = np.diff(DATASET.offsets)
-    plan = make_mixed_plan(make_plan(pack_samples(lengths, [13]), BUCKETS[1:], order="shuffle"), 5)
-    mesh = data_mesh(2)
-    spec = mixed_batch_spec(plan, layout=mesh)
-    batches = load_mixed(plan, DATASET, layout=mesh, spec=spec, collate=collate_tokens)
-    state = new_state(make_params(np.float32), make_optimizer())
-    step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, layout=mesh)
-    compiled = compile_buckets(
-        step,
-        state,
-        BatchShapes(
-            plan.buckets[-1:], microbatches_per_step=2, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec
-        ),
-        progress=False,
-        options=CompileOptions(cache_dir=None),
-    )
-    state = replicate(state, mesh)
-    with no_recompiles():
-        for t, batch in enumerate(batches):
-            state, metrics = compiled(state, batch)
-            assert float(metrics.num_tokens) == plan.num_tokens[t]
-    assert count_collectives(compiled.program_text(plan.buckets[-1]))["all-reduce"] == (1, 0)
-
-
-def test_batches_of_any_type_with_counts_and_scalars():
-    def batch_spec(bucket, num_microbatches):
-        floats = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
-        scalars = {"num_sequences": floats(()), "temperature": floats(())}
-        return {"tokens": floats((num_microbatches, *bucket)), "num_tokens": floats((num_microbatches,)), **scalars}
-
-    def collate(step):
-        tokens_1xBxT = collate_tokens(step).tokens.astype(np.float32)
-        scalars = {"num_sequences": np.float32(step.num_sequences), "temperature": np.float32(4)}
-        return {"tokens": tokens_1xBxT, "num_tokens": np.array([step.num_tokens], np.float32), **scalars}
-
-    def loss_fn(params, microbatch):
-        return params * jnp.sum(microbatch["tokens"]) / microbatch["temperature"], microbatch["num_tokens"]
-
-    mesh, optimizer = data_mesh(3), scale_by_batch_size(8)
-    spec = mixed_batch_spec(MIXED, layout=mesh, batch_spec=batch_spec)
-    step = jax.jit(make_mixed_train_step(loss_fn, optimizer, BUCKETS, layout=mesh))
-    state = replicate(new_state(np.float32(1), optimizer), mesh)
-    for t, batch in enumerate(load_mixed(MIXED, DATASET, layout=mesh, spec=spec, collate=collate)):
-        _, metrics = step(state, batch)
-        ids = range(*PLAN.step_offsets[MIXED.step_offsets[t : t + 2]].tolist())
-        total = sum(int(DATASET[PLAN.sample_ids[i]].sum(dtype=np.int64)) for i in ids)
-        np.testing.assert_allclose(metrics.loss, total / 4 / MIXED.num_tokens[t], rtol=1e-6)
-        assert float(metrics.num_tokens) == MIXED.num_tokens[t]
 
 
 def test_what_does_not_fit_is_refused_by_name():

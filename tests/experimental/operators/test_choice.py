@@ -89,13 +89,6 @@ def test_fast_links_give_megatrons_columns_and_rows():
     assert seconds == pytest.approx(3 * flops / SIZE / 1e12 + 4 * 2 * (SIZE - 1) / SIZE * INPUT_BYTES / 1e9)
 
 
-def test_slow_links_give_replicated_operators():
-    slow = dataclasses.replace(FAST, link=Link(1e5, 0))
-    splits, seconds = choose_operators(LAYER, SIZE, slow, input_bytes=INPUT_BYTES)
-    assert set(splits.values()) == {"replicated"}
-    assert seconds == pytest.approx(3 * sum(each.flops for each in LAYER) / 1e12)
-
-
 @pytest.mark.parametrize(
     ("operators", "message"),
     [

@@ -1,29 +1,22 @@
 """Ordered files: element r is that of rank r, whatever the devices, and a failure leaves what was there."""
 
 import contextlib
-import errno
 import json
 import os
 import resource
-import signal
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jvarlen import no_recompiles, sample_sort
 from jvarlen.experimental.ordered_file import write as ordered_file
 from jvarlen.experimental.ordered_file import write_ordered
-from jvarlen.experimental.ordered_file.write import _exchange, _on_shard_mesh, _sum_parts
 from tests import processes
 from tests.experimental.ordered_file.run_ordered_file import CASES, OLD, shard_values, values_by_rank
-from tests.meshes import data_mesh
 
 PROGRAM = Path(__file__).with_name("run_ordered_file.py")
-WITHIN_S = 30  # of a death, as the heartbeat promises
 
 
 def sharding_over(num_shards, axis_type=AxisType.Auto):
@@ -58,31 +51,6 @@ def test_element_r_is_that_of_rank_r(tmp_path, num_shards, result, shared_disk, 
 
 
 @pytest.mark.parametrize("shared_disk", [None, False])
-def test_what_the_sort_returns_is_written_as_numpy_sorts_it(tmp_path, shared_disk):
-    keys = np.random.default_rng(0).integers(0, 50, 1001).astype(np.int32)
-    sorted_keys, indices = sample_sort(keys, data_mesh(4))
-    write_ordered(tmp_path / "ids.npy", indices, 1001, shared_disk=shared_disk, progress=False)
-    write_ordered(tmp_path / "keys.npy", sorted_keys, 1001, dtype=np.int32, shared_disk=shared_disk, progress=False)
-    order = np.argsort(keys, kind="stable")
-    assert same(tmp_path / "ids.npy", order)
-    assert same(tmp_path / "keys.npy", keys[order], np.int32)
-
-
-@pytest.mark.parametrize("shared_disk", [None, False])
-def test_any_order_of_devices_and_any_repetition_gives_one_file(tmp_path, shared_disk):
-    devices = np.array(jax.devices())[[2, 0, 3, 1]]
-    square = Mesh(devices.reshape(2, 2), ("a", "b"))
-    values = values_by_rank(97)
-    specs = {("a",): 2, ("b",): 2, ("a", "b"): 4, ("b", "a"): 4}
-    for mesh, axes, num_shards in [(Mesh(devices, ("a",)), ("a",), 4), *((square, *item) for item in specs.items())]:
-        sharding = NamedSharding(mesh, PartitionSpec(axes))
-        ordered = shard_values(values, sharding, "interleaved", num_shards=num_shards)
-        with jax.set_mesh(data_mesh(2)):
-            write_ordered(tmp_path / "order.npy", ordered, 97, shared_disk=shared_disk, progress=False)
-        assert same(tmp_path / "order.npy", values)
-
-
-@pytest.mark.parametrize("shared_disk", [None, False])
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [
@@ -103,46 +71,6 @@ def test_values_are_kept_exactly(tmp_path, values, dtype, shared_disk):
     assert same(tmp_path / "x.npy", values, np.dtype(dtype))
 
 
-IN_ONE_PLACE = {
-    "an array of NumPy": np.asarray,
-    "an array on a single device": lambda values: jax.device_put(values, jax.devices()[0]),
-    "a full copy on each of 4 devices": lambda values: jax.device_put(
-        values, NamedSharding(data_mesh(4), PartitionSpec())
-    ),
-}
-
-
-@pytest.mark.parametrize("place", IN_ONE_PLACE)
-def test_arrays_in_one_place_are_written_as_a_block(tmp_path, place):
-    for dtype in (np.int32, jnp.bfloat16):
-        ordered = IN_ONE_PLACE[place](np.array([3, 1, -1]).astype(dtype))
-        write_ordered(tmp_path / "order.npy", ordered, 2, result="block", progress=False)
-        assert same(tmp_path / "order.npy", [3, 1])
-
-
-@pytest.mark.parametrize("place", IN_ONE_PLACE)
-def test_a_result_that_was_moved_to_one_place_is_not_taken_as_interleaved(tmp_path, place):
-    keys = np.random.default_rng(0).permutation(11).astype(np.int32)
-    _, indices = sample_sort(keys, data_mesh(4))
-    with pytest.raises(ValueError, match=f'not {place}: pass result="block" for an array in the order of its ranks, '):
-        write_ordered(tmp_path / "order.npy", IN_ONE_PLACE[place](indices), 11, progress=False)
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("result", ["interleaved", "block"])
-def test_a_sort_over_an_axis_of_one_device_is_written_in_either_layout(tmp_path, result, axis_type, transform):
-    keys = np.random.default_rng(0).permutation(11).astype(np.int32)
-    for num_copies in (1, 3) if transform == "shard_map" else (1,):
-        axes = {"data": 1, "model": num_copies} if num_copies > 1 else {"data": 1}
-        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes),
-                             devices=jax.devices()[:num_copies])  # fmt: skip
-        _, indices = sample_sort(keys, mesh, result=result, transform=transform)
-        write_ordered(tmp_path / "order.npy", indices, 11, result=result, progress=False)
-        assert same(tmp_path / "order.npy", np.argsort(keys))
-
-
 @pytest.mark.parametrize("shared_disk", [None, False])
 @pytest.mark.parametrize("result", ["interleaved", "block"])
 def test_pieces_make_the_whole(tmp_path, monkeypatch, result, shared_disk):
@@ -151,56 +79,6 @@ def test_pieces_make_the_whole(tmp_path, monkeypatch, result, shared_disk):
         monkeypatch.setattr(ordered_file, "_PIECE", piece)
         write(tmp_path / "order.npy", values, result=result, shared_disk=shared_disk)
         assert same(tmp_path / "order.npy", values)
-
-
-@pytest.mark.parametrize("shared_disk", [None, False])
-def test_more_than_a_piece_of_the_usual_size(tmp_path, shared_disk):
-    values = np.arange(2**21 + 12_345, dtype=np.int32)[::-1].copy()
-    write(tmp_path / "order.npy", values, shared_disk=shared_disk)
-    assert same(tmp_path / "order.npy", values)
-
-
-@pytest.mark.parametrize("shared_disk", [None, False])
-def test_a_second_file_of_the_same_shape_compiles_nothing(tmp_path, shared_disk):
-    write(tmp_path / "order.npy", values_by_rank(97), shared_disk=shared_disk)
-    ordered = shard_values(values_by_rank(97), sharding_over(4), "interleaved", num_shards=4)
-    with no_recompiles():
-        write_ordered(tmp_path / "order.npy", ordered, 90, shared_disk=shared_disk, progress=False)
-    assert same(tmp_path / "order.npy", values_by_rank(90))
-
-
-def device_bytes(program, ordered, *args, **options):
-    """Bytes that a program takes on each device beside what it is given."""
-    array, mesh = _on_shard_mesh(ordered)
-    with jax.set_mesh(mesh), jax.enable_x64(True):
-        memory = program.lower(array, *args, mesh=mesh, **options).compile().memory_analysis()
-    return memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-
-@pytest.mark.parametrize("num_shards", [2, 4])
-def test_a_device_holds_no_more_than_some_times_its_share(num_shards):
-    per_shard = 2**18
-    ordered = shard_values(np.arange(num_shards * per_shard, dtype=np.int32), sharding_over(num_shards), "block",
-                           num_shards=num_shards)  # fmt: skip
-    assert device_bytes(_exchange, ordered) <= 4 * 4 * per_shard
-    # What goes to process 0 takes its own size, not that of the shard.
-    assert device_bytes(_sum_parts, ordered, np.int64(0), size=1024) <= 32 * 1024 < 4 * per_shard
-
-
-def test_the_space_is_taken_before_anything_is_written(tmp_path):
-    part = ordered_file._Part(tmp_path / "part", 2**20, np.dtype(np.int64))
-    part.create()
-    assert part.path.stat().st_blocks * 512 >= 2**23
-
-
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_disks_that_take_no_space_ahead_will_do(tmp_path, monkeypatch, number):
-    def refuse(*args):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    write(tmp_path / "order.npy", values_by_rank(97))
-    assert same(tmp_path / "order.npy", values_by_rank(97))
 
 
 @pytest.mark.parametrize("shared_disk", [None, False])
@@ -216,27 +94,6 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, shared_disk):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_text() == OLD
     assert os.listdir(tmp_path) == ["order.npy"]
-
-
-@pytest.mark.parametrize("shared_disk", [None, False])
-@pytest.mark.parametrize("where", ["_exactly", "move_into_place", "check_place"])
-def test_an_interrupt_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, where, shared_disk):
-    path = tmp_path / "order.npy"
-    path.write_text(OLD)
-    original = getattr(ordered_file, where)
-
-    def press(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(*args)
-
-    monkeypatch.setattr(ordered_file, where, press)
-    with pytest.raises(KeyboardInterrupt):
-        write(path, values_by_rank(97), shared_disk=shared_disk)
-    assert os.listdir(tmp_path) == ["order.npy"]
-    if where == "move_into_place":  # too late for the old one
-        assert same(path, values_by_rank(97))
-    else:
-        assert path.read_text() == OLD
 
 
 @pytest.mark.parametrize("shared_disk", [None, False])
@@ -364,18 +221,3 @@ def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path):
         assert f"process {last}: 'order.npy: 100 of" in one["other number"][1]
         assert one["afterwards"] == ["", ""]
     assert same(tmp_path / "order.npy", values_by_rank(101))
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_no_file_appears_where_a_process_is_killed_and_no_other_waits_long(of_victims, victim):
-    folder, running = of_victims[victim]
-    ended = running.wait(60 + WITHIN_S)
-    assert ended[victim].code == -signal.SIGKILL
-    assert ended[1 - victim].code != 0
-    assert ended[1 - victim].at - ended[victim].at < WITHIN_S
-    assert (folder / "order.npy").read_text() == OLD
-    if victim:  # process 0 lives to say so, and to clear up
-        assert "lost the other processes at 'write in order'" in ended[0].output
-        assert os.listdir(folder) == ["order.npy"]

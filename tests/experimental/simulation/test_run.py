@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.experimental.mixed import make_mixed_plan
 from jvarlen.experimental.simulation import noise as noise_module
 from jvarlen.experimental.simulation.failures import Failures
 from jvarlen.experimental.simulation.noise import Noise
@@ -101,47 +100,6 @@ def test_the_slowest_devices_are_as_slow_as_where_each_is_drawn(layout, shape, m
         assert np.quantile(done.step_seconds, q) == pytest.approx(np.quantile(drawn, q), rel=0.02)
 
 
-def test_rows_that_are_spread_are_replicas_of_more_devices():
-    """Long rows wait for four devices in each of six microbatches, short ones for two in three."""
-    layout, noise = "data2.context2.stage2.context_from50", Noise(jitter=0.3)
-    done = run(layout, seconds=COMPUTE, num_steps=12_000, noise=noise)
-    is_long = np.resize(PLAN.step_bucket, 12_000) == 1
-    sigma = math.sqrt(math.log1p(0.3**2))
-    for steps, shape, m in ((is_long, (2, 4), 6), (~is_long, (4, 2), 3)):
-        drawn = brute_force(np.random.default_rng(1), 20_000, np.zeros(shape, bool), m, sigma, 1)
-        assert done.step_seconds[steps].mean() == pytest.approx(drawn.mean(), rel=0.01)
-        assert done.step_seconds[steps].std() == pytest.approx(drawn.std(), rel=0.06)
-
-
-def test_replicas_are_the_devices_of_a_data_shard():
-    layout = Layout(data=2, stage=3, context=2, tensor=2)
-    devices = np.arange(24)
-    assert noise_module._by_replica(devices, layout, True).tolist() == [list(range(12)), list(range(12, 24))]
-    second = [2, 3, 6, 7, 10, 11]  # data 0, context 1: two parts of a product in each of three stages
-    assert noise_module._by_replica(devices, layout, False)[1].tolist() == second
-
-
-def test_only_what_passes_in_microbatches_is_stretched():
-    noise = Noise(straggler_share=1, straggler_slowdown=1.5)
-    even, slow = run(), run(noise=noise)
-    assert slow.causes == even.causes | {"stragglers": (even.causes["compute"] + even.causes["bubble"]) / 2}
-    assert slow.total_s == even.total_s + slow.causes["stragglers"]
-
-
-@pytest.mark.parametrize("layout", ["data4.tensor2", "data1"])
-def test_more_noise_takes_longer(layout):
-    totals = [run(layout, num_steps=2000, noise=jitter).total_s for jitter in (0, 0.02, 0.1, 0.5)]
-    if layout == "data1":  # one device waits for nobody
-        np.testing.assert_allclose(totals, totals[0], rtol=0.02)
-    else:
-        assert sorted(totals) == totals
-        assert totals[1] < 1.2 * totals[0] < totals[3]
-    shares = [Noise(jitter=0.1, straggler_share=share, straggler_slowdown=2) for share in (0, 0.2, 1)]
-    by_share = [run(layout, num_steps=200, noise=noise).total_s for noise in shares]
-    assert sorted(by_share) == by_share
-    assert by_share[0] < by_share[2]
-
-
 def test_equal_seeds_give_equal_runs_whatever_the_chunks(monkeypatch):
     options = {
         "layout": "data2.context2.stage2.context_from50",
@@ -194,15 +152,6 @@ def test_without_spares_a_run_waits_for_repairs():
         assert (waits[i] > 0) == (times[i - 2] + 300 > times[i])
 
 
-def test_what_is_never_saved_is_lost_whole():
-    done = run("data2", seconds=COMPUTE, num_steps=100, failures=Failures(mean_seconds_between=60), seed=3)
-    assert done.num_failures > 1
-    assert all(each.resumed_step == 0 for each in done.interruptions)
-    assert [each.step for each in done.interruptions] == [int(each.lost_s) for each in done.interruptions]
-    assert done.causes["checkpoints"] == 0
-    assert done.step_ends[0] == pytest.approx(done.total_s - 99)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -227,24 +176,3 @@ def test_what_is_never_saved_is_lost_whole():
 def test_what_cannot_be_simulated_is_refused(options, message):
     with pytest.raises(jvarlen.UserError, match=message):
         run(**options)
-
-
-def test_a_mixed_plan_cannot_be_simulated():
-    microbatches = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length")
-    with pytest.raises(jvarlen.UserError, match="only plans whose steps have one each can be simulated"):
-        simulate(make_mixed_plan(microbatches, 2), Layout(data=1), CLUSTER, seconds=COMPUTE)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Noise(jitter=None, straggler_share="b"), r"numbers: jitter \(None\), straggler_share \('b'\)"),
-        (lambda: Noise(straggler_share=1.1), r"straggler_share \(1.1\)"),
-        (lambda: Noise(straggler_slowdown=0.9), r"straggler_slowdown \(0.9\)"),
-        (lambda: Failures(mean_seconds_between=0), r"mean_seconds_between \(0\)"),
-        (lambda: Failures(mean_seconds_between=1, restart_s=-1), r"restart_s \(-1\)"),
-    ],
-)
-def test_figures_out_of_range_are_refused(make, message):
-    with pytest.raises(jvarlen.UserError, match=message):
-        make()

@@ -56,19 +56,6 @@ def test_the_sum_is_the_smallest_of_all_cuts_for_any_costs(num_units, s, m, larg
     assert seconds(slices) == min(seconds(cut) for cut in all_cuts(num_units))
 
 
-def test_later_slices_are_shorter_and_more_stages_need_more_of_them():
-    few, many = (choose_slices(64, s, 1, causal_cost) for s in (2, 16))
-    assert len(few) < len(many)
-    assert many[: len(many) // 2].min() >= many[len(many) // 2 :].max()
-    assert choose_slices(64, 1, 1, causal_cost).tolist() == [64]  # a single stage has nothing to overlap
-
-
-def test_a_long_sequence_takes_seconds_at_most():
-    slices = choose_slices(2048, 16, 1, lambda num_tokens, num_earlier: 1e-3 + num_tokens * 1e-6, unit=8)
-    assert slices.sum() == 2048
-    assert not (slices % 8).any()
-
-
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_a_number_of_slices_is_as_even_as_it_can_be(length, num_slices):
     if num_slices > length:
