@@ -202,7 +202,7 @@ def aliased(kind, mesh):
     return jax.device_put(leaf, jax.devices()[0]) if mesh is None else replicate(leaf, mesh)
 
 
-@pytest.mark.parametrize("num_devices", [None, 2, 8])
+@pytest.mark.parametrize("num_devices", [None, 8])
 @pytest.mark.parametrize("kind", ["uncommitted", "committed", "key"])
 def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
     """Such as a teacher that is set to the parameters every so many steps."""
@@ -286,9 +286,9 @@ def test_steps_on_devices_of_one_cpu_do_not_pile_up():
     batch = make_batch(*BUCKETS[0], 8)
     batch = jax.device_put(batch, batch_shardings(batch, mesh))
     state = jnp.float32(0)
-    for _ in range(1_000):
+    for _ in range(300):
         state, _ = compiled(state, batch)
-    assert float(state) == 1_000 * 8 * 4 * 8
+    assert float(state) == 300 * 8 * 4 * 8
 
 
 def test_a_batch_of_ones_own_is_described_by_its_spec():

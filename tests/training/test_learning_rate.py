@@ -155,7 +155,7 @@ def test_a_resumed_optimizer_goes_on_with_the_rates_that_would_have_been(stop):
         assert all((updates[name] == expected[name]).all() for name in expected)
 
 
-@pytest.mark.parametrize("layout", [None, "data2", "data2.zero3", "data1.tensor2", "data1.stage2"])
+@pytest.mark.parametrize("layout", [None, "data2.zero3"])
 def test_another_rate_and_number_of_steps_take_the_same_programs(layout):
     """Also the one that makes the first state."""
     model, params = layered(DECODER) if layout else make_loss_fn(DECODER), init_params(DECODER, 0)
@@ -170,7 +170,7 @@ def test_another_rate_and_number_of_steps_take_the_same_programs(layout):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("layout", [None, "data2", "data2.zero3", "data1.stage2"])
+@pytest.mark.parametrize("layout", [None, "data2.zero3"])
 def test_planned_rates_are_known_of_a_state_of_shapes(layout):
     """As that of a run which resumes, whose parameters are in the checkpoint alone."""
     optimizer = with_float32_master(planned(inner=optax.adamw))
@@ -186,7 +186,7 @@ def test_planned_rates_are_known_of_a_state_of_shapes(layout):
 
 @pytest.mark.parametrize("unit", ["sequences", "tokens"])
 @pytest.mark.parametrize("rule", ["linear", "sqrt", None])
-@pytest.mark.parametrize("base", [1, 3, 256])
+@pytest.mark.parametrize("base", [3])
 def test_the_scale_on_device_is_within_two_ulp(unit, rule, base):
     transform = scale_by_batch_size(base, rule=rule, unit=unit)
     name = {"sequences": "batch_size", "tokens": "num_tokens"}[unit]

@@ -80,8 +80,8 @@ def test_every_split_and_any_padding_rows_give_the_same_loss_and_gradient():
     assert any(split.num_padding_rows for split in splits)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 6, 8, 24])
-@pytest.mark.parametrize("num_devices", [None, 1, 2, 4])
+@pytest.mark.parametrize("num_microbatches", [1, 4, 24])
+@pytest.mark.parametrize("num_devices", [None, 2, 4])
 def test_every_split_of_a_step_gives_the_same_step(num_microbatches, num_devices):
     if num_devices and num_microbatches % num_devices:
         return
@@ -225,7 +225,7 @@ def test_the_program_of_a_plain_loss_holds_no_keys_and_no_extra_state():
     assert signature.count("%arg") == len(jax.tree.leaves(read))
 
 
-@pytest.mark.parametrize("num_devices", [None, 2, 4])
+@pytest.mark.parametrize("num_devices", [None, 2])
 def test_metrics_are_added_up_without_compiling(num_devices, compilations):
     def loss_with_sums(params, microbatch):
         sums = {"by_feature": jnp.sum(microbatch.x, axis=0), "rows": jnp.sum(microbatch.weights > 0)}
@@ -490,7 +490,7 @@ LAYOUTS_WITH_EXTRA = [None, "data2", "data2.zero1", "data2.zero2"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1)], ids=["adam"])
 def test_the_step_that_breaks_a_state_says_so(optimizer, layout):
     step, state = root_state(optimizer, layout)
     found = []

@@ -1,6 +1,5 @@
 """Asynchronous training with worker processes: bulk-synchronous at bound 0, and repeated bit for bit from its log."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -214,38 +213,6 @@ def test_a_replay_takes_the_versions_and_the_order_of_the_log():
     for number in log.steps.tolist():
         in_order, _ = step(in_order, batches[number])
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4), in_order.params, state.params)
-
-
-def test_logs_of_other_runs_are_named():
-    plan = make_small_plan(2)
-    log, _ = made_up_run(plan, first_state(), [0])
-    batches = list(load(plan, DATASET))
-
-    def replay_with(log=log, loss_fn=loss_fn, optimizer=OPTIMIZER, state=None, plan=plan, batches=batches):
-        return replay(log, loss_fn, optimizer, first_state() if state is None else state, plan, batches)
-
-    replay_with()
-    other_state = first_state()._replace(params=jax.tree.map(lambda leaf: leaf * 1.5, first_state().params))
-    with pytest.raises(UserError, match=r"this log is of another run: the digest of the plan: .* in the log, .* here"):
-        replay_with(plan=make_small_plan(2, random_dataset(90, 8)))
-    with pytest.raises(UserError, match="this log is of another run: the digest of the initial state"):
-        replay_with(state=other_state)
-    longer = {
-        name: np.append(getattr(log, name), getattr(log, name)[-1:], axis=0)
-        for name in ("versions", "workers", "arrived_s", "applied_s", "losses")
-    }
-    with pytest.raises(UserError, match=r"another run: steps × microbatches: \[\d+, 2\] in the log, \[\d+, 2\] here"):
-        replay_with(log=dataclasses.replace(log, steps=np.append(log.steps, plan.num_steps), **longer))
-    with pytest.raises(UserError, match="update 0, replayed, is not that of the run"):
-        replay_with(loss_fn=lambda params, microbatch: loss_fn({**params, "w": params["w"] * 2}, microbatch))
-    with pytest.raises(UserError, match="update 1, replayed, is not that of the run"):
-        replay_with(optimizer=optax.adamw(0.06))
-    with pytest.raises(UserError, match="the last state, replayed, is not that of the run"):
-        replay_with(log=dataclasses.replace(log, final_digest="0" * 64))
-    with pytest.raises(UserError, match="batches end before step 2"):
-        replay_with(batches=batches[:2])
-    with pytest.raises(UserError, match="the batch of step 0 has 1 microbatches, the plan 2"):
-        replay_with(batches=load(make_small_plan(1), DATASET))
 
 
 @pytest.mark.parametrize(

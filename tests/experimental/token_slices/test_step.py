@@ -100,8 +100,7 @@ def unsplit_sums(num_microbatches):
 @pytest.mark.parametrize(
     ("text", "slices"),
     [
-        ("data1.stage2", 1),
-        ("data1.stage4", {LENGTH: (5, 1, 6)}),
+        ("data1.stage2", {LENGTH: (5, 1, 6)}),
         ("data2.stage2", lambda length: np.array([length - 2, 2])),
     ],
 )
