@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -305,7 +305,6 @@ class _Run(NamedTuple):
     heartbeat: Heartbeat
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
-    reduce_error: Callable[[TrainState, Any], float]
     compiling_before: tuple[float, float]  # seconds that this process had compiled for, and of its CPU
 
 
@@ -401,7 +400,6 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         heartbeat=heartbeat,
         train_step=train_step,
         eval_step=eval_step,
-        reduce_error=step.reduce_error,
         compiling_before=compiling_before,
     )
 
@@ -448,11 +446,6 @@ def _train(run: _Run) -> _Trained:
 
     planned = training.plan_of_epoch, prepared.data.train, prepared.lengths
     where: dict[str, Any] = {"epoch": place.epoch, "num_epochs": training.num_epochs, "start_step": place.step}
-    sent = "float32" if prepared.placement is None else prepared.placement.layout.reduce_dtype
-    if sent != "float32" and place.num_steps_done < training.num_steps:
-        with contextlib.closing(prepared.load(*planned, **where)) as batches:
-            error = run.reduce_error(state, next(batches))
-        say("Gradients", f"sent in {sent} differ by {error:.1e} of their norm from float32")
     batches = prepared.load(*planned, **where, num_workers=config.data.num_workers)
     meter = StepMeter(place, batches)
     with no_recompiles() as compilations:
