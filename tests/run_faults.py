@@ -27,9 +27,9 @@ from jvarlen.training.checkpoint import Checkpoints
 from tests.run_fit import leave_pictures_empty, make_data
 from tests.settings import changed
 
-NUM_STEPS = 80  # more than twenty runs take that are all killed
+NUM_STEPS = 80  # more than eight runs take that are all killed
 MOMENTS = ("scan", "compile", "step", "checkpoint")
-KILLS_OF_EACH = 5
+KILLS_OF_EACH = 2
 ATTEMPTS = 3
 # Seconds that a moment lasts at the least, within which it is struck at random.
 GAPS = 5, 77, 121  # samples that cannot be read any more when steps need them

@@ -47,18 +47,8 @@ _T = TypeVar("_T")
 RUN_FORMAT = 2  # of the files in the directory of a run; `config.json` holds it
 # What a run writes to its directory, but pages.
 RUN_FILES = (
-    *("config.json", "data.json", "plan.npz", "shapes.json", "cost_model.json", "memory_model.json", "lock"),
-    "model",
-    *(
-        "metrics.jsonl",
-        "bad_samples.jsonl",
-        "summary.json",
-        "compile_report.json",
-        "curves.png",
-        "checkpoints",
-        "profile",
-        "tensorboard",
-    ),
+    *("config.json", "data.json", "plan.npz", "shapes.json", "lock", "model", "metrics.jsonl", "bad_samples.jsonl"),
+    *("summary.json", "compile_report.json", "curves.png", "checkpoints", "profile", "tensorboard"),
 )
 
 

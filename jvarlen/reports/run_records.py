@@ -173,7 +173,8 @@ def _read_settings(path: Path) -> dict[str, str]:
 def _read_summary(path: Path) -> dict[str, Any]:
     """What a run ended with, of which reports take some figures."""
     summary = read_object(path)
-    wrong = [name for name in ("num_steps", "compile_s", "compile_cpu_s") if not is_number(summary.get(name))]
+    names = ("num_steps", "compile_s", "compile_cpu_s")
+    wrong = [name for name in names if not is_number(summary.get(name)) or abs(summary[name]) >= 2**63]
     wrong += ["interrupted"] * (not isinstance(summary.get("interrupted"), bool))
     if wrong:
         raise UserError(f"{path} is damaged: {list_first(wrong)}: missing or of another type")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -18,7 +17,7 @@ from jvarlen._common.progress import show_line
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.loading.plan_source import SkippedSample
 
-__all__ = ["BAD_SAMPLES", "BadSamples", "check_bad_samples", "open_bad_samples", "write_bad_records"]
+__all__ = ["BAD_SAMPLES", "BadSamples", "open_bad_samples", "write_bad_records"]
 
 BAD_SAMPLES = "bad_samples.jsonl"  # of process 0; process 1 has bad_samples.1.jsonl
 
@@ -89,12 +88,6 @@ def write_bad_records(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
         _write(run_dir / BAD_SAMPLES, records)
 
 
-def check_bad_samples(run_dir: Path) -> None:
-    """Raises ValueError for a list that is damaged."""
-    for path in run_dir.glob("bad_samples*.jsonl"):
-        collections.deque(_rows(path), maxlen=0)
-
-
 @contextlib.contextmanager
 def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: bool) -> Iterator[BadSamples]:
     """A block with the lists of all processes, without what `start_step` and later steps have left out.
@@ -122,9 +115,10 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a list, without an incomplete last line; raises ValueError that names any other."""
     *lines, _ = regular_file(path).read_text(errors="replace").split("\n")
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -132,4 +126,5 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             _ = "evaluation" in row and (row["evaluation"] + "", row["id"] < 0)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}, names no bad sample: {error!r}") from None
-        yield row
+        rows.append(row)
+    return rows

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -53,9 +53,6 @@ from jvarlen.runs.model import (
     params_dtype,
 )
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "ExportCommand",
     "MeasureCommand",
@@ -87,9 +84,6 @@ class ReportCommand:
         page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
         check_outputs({"html": self.html})
         report = read_runs(self.run_dirs)
-        # Only then: a page also shows runs with settings that this version does not know.
-        for run_dir in self.run_dirs if self.html is not None and self.html.exists() else ():
-            check_outputs({"html": self.html}, *files_read(load_config(run_dir / "config.json").data))
         say(report.table())
         report.write_html(page)
         say(f"\n{page}")

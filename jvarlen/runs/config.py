@@ -40,7 +40,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.samples import OnBadSample
-from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 
 __all__ = [
     "AUTO",
@@ -160,8 +160,6 @@ class DataConfig:
     """Share of the samples held out from training, chosen by the hash of their content."""
     eval_data: tuple[str | Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
-    on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_RESUMED)
-    """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
     on_bad_sample: OnBadSample = dataclasses.field(default="error", metadata=_RESUMED)
     """A record that is no sample, or a sample that cannot be read or is not as planned, ends the run (error),
     or is left out and listed in bad_samples.jsonl (skip)."""
@@ -283,8 +281,10 @@ class DirectoryConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """What decides the programs of a run, besides data and devices; and where they are only compiled for."""
+    """What decides the programs of a run, besides devices; and where they are only compiled for."""
 
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
+    """The data to train and evaluate on."""
     max_steps: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps to train, over as many epochs as they take. None for all steps of num_epochs."""
     num_epochs: int | None = dataclasses.field(default=None, metadata=_RESUMED)
@@ -358,8 +358,6 @@ class FitConfig(ProgramConfig):
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing. With target,
     compile the steps of all shapes for it."""
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
-    """The data to train and evaluate on."""
     hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
         default_factory=HardwareConfig, metadata=FLAT
     )
@@ -393,12 +391,8 @@ class FitConfig(ProgramConfig):
 
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:
-    """The settings of a run as JSON values: cost models by file name, and nothing that belongs to a single call."""
-    settings = dataclasses.asdict(_of_this_call(config))
-    for name in MODEL_FILES:
-        if settings["plan"][name] is not None:
-            settings["plan"][name] = settings["plan"][name].name
-    return json.loads(json.dumps(settings, default=str))
+    """The settings of a run as JSON values, without what belongs to a single call."""
+    return json.loads(json.dumps(dataclasses.asdict(_of_this_call(config)), default=str))
 
 
 def save_config(config: FitConfig, path: Path) -> None:
@@ -408,7 +402,7 @@ def save_config(config: FitConfig, path: Path) -> None:
 
 
 def load_config(path: Path) -> FitConfig:
-    """Reads what `save_config` wrote; what belongs to a single call is that of this one. Cost models lie beside it."""
+    """Reads what `save_config` wrote; what belongs to a single call is that of this one."""
     try:
         settings = read_object(path, "holds no settings of a run")
     except (FileNotFoundError, NotADirectoryError):
@@ -419,13 +413,9 @@ def load_config(path: Path) -> FitConfig:
         check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
-        models = {name: model for name in MODEL_FILES if (model := getattr(config.plan, name)) is not None}
-        if outside := [f"{name} {str(model)!r}" for name, model in models.items() if str(model) != model.name]:
-            raise UserError(f"the run's cost models are files beside it, not {list_first(outside)}")
-        models = {name: path.parent.absolute() / model for name, model in models.items()}
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
-    return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **models))
+    return _of_this_call(config)
 
 
 def files_read(data: DataConfig, model: Path | None = None) -> list[Path | str]:

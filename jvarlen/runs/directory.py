@@ -10,8 +10,6 @@ import itertools
 import json
 import os
 import secrets
-import shutil
-import signal
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,9 +18,8 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import RUN_FILES, is_same_file, load_dataclass, save_dataclass, write_atomically
-from jvarlen._common.interrupts import interrupt_signal
+from jvarlen._common.checks import UserError
+from jvarlen._common.files import save_dataclass, write_atomically
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
@@ -30,9 +27,9 @@ from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.bad_samples import write_bad_records
-from jvarlen.runs.config import Change, FitConfig, changes_between, files_read, is_run_dir, load_config, save_config
+from jvarlen.runs.config import Change, FitConfig, changes_between, is_run_dir, load_config, save_config
 from jvarlen.runs.model import copy_files
-from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, PlanConfig
+from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes
 
 __all__ = [
     "Summary",
@@ -97,11 +94,6 @@ def new_run_dir(
     held.enter_context(lock_run_dir(run_dir))
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
-    own = [path for path in (run_dir / name for name in RUN_FILES) if path.exists()]
-    others = config.hardware.cluster, *(getattr(config.plan, name) for name in MODEL_FILES)
-    read = [*files_read(config.data, config.model), *(file for file in others if file is not None)]
-    if overwritten := [str(file) for file in read if any(is_same_file(path, file) for path in own)]:
-        raise UserError(f"run_dir ({run_dir}) would overwrite {list_first(overwritten)}, which the run reads")
     plan.save(run_dir / "plan.npz")
     save_dataclass(shapes, run_dir / SHAPES_FILE)
     with write_atomically(run_dir / "data.json") as file:
@@ -109,33 +101,28 @@ def new_run_dir(
     write_bad_records(run_dir, bad_records)
     copy_files(config, run_dir)
     # Last: what has settings is a run, and can be resumed.
-    save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
+    save_config(config, run_dir / "config.json")
     return run_dir
 
 
 def _make_dir(runs_dir: Path, plan: Plan) -> Path:
     """A new directory, named by the time and the plan."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}"
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    for attempt in itertools.count(1):
-        run_dir = runs_dir / (name if attempt == 1 else f"{name}-{attempt}")
-        try:
-            run_dir.mkdir()
-            break
-        except FileExistsError:
-            continue
-    return run_dir
+    for ending in itertools.chain([""], (f"-{attempt}" for attempt in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            (runs_dir / (name + ending)).mkdir(parents=True)
+            return runs_dir / (name + ending)
+    raise AssertionError
 
 
 def point_latest_to(run_dir: Path) -> None:
     """Points the link `latest` beside a run directory to it, or warns."""
-    run_dir = run_dir.resolve()
-    latest = run_dir.parent / "latest"
+    latest = run_dir.resolve().parent / "latest"
     if latest.exists() and not latest.is_symlink():
         return  # something of the user's
-    link = run_dir.parent / f".latest-{secrets.token_hex(4)}"
+    link = latest.with_name(f".latest-{secrets.token_hex(4)}")
     try:
-        link.symlink_to(run_dir.name)
+        link.symlink_to(run_dir.resolve().name)
         link.replace(latest)
     except OSError as error:
         link.unlink(missing_ok=True)
@@ -152,15 +139,10 @@ def resumed_run_dir(
     run_dir = run_dir.resolve()
     saved = load_config(run_dir / "config.json")  # first: a directory without a run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
-    config = dataclasses.replace(
-        config,
-        plan=_with_saved_models(config.plan, saved.plan),
-        compile=dataclasses.replace(config.compile, cache_dir=saved.compile.cache_dir),
-    )
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, cache_dir=saved.compile.cache_dir))
     changes = changes_between(saved, config)
     if refused := [str(change) for change in changes if change.scope == "run"]:
         raise UserError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
-    load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")  # also where the settings say which they are
     saved_plan = Plan.load(run_dir / "plan.npz")
     if saved_plan.digest != plan.digest:
         raise UserError(
@@ -175,26 +157,6 @@ def continue_run(run_dir: Path, config: FitConfig, *, has_steps_left: bool) -> N
     save_config(config, run_dir / "config.json")
     if has_steps_left:  # until it logs a step, it would look as if it had ended
         (run_dir / "summary.json").unlink(missing_ok=True)
-
-
-def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
-    """The settings with copies of the cost models, so that a run keeps its models if a file is measured again."""
-    copies: dict[str, Any] = {}
-    for name in MODEL_FILES:
-        source = getattr(plan, name)
-        if source is not None:
-            copies[name] = Path(shutil.copyfile(source, (run_dir / f"{name}.json").absolute()))
-    return dataclasses.replace(plan, **copies)
-
-
-def _with_saved_models(plan: PlanConfig, saved: PlanConfig) -> PlanConfig:
-    """The settings with the run's own copies of cost models in place of equal ones."""
-    same: dict[str, Any] = {}
-    for name in MODEL_FILES:
-        given, copy = getattr(plan, name), getattr(saved, name)
-        if given is not None and copy is not None and given.read_bytes() == copy.read_bytes():
-            same[name] = copy
-    return dataclasses.replace(plan, **same)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,7 +179,6 @@ class Summary:
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
       stall_s: how many of these steps waited for the compiler, or for a checkpoint.
       data_wait: share of the others spent waiting for data.
-      num_adjusted: samples of process 0 that were cut or left shorter because they do not have the planned length.
       num_skipped: bad samples of all processes that were left out of steps, each as often as steps should have had it.
       num_skipped_evaluation: bad samples of all processes that were left out of evaluations, each counted once.
       num_skipped_records: records of the data files that are no samples, and were left out before planning.
@@ -244,7 +205,6 @@ class Summary:
     train_s: float
     stall_s: float
     data_wait: float
-    num_adjusted: int
     num_without_target: int
     num_steps_without_weight: int
     num_nonfinite_grads: int
@@ -258,6 +218,14 @@ class Summary:
     def __str__(self) -> str:
         unit = "" if self.evaluated_in == "loss" else f" {self.evaluated_in}"
         others = {name: loss for name, loss in self.evaluations.items() if name != HELD_OUT}
+        counts = {
+            "bad samples skipped in steps": self.num_skipped,
+            "bad samples not evaluated": self.num_skipped_evaluation,
+            "bad records skipped in files": self.num_skipped_records,
+            "samples without a target": self.num_without_target,
+            "steps without weight": self.num_steps_without_weight,
+            "steps rejected": self.num_nonfinite_grads,
+        }
         lines = {
             "held-out loss before": _told(self.held_out_before, unit),
             "held-out loss after": "– (interrupted)" if self.interrupted else _told(self.held_out_after, unit),
@@ -271,15 +239,7 @@ class Summary:
             f"({self.num_cache_hits} programs from the cache)",
             "step seconds": f"{self.train_s - self.stall_s:.1f} ({self.data_wait:.2%} waiting for data)",
             "stall seconds": f"{self.stall_s:.1f} (waiting for the compiler or a checkpoint)",
-            **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
-            **({"bad samples skipped": f"{self.num_skipped:,} in steps"} if self.num_skipped else {}),
-            **(
-                {"bad samples not evaluated": f"{self.num_skipped_evaluation:,}"} if self.num_skipped_evaluation else {}
-            ),
-            **({"bad records skipped": f"{self.num_skipped_records:,} in files"} if self.num_skipped_records else {}),
-            **({"samples without a target": f"{self.num_without_target:,}"} if self.num_without_target else {}),
-            **({"steps without weight": f"{self.num_steps_without_weight:,}"} if self.num_steps_without_weight else {}),
-            **({"steps rejected": f"{self.num_nonfinite_grads:,}"} if self.num_nonfinite_grads else {}),
+            **{name: f"{count:,}" for name, count in counts.items() if count},
             "compilations after the first step": f"{self.compilations_after_first_step}",
         }
         return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
@@ -291,8 +251,7 @@ def _told(loss: float | None, unit: str) -> str:
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
     """Writes `curves.png`, if the run took steps `compile_report.json`, and last, when all is done, `summary.json`."""
-    if interrupt_signal() != signal.SIGTERM:  # after which time may be short, and the run is mostly resumed
-        plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
+    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if report.times_used or not (run_dir / "compile_report.json").exists():
         report.save(run_dir / "compile_report.json")
     with write_atomically(run_dir / "summary.json") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -37,24 +38,17 @@ def means_of(total: Metrics) -> Means:
     return Means(float(total.loss), weight, {name: float(value) / weight for name, value in scalars.items()})
 
 
+@dataclasses.dataclass
 class Evaluator:
     """Evaluates on every set of a run, once at a place."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        eval_step: CompiledBuckets,
-        trackers: Trackers,
-        bad_samples: BadSamples,
-        heartbeat: Heartbeat,
-    ):
-        self._prepared = prepared
-        self._eval_step = eval_step
-        self._trackers = trackers
-        self._bad_samples = bad_samples
-        self._heartbeat = heartbeat
-        self._num_skipped: dict[str, int] = {}
-        self._latest: tuple[int, dict[str, float | None]] | None = None
+    prepared: Prepared
+    eval_step: CompiledBuckets
+    trackers: Trackers
+    bad_samples: BadSamples
+    heartbeat: Heartbeat
+    _num_skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    _latest: tuple[int, dict[str, float | None]] | None = None
 
     def evaluate(self, state: TrainState, place: Place) -> dict[str, float | None] | None:
         """The loss of each set: nats a token, or the user's own. None: it was interrupted.
@@ -66,7 +60,7 @@ class Evaluator:
         means = self._take_steps(state)
         if means is None:
             return None
-        in_nats = self._prepared.task.is_language_model
+        in_nats = self.prepared.task.is_language_model
         losses = {name: mean.loss for name, mean in means.items()}
         told = [f"evaluation after step {place.num_steps_done:,}"]
         for name, loss in losses.items():
@@ -80,8 +74,8 @@ class Evaluator:
             if num_skipped := self._num_skipped[name]:
                 told.append(f"without {num_skipped:,} bad samples")
                 record["num_skipped"] = num_skipped
-            self._trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
-        show_line(" · ".join(told), progress=self._prepared.config.progress)
+            self.trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
+        show_line(" · ".join(told), progress=self.prepared.config.progress)
         self._latest = place.num_steps_done, losses
         return losses
 
@@ -93,16 +87,16 @@ class Evaluator:
         """The means of each set over so many steps; None if it was interrupted."""
         means: dict[str, Means] = {}
         num_steps = itertools.count()
-        for name, plan in self._prepared.training_plan.eval_plans.items():
-            dataset, lengths = self._prepared.data.evaluation[name], self._prepared.eval_lengths[name]
+        for name, plan in self.prepared.training_plan.eval_plans.items():
+            dataset, lengths = self.prepared.data.evaluation[name], self.prepared.eval_lengths[name]
             sums = MetricSums()
-            with contextlib.closing(self._prepared.load(plan, dataset, lengths)) as batches:
+            with contextlib.closing(self.prepared.load(plan, dataset, lengths)) as batches:
                 for batch in itertools.islice(batches, max_steps):
-                    self._bad_samples.log_evaluation(name, batches.skipped_in_batch)
-                    self._heartbeat.step()
+                    self.bad_samples.log_evaluation(name, batches.skipped_in_batch)
+                    self.heartbeat.step()
                     if is_interrupted_at(next(num_steps)):
                         return None
-                    sums.add(self._eval_step(state, batch)[1])
+                    sums.add(self.eval_step(state, batch)[1])
                 self._num_skipped[name] = batches.num_skipped
             means[name] = means_of(sums.total)
         return means

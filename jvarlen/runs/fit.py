@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,8 +52,7 @@ from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, check_bad_samples, open_bad_samples
+from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, open_bad_samples
 from jvarlen.runs.config import AUTO, FitConfig, files_read, is_run_dir, load_config, saved_settings
 from jvarlen.runs.directory import (
     Summary,
@@ -325,13 +323,13 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
 
     step = task.train_step(training.optimizer, placement)
     state, place = task.init_state(step, config.seed), training.first_place()
-    form, settings = task.form_of(state, step), saved_settings(config)
+    form, is_main = task.form_of(state, step), is_main_process()
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
             keep_last=config.checkpoints.keep_last,
             keep_best=config.checkpoints.keep_best,
-            config=settings,
+            config=saved_settings(config),
             form=form,
         )
     )
@@ -342,52 +340,42 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     if broken := _nonfinite_arrays(state):
         what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"
         raise UserError(f"{what} holds values that are not finite: {list_first(broken)}")
-    is_main = is_main_process()
-    if is_main:
-        check_bad_samples(run_dir)  # before anything is discarded
-    if place.num_steps_done < max(checkpoints.steps, default=0):
-        if is_main and (metrics := run_dir / "metrics.jsonl").exists():
-            read_metrics(metrics)  # before anything is discarded: it may be damaged
-        checkpoints.discard_after(place.num_steps_done)
+    start_step, is_skipping = place.num_steps_done, config.data.on_bad_sample == "skip"
+    bad_samples = held.enter_context(
+        open_bad_samples(run_dir, start_step=start_step, skips=is_skipping, progress=config.progress)
+    )
     log = held.enter_context(
         open_trackers(
             config.trackers,
             run_dir if is_main else None,
-            start_step=place.num_steps_done,
+            start_step=start_step,
             others=trackers if is_main else None,
         )
     )
-    bad_samples = held.enter_context(
-        open_bad_samples(
-            run_dir,
-            start_step=place.num_steps_done,
-            skips=config.data.on_bad_sample == "skip",
-            progress=config.progress,
-        )
-    )
+    checkpoints.discard_after(start_step)  # now that the logs are not damaged
     if resumed is not None:
-        continue_run(run_dir, resumed, has_steps_left=place.num_steps_done < training.num_steps)
+        continue_run(run_dir, resumed, has_steps_left=start_step < training.num_steps)
 
     options, compiling_before = prepared.compile_options, COMPILING.seconds
-    shapes_of = functools.partial(
-        BatchShapes,
-        microbatches_per_step=config.plan.num_microbatches,
-        layout=placement,
-    )
-    compiling = functools.partial(
-        compile_buckets, progress=config.progress and not options.in_background, options=options
-    )
+
+    def compiled(step: Any, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
+        shapes = BatchShapes(
+            buckets,
+            microbatches_per_step=config.plan.num_microbatches,
+            layout=placement,
+            batch_spec=prepared.batch_spec(epoch),
+        )
+        progress = config.progress and not options.in_background
+        made = compile_buckets(step, state, shapes, progress=progress, options=options)
+        return held.enter_context(contextlib.closing(made))
+
     steps_left = training.steps_left(place)
     buckets = list(steps_left) or training.buckets
     if options.in_background:
         what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
         say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")
-    shapes = shapes_of(buckets, batch_spec=prepared.batch_spec(place.epoch))
-    train_step = held.enter_context(contextlib.closing(compiling(step, state, shapes)))
+    train_step = compiled(step, buckets, place.epoch)
     train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
-    shapes = shapes_of(training.eval_buckets, batch_spec=prepared.batch_spec(None))
-    eval_step = held.enter_context(contextlib.closing(compiling(task.eval_step(placement), state, shapes)))
-    heartbeat = held.enter_context(ending_stalled_processes("training", config.stall_timeout_s))
     return _Run(
         prepared=prepared,
         run_dir=run_dir,
@@ -397,9 +385,9 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         checkpoints=checkpoints,
         trackers=log,
         bad_samples=bad_samples,
-        heartbeat=heartbeat,
         train_step=train_step,
-        eval_step=eval_step,
+        eval_step=compiled(task.eval_step(placement), training.eval_buckets, None),
+        heartbeat=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
         compiling_before=compiling_before,
     )
 
@@ -452,10 +440,7 @@ def _train(run: _Run) -> _Trained:
         with (
             contextlib.closing(batches),
             StepDisplay(
-                training.num_steps,
-                place.num_steps_done,
-                progress=config.progress,
-                in_nats=prepared.task.is_language_model,
+                training.num_steps, progress=config.progress, in_nats=prepared.task.is_language_model
             ) as display,
             StepProfiler(
                 run.run_dir / "profile", config.profile, steps_left=training.num_steps - place.num_steps_done
@@ -583,13 +568,14 @@ def _check_weight(run: _Run, meter: StepMeter, record: Mapping[str, Any]) -> Non
     if meter.num_without_weight <= _MOST_NAMED:
         text = f"step {num_done:,} has no loss: none of its tokens has weight"
         show_line(text, progress=run.prepared.config.progress)
-    is_whole_run = num_done == training.num_steps == meter.num_in_a_row
-    num_of_epoch = training.steps_of_epoch_before(num_done)
-    is_whole_epoch = num_of_epoch is not None and meter.num_in_a_row >= num_of_epoch
-    if is_whole_run or is_whole_epoch:
+    epoch, in_a_row = record["epoch"], meter.num_in_a_row
+    is_whole_run = num_done == training.num_steps == in_a_row
+    is_end_of_epoch = num_done == training.epoch_starts[epoch + 1]
+    if is_whole_run or (is_end_of_epoch and in_a_row >= training.steps_of_epoch(epoch)):
         raise UserError(
-            f"no token has weight in the loss in any of the last {meter.num_in_a_row:,} steps, "
-            f"{'the whole run' if is_whole_run else 'a whole epoch'}: nothing was learned"
+            f"no token has weight in the loss in any of the last {in_a_row:,} steps, "
+            f"{'the whole run' if is_whole_run else 'a whole epoch'}: nothing was learned; learn other parts "
+            "(loss_on, loss_weights), or cut less (max_length)"
         )
 
 
@@ -622,7 +608,6 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         train_s=place.train_s,
         stall_s=place.stall_s,
         data_wait=place.data_wait_s / own_s,
-        num_adjusted=place.num_adjusted_done,
         num_skipped=run.bad_samples.num_in_steps(),
         num_skipped_evaluation=run.bad_samples.num_in_evaluations(),
         num_skipped_records=run.bad_samples.num_in_files,

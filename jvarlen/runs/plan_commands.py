@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -43,12 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["CompileCommand", "PlanCommand"]
 
 _NO_LIMIT = 2**40  # tokens of a microbatch
-# Settings by which rows are chosen, which decide nothing where these are given.
-_REPLACED = (
-    *("max_tokens", "max_shapes", "strategy", "row_multiple", "length_multiple", "max_sequences", "compile_seconds"),
-    *("max_cost", "max_bytes", "row_lengths", "buckets", "cost_model", "memory_model", "packing"),
-    "microbatches_per_step",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,20 +75,6 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
     if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
         raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
     return lengths
-
-
-def _options(settings: DataConfig | PlanConfig, leave_out: Sequence[str]) -> list[str]:
-    """The settings of a group that are not the default, as they are typed."""
-    words: list[str] = []
-    for field in dataclasses.fields(settings):
-        value, name = getattr(settings, field.name), field.metadata.get("name", field.name).replace("_", "-")
-        if field.name in leave_out or value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,12 +267,9 @@ class PlanCommand:
         of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
         report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
         say(*corpus, report, *filter(None, of_plan), f"digest {plan.digest}", f"\n{chosen}")
-        of_run = {"model": self.model, "parallel": layout, "seed": self.seed, "packing": method}
-        of_run |= {"microbatches-per-step": plan.microbatches_per_step}
-        options = [word for name, value in of_run.items() for word in (f"--{name}", str(value))]
-        options += _options(self.data, () if corpus else ("files",)) + _options(self.plan, _REPLACED)
-        options += ["--buckets", *(str(number) for bucket in plan.buckets for number in bucket)]
-        say(f"\nto train in these buckets: {shlex.join(options)}")
+        buckets = " ".join(str(number) for bucket in plan.buckets for number in bucket)
+        of_run = f"--packing {method} --microbatches-per-step {plan.microbatches_per_step} --buckets {buckets}"
+        say(f"\nto train in these buckets: {of_run}")
         if self.out is not None:
             say(self.out)
         if self.html is not None:
@@ -345,7 +320,6 @@ class CompileCommand(ProgramConfig):
         check_outputs({"out": self.out, "html": self.html}, *files_read(self.data))
         given = {each.name: getattr(self, each.name) for each in dataclasses.fields(ProgramConfig)}
         hardware = HardwareConfig(parallel=self.parallel, cluster=self.cluster)
-        lengths = self.data.read_lengths()
-        if lengths is None:
-            given["data"] = self.data
+        if (lengths := self.data.read_lengths()) is not None:
+            del given["data"]
         dry_run(FitConfig(**given, hardware=hardware, dry_run=True), lengths)

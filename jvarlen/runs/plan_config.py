@@ -26,7 +26,6 @@ from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 
 __all__ = [
-    "MODEL_FILES",
     "SHAPES_FILE",
     "BatchSizeRule",
     "ChosenShapes",
@@ -42,7 +41,6 @@ _USUAL_LENGTH = 1024
 _PAIRS = CostModel(constant=0.0, linear=0.0, quadratic=1.0)
 _UNKNOWN_COST = "one sample a row; training packs rows where that takes fewer seconds: here a cost_model would tell"
 SHAPES_FILE = "shapes.json"  # in a run directory
-MODEL_FILES = ("cost_model", "memory_model")  # settings that name files, of which a run directory has copies
 
 BatchSizeRule = Literal["linear", "sqrt", "none"]
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
@@ -82,11 +80,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Share of the samples that the first step admits."""
     pacing_stages: int = 5
     """Number of stages of discrete pacing."""
-    packing: PackingMethod | Literal["auto", "default"] | None = "default"
+    packing: PackingMethod | Literal["auto", "unset"] | None = "unset"
     """Pack several samples into each row: best_fit keeps samples whole, wrapped lays them end to end and cuts
     them at the ends of rows, which are max_length long; None has one sample a row. auto takes padded shapes, packed
     shapes or one packed shape, whichever takes least by the seconds that steps and compiling take on this machine;
-    settings that are for one of them decide it. default: auto for the built-in decoder, None for a loss of your own."""
+    settings that are for one of them decide it. unset: auto for the built-in decoder, None for a loss of your own."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
@@ -101,6 +99,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
     )
 
     def __post_init__(self):
+        for name in ("cost_model", "memory_model"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path).absolute())
         if self.buckets:
             check_buckets(self.buckets)
         if self.row_lengths:
@@ -255,7 +256,10 @@ def _check_for_pairs(plan: PlanConfig) -> None:
     settings = {
         "packing": plan.packing if plan.packing in ("wrapped", "auto") else None,
         "max_shapes": "auto" if plan.max_shapes == "auto" else None,
-        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "chunks_in_order", *MODEL_FILES)},
+        **{
+            name: getattr(plan, name)
+            for name in ("buckets", "row_lengths", "chunks_in_order", "cost_model", "memory_model")
+        },
         "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
     }
     if given := [f"{name} ({value})" for name, value in settings.items() if value]:

@@ -23,9 +23,8 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.loading.collate import collate_tokens, is_own
+from jvarlen.loading.collate import is_own
 from jvarlen.loading.loader import Loader, load
-from jvarlen.loading.plan_source import PlanSource
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.parallel.memory import estimate_memory
@@ -86,7 +85,6 @@ class Prepared(NamedTuple):
             layout=self.placement,
             collate=self.task.collate,
             lengths=lengths if self.task.compares_lengths else None,
-            on_mismatch=self.config.data.on_mismatch,
             on_bad_sample=self.config.data.on_bad_sample,
             max_bad_fraction=self.config.data.max_bad_fraction,
             num_values=self.num_values,
@@ -99,7 +97,7 @@ def prepare(
 ) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
-    is_packing_said, takes_packed = config.plan.packing != "default", task.loss_fn is None
+    is_packing_said, takes_packed = config.plan.packing != "unset", task.loss_fn is None
     if not is_packing_said:  # a loss that ignores segments would attend across samples, in silence
         packing: Literal["auto"] | None = "auto" if takes_packed else None
         config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing=packing))
@@ -182,7 +180,6 @@ def prepare(
     with together("plan the training"):
         if layout is not None:
             _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
-        _check_targets(prepared)
         raise_if_interrupted()
         bucket = training_plan.buckets[0]
         batch = prepared.batch_spec()(bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
@@ -196,11 +193,6 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         given = list_first(name for name, is_given in own.items() if is_given)
         raise UserError(
             f'packing="auto" makes batches of samples or of packed rows, and {given} of your own is for one'
-        )
-    if config.data.on_mismatch == "adjust" and not task.compares_lengths:
-        raise UserError(
-            'on_mismatch="adjust" compares and cuts samples by their `len()`: it cannot go with a collate or length_fn '
-            "of your own"
         )
     if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
         raise UserError(
@@ -263,31 +255,6 @@ def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collect
     """Raises ValueError where a layout does not take steps of a bucket."""
     for bucket in sorted(buckets):
         check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
-
-
-def _check_targets(prepared: Prepared) -> None:
-    """Raises ValueError if no token of the training has weight; reads samples until one has."""
-    training, dataset = prepared.training_plan, prepared.data.train
-    plan = training.plan_of_epoch(0)
-    collate = prepared.task.collate or collate_tokens
-    if not is_own(collate):
-        return  # whose weights the first steps tell
-    source = PlanSource(
-        plan,
-        dataset,
-        collate,
-        lengths=prepared.lengths if prepared.task.compares_lengths else None,
-        on_mismatch=prepared.config.data.on_mismatch,
-        on_bad_sample=prepared.config.data.on_bad_sample,
-    )
-    for step in range(min(training.num_steps, plan.num_steps)):
-        read = source.read(step)
-        if read.num_without_target < read.num_samples:
-            return
-    raise UserError(
-        f"none of {plan.num_samples:,} training samples has a target: all tokens that are left of them have weight 0 "
-        "in the loss; learn other parts (loss_on, loss_weights), or cut less (max_length)"
-    )
 
 
 def show_estimates(prepared: Prepared) -> None:

@@ -47,11 +47,11 @@ def choose_shapes(
 ) -> ChosenShapes:
     """The shapes for the lengths of the samples; the same on all processes, those of process 0, and after a resume."""
     plan, run_dir = config.plan, config.directory.resumed
+    if run_dir is not None and is_run_dir(run_dir):
+        return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
     if lengths.ndim == 2 or not plan.chooses_by_seconds or config.target is not None:
         with together("plan the training"):
             return shapes_for(plan, lengths, seed=config.seed)
-    if run_dir is not None and is_run_dir(run_dir):
-        return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
     with together("choose the shapes"):
         cost, compile_s, known = plan.cost, plan.compile_seconds, "as given"
         if cost is None or compile_s is None:

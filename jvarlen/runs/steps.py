@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -14,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
-from jvarlen._common.terminal import Unbroken, say
+from jvarlen._common.terminal import say
 from jvarlen.loading.loader import Loader
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.training.checkpoint import Place
@@ -25,8 +25,7 @@ __all__ = ["StepDisplay", "StepMeter", "StepProfiler", "bucket_text", "host_memo
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_BAR_S = 0.5  # between two changes of what a bar tells of the steps
-_LINE_S = 10.0  # between two lines in a log
+_LINE_S = 10.0  # between two lines
 _SHOWN_STALL_S = 0.1  # of the steps that a line tells of
 
 
@@ -108,7 +107,6 @@ class StepMeter:
             train_s=self._train_s,
             data_wait_s=self._data_wait_s,
             stall_s=self._all_stall_s,
-            num_adjusted_done=self._before.num_adjusted_done + self._batches.num_adjusted,
             num_without_target_done=self._before.num_without_target_done + self._batches.num_without_target,
             num_steps_without_weight=self.num_without_weight,
             num_nonfinite_grads=self._num_nonfinite_grads,
@@ -125,25 +123,13 @@ def host_memory_bytes() -> int:
 
 
 class StepDisplay:
-    """Shows the progress of training on standard error: a bar on a terminal, otherwise a line now and then."""
+    """Tells of the steps on standard error: a line at the first, every 10 s, and at the last."""
 
-    def __init__(self, num_steps: int, num_steps_done: int = 0, *, progress: bool = True, in_nats: bool = True):
-        is_bar = progress and sys.stderr.isatty()
-        self._is_shown = progress
-        self._num_steps = num_steps
-        self._in_nats = in_nats
-        self._bar = tqdm(
-            total=num_steps,
-            initial=num_steps_done,
-            desc="train",
-            unit="step",
-            disable=not is_bar,
-            file=Unbroken(sys.stderr),
-        )
-        self._seconds = _BAR_S if is_bar else _LINE_S
+    def __init__(self, num_steps: int, *, progress: bool = True, in_nats: bool = True):
+        self._is_shown, self._num_steps, self._in_nats = progress, num_steps, in_nats
         self._next_line = -math.inf
         self._unshown: tuple[Mapping[str, Any], Sequence[AnyBucket]] | None = None
-        self._num_tokens, self._step_s, self._data_wait_s, self._stall_s = 0, 0.0, 0.0, 0.0  # since the line before
+        self._since: collections.Counter[str] = collections.Counter()  # sums of figures since the line before
 
     def __enter__(self) -> StepDisplay:
         return self
@@ -151,46 +137,39 @@ class StepDisplay:
     def __exit__(self, *exception: object) -> None:
         if self._unshown is not None:
             self._show(*self._unshown)
-        self._bar.close()
 
     def update(self, record: Mapping[str, Any], *, pending: Sequence[AnyBucket] = ()) -> None:
-        """Shows the record of a finished training step, and which buckets are still to be compiled."""
+        """Takes the record of a finished training step, and which buckets are still to be compiled."""
         if not self._is_shown:
             return
-        self._num_tokens += record["num_tokens"]
-        self._step_s += record["step_s"]
-        self._data_wait_s += record["data_wait_s"]
-        self._stall_s += record["stall_s"]
-        now = time.monotonic()
+        self._since.update({name: record[name] for name in ("num_tokens", "step_s", "data_wait_s", "stall_s")})
         self._unshown = record, pending
+        now = time.monotonic()
         if now >= self._next_line:
             self._show(record, pending)
-            self._next_line = now + self._seconds
-        self._bar.update()
+            self._next_line = now + _LINE_S
 
     def _show(self, record: Mapping[str, Any], pending: Sequence[AnyBucket]) -> None:
-        step_s = max(self._step_s, 1e-9)
-        loss = record["loss"]
+        since, loss = self._since, record["loss"]
+        step_s = max(since["step_s"], 1e-9)
         if loss is None:
             told_loss = "no loss: no token has weight"
         else:
             told_loss = f"loss {loss:.3f} nats/token" if self._in_nats else f"loss {loss:.4g}"
         figures = (
+            f"step {record['step'] + 1:,}/{self._num_steps:,}",
             told_loss,
-            f"{self._num_tokens / step_s:,.0f} tokens/s",
+            f"{since['num_tokens'] / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             bucket_text(record),
-            f"wait {self._data_wait_s / step_s:.1%}".replace("%", " %"),
-            *([f"stalled {self._stall_s:.1f} s"] if self._stall_s >= _SHOWN_STALL_S else []),
+            f"wait {100 * since['data_wait_s'] / step_s:.1f} %",
+            *([f"stalled {since['stall_s']:.1f} s"] if since["stall_s"] >= _SHOWN_STALL_S else []),
             *([f"compiling {pending[0]}, {len(pending)} to go"] if pending else []),
+            f"{record['time_s']:,.0f} s",
         )
-        if self._bar.disable:
-            line = (f"step {record['step'] + 1:,}/{self._num_steps:,}", *figures, f"{record['time_s']:,.0f} s")
-            say(" · ".join(line), error=True)
-        else:
-            self._bar.set_postfix_str(" · ".join(figures), refresh=False)
+        say(" · ".join(figures), error=True)
         self._unshown = None
-        self._num_tokens, self._step_s, self._data_wait_s, self._stall_s = 0, 0.0, 0.0, 0.0
+        since.clear()
 
 
 def bucket_text(record: Mapping[str, Any]) -> str:
@@ -204,9 +183,8 @@ class StepProfiler:
 
     def __init__(self, directory: Path, num_steps: int, *, steps_left: int, start_after: int = 10):
         self._directory = directory
-        self._num_left = num_steps
-        self._num_before = max(0, min(start_after, steps_left - num_steps))
-        self._is_tracing = False
+        first = max(0, min(start_after, steps_left - num_steps))
+        self._traced, self._place, self._is_tracing = range(first, first + num_steps), 0, False
 
     def __enter__(self) -> StepProfiler:
         return self
@@ -216,13 +194,11 @@ class StepProfiler:
 
     def step(self, bucket: str, step_num: int, state: Any) -> contextlib.AbstractContextManager[None]:
         """A block around the dispatch of a step from `state`, the result of the previous one: arrays to wait for."""
-        if not self._num_left:
+        place, self._place = self._place, self._place + 1
+        if place not in self._traced:
             if self._is_tracing:
                 jax.block_until_ready(state)
                 self._stop()
-            return contextlib.nullcontext()
-        if self._num_before:
-            self._num_before -= 1
             return contextlib.nullcontext()
         if not self._is_tracing:
             jax.block_until_ready(state)
@@ -230,7 +206,6 @@ class StepProfiler:
             options.python_tracer_level = 0  # every call of Python would slow the loop down, and crowd out the steps
             jax.profiler.start_trace(self._directory, profiler_options=options)
             self._is_tracing = True
-        self._num_left -= 1
         return jax.profiler.StepTraceAnnotation(f"train {bucket}", step_num=step_num)
 
     def _stop(self) -> None:

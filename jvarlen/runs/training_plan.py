@@ -17,7 +17,6 @@ import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.progress import progress_bar
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
@@ -29,9 +28,6 @@ from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step
 
 __all__ = ["Rates", "TrainingPlan", "optimizer_of"]
 
-_MOST_STEPS = 2**31 - 1  # optimizers count in int32
-_MOST_RATES = 2**26  # that are held, 0.3 GB on a device
-_QUIET_EPOCHS = 500  # planned without a progress bar
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
 
 
@@ -86,22 +82,14 @@ class TrainingPlan:
         self._steps_of_buckets: list[dict[AnyBucket, int]] | None = None
         most_steps = math.inf if config.max_steps is None else config.max_steps
         most_epochs = config.num_epochs or (1 if config.max_steps is None else math.inf)
-        num_steps = plan_of_epoch(0).num_steps
-        if (about := min(most_steps, most_epochs * num_steps)) > _MOST_STEPS:
-            given = {"max_steps": config.max_steps, "num_epochs": config.num_epochs}
-            named = ", ".join(f"{name} ({value:,})" for name, value in given.items() if value is not None)
-            raise UserError(f"{named}: that is {about:,} steps, and at most {_MOST_STEPS:,} are counted")
         if chosen.packing == "best_fit" and config.plan.order == "shuffle":
             self.epoch_starts, self._steps_of_buckets = [0], []
-            total = math.ceil(about / num_steps)
-            progress = total > _QUIET_EPOCHS
-            with progress_bar(total=total, desc="plans of all epochs", unit="epoch", progress=progress) as bar:
-                while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
-                    plan = plan_of_epoch(len(self._steps_of_buckets))
-                    self._steps_of_buckets.append(plan.steps_of_buckets())
-                    self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
-                    bar.update()
+            while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
+                plan = plan_of_epoch(len(self._steps_of_buckets))
+                self._steps_of_buckets.append(plan.steps_of_buckets())
+                self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
         else:
+            num_steps = plan_of_epoch(0).num_steps
             num_epochs = int(min(most_epochs, -(-most_steps // num_steps)))
             self.epoch_starts = range(0, num_epochs * num_steps + 1, num_steps)
         self.num_epochs = len(self.epoch_starts) - 1  # begun, if not finished
@@ -116,11 +104,6 @@ class TrainingPlan:
     def _schedule_rates(self, settings: OptimizerConfig, peak: float) -> None:
         """Sets the optimizer of the settings, and its rates."""
         plan_of_epoch = self.plan_of_epoch
-        if self.num_steps > _MOST_RATES:
-            raise UserError(
-                f"the learning rates of all {self.num_steps:,} steps are held at once, and of at most {_MOST_RATES:,}: "
-                "take fewer steps (max_steps, num_epochs), or an optimizer of your own"
-            )
         if settings.schedule_unit == "steps":
             counted = np.ones(self.num_steps, np.int64)
         else:  # how far training has come depends on all epochs before
@@ -158,11 +141,6 @@ class TrainingPlan:
     def steps_of_epoch(self, epoch: int) -> int:
         """How many steps an epoch has, to its end."""
         return self.epoch_starts[epoch + 1] - self.epoch_starts[epoch]
-
-    def steps_of_epoch_before(self, num_steps_done: int) -> int | None:
-        """How many steps the epoch had that ends here; None where none ends."""
-        epoch = bisect.bisect_left(self.epoch_starts, num_steps_done) - 1
-        return self.steps_of_epoch(epoch) if self.epoch_starts[epoch + 1] == num_steps_done else None
 
     def first_place(self) -> Place:
         """The place before the first step."""

@@ -55,7 +55,6 @@ class Place:
       train_s: seconds of training so far.
       data_wait_s: how many of these it waited for data.
       stall_s: how many of these it waited for the compiler, or for a checkpoint.
-      num_adjusted_done: samples of process 0 that were cut or left shorter than planned.
       num_without_target_done: samples of process 0 without a token that has weight in the loss.
       num_steps_without_weight: steps in which no sample had one.
       num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
@@ -72,7 +71,6 @@ class Place:
     train_s: float = 0.0
     data_wait_s: float = 0.0
     stall_s: float = 0.0
-    num_adjusted_done: int = 0
     num_without_target_done: int = 0
     num_steps_without_weight: int = 0
     num_nonfinite_grads: int = 0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jvarlen.loading import SkippedSample
-from jvarlen.runs.bad_samples import check_bad_samples, open_bad_samples, write_bad_records
+from jvarlen.runs.bad_samples import open_bad_samples, write_bad_records
 
 RECORD = {"step": None, "file": "a.jsonl", "record": "line 3", "reason": "not JSON"}
 
@@ -45,8 +45,9 @@ def test_a_damaged_list_is_refused_by_line(tmp_path, line):
     write_bad_records(tmp_path, [RECORD])
     path = tmp_path / "bad_samples.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=rf"{path}, line 2, names no bad sample"):
-        check_bad_samples(tmp_path)
+    opened = open_bad_samples(tmp_path, start_step=0, skips=True, progress=False)
+    with pytest.raises(ValueError, match=rf"{path}, line 2, names no bad sample"), opened:
+        pass
 
 
 def test_nothing_bad_leaves_an_empty_list_and_only_where_it_is_asked_for(tmp_path):

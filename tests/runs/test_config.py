@@ -128,16 +128,6 @@ def test_what_belongs_to_one_call_is_not_kept(tmp_path):
     assert load_config(tmp_path / "config.json") == FitConfig(seed=3)
 
 
-def test_models_are_found_where_the_directory_was_moved_to(tmp_path):
-    (tmp_path / "here").mkdir()
-    config = FitConfig(plan=PlanConfig(cost_model=tmp_path / "here" / "cost_model.json"))
-    save_config(config, tmp_path / "here" / "config.json")
-    assert load_config(tmp_path / "here" / "config.json") == config
-    (tmp_path / "here").rename(tmp_path / "there")
-    moved = load_config(tmp_path / "there" / "config.json")
-    assert moved.plan.cost_model == tmp_path / "there" / "cost_model.json"
-
-
 def test_settings_of_a_decoder_that_has_what_the_demo_has_not_are_kept(tmp_path):
     scaling = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=64)
     config = FitConfig(decoder=DecoderConfig(windows=(3, 0), rotary_scaling=scaling))

@@ -12,10 +12,9 @@ import sys
 import numpy as np
 import pytest
 
-from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import DirectoryConfig, FitConfig, changed_contents, is_run_dir, load_config
 from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
-from jvarlen.runs.plan_config import PlanConfig, epoch_plan, shapes_for
+from jvarlen.runs.plan_config import epoch_plan, shapes_for
 
 HOLDER = """
 import sys, time
@@ -119,37 +118,18 @@ def test_a_directory_that_a_kill_left_without_settings_is_begun_anew(tmp_path):
     assert resume(FitConfig(), run_dir) == []
 
 
-def test_the_same_settings_with_the_same_cost_model_continue_a_run(tmp_path):
-    CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
-    config = FitConfig(
-        directory=DirectoryConfig(run_dir=tmp_path / "run"), plan=PlanConfig(cost_model=tmp_path / "cost.json")
-    )
+def test_the_same_settings_continue_a_run(tmp_path):
+    config = FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run"))
     begin(config)
     assert resume(config, config.directory.run_dir) == []
-    CostModel(1e-3, 1e-5, 2e-7).save(tmp_path / "cost.json")
-    with pytest.raises(ValueError, match=r"differ: cost_model"):
-        resume(config, config.directory.run_dir)
+    with pytest.raises(ValueError, match="differ: seed"):
+        resume(dataclasses.replace(config, seed=3), config.directory.run_dir)
 
 
 def test_a_moved_directory_is_continued(tmp_path):
-    CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
-    run_dir = begin(
-        FitConfig(
-            directory=DirectoryConfig(run_dir=tmp_path / "run"), plan=PlanConfig(cost_model=tmp_path / "cost.json")
-        )
-    )
-    (tmp_path / "cost.json").unlink()
+    run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
     moved = run_dir.rename(tmp_path / "moved")
     assert resume(load_config(moved / "config.json"), moved) == []
-
-
-@pytest.mark.parametrize("content", ["", "[]", "null", "3", '""', "{}"])
-def test_damaged_shapes_are_refused_by_name_also_where_they_were_not_chosen(tmp_path, content):
-    config = FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run"))
-    run_dir = begin(config)
-    (run_dir / "shapes.json").write_text(content)
-    with pytest.raises(ValueError, match=r"shapes\.json holds no chosen shapes"):
-        resume(config, run_dir)
 
 
 @pytest.mark.parametrize("content", ["", "[3]", "null"])

@@ -13,7 +13,6 @@ from jvarlen.models import DecoderConfig
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig, load_config
 from tests.run_fit import make_data
-from tests.settings import changed
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +173,7 @@ class Changed:
         return sample[:-1] if index == self._sample_id else sample
 
 
-def test_a_sample_that_is_not_as_planned_ends_the_run_or_is_counted(config, tmp_path):
+def test_a_sample_that_is_not_as_planned_ends_the_run(config, tmp_path):
     data = make_data()
     longest = int(np.argmax(data.train.lengths))
     data = data._replace(train=Changed(data.train, longest))
@@ -190,7 +189,3 @@ def test_a_sample_that_is_not_as_planned_ends_the_run_or_is_counted(config, tmp_
     length = data.train.lengths[longest]
     with pytest.raises(ValueError, match=rf"id {longest}: {length - 1} tokens, planned {length} tokens"):
         fit(strict, data)
-    (run_dir,) = (path for path in tmp_path.iterdir() if not path.is_symlink())
-    resumed = fit(changed(strict, resume=run_dir, on_mismatch="adjust"), data)
-    assert resumed.summary.num_steps == num_steps
-    assert resumed.summary.num_adjusted == 1

@@ -58,7 +58,7 @@ def with_plan(config, **changes):
 
 
 def test_a_run_estimates_the_seconds_that_nobody_gave(config, split, capsys):
-    run = fit(with_plan(config, packing="default"), split)
+    run = fit(with_plan(config, packing="unset"), split)
     told = capsys.readouterr().out
     chosen, plan = chosen_by(run.run_dir), Plan.load(run.run_dir / "plan.npz")
     assert chosen.buckets == tuple(map(tuple, plan.buckets))
@@ -78,6 +78,9 @@ def test_a_run_is_resumed_with_its_own_shapes_whatever_others_would_cost(config,
     (run_dir / "shapes.json").write_text(json.dumps(shapes))
     assert fit_frequencies(dataclasses.replace(config, max_steps=7), split).summary.num_steps == 7
     assert chosen_by(run_dir) == dataclasses.replace(before, reason="not chosen again")
+    (run_dir / "shapes.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"shapes\.json holds no chosen shapes"):
+        fit_frequencies(dataclasses.replace(config, max_steps=8), split)
 
 
 def test_given_costs_decide_how_many_shapes_a_run_has(config, split, tmp_path):
@@ -111,7 +114,7 @@ def costing(config, tmp_path, compile_seconds, linear=1e-3, quadratic=0.0):
 
 
 def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, capsys):
-    config = with_plan(costing(config, tmp_path, 100.0), packing="default")
+    config = with_plan(costing(config, tmp_path, 100.0), packing="unset")
     unasked = fit_frequencies(config, split)
     assert "one sample a row: packing=" in capsys.readouterr().out
     asked = fit_frequencies(with_plan(config, packing="auto"), split)

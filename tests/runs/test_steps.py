@@ -78,7 +78,7 @@ def test_waits_for_the_compiler_and_checkpoints_are_no_time_of_a_step(monkeypatc
         (0.25, 13, 63.25),
         (0.25, 0, 63.5),
     ]
-    meter._batches = types.SimpleNamespace(num_adjusted=0, num_without_target=0)
+    meter._batches = types.SimpleNamespace(num_without_target=0)
     place = meter.measured(FIRST)
     assert (place.train_s, place.stall_s) == (63.5, 20)
 

@@ -26,38 +26,7 @@ from tests.meshes import data_mesh
 from tests.processes import COMPILE_FAST, ROOT, run, started
 from tests.settings import changed
 
-TRAINING = Path(__file__).parents[1] / "run_training.py"
 FITTING = Path(__file__).parents[1] / "run_fit.py"
-
-
-@pytest.fixture(scope="module")
-def trajectories(tmp_path_factory):
-    """Losses of 50 steps, by (processes, devices in all, rank), dtype and the devices that were used."""
-    folder = tmp_path_factory.mktemp("trajectories")
-    with contextlib.ExitStack() as stack:
-        running = [
-            stack.enter_context(started(TRAINING, num_processes, str(folder), num_devices=num_devices))
-            for num_processes, num_devices in ((1, 8), (2, 1))
-        ]
-        for processes in running:
-            processes.succeed(300)
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
-def test_losses_are_the_same_on_any_number_of_devices_and_processes(trajectories, dtype, tolerance):
-    """Eight microbatches as 1 × 8, 2 × 4 and 8 × 1 shards × accumulation."""
-    expected = trajectories["1-8-0"][dtype]["1"]
-    assert len(expected) == 50
-    assert expected[-1] < expected[0] - 1
-    compared = {
-        (run, size): losses for run, of_run in trajectories.items() for size, losses in of_run.get(dtype, {}).items()
-    }
-    assert compared.keys() == {("1-8-0", "1"), ("1-8-0", "8"), ("2-2-0", "2"), ("2-2-1", "2")}
-    for losses in compared.values():
-        np.testing.assert_allclose(losses, expected, rtol=tolerance)
 
 
 def records(run_dir):
@@ -88,26 +57,10 @@ def on_one_device(tmp_path_factory, compilation_cache):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
-def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cache):
-    config = changed(run_fit.make_skipping_config(tmp_path, compilation_cache), devices=4)
-    spread = fit(config, run_fit.make_data_with_gaps())
-    assert_same_course(records(spread.run_dir), records(on_one_device.run_dir))
-    assert all(leaf.sharding.num_devices == 4 for leaf in jax.tree.leaves(spread.state))
-    assert spread.summary.compilations_after_first_step == 0
-    np.testing.assert_allclose(spread.summary.held_out_after, on_one_device.summary.held_out_after, rtol=1e-5)
-    further = changed(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
-    assert fit(further, run_fit.make_data_with_gaps()).summary.num_steps == run_fit.NUM_STEPS
-    assert bad_samples(spread.run_dir) == bad_samples(on_one_device.run_dir)
-    with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
-        fit(config, run_fit.make_data(), layout=data_mesh(3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [None, "best_fit"])
-def test_a_layout_changes_no_number_and_another_one_resumes(packing, tmp_path, compilation_cache):
+def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilation_cache):
     config = run_fit.make_config(tmp_path, compilation_cache)
     model = DecoderConfig(num_layers=1, width=16, num_heads=1)  # with matrices that are large enough for shards
-    plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12, packing=packing)
+    plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12, packing="best_fit")
     config, data = changed(config, decoder=model, plan=plan), run_fit.make_data()
     alone = fit(config, data)
     interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
@@ -210,6 +163,8 @@ def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(tmp_
     ):
         with pytest.raises(ValueError, match=message):
             fit(changed(run_fit.make_config(tmp_path), **settings), run_fit.make_data())
+    with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
+        fit(run_fit.make_config(tmp_path), run_fit.make_data(), layout=data_mesh(3))
 
 
 @pytest.fixture(scope="module")
@@ -305,25 +260,12 @@ OF_RUN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("devices", "given"),
-    [
-        (
-            "4",
-            [
-                "--parallel",
-                "data2.tensor2.zero1",
-                "--decoder.compute-dtype",
-                "bfloat16",
-                "--decoder.attention",
-                "xla",
-            ],
-        ),
-        ("2", ["--trainable", "*mlp*", "--compile.grad-bucket-bytes", "4096", "--optimizer.batch-size-rule", "none"]),
-    ],
-)
-def test_a_target_gets_the_programs_of_the_run(devices, given, tmp_path, monkeypatch):
+def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
     """Of the same settings, whether they are those of train or of compile, and of samples or of lengths."""
+    given = [
+        *("--parallel", "data2.tensor2.zero1", "--decoder.compute-dtype", "bfloat16", "--decoder.attention", "xla"),
+        *("--trainable", "*mlp*", "--optimizer.batch-size-rule", "none"),
+    ]
     (tmp_path / "lines.txt").write_text("".join(f"{'x' * (i % 30 + 1)}{i}\n" for i in range(300)))
     np.save(tmp_path / "lengths.npy", np.arange(1, 33))
     programs = {}
@@ -343,12 +285,12 @@ def test_a_target_gets_the_programs_of_the_run(devices, given, tmp_path, monkeyp
     monkeypatch.setattr("jvarlen.runs.fit.compile_buckets", of_run)
     monkeypatch.setattr("jvarlen.targets.compile_for._row", lambda compiler, target, lowered: noted(compiler, lowered))
     monkeypatch.setattr("jvarlen.targets.compile_for.num_threads", lambda options: 1)
-    on = jax.devices()[: int(devices)]
+    on = jax.devices()[:4]
     monkeypatch.setattr(Target, "_here", classmethod(lambda cls: cls("here", tuple(on), None, is_here=True)))
     data, found = str(tmp_path / "lines.txt"), []
     for command in (
-        ["train", "--data", data, "--runs-dir", str(tmp_path / "runs"), "--devices", devices],
-        ["train", "--data", data, "--devices", devices, "--dry-run", "--target", "here"],
+        ["train", "--data", data, "--runs-dir", str(tmp_path / "runs"), "--devices", "4"],
+        ["train", "--data", data, "--devices", "4", "--dry-run", "--target", "here"],
         ["compile", data, "--target", "here"],
         ["compile", str(tmp_path / "lengths.npy"), "--target", "here"],
     ):

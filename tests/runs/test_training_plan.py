@@ -122,8 +122,7 @@ def test_epochs_of_packed_rows_have_different_numbers_of_steps(unit):
     walked = list(places(training))
     assert [(p.epoch, p.step) for p in walked[:-1]] == [(e, s) for e, size in enumerate(sizes) for s in range(size)]
     assert walked[-1].num_tokens_done == 3 * PACKED_LENGTHS.sum()
-    ends = [place.num_steps_done for place in walked[1:] if training.steps_of_epoch_before(place.num_steps_done)]
-    assert ends == np.cumsum(sizes).tolist()
+    assert training.epoch_starts == [0, *np.cumsum(sizes).tolist()]
     records = [training.record(place) for place in walked[:-1]]
     assert (
         len({record["base_learning_rate"] for record in records[len(records) // 2 :]})
@@ -425,17 +424,6 @@ def test_a_training_of_billions_of_steps_with_an_optimizer_of_ones_own_holds_no_
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"num_epochs": None, "max_steps": 5 * 10**9}, r"from 1 to 2\*\*31 - 1: max_steps \(5000000000\)"),
-        ({"num_epochs": 10**9}, r"num_epochs \(1,000,000,000\): that is"),
-        (
-            {"num_epochs": None, "max_steps": 10**9},
-            r"rates of all 1,000,000,000 steps .*take fewer steps \(max_steps, num_epochs\)",
-        ),
-    ],
-)
-def test_steps_that_cannot_be_counted_are_refused_with_their_number(settings, said):
-    with pytest.raises(ValueError, match=said):
-        TrainingPlan(dataclasses.replace(CONFIG, **settings), LENGTHS, EVAL_LENGTHS)
+def test_steps_that_cannot_be_counted_are_refused_with_their_number():
+    with pytest.raises(ValueError, match=r"from 1 to 2\*\*31 - 1: max_steps \(5000000000\)"):
+        dataclasses.replace(CONFIG, num_epochs=None, max_steps=5 * 10**9)
