@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.buckets import Buckets, check_buckets, check_steps
-from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.buckets import check_buckets, check_steps
+from torch_ref.checks import check_integer
 from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES, PairSize
 
 __all__ = ["count_per_row", "plan_digest", "read_plan_file", "write_plan_file"]
@@ -162,7 +162,6 @@ def read_plan_file(
                 if counted == "function"
                 else f"its pairs count their {counted}, by no function: leave pair_size out"
             )
-    problem = problem or _find_contradiction(fields, pair_size or counted)
     if problem:
         raise ValueError(f"{path}: {problem}")
     return fields, pair_size or counted
@@ -195,8 +194,6 @@ def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         return fields
     if _digest_of(fields) != header["digest"] or _checksum(header["digest"], fields) != header["checksum"]:
         raise ValueError(f"{path}: it was changed, its arrays do not have the digest {header['digest']}")
-    if problem := _find_contradiction(fields):
-        raise ValueError(f"{path}: {problem}")
     return fields
 
 
@@ -263,75 +260,6 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     if digest != str(fields["digest"]):
         return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
     return None
-
-
-def _find_contradiction(fields: dict[str, NDArray[Any]], pair_size: PairSize = "sum") -> str | None:
-    """Return what no plan can have: a digest can be computed for anything."""
-    num_microbatches = int(fields["microbatches_per_step"])
-    if num_microbatches < 1:
-        return f"microbatches_per_step is {num_microbatches}"
-    try:
-        buckets = Buckets(check_buckets(fields["buckets"].tolist()), None, pair_size)
-        check_steps(buckets, num_microbatches)
-    except ValueError as error:
-        return str(error)
-    of_step, num_tokens, ids = fields["step_bucket"], fields["num_tokens"], fields["sample_ids"]
-    offsets, row_offsets = fields["step_offsets"], fields.get("row_offsets")
-    if len(num_tokens) != len(of_step) or not len(of_step) or not len(ids):
-        return "there are no steps or samples, or the numbers of tokens are not those of the steps"
-    if of_step.min() < 0 or of_step.max() >= len(buckets):
-        return f"step_bucket is from {of_step.min()} to {of_step.max()}, there are {len(buckets)} buckets"
-    for name, bounds in (("step_offsets", offsets), ("row_offsets", row_offsets)):
-        if bounds is not None and (
-            not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ids) or np.any(bounds[1:] <= bounds[:-1])
-        ):
-            return f"{name} must ascend from 0 to {len(ids)}, the number of samples"
-    num_samples = num_rows = np.diff(offsets)
-    if row_offsets is not None:
-        places = np.searchsorted(row_offsets, offsets)
-        if not np.array_equal(row_offsets[places], offsets):
-            return "a step begins in the midst of a row"
-        num_rows = np.diff(places)
-    rows_per_step = num_microbatches * np.array([bucket[0] for bucket in buckets])[of_step]
-    tokens_per_step = rows_per_step * buckets.row_sizes[of_step]
-    if (num_rows > rows_per_step).any():
-        return f"step {np.argmax(num_rows > rows_per_step)} has more rows than its bucket"
-    if ((num_tokens < num_samples) | (num_tokens > tokens_per_step)).any():
-        return "num_tokens are fewer than samples, or more than fit"
-    overlong = str(fields["overlong"])
-    for name, rule, most in (("num_dropped", "drop", INT64_MAX), ("num_truncated", "truncate", len(ids))):
-        if not 0 <= int(fields[name]) <= (most if overlong == rule else 0):
-            return f"{name} is {int(fields[name])} with overlong={overlong!r}"
-    if row_offsets is not None and "samples_per_row" in fields:
-        in_rows = fields["samples_per_row"]
-        fewest, lengths = count_per_row(row_offsets, offsets, of_step, len(buckets)), [bucket[1] for bucket in buckets]
-        if len(in_rows) != len(buckets) or np.any(in_rows < fewest) or np.any(in_rows > lengths):
-            return (
-                f"samples_per_row is {in_rows.tolist()}, where rows of the buckets have up to {fewest.tolist()} "
-                f"samples and {lengths} tokens"
-            )
-    return _find_wrong_id(ids, fields.get("piece_starts"))
-
-
-def _find_wrong_id(ids: NDArray[np.int64], starts: NDArray[np.int64] | None) -> str | None:
-    if ids.min() < 0:
-        return f"sample id {ids.min()} is negative"
-    if starts is None:
-        return "sample ids come more than once" if _has_repeats(ids) else None
-    if len(starts) != len(ids) or starts.min() < 0:
-        return "piece_starts are negative, or not one for each sample"
-    firsts, pieces = ids[starts == 0], np.stack([ids, starts], axis=1)[starts > 0]
-    if _has_repeats(firsts) or len(np.unique(pieces, axis=0)) < len(pieces):
-        return "pieces of samples come more than once"
-    return None if np.isin(pieces[:, 0], firsts).all() else "samples come without their first piece"
-
-
-def _has_repeats(ids: NDArray[np.int64]) -> bool:
-    if len(ids) and ids.max() < 8 * len(ids):
-        is_there = np.zeros(ids.max() + 1, dtype=bool)
-        is_there[ids] = True
-        return bool(np.count_nonzero(is_there) < len(ids))
-    return len(np.unique(ids)) < len(ids)
 
 
 def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:

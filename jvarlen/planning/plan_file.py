@@ -6,25 +6,19 @@ Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n sample
 from __future__ import annotations
 
 import hashlib
-import os
-import struct
-import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
-from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file, write_atomically
-from jvarlen.planning.buckets import Buckets, check_buckets, rows_of_steps
-from jvarlen.planning.lengths import PackedOverlong, PairSize
+from jvarlen.planning.lengths import PairSize
 
 __all__ = [
     "DIGEST_CHUNK",
-    "check_plan",
     "chunk_digest",
     "chunk_digests",
     "most_in_rows",
@@ -40,8 +34,6 @@ Fields = dict[str, Shaped[np.ndarray, "..."]]
 _FORMAT_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # the same arrays
 _MAX_REASON = 300  # characters
-_ZIP_LENGTHS = 26  # where a member's own header has the lengths of its name and of the extra field
-_MOST_IDS_A_SAMPLE = 8  # ids up to so many times the samples are marked in a table; further apart they are sorted
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
 _SPLIT_DIGEST_NAME = b"jvarlen-split-plan-1\0"
@@ -117,59 +109,44 @@ def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> 
 def read_plan_file(path: Path, pair_size: Callable[..., Any] | None = None) -> tuple[Fields, PairSize]:
     """Reads what `write_plan_file` wrote, and what pairs count; raises ValueError where it is anything else."""
     try:
-        with regular_file(path).open("rb") as file, zipfile.ZipFile(file) as archive:
-            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-            if any(member.compress_type for member in members.values()):
+        with regular_file(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            if any(member.compress_type for member in archive.zip.infolist()):
                 raise UserError("its arrays are compressed")  # a small one could take all memory
-            version = _read_member(file, members, "format_version")
+            version = archive["format_version"]
             if version.shape != () or version not in _READABLE_VERSIONS:
                 readable = " and ".join(map(str, _READABLE_VERSIONS))
                 raise UserError(f"its format_version is {version}, this version of the library reads {readable}")
             fields: Fields = {
-                name: _read_member(file, members, name).astype(dtype, casting="equiv", copy=False)
-                for name, (dtype, _) in _fields_of(members).items()
+                name: archive[name].astype(dtype, casting="equiv", copy=False)
+                for name, (dtype, _) in _fields_of(archive).items()
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
+        digest = plan_digest(
+            int(fields["microbatches_per_step"]),
+            fields["buckets"].tolist(),
+            fields["step_bucket"],
+            fields["step_offsets"],
+            chunk_digests(fields["sample_ids"]),
+            fields.get("row_offsets"),
+            fields.get("piece_starts"),
+        )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
         sealed = next((word for word in _COUNTED if _checksum(fields, word) == str(fields["checksum"])), None)
-        if sealed is not None and (sealed == "function") != (pair_size is not None):
+        if digest != str(fields["digest"]) or sealed is None:
+            raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
+        if (sealed == "function") != (pair_size is not None):
             raise UserError(
                 "a function says what its pairs count: pass it as pair_size="
                 if sealed == "function"
                 else f"its pairs count their {sealed}, by no function: leave pair_size out"
             )
-        counted = pair_size or cast(PairSize, sealed or "sum")
-        with ThreadPoolExecutor(1) as thread:  # both leave the interpreter free
-            checked = thread.submit(check_plan, fields, counted)
-            digest = plan_digest(
-                int(fields["microbatches_per_step"]),
-                fields["buckets"].tolist(),
-                fields["step_bucket"],
-                fields["step_offsets"],
-                chunk_digests(fields["sample_ids"]),
-                fields.get("row_offsets"),
-                fields.get("piece_starts"),
-            )
-        if digest != str(fields["digest"]) or sealed is None:
-            raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
-        checked.result()
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no plan file {path}") from None
     except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
         reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
         raise UserError(f"{path} is not a readable plan file: {reason}") from error
-    return fields, counted
-
-
-def _read_member(file: BinaryIO, members: Mapping[str, zipfile.ZipInfo], name: str) -> np.ndarray:
-    """An array of an uncompressed archive, without its CRC-32: digest and checksum tell whether it is as written."""
-    if name not in members:
-        raise UserError(f"it has no {name}")
-    file.seek(members[name].header_offset + _ZIP_LENGTHS)
-    name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
-    file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
-    return np.lib.format.read_array(file, allow_pickle=False)
+    return fields, pair_size or cast(PairSize, sealed)
 
 
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
@@ -189,97 +166,6 @@ def most_in_rows(
     most = np.ones(num_buckets, np.int64)
     np.maximum.at(most, step_bucket, np.maximum.reduceat(np.diff(row_offsets), first_rows))
     return most
-
-
-def check_plan(fields: Mapping[str, Any], pair_size: PairSize = "sum") -> None:
-    """Raises ValueError that lists what no plan has: whoever edits a file can renew its digest and checksum."""
-    step_bucket, offsets, num_tokens = (fields[name] for name in ("step_bucket", "step_offsets", "num_tokens"))
-    ids, num_steps = fields["sample_ids"], len(step_bucket)
-    buckets = Buckets(check_buckets(fields["buckets"].tolist()), None, pair_size)
-    rows_per_step = rows_of_steps(buckets, int(fields["microbatches_per_step"]))
-    if not num_steps or (len(offsets), len(num_tokens)) != (num_steps + 1, num_steps):
-        raise UserError("step_bucket, step_offsets and num_tokens are of no step, or of different numbers of steps")
-    outside = (step_bucket < 0) | (step_bucket >= len(buckets))
-    if outside.any():
-        listed = list_offenders(*offenders_where(outside, step_bucket), limit=len(buckets) - 1, name="step")
-        raise UserError(f"steps of no bucket: {listed}")
-    row_offsets = fields.get("row_offsets")
-    for name, bounds in (("step_offsets", offsets), ("row_offsets", row_offsets)):
-        # Compared, not subtracted: differences of what a file holds can overflow.
-        if bounds is not None and (bounds[0] != 0 or bounds[-1] != len(ids) or (bounds[1:] <= bounds[:-1]).any()):
-            raise UserError(f"{name} do not ascend from 0 to the number of sample_ids, {len(ids):,}")
-    num_samples = num_rows = np.diff(offsets)
-    if row_offsets is not None:
-        rows_before = np.searchsorted(row_offsets, offsets)
-        num_rows = np.diff(rows_before)
-        if (row_offsets[rows_before] != offsets).any():
-            raise UserError("step_offsets cut rows")
-    room = rows_per_step * buckets.row_sizes
-    wrong = {
-        "more rows than their buckets": (num_rows > rows_per_step[step_bucket], num_rows),
-        "fewer tokens than samples": (num_tokens < num_samples, num_tokens),
-        "more tokens than room": (num_tokens > room[step_bucket], num_tokens),
-    }
-    problems = [
-        f"steps with {what}: {list_offenders(*offenders_where(is_wrong, values), name='step')}"
-        for what, (is_wrong, values) in wrong.items()
-        if is_wrong.any()
-    ]
-    problems += _problems_of_ids(ids, fields.get("piece_starts"))
-    most = fields.get("samples_per_row")
-    if row_offsets is not None and most is not None:
-        fewest = most_in_rows(row_offsets, offsets, step_bucket, len(buckets))
-        row_lengths = np.array([bucket.lengths[0] for bucket in buckets])  # each sample has a token there
-        if len(most) != len(buckets) or (most < fewest).any() or (most > row_lengths).any():
-            problems.append(
-                f"samples_per_row are {most.tolist()}: rows of the buckets have up to {fewest.tolist()} samples, and "
-                f"room for {row_lengths.tolist()}"
-            )
-    overlong, counts = str(fields["overlong"]), {}
-    check_choices(overlong=(overlong, PackedOverlong))
-    for name, rule in (("num_dropped", "drop"), ("num_truncated", "truncate")):
-        counts[name] = int(fields[name])
-        if not 0 <= counts[name] <= (0 if overlong != rule else 2**63 - 1):
-            problems.append(f"{name} is {counts[name]:,} under overlong={overlong!r}")
-    if counts["num_truncated"] > len(ids):
-        problems.append(f"num_truncated is {counts['num_truncated']:,} of {len(ids):,} samples")
-    if problems:
-        raise UserError("; ".join(problems))
-
-
-def _problems_of_ids(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"] | None) -> list[str]:
-    """Ids below 0, samples that come twice, and chunks that come twice or without the first of their sample."""
-    if (lowest := int(ids.min())) < 0:
-        return [f"sample_ids are from 0 on, and one is {lowest}"]
-    if starts is None:
-        return _repeated(ids)
-    if len(starts) != len(ids) or starts.min() < 0:
-        return ["piece_starts are negative, or not as many as sample_ids"]
-    is_later = starts > 0
-    problems = _repeated(ids[~is_later])
-    later_ids, later_starts = ids[is_later], starts[is_later]
-    by_piece = np.lexsort([later_starts, later_ids])
-    later_ids, later_starts = later_ids[by_piece], later_starts[by_piece]
-    twice = (later_ids[1:] == later_ids[:-1]) & (later_starts[1:] == later_starts[:-1])
-    if twice.any():
-        problems.append(f"pieces that come more than once: {list_offenders(later_ids[1:][twice])}")
-    orphans = later_ids[~np.isin(later_ids, ids[~is_later])]
-    return problems + [f"samples without their first piece: {list_offenders(orphans)}"] * bool(len(orphans))
-
-
-def _repeated(ids: Int64[np.ndarray, " n"]) -> list[str]:
-    """Lists samples that come more than once."""
-    largest = int(ids.max(initial=0))
-    if largest < _MOST_IDS_A_SAMPLE * len(ids):
-        comes = np.zeros(largest + 1, bool)
-        comes[ids] = True
-        num_distinct = int(np.count_nonzero(comes))
-    else:
-        num_distinct = len(np.unique(ids))
-    if num_distinct == len(ids):
-        return []
-    values, times = np.unique(ids, return_counts=True)
-    return [f"samples that come more than once: {list_offenders(values[times > 1], times[times > 1])}"]
 
 
 def _checksum(fields: Fields, counted: str = "sum") -> str:
