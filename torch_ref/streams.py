@@ -332,53 +332,12 @@ def _check_state(state: Any) -> dict[str, Any]:
         fields["max_waiting"] = None if most is None else check_integer("max_waiting", most)
         check_overlong(state["overlong"])
         fields["overlong"] = state["overlong"]
-        fields["waiting"] = _check_waiting(state["waiting"], fields)
+        fields["waiting"] = [[(int(number), int(length)) for number, length in queue] for queue in state["waiting"]]
         size = state["shuffle_buffer"]
         fields["shuffle_buffer"] = None if size is None else check_integer("shuffle_buffer", size)
         fields |= {name: check_integer(name, state[name], minimum=0) for name in ("seed", "epoch")}
-        fields["buffered"] = [
-            (
-                check_integer("buffered id", number, minimum=0, maximum=fields["num_read"] - 1),
-                check_integer("buffered length", length),
-            )
-            for number, length in state["buffered"]
-        ]
-        if len(fields["buffered"]) >= (size or 1):
-            raise ValueError(f"{len(fields['buffered'])} samples in a shuffle buffer of {size}")
-        _check_counts(fields)
+        fields["buffered"] = [(int(number), int(length)) for number, length in state["buffered"]]
     # Whatever is wrong with its types, in however many ways, it is no state.
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"not a state of stream_batches: {error}") from error
     return fields
-
-
-def _check_counts(fields: dict[str, Any]) -> None:
-    num_waiting = sum(map(len, fields["waiting"]))
-    if fields["max_waiting"] is not None and num_waiting > fields["max_waiting"]:
-        raise ValueError(f"{num_waiting} samples wait, max_waiting is {fields['max_waiting']}")
-    ids = [number for number, _ in chain(*fields["waiting"], fields["buffered"])]
-    if len(set(ids)) < len(ids):
-        raise ValueError("samples wait twice")
-    if len(ids) + fields["num_dropped"] > fields["num_read"]:
-        raise ValueError(f"{len(ids)} samples wait, {fields['num_dropped']} were dropped, {fields['num_read']} read")
-    for name, rule in (("num_dropped", "drop"), ("num_truncated", "truncate")):
-        if fields[name] and fields["overlong"] != rule:
-            raise ValueError(f"{name} is {fields[name]} with overlong={fields['overlong']!r}")
-
-
-def _check_waiting(waiting: Any, fields: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    buckets = fields["buckets"]
-    if len(waiting) != len(buckets):
-        raise ValueError(f"waiting must be one list a bucket, {len(buckets)}, got {len(waiting)}")
-    queues = []
-    shorter = 0
-    for queue, bucket in zip(waiting, buckets, strict=True):
-        checked = []
-        for number, length in queue:
-            number = check_integer("waiting id", number, minimum=0, maximum=fields["num_read"] - 1)
-            checked.append((number, check_integer("waiting length", length, shorter + 1, bucket.length)))
-        if len(checked) >= bucket.rows * fields["microbatches_per_step"]:
-            raise ValueError(f"{len(checked)} samples wait for {tuple(bucket)}, which is a full step")
-        queues.append(checked)
-        shorter = bucket.length
-    return queues

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import fractions
 import itertools
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -24,7 +23,6 @@ from jaxtyping import Int64
 from jvarlen._common.checks import (
     UserError,
     check_at_least_one,
-    check_at_least_zero,
     check_choices,
     if_given,
     is_integer,
@@ -393,40 +391,6 @@ def _read_state(fields: Mapping[str, Any]) -> _StreamState:
         state = dacite.from_dict(_StreamState, fields, dacite.Config(strict=True))
         if state.version != _STATE_VERSION:
             raise UserError(f"version {state.version}, and not {_STATE_VERSION}")
-        _check_state(state)
     except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"this is no state of a stream: {error}") from error
     return state
-
-
-def _check_state(state: _StreamState) -> None:
-    """Raises ValueError for a state that no stream comes to."""
-    buckets = check_buckets([tuple(bucket) for bucket in state.buckets])
-    capacities = rows_of_steps(buckets, state.microbatches_per_step).tolist()
-    check_at_least_one(**if_given(max_waiting=state.max_waiting, shuffle_buffer=state.shuffle_buffer))
-    check_seed(state.seed, state.epoch)
-    num_waiting = list(map(len, state.waiting_ids))
-    ids = [*itertools.chain(*state.waiting_ids), *state.buffered_ids]
-    lengths = [*itertools.chain(*state.waiting_lengths), *state.buffered_lengths]
-    check_at_least_zero(num_read=state.num_read, num_dropped=state.num_dropped, num_truncated=state.num_truncated)
-    check_at_least_zero(**{f"id {i}": i for i in ids})
-    check_at_least_one(**{f"length of id {i}": length for i, length in zip(ids, lengths, strict=True)})
-    limits = [0, *(sum(bucket.lengths) for bucket in buckets)]
-    holds = [
-        all(low < length <= high for length in waiting)
-        for waiting, (low, high) in zip(state.waiting_lengths, itertools.pairwise(limits), strict=True)
-    ]
-    for is_wrong, problem in (
-        (any(len(bucket.lengths) > 1 for bucket in buckets), "buckets of pairs"),
-        (num_waiting != list(map(len, state.waiting_lengths)), "other numbers of waiting ids than of lengths"),
-        (any(map(operator.ge, num_waiting, capacities)), "more samples wait than make a step"),
-        (sum(num_waiting) > (state.max_waiting or sys.maxsize), "more samples wait than max_waiting"),
-        (len(state.buffered_ids) >= (state.shuffle_buffer or 1), "as many samples are buffered as shuffle_buffer"),
-        (not all(holds), "samples wait in buckets that they do not belong to"),
-        (len(set(ids)) != len(ids) or max(ids, default=-1) >= state.num_read, "ids come twice, or were not read yet"),
-        (state.num_read < len(ids) + state.num_dropped, "fewer samples were read than wait or were dropped"),
-        (state.num_dropped and state.overlong != "drop", "samples were dropped by another rule"),
-        (state.num_truncated and state.overlong != "truncate", "samples were truncated by another rule"),
-    ):
-        if is_wrong:
-            raise UserError(problem)

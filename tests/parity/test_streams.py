@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow, slow_streams
-from .inputs import dyadic_cost, few, moderate, offenders, seeds, stepped_cost
+from .inputs import dyadic_cost, moderate, offenders, seeds, stepped_cost
 
 
 @st.composite
@@ -132,35 +132,6 @@ def test_a_state_goes_on_after_any_step(package, arguments, data):
         assert (stream.num_dropped, stream.num_truncated) == (steps.num_dropped, steps.num_truncated)
 
 
-@few
-@given(arguments=estimated_arguments(), num_taken=st.integers(0, 5))
-def test_a_state_keeps_the_buckets_that_were_chosen(package, arguments, num_taken):
-    """And reads the samples that had been read ahead again."""
-    arguments |= {"overlong": "truncate"}
-    whole = list(package.stream_batches(**arguments))
-    first = package.stream_batches(**arguments)
-    taken = list(itertools.islice(first, num_taken))
-    resumed = package.stream_batches(arguments["lengths"], state=json.loads(json.dumps(first.state())))
-    assert [step.ids.tolist() for step in [*taken, *resumed]] == [step.ids.tolist() for step in whole]
-    assert resumed.buckets == first.buckets
-
-
-@moderate
-@given(arguments=stream_arguments(), limit=st.integers(1, 10))
-def test_never_more_samples_wait_than_allowed(package, arguments, limit):
-    """What was read and not yet in a step, at every step and at the end; each sample in one step."""
-    arguments |= {"shuffle_buffer": None}
-    steps = package.stream_batches(**(arguments | {"max_waiting": limit}))
-    emitted = []
-    for step in steps:
-        emitted += step.ids[step.ids >= 0].tolist()
-        assert steps.num_read - steps.num_dropped - len(emitted) <= limit
-    longest = arguments["buckets"][-1][1]
-    drops = arguments["overlong"] == "drop"
-    kept = [i for i, length in enumerate(arguments["lengths"]) if length <= longest or not drops]
-    assert sorted(emitted) == kept
-
-
 def test_an_endless_stream_is_read_no_further_than_needed(package):
     """A step comes as soon as it is full."""
     drawn = []
@@ -256,15 +227,6 @@ def test_overlong_and_broken_lengths_are_named(package):
         next(package.stream_batches([3, 2, -3, 1], max_tokens=10))
 
 
-def test_numpy_lengths_are_lengths(package):
-    """Arrays of any integer dtype; the state stays plain JSON."""
-    values = np.array([3, 9, 2, 1], dtype=np.uint8)
-    steps = package.stream_batches(values, [(2, 4), (1, 9)])
-    next(steps)
-    json.dumps(steps.state())
-    assert [step.ids.tolist() for step in steps] == [[[0, 2]], [[3, -1]]]
-
-
 def test_a_stream_without_samples_has_no_steps(package):
     """Given buckets; without them there is nothing to choose them by."""
     assert list(package.stream_batches([], [(2, 4)])) == []
@@ -311,28 +273,6 @@ def test_what_is_no_state_is_refused(package):
     for other in broken:
         with pytest.raises(ValueError, match="state"):
             package.stream_batches(lengths, state=other)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"microbatches_per_step": 2**31},
-        {"max_waiting": 2},
-        {"num_read": 2},
-        {"num_dropped": 1},
-        {"num_truncated": 1},
-        {"num_dropped": 99, "overlong": "drop"},
-    ],
-    ids=str,
-)
-def test_a_state_that_no_stream_comes_to_is_refused(package, change):
-    """Counts and limits that contradict the samples that wait."""
-    steps = package.stream_batches([9, 1, 5, 1, 9], [(3, 4), (2, 5), (1, 9)], max_waiting=9)
-    assert next(steps).ids.tolist() == [[0]]
-    next(steps)
-    state = steps.state()
-    with pytest.raises(ValueError, match="state"):
-        package.stream_batches([9, 1, 5, 1, 9], state=state | change)
 
 
 def test_a_stream_shorter_than_its_state_is_refused(package):
