@@ -18,19 +18,16 @@ from torch_ref.plan import Plan
 
 __all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs"]
 
-_SEARCHED_UP_TO = 12
 _UNIT_BITS = 32
 _SWEEPS = 8
 _EXCHANGED_UP_TO = 16  # rows of a rank
 
 
 def assign_microbatches(costs: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
-    """Assign microbatches to ranks by Graham's rule, and the fewest of them exactly.
+    """Assign microbatches to ranks by Graham's rule.
 
     From the most to the least costly, ties by index, each microbatch goes to the rank with the least work so far, ties
-    by rank. For at most 12 microbatches, an exact search then looks for assignments with less work on their slowest
-    rank. If there are any, the result is the best one, and of equal ones the one whose ranks, from the most to the
-    least costly microbatch, come first as a list.
+    by rank.
 
     Args:
         costs: [n] numbers >= 0, counted in 2**-32 of the next power of two above the largest, to the nearest integer.
@@ -44,17 +41,14 @@ def assign_microbatches(costs: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
 
     Example:
         >>> assign_microbatches([3, 3, 2, 2, 2], 2).tolist()
-        [0, 0, 1, 1, 1]
+        [0, 1, 0, 1, 0]
     """
     units = _in_units(_check_costs("costs", costs))
     used = min(check_integer("num_ranks", num_ranks), len(units))
     order = sorted(range(len(units)), key=lambda i: (-units[i], i))
     falling = [units[i] for i in order]
-    ranks = _longest_first(falling, used)
-    if len(units) <= _SEARCHED_UP_TO:
-        ranks = _shorten(falling, used, ranks)
     result = np.zeros(len(units), dtype=np.int64)
-    result[order] = ranks
+    result[order] = _longest_first(falling, used)
     return result
 
 
@@ -453,39 +447,3 @@ def _longest_first(falling: Sequence[int], num_ranks: int) -> list[int]:
         work[idlest] += cost
         ranks.append(idlest)
     return ranks
-
-
-def _shorten(falling: Sequence[int], num_ranks: int, ranks: list[int]) -> list[int]:
-    """Ask for less work on the slowest rank until no assignment has it."""
-    while True:
-        work = [0] * num_ranks
-        for cost, rank in zip(falling, ranks, strict=True):
-            work[rank] += cost
-        shorter = _first_within(falling, num_ranks, max(work) - 1)
-        if shorter is None:
-            return ranks
-        ranks = shorter
-
-
-def _first_within(falling: Sequence[int], num_ranks: int, limit: int) -> list[int] | None:
-    """Return the first list of ranks, if any, by which no rank has more work than the limit."""
-    if sum(falling) > limit * num_ranks:
-        return None
-    hopeless: set[tuple[int, ...]] = set()  # sorted work of the ranks, after as many microbatches as that took
-
-    def extend(ranks: list[int], work: tuple[int, ...]) -> list[int] | None:
-        if len(ranks) == len(falling):
-            return ranks
-        state = (len(ranks), *sorted(work))
-        if state in hopeless:
-            return None
-        cost = falling[len(ranks)]
-        for rank in range(num_ranks):
-            if work[rank] + cost <= limit and work[rank] not in work[:rank]:
-                found = extend([*ranks, rank], (*work[:rank], work[rank] + cost, *work[rank + 1 :]))
-                if found is not None:
-                    return found
-        hopeless.add(state)
-        return None
-
-    return extend([], (0,) * num_ranks)

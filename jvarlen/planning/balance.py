@@ -7,7 +7,6 @@ dealt at once, each to W shares of q rows: the ranks of a step, or those of all 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import itertools
 from typing import Literal
@@ -40,7 +39,6 @@ SyncEvery = Literal["step", "microbatch"]
 _COST_BITS = 32
 _MOST_SWEEPS = 8  # of swaps; more of them hardly gain
 _MOST_SWAPPED = 16  # rows of a rank, above which dealing alone is even enough
-_MOST_SEARCHED = 12  # microbatches, for an exact search
 _FULL = np.iinfo(np.int64).max
 
 
@@ -48,9 +46,7 @@ def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarra
     """Assigns microbatches to ranks so that the slowest rank has little to do.
 
     Longest first: microbatches by descending cost, ties by index, each to the rank that has the least so far, ties by
-    rank. Up to 12 microbatches are then searched exactly (branch and bound): where an assignment has a lower slowest
-    rank than that, the result is, of all with the lowest, the one whose ranks in the order of descending cost come
-    first lexicographically. The search takes some ms at most, mostly below one.
+    rank.
 
     Args:
       costs: floats[n], what each microbatch costs, in any unit, finite and at least 0. They are rounded to multiples of
@@ -65,7 +61,7 @@ def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarra
 
     Example:
       >>> assign_microbatches([7, 2, 5, 4, 6], 2).tolist()
-      [0, 1, 0, 1, 1]
+      [0, 0, 1, 0, 1]
 
     References:
       Longest first: Graham 1969, "Bounds on Multiprocessing Timing Anomalies". Its slowest rank has at most 4/3 −
@@ -74,8 +70,11 @@ def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarra
     check_at_least_one(num_ranks=num_ranks)
     units = _in_units(_checked_costs(costs, "costs"))
     descending = np.argsort(-units, kind="stable")
+    loads = [(0, rank) for rank in range(min(int(num_ranks), len(units)))]
     ranks = np.empty(len(units), np.int64)
-    ranks[descending] = _ranks_of_descending(tuple(units[descending].tolist()), min(int(num_ranks), len(units)))
+    for index in descending.tolist():
+        load, ranks[index] = loads[0]
+        heapq.heapreplace(loads, (load + int(units[index]), int(ranks[index])))
     return ranks
 
 
@@ -463,40 +462,3 @@ def _in_units(costs: Float64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
     """Costs as multiples of 2**-32 of the power of two above the largest, so that integers below 2**32 are exact."""
     _, exponent = np.frexp(costs.max())
     return np.rint(np.ldexp(costs, _COST_BITS - int(exponent))).astype(np.int64)
-
-
-@functools.lru_cache(maxsize=2**12)  # steps of few shapes repeat
-def _ranks_of_descending(costs: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """The rank of each of the descending costs."""
-    loads = [(0, rank) for rank in range(num_ranks)]
-    ranks = []
-    for cost in costs:
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + cost, rank))
-        ranks.append(rank)
-    if len(costs) > _MOST_SEARCHED:
-        return tuple(ranks)
-    # Depth first over the ranks of each cost; the first assignment wins that has a lower slowest rank than all before.
-    slowest, best = max(loads)[0], tuple(ranks)
-    load_of, chosen = [0] * num_ranks, [0] * len(costs)
-    shared = sum(costs[num_ranks - 1 : num_ranks + 1]) if len(costs) > num_ranks else 0  # two costs share a rank
-    least = max(costs[0], -(-sum(costs) // num_ranks), shared)
-
-    def place(k: int) -> None:
-        nonlocal slowest, best
-        if slowest <= least or max(load_of) >= slowest:
-            return
-        if k == len(costs):
-            slowest, best = max(load_of), tuple(chosen)
-            return
-        tried = set()
-        for rank, load in enumerate(load_of):
-            if load in tried or load + costs[k] >= slowest:
-                continue  # ranks with equal loads are alike
-            tried.add(load)
-            chosen[k], load_of[rank] = rank, load + costs[k]
-            place(k + 1)
-            load_of[rank] = load
-
-    place(0)
-    return best

@@ -1,7 +1,7 @@
 """Plans whose rows are dealt to ranks by cost."""
 
 from collections import Counter
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -162,33 +162,6 @@ def test_dealing_never_costs_time(package, drawn):
     assert over_epoch.sum() <= (within * room).sum()
 
 
-def test_rows_of_a_step_are_dealt_evenly(package):
-    """Two ranks with three rows each."""
-    plan = package.make_plan([4] * 6, [(3, 4)], microbatches_per_step=2, order="dataset")
-    cost = [9.0, 1.0, 8.0, 2.0, 5.0, 5.0]
-    assert work_of(package, plan, cost, 2).tolist() == [[22.0, 8.0]]
-    balanced = package.balance_plan(plan, cost, 2)
-    assert work_of(package, balanced, cost, 2).tolist() == [[15.0, 15.0]]
-    assert balanced.digest != plan.digest
-
-
-def test_a_rank_with_fewer_rows_gets_the_costly_ones(package):
-    """Four microbatches, two ranks, three rows: two and one."""
-    plan = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=4, order="dataset")
-    balanced = package.balance_plan(plan, [3.0, 1.0, 2.0], 2)
-    assert work_of(package, balanced, [3.0, 1.0, 2.0], 2).tolist() == [[3.0, 3.0]]
-    assert balanced.rows(0).tolist() == [[1], [2], [0], [-1]]
-
-
-def test_ranks_beyond_the_rows_of_a_short_step_do_nothing(package):
-    """Three rows, eight microbatches: eight ranks share a step, but only if it has a microbatch for each."""
-    plan = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=8, order="dataset")
-    assert work_of(package, plan, [3.0, 1.0, 2.0], 8).tolist() == [[3.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
-    short = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=4, order="dataset")
-    with pytest.raises(ValueError, match=r"8 (ranks )?do not divide (the )?4"):
-        work_of(package, short, [3.0, 1.0, 2.0], 8)
-
-
 def test_over_the_epoch_costly_rows_meet(package):
     """Two costly rows in one step, and two cheap ones in the other, where each step had one."""
     plan = package.make_plan([4] * 4, [(1, 4)], microbatches_per_step=2, order="dataset")
@@ -196,79 +169,6 @@ def test_over_the_epoch_costly_rows_meet(package):
     assert work_of(package, package.balance_plan(plan, cost, 2), cost, 2).max(axis=1).tolist() == [9.0, 9.0]
     balanced = package.balance_plan(plan, cost, 2, over="epoch", lengths=lengths)
     assert sorted(work_of(package, balanced, cost, 2).max(axis=1).tolist()) == [1.0, 9.0]
-
-
-@moderate
-@given(
-    costs=st.lists(st.integers(0, 9), min_size=4, max_size=6).filter(lambda costs: len(costs) != 5),
-    num_ranks=st.sampled_from([1, 2, None]),
-)
-def test_microbatches_of_one_row_wait_least_in_all_arrangements(package, costs, num_ranks):
-    """Of two microbatches a rank and more; without a number of ranks, too, if that is a power of two."""
-    size = len(costs)
-    plan = package.make_plan([4] * size, [(1, 4)], microbatches_per_step=size, order="dataset")
-    balanced = package.balance_plan(plan, np.array(costs, float), num_ranks, sync_every="microbatch")
-    for ranks in (1, 2, 4) if num_ranks is None and size == 4 else (num_ranks,):
-        starts = np.array(list(permutations(costs))).reshape(-1, ranks or size, size // (ranks or size))
-        (found,) = waited(package, balanced, np.array(costs, float), ranks, "microbatch")
-        assert found == starts.max(axis=1).sum(axis=1).min()
-
-
-def by_cohorts(costs, num_ranks, num_turns):
-    """Return what is waited for by the rule of TorchTitan's balancer, beside which `costs` of a step are dealt.
-
-    The costliest rows, as many as start together, go to the first turn, each to the rank with the least that has room;
-    the next ones to the second turn, and so on. The order that was is kept where that takes no longer.
-    """
-    costs = costs.reshape(-1, num_ranks, num_turns)
-    total, falling = 0, sorted(costs.ravel().tolist(), reverse=True)
-    for first in range(0, len(falling), len(falling) // num_turns):
-        load, room = [0] * num_ranks, [len(costs)] * num_ranks
-        for cost in falling[first : first + len(falling) // num_turns]:
-            rank = min((rank for rank in range(num_ranks) if room[rank]), key=load.__getitem__)
-            load[rank] += cost
-            room[rank] -= 1
-        total += max(load)
-    return min(total, costs.sum(axis=0).max(axis=0).sum())
-
-
-def test_the_published_example_of_torchtitan_waits_80_in_place_of_96(package):
-    """Rows of one, two, four and eight samples, two ranks, two microbatches each."""
-    lengths = [8, 4, 4, 2, 2, 2, 2, *[1] * 8]
-    packing = package.pack_samples(lengths, 8, method="wrapped", order="dataset")
-    plan = package.make_plan(packing, [(1, 8)], microbatches_per_step=4, order="dataset")
-    pairs = package.CostModel(0.0, 0.0, 1.0)
-    costs = find(package, "packed_row_costs")(plan, lengths, pairs)
-    assert costs.tolist() == [64, 32, 16, 8]
-    assert waited(package, plan, costs, 2, "microbatch").tolist() == [96]
-    assert by_cohorts(costs, 2, 2) == 80
-    for num_ranks in (2, None):
-        balanced = package.balance_plan(plan, costs, num_ranks, sync_every="microbatch")
-        moved = find(package, "packed_row_costs")(balanced, lengths, pairs)
-        assert waited(package, balanced, moved, 2, "microbatch").tolist() == [80]
-
-
-@pytest.mark.parametrize(("num_turns", "rows"), [(1, 4), (2, 1), (2, 4)])
-def test_beside_the_rule_of_torchtitan_no_step_waits_longer_and_the_epoch_less(num_turns, rows):
-    """A thousand steps of packed rows, lognormal lengths, eight ranks."""
-    size, num_steps = 8 * num_turns, 1000
-    lengths = np.random.default_rng(3).lognormal(5, 1.2, 14 * size * rows * num_steps).clip(1, 2048).astype(int)
-    packing = jvarlen.pack_samples(lengths, 2048, method="wrapped", order="dataset")
-    plan = jvarlen.make_plan(packing, [(rows, 2048)], microbatches_per_step=size, order="shuffle")
-    pairs = jvarlen.CostModel(0.0, 0.0, 1.0)
-    costs = jvarlen.planning.packed_row_costs(plan, lengths, pairs)
-    first = np.searchsorted(plan.row_offsets, plan.step_offsets)
-    is_full = np.diff(first) == rows * size
-    theirs = np.array([by_cohorts(costs[a:b], 8, num_turns) for a, b in pairwise(first) if b - a == rows * size])
-    ours = []
-    for over in ("step", "epoch"):
-        dealt = jvarlen.balance_plan(plan, costs, 8, over=over, sync_every="microbatch", lengths=lengths)
-        moved = jvarlen.planning.packed_row_costs(dealt, lengths, pairs)
-        ours.append(waited(jvarlen, dealt, moved, 8, "microbatch")[is_full])
-    assert len(theirs) >= num_steps
-    assert (ours[0] <= theirs * (1 + 1e-9)).all()
-    assert ours[0].sum() < theirs.sum() or rows == 1  # where one row is all, theirs is the best within a step
-    assert ours[1].sum() < 0.96 * theirs.sum()
 
 
 @pytest.mark.parametrize(("size", "rows", "above_own"), [(8, 2, 1.1), (16, 1, 1.13), (24, 2, 1.25)])

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jvarlen
@@ -24,10 +24,6 @@ whole_costs = st.lists(st.integers(0, 30), min_size=1, max_size=7)
 real_costs = st.lists(st.floats(0, 1e300), min_size=1, max_size=7)
 
 
-def slowest(costs, ranks, num_ranks):
-    return max(sum(cost for cost, one in zip(costs, ranks, strict=True) if one == rank) for rank in range(num_ranks))
-
-
 def longest_first(costs, num_ranks):
     work, ranks = [0] * num_ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -36,20 +32,12 @@ def longest_first(costs, num_ranks):
     return ranks
 
 
-@settings(deadline=None, max_examples=60)
-@given(costs=whole_costs, num_ranks=st.integers(1, 4))
-def test_few_microbatches_are_assigned_exactly(package, costs, num_ranks):
-    """Longest first if nothing is better; else the first of the best of all assignments."""
-    expected = longest_first(costs, num_ranks)
-    descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    best = slowest(costs, expected, num_ranks)
-    for tried in itertools.product(range(num_ranks), repeat=len(costs)):  # lexicographic
-        ranks = [tried[descending.index(i)] for i in range(len(costs))]
-        if slowest(costs, ranks, num_ranks) < best:
-            expected, best = ranks, slowest(costs, ranks, num_ranks)
+@moderate
+@given(costs=whole_costs, num_ranks=st.integers(1, 9))
+def test_the_costliest_microbatch_goes_first_to_the_rank_with_the_least(package, costs, num_ranks):
     assigned = find(package, "assign_microbatches")(costs, num_ranks)
     assert assigned.dtype == np.int64
-    assert assigned.tolist() == expected
+    assert assigned.tolist() == longest_first(costs, num_ranks)
 
 
 @moderate
@@ -59,17 +47,6 @@ def test_both_assign_alike(costs, num_ranks):
     for scaled in (costs, [1 + cost / 2e300 for cost in costs], np.sqrt(costs)):
         one, other = (find(package, "assign_microbatches")(scaled, num_ranks).tolist() for package in BOTH)
         assert one == other
-
-
-@settings(deadline=None, max_examples=10)
-@given(seed=st.integers(0, 1000), size=st.integers(8, 40), num_ranks=st.integers(2, 6))
-def test_more_microbatches_are_assigned_alike(seed, size, num_ranks):
-    """Up to 12 by search, then longest first."""
-    costs = np.random.default_rng(seed).integers(1, 100, size).tolist()
-    one, other = (find(package, "assign_microbatches")(costs, num_ranks).tolist() for package in BOTH)
-    assert one == other
-    simple = longest_first(costs, num_ranks)
-    assert one == simple if size > 12 else slowest(costs, one, num_ranks) <= slowest(costs, simple, num_ranks)
 
 
 def test_ranks_may_stay_without_a_microbatch(package):
