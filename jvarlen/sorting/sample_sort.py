@@ -72,7 +72,7 @@ def sample_sort(
       shard_sizes: integers[p] between 0 and n, as `shard_local_rows` returns it: how many of the n places of each shard
         in `keys`, the first ones, are rows. An index counts the rows before. Every ⌈N/p⌉ then compiles. None: all.
       exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one all-to-all of exactly the rows,
-        which not all backends have. `"auto"`: ragged if the backend compiles it.
+        which CPUs do not have. `"auto"`: ragged where there is one.
 
     Returns:
       Keys, indices and, if there is one, the payload, with leading axis p·⌈N/p⌉ sharded over the axis. Indices are
@@ -101,7 +101,7 @@ def sample_sort(
         num_shards = placement.layout.data
         if transform == "pmap":
             _check_pmap(mesh, num_shards)
-        is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh, axis_name)
+        is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
             raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
     rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)

@@ -57,7 +57,7 @@ def test_blocks_hold_the_order_as_well(mesh):
 
 def test_exact_messages_give_the_same_order():
     mesh = data_mesh()
-    if mesh.size == 1 or not has_ragged(mesh, "data"):
+    if mesh.size == 1 or not has_ragged(mesh):
         pytest.skip("one device alone, or a backend without a ragged all-to-all")
     for kind in KEYS:
         assert_sorted(keys_of(kind), mesh, exchange="ragged")

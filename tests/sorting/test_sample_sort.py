@@ -17,8 +17,8 @@ from tests.meshes import data_mesh
 from tests.sort_inputs import KINDS, by_rank, keys_of_kind, order_of
 
 PROGRAM = Path(__file__).parents[1] / "run_sort.py"
-SHARDS = (1, 2, 3, 4)
-SIZES = (0, 1, 2, 3, 4, 5, 12, 97)
+SHARDS = (1, 3, 4)
+SIZES = (0, 1, 4, 97)
 
 
 def explicit_mesh(num_shards):
@@ -60,11 +60,8 @@ def test_any_keys_are_ordered_and_balanced(kind, num_shards):
     ("transform", "result", "oversampling"),
     [
         ("shard_map", "interleaved", 1),
-        ("pmap", "block", 1),
-        ("shard_map", "block", 4),
-        ("pmap", "interleaved", 4),
-        ("shard_map", "interleaved", 20),
         ("pmap", "block", 20),
+        ("pmap", "interleaved", 4),
     ],
 )
 def test_nothing_but_the_layout_changes_the_result(transform, result, oversampling):
@@ -72,7 +69,7 @@ def test_nothing_but_the_layout_changes_the_result(transform, result, oversampli
     check(keys, 4, transform=transform, result=result, oversampling=oversampling)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint32, np.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, jnp.bfloat16])
 def test_other_dtypes_stay_what_they_are(dtype):
     rng = np.random.default_rng(2)
     keys = rng.integers(0, 100, 50).astype(dtype)
@@ -84,13 +81,12 @@ def test_other_dtypes_stay_what_they_are(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(np.int64, -(2**62), 2**62), (np.float64, -1e300, 1e300)])
-@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
-def test_64_bit_keys_keep_all_their_bits(dtype, low, high, transform):
+def test_64_bit_keys_keep_all_their_bits(dtype, low, high):
     rng = np.random.default_rng(3)
     keys = rng.integers(low, high, 301) if dtype == np.int64 else rng.uniform(low, high, 301)
     keys[::7] = keys[0] + (1 if dtype == np.int64 else 0)
     with jax.enable_x64(True):
-        check(keys.astype(dtype), 4, transform=transform)
+        check(keys.astype(dtype), 4)
 
 
 def test_64_bit_values_that_fit_32_bits_need_no_64_bit_mode():
@@ -106,8 +102,7 @@ def test_64_bit_values_that_do_not_fit_are_refused_by_row(keys):
         sample_sort(keys, data_mesh(2))
 
 
-@pytest.mark.parametrize("num_shards", [1, 4])
-@pytest.mark.parametrize("result", ["interleaved", "block"])
+@pytest.mark.parametrize(("num_shards", "result"), [(1, "interleaved"), (4, "block")])
 def test_nan_is_an_error_that_names_the_rows(num_shards, result):
     keys = np.zeros(40, np.float32)
     keys[[3, 17, 38]] = np.nan, -np.nan, np.nan
@@ -128,7 +123,7 @@ def test_nan_is_last_where_that_is_asked_for():
     assert np.isnan(by_rank(sorted_keys, 4, "interleaved")[89:99]).all()
 
 
-@pytest.mark.parametrize(("num_shards", "transform"), [(1, "pmap"), (3, "shard_map"), (4, "pmap")])
+@pytest.mark.parametrize(("num_shards", "transform"), [(3, "shard_map"), (4, "pmap")])
 def test_payload_follows_its_key(num_shards, transform):
     rng = np.random.default_rng(5)
     keys = rng.integers(0, 9, 70).astype(np.int32)
@@ -152,7 +147,6 @@ def placements():
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         for devices, axes in (
             (jax.devices(), ("data",)),
-            (jax.devices(), ("x",)),
             (jax.devices()[::-1], ("data",)),
             (jax.devices()[:3], ("data",)),
         ):
@@ -168,7 +162,7 @@ def placements():
 @pytest.mark.parametrize("make_mesh", [data_mesh, explicit_mesh])
 @pytest.mark.parametrize(
     ("place", "num_rows"),
-    [(place, n) for name, place in placements() for n in (48, 49, 51) if name != "spread" or n == 48],
+    [(place, n) for name, place in placements() for n in (48, 51) if name != "spread" or n == 48],
 )
 def test_keys_may_lie_anywhere(make_mesh, place, num_rows):
     mesh = make_mesh(4)
@@ -183,8 +177,10 @@ def test_keys_spread_over_fewer_devices_are_filled_up(axis_type):
     check(jax.device_put(keys, NamedSharding(three, PartitionSpec("data"))), 4)
 
 
-@pytest.mark.parametrize("around", [data_mesh(4), explicit_mesh(4), jax.make_mesh((2, 2), ("a", "b"))])
-@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize(
+    ("around", "transform"),
+    [(data_mesh(4), "pmap"), (explicit_mesh(4), "shard_map"), (jax.make_mesh((2, 2), ("a", "b")), "shard_map")],
+)
 def test_a_mesh_around_the_call_changes_nothing(around, transform):
     keys = keys_of_kind("zipf", 50, np.random.default_rng(12))
     with jax.set_mesh(around):
@@ -193,9 +189,8 @@ def test_a_mesh_around_the_call_changes_nothing(around, transform):
         assert local_sort(keys, data_mesh(4))[1].shape == (52,)
 
 
-@pytest.mark.parametrize("oversampling", [1000, 1024])
-def test_many_samples_lose_nothing(oversampling):
-    check(keys_of_kind("uniform", 5000, np.random.default_rng(13)), 2, oversampling=oversampling)
+def test_many_samples_lose_nothing():
+    check(keys_of_kind("uniform", 5000, np.random.default_rng(13)), 2, oversampling=1024)
     with pytest.raises(ValueError, match="oversampling must be at most 1024, not 1025"):
         sample_sort(np.zeros(3, np.int32), data_mesh(2), oversampling=1025)
 
@@ -211,7 +206,7 @@ def test_shards_of_other_meshes_and_more_axes():
         sample_sort(keys, Mesh(devices.reshape(2, 2), ("model", "data")), transform="pmap")
 
 
-@pytest.mark.parametrize("sizes", [[5, 0, 2, 5], [0, 0, 0, 1], [0, 5, 5, 0], [1, 2, 3, 4], [0, 0, 0, 0]])
+@pytest.mark.parametrize("sizes", [[5, 0, 2, 5], [0, 0, 0, 1], [0, 0, 0, 0]])
 def test_shards_of_any_size_and_empty_ones(sizes):
     rng = np.random.default_rng(8)
     places = rng.integers(0, 4, (4, 5)).astype(np.int32)
@@ -336,7 +331,7 @@ def test_memory_grows_with_a_shards_rows_alone():
     def temporaries(num_rows, num_shards):
         return lowered(num_rows, num_shards).compile().memory_analysis().temp_size_in_bytes
 
-    for num_shards in (2, 3, 4):
+    for num_shards in (2, 4):
         small, large = temporaries(12_000, num_shards), temporaries(96_000, num_shards)
         # At most five words of 8 bytes a row, and O(k·p²) of them besides.
         assert 32 * 84_000 <= large - small <= 40 * 84_000
@@ -360,7 +355,7 @@ def test_the_ragged_exchange_lowers_where_there_is_one(platform):
 
 
 def test_the_backend_is_asked_for_its_ragged_exchange():
-    assert not has_ragged(data_mesh(4), "data")  # XLA's CPU backend has none
+    assert not has_ragged(data_mesh(4))
     check(np.arange(40, dtype=np.int32)[::-1], 4, exchange="auto")
     with pytest.raises(ValueError, match='exchange="ragged" needs a backend that has a ragged all-to-all'):
         sample_sort(np.arange(40, dtype=np.int32), data_mesh(4), exchange="ragged")

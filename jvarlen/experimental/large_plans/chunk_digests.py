@@ -60,7 +60,7 @@ def chunk_digests(
       C digests, in order; the same on all processes.
     """
     num_shards = num_shards_of(mesh, axis_name)
-    shards = Shards(axis_name, num_shards, 0, num_shards > 1 and has_ragged(mesh, axis_name))
+    shards = Shards(axis_name, num_shards, 0, num_shards > 1 and has_ragged(mesh))
     block, index = _digest_block(num_ids, num_shards), index_dtype(num_samples)
     starts = np.minimum(np.arange(num_shards + 1) * block, num_ids).astype(index)
     with jax.enable_x64(True), jax.set_mesh(NO_MESH):

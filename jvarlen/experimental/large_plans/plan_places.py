@@ -119,7 +119,7 @@ def sort_to_places(
       canonical step in these; and int64[S], in all microbatches.
     """
     num_shards = num_shards_of(mesh, axis_name)
-    shards = Shards(axis_name, num_shards, _OVERSAMPLING, num_shards > 1 and has_ragged(mesh, axis_name))
+    shards = Shards(axis_name, num_shards, _OVERSAMPLING, num_shards > 1 and has_ragged(mesh))
     step_of_row = np.zeros(places.block * num_shards // places.num_microbatches, np.int32)
     step_of_row[places.first_rows[1:]] = 1
     step_of_row = np.cumsum(step_of_row, dtype=np.int32)

@@ -126,7 +126,7 @@ def sort_file(path: Path, out: Path, placement: Placement, *, progress: bool = T
         seconds = time.perf_counter() - start
         write_ordered(out, exact[1], len(keys), progress=progress)
         local = local_sort(placed, placement, nan="last", **options)
-    is_ragged = num_shards > 1 and has_ragged(placement.mesh, placement.data_axis)
+    is_ragged = num_shards > 1 and has_ragged(placement.mesh)
     volume = None if is_ragged else exchange_volume(len(keys), num_shards, dtype=own.dtype)
     balances = (shard_balance(result[0], result[1], num_shards) for result in (exact, local))
     return SortedFile(len(keys), num_shards, seconds, volume, *balances)
