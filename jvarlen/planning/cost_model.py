@@ -18,7 +18,7 @@ from jaxtyping import Float64
 from jvarlen._common.checks import UserError, is_integer, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
 
-__all__ = ["MOST_ERROR", "CostModel", "beyond_measured", "fit_cost_model", "warn_beyond_measured"]
+__all__ = ["MOST_ERROR", "CostModel", "fit_cost_model", "warn_beyond_measured"]
 
 Unit = Literal["seconds", "bytes"]
 
@@ -193,28 +193,18 @@ def fit_cost_model(
     return fitted
 
 
-def beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> list[str]:
-    """Buckets far larger than all shapes that a cost model was fitted to; other costs say nothing of that."""
+def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> None:
+    """Warns of buckets far larger than all shapes that a cost model was fitted to; other costs say nothing of that."""
     if not isinstance(cost, CostModel) or not cost.measured:
-        return []
+        return
     longest = max(length for _, length, _ in cost.measured)
     largest = max(rows * length for rows, length, _ in cost.measured)
-    return [
-        f"{rows}×{length}"
-        for rows, length in buckets
-        if length > _MOST_TIMES * longest or rows * length > _MOST_TIMES * largest
-    ]
-
-
-def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> None:
-    """Warns of the buckets that `beyond_measured` lists."""
-    if beyond := beyond_measured(cost, buckets):
-        assert isinstance(cost, CostModel)
+    beyond = [(b, t) for b, t in buckets if t > _MOST_TIMES * longest or b * t > _MOST_TIMES * largest]
+    if beyond:
         # From this line, so that Python shows what several functions say of the same buckets only once.
         warnings.warn(
-            f"the cost model was measured with rows of up to {max(length for _, length, _ in cost.measured):,} tokens "
-            f"and up to {max(rows * length for rows, length, _ in cost.measured):,} tokens in all; its {cost.unit} are "
-            f"a guess for buckets more than {_MOST_TIMES} times as large: {list_first(beyond)}. "
-            "Measure such lengths and max_tokens as well",
+            f"the cost model was measured with rows of up to {longest:,} tokens and up to {largest:,} tokens in all; "
+            f"its {cost.unit} are a guess for buckets more than {_MOST_TIMES} times as large: "
+            f"{list_first(f'{b}×{t}' for b, t in beyond)}. Measure such lengths and max_tokens as well",
             stacklevel=1,
         )

@@ -36,8 +36,6 @@ def test_values_are_of_steps_that_train():
     "layout",
     [
         None,
-        "data4",
-        "data2.zero1",
         "data2.zero2",
         "tensor2",
         "context2",
@@ -45,19 +43,10 @@ def test_values_are_of_steps_that_train():
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (
-                "data1.remat_full",
-                "data2.zero3",
-                "data2.tensor2.sequence_parallel",
                 "data2.context2.zero3",
-                "stage2.gpipe",
-                "stage2.1f1b",
                 "stage2.zero_bubble",
-                "stage2.remat_none",
                 "stage2.virtual2.interleaved",
-                "data2.stage2.zero1",
-                "data2.stage2.zero3",
                 "data2.stage2.tensor2.zero1",
-                "data2.stage2.context2",
             )
         ),
     ],
@@ -67,7 +56,7 @@ def test_a_layout_trains_to_the_values_of_before(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "slices"), [("stage2", 2), ("data2.stage2.zero1", lambda length: (3, length - 3))])
+@pytest.mark.parametrize(("layout", "slices"), [("data2.stage2.zero1", lambda length: (3, length - 3))])
 def test_rows_in_token_slices_train_to_the_values_of_whole_rows(layout, slices):
     assert_golden(training.trained(layout, slices=slices), "layers")
 

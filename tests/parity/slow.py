@@ -171,13 +171,6 @@ def most_rows(
     return rows
 
 
-def rows_and_steps(
-    num_samples: int, length: int, max_tokens: int, num_microbatches: int, row_multiple: int, **limits: Any
-) -> tuple[int, int]:
-    """Return the rows of a microbatch and the number of steps of a bucket."""
-    return capped_rows_and_steps(num_samples, most_rows(length, max_tokens, **limits), num_microbatches, row_multiple)
-
-
 def capped_rows_and_steps(num_samples: int, cap: int, num_microbatches: int, row_multiple: int) -> tuple[int, int]:
     """Return the same for a given number of rows that fit."""
     if cap >= row_multiple:

@@ -55,53 +55,6 @@ def test_every_sample_of_the_order_is_in_exactly_one_batch(package, arguments):
         assert batches.shape_index is None
 
 
-def test_defaults_are_dataset_order_and_the_padded_budget(package):
-    """No limit on sequences, no multiple, no shapes."""
-    assert batches_of(package.batch_by_tokens([2, 3, 1, 9, 4], 10)) == [([0, 1, 2], None), ([3], None), ([4], None)]
-    everything = package.batch_by_tokens([1] * 50, 50)
-    assert everything.num_sequences.tolist() == [50]
-
-
-def test_padding_counts_in_one_budget_and_not_in_the_other(package):
-    """Two samples of 1 and 9 tokens take 18 padded and 10 real tokens."""
-    assert package.batch_by_tokens([1, 9], 17).num_batches == 2
-    assert package.batch_by_tokens([1, 9], 18).num_batches == 1
-    assert package.batch_by_tokens([1, 9], 9, budget="sum").num_batches == 2
-    assert package.batch_by_tokens([1, 9], 10, budget="sum").num_batches == 1
-
-
-def test_samples_above_the_last_multiple_start_the_next_batch(package):
-    """Seven samples fit, four of them are a batch of an allowed size, three go on with those that follow."""
-    lengths = [2] * 11
-    assert package.batch_by_tokens(lengths, 14, sequence_multiple=4).num_sequences.tolist() == [4, 4, 3]
-    # The tail of three cannot take a sample of 5 tokens: it stays alone.
-    broken = [2] * 7 + [5] * 4
-    assert package.batch_by_tokens(broken, 14, sequence_multiple=4).num_sequences.tolist() == [4, 3, 2, 2]
-    assert package.batch_by_tokens([2] * 6, 14, max_sequences=3, sequence_multiple=4).num_sequences.tolist() == [3, 3]
-
-
-def test_equal_shapes_go_by_length_and_then_by_index(package):
-    """Least rows times length, then least length, then least index, whatever the order they are given in."""
-    assert package.batch_by_tokens([2], 1, shapes=[(1, 6), (2, 3), (2, 3), (3, 2), (3, 2)]).shape_index.tolist() == [3]
-    assert package.batch_by_tokens([3], 1, shapes=[(1, 6), (2, 3), (2, 3)]).shape_index.tolist() == [1]
-    assert package.batch_by_tokens([3], 1, shapes=[(4, 9), (1, 10), (1, 20)]).shape_index.tolist() == [1]
-
-
-def test_a_long_sample_moves_an_open_batch_to_a_longer_shape_or_closes_it(package):
-    """Rows and length of one and the same shape must hold a batch."""
-    shapes = [(4, 2), (2, 8)]
-    assert batches_of(package.batch_by_tokens([1, 8, 1], 1, shapes=shapes)) == [([0, 1], 1), ([2], 0)]
-    assert batches_of(package.batch_by_tokens([1, 1, 8], 1, shapes=shapes)) == [([0, 1], 0), ([2], 1)]
-
-
-def test_other_limits_do_not_apply_to_shapes(package):
-    """Nor does a sample above max_tokens matter."""
-    batches = package.batch_by_tokens(
-        [5] * 6, 2, shapes=[(3, 7)], budget="sum", max_sequences=1, sequence_multiple=2, order="length_descending"
-    )
-    assert batches.num_sequences.tolist() == [3, 3]
-
-
 def test_buckets_are_shapes(package):
     """What `make_buckets` returns can be passed on."""
     lengths = np.random.default_rng(3).integers(1, 100, 500)
@@ -130,15 +83,6 @@ def test_batches_of_huge_lengths_do_not_overflow(package, budget):
         assert batches_of(batches) == slow.batch_by_tokens(lengths, 2**63 - 1, budget=budget)
     huge = [(2**33, 2**32), (2**40, 2**40), (2, 5)]
     assert package.batch_by_tokens([3, 3], 1, shapes=huge).shape_index.tolist() == [2]
-
-
-def test_the_order_is_that_of_the_seed_and_epoch(package):
-    """A shuffle by name and the same shuffle as an array give the same batches; so do all other orders."""
-    lengths = np.random.default_rng(4).integers(1, 30, 200)
-    for order in ORDERS:
-        ids = package.sample_order(lengths, order, seed=5, epoch=6)
-        batches = package.batch_by_tokens(lengths, 90, order=order, seed=5, epoch=6)
-        assert batches_of(batches) == batches_of(package.batch_by_tokens(lengths, 90, order=ids))
 
 
 @pytest.mark.parametrize(
@@ -192,18 +136,3 @@ def test_samples_above_the_limit_are_listed(package, limits, limit, order):
     with pytest.raises(ValueError, match=r"\b0\D+1000\b") as caught:
         package.batch_by_tokens(lengths + 990, **arguments)
     assert len(str(caught.value)) < 1000
-
-
-def test_a_sample_at_the_limit_is_not_above_it(package):
-    """It fills a batch of its own."""
-    for budget in ("padded", "sum"):
-        assert package.batch_by_tokens([7, 1, 7], 7, budget=budget).num_sequences.tolist() == [1, 1, 1]
-    assert package.batch_by_tokens([7, 1, 7], 1, shapes=[(1, 7)]).num_sequences.tolist() == [1, 1, 1]
-
-
-def test_a_sample_left_out_of_the_order_is_not_above_the_limit(package):
-    """An order array is the whole of what is batched."""
-    assert batches_of(package.batch_by_tokens([3, 99, 4], 8, order=[2, 0])) == [([2, 0], None)]
-    assert batches_of(package.batch_by_tokens([3, 99, 4], 1, order=[2, 0], shapes=[(1, 4)])) == [([2], 0), ([0], 0)]
-    with pytest.raises(ValueError, match=offenders((1, 99), limit=8)):
-        package.batch_by_tokens([3, 99, 4], 8, order=[1, 0])

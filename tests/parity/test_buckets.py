@@ -1,7 +1,5 @@
 """Buckets: every strategy against a slow transcription, "optimal" against all sets of edges."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +20,6 @@ from .inputs import (
 )
 
 STRATEGIES = (*CLOSED_FORMS, "optimal")
-PRICED = {"cost": dyadic_cost, "compile_seconds": 1.0}
 
 
 def seconds_cost(rows, length):
@@ -79,39 +76,6 @@ def test_optimal_with_any_cost_reaches_the_least_total(package, data, compile_se
     assert total(found) == min(map(total, slow.edge_sets(*(arguments[name] for name in choices))))
 
 
-def test_300_000_distinct_lengths_take_two_seconds_of_every_60th(package):
-    """The search is quadratic in the candidates, so that it took half an hour."""
-    lengths = np.random.default_rng(0).permutation(np.arange(1, 300_001))
-    start = time.process_time()
-    buckets = package.make_buckets(lengths, 500_000, max_shapes=16)
-    assert time.process_time() - start < 2
-    candidates = np.arange(300_000, 0, -60)[::-1]
-    assert {bucket.length for bucket in buckets} < set(candidates.tolist())
-    assert buckets == package.make_buckets(candidates.repeat(60), 500_000, max_shapes=16)
-
-
-def flat_cost(rows, length):
-    """Cost a microbatch its positions."""
-    return 1.0 * rows * length
-
-
-@many
-@given(strategy=st.sampled_from(STRATEGIES), data=st.data())
-def test_buckets_ascend_fit_the_budget_and_hold_the_longest(package, strategy, data):
-    """What a plan relies on, whatever the strategy."""
-    arguments = data.draw(bucket_arguments(strategy=strategy))
-    buckets = as_pairs(package.make_buckets(**as_arrays(arguments)))
-    edges = [length for _, length in buckets]
-    assert all(rows >= 1 and rows * length <= arguments["max_tokens"] for rows, length in buckets)
-    assert edges == sorted(set(edges))
-    assert all(edge % arguments["length_multiple"] == 0 for edge in edges)
-    assert edges[-1] >= max(slow.clip(arguments["lengths"], arguments["max_length"], arguments["overlong"]))
-    if arguments["max_length"] is not None:
-        assert edges[-1] <= arguments["max_length"]
-    if strategy != "powers_of_two":
-        assert len(buckets) <= arguments["max_shapes"]
-
-
 @many
 @given(strategy=st.sampled_from(STRATEGIES), data=st.data())
 def test_limits_of_cost_and_bytes_match_the_contract(package, strategy, data):
@@ -146,11 +110,6 @@ def test_given_edges_match_the_contract(package, arguments, data):
     assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
     as_array = as_arrays(arguments) | {"strategy": np.array(arguments["strategy"])}
     assert as_pairs(package.make_buckets(**as_array)) == slow.make_buckets(**arguments)
-
-
-def test_given_edges_keep_those_that_hold_nothing(package):
-    """An empty bucket gets its cap; the rest are trimmed as ever."""
-    assert as_pairs(package.make_buckets([3, 3, 9], 64, strategy=[2, 4, 8, 16])) == [(32, 2), (2, 4), (8, 8), (1, 16)]
 
 
 @pytest.mark.parametrize("strategy", ["pad_to_max", "optimal"])
@@ -190,20 +149,6 @@ def test_limits_that_leave_no_row_are_named(package, strategy):
     assert "max_cost" not in str(caught.value)
 
 
-def test_a_candidate_that_no_limit_holds_is_refused_by_optimal_alone(package):
-    """A cost that falls with the length: only "optimal" might have chosen the shorter one."""
-    options = {"cost": lambda b, t: b * (20.0 - t), "max_cost": 12}
-    assert as_pairs(package.make_buckets([5, 10, 10], 40, strategy="pad_to_max", **options)) == [(1, 10)]
-    with pytest.raises(ValueError, match=r"(?s)(?=.*max_cost).*\b0\D+5\b"):
-        package.make_buckets([5, 10, 10], 40, **options)
-
-
-def test_a_given_edge_that_nothing_fits_is_refused_without_samples(package):
-    """The budget is named although no sample is that long."""
-    with pytest.raises(ValueError, match="max_tokens"):
-        package.make_buckets([3, 5], 40, strategy=[5, 41])
-
-
 def test_functions_see_no_shape_above_the_budget(package):
     """The search for the most rows stays inside max_tokens, and calls with int64 arrays."""
     seen = []
@@ -227,29 +172,6 @@ def test_buckets_are_named_tuples_of_rows_and_length(package):
     assert package.Bucket(rows=4, length=8) == (4, 8)
 
 
-def test_equal_totals_take_the_fewest_buckets(package):
-    """One row a step either way: a second shape gains nothing."""
-    assert as_pairs(package.make_buckets([4, 4, 4], 12, max_shapes=3)) == [(3, 4)]
-    assert as_pairs(package.make_buckets([2, 2], 8, max_shapes=8, cost=lambda b, t: 0.0 * b * t)) == [(2, 2)]
-
-
-def test_equal_totals_take_the_smaller_second_longest_edge(package):
-    """With lengths 1, 2, 3 and budget for one row, merging 1 into 2 or 2 into 3 costs the same."""
-    assert as_pairs(package.make_buckets([1, 2, 3], 3, max_shapes=2)) == [(1, 1), (1, 3)]
-
-
-def test_a_bucket_without_samples_takes_the_whole_budget(package):
-    """Powers of two between 3 and 33 keep 8 and 16 though no sample needs them."""
-    buckets = as_pairs(package.make_buckets([3, 33], 70, strategy="powers_of_two", row_multiple=4))
-    assert buckets == [(4, 4), (8, 8), (4, 16), (2, 32), (2, 33)]
-
-
-def test_powers_of_two_ignores_max_shapes(package):
-    """From the first power that is at least the minimum, the last one replaced by the maximum."""
-    buckets = package.make_buckets([5, 100], 100, strategy="powers_of_two", max_shapes=1)
-    assert [length for _, length in buckets] == [8, 16, 32, 64, 100]
-
-
 def test_geometric_edges_are_exact_for_huge_lengths(package):
     """1, 3**10, 3**20, 3**30: a float root misses by one."""
     for shift in (-1, 0, 1):
@@ -258,36 +180,6 @@ def test_geometric_edges_are_exact_for_huge_lengths(package):
         edges = [length for _, length in buckets]
         for k, edge in enumerate(edges, start=1):
             assert edge**3 >= lengths[1] ** k > (edge - 1) ** 3
-
-
-def test_trimmed_rows_fill_the_last_step(package):
-    """Eleven samples at a cap of ten take two steps of six rows, not of ten."""
-    assert as_pairs(package.make_buckets([7] * 11, 70)) == [(6, 7)]
-    assert as_pairs(package.make_buckets([7] * 11, 70, row_multiple=4)) == [(8, 7)]
-    assert as_pairs(package.make_buckets([7] * 11, 70, microbatches_per_step=4)) == [(3, 7)]
-
-
-def test_no_microbatch_has_more_rows_than_allowed(package):
-    """However short they are; a multiple of the row multiple where one remains."""
-    assert as_pairs(package.make_buckets([2] * 100, 70, max_sequences=7)) == [(7, 2)]
-    assert as_pairs(package.make_buckets([2] * 100, 70, max_sequences=7, row_multiple=3)) == [(6, 2)]
-    assert as_pairs(package.make_buckets([2] * 100 + [35], 70, max_sequences=7, max_shapes=2)) == [(7, 2), (1, 35)]
-
-
-def test_a_row_multiple_above_the_cap_is_waived(package):
-    """Rounded down only where at least one multiple remains."""
-    assert as_pairs(package.make_buckets([10] * 100, 70, row_multiple=8)) == [(7, 10)]
-
-
-def test_dearer_compilation_means_fewer_buckets(package):
-    """The number of shapes follows from the price of one."""
-    lengths = np.random.default_rng(1).integers(1, 200, 2000)
-    counts = [
-        len(package.make_buckets(lengths, 1000, max_shapes=40, cost=dyadic_cost, compile_seconds=price))
-        for price in (0.0, 100.0, 1000.0, 1e6)
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[2] > counts[3] == 1
 
 
 def test_cost_is_called_with_int64_arrays_that_broadcast(package):

@@ -175,26 +175,6 @@ def test_every_field_lies_where_its_sample_does(package, kind, padding_rows):
     assert num_padding_rows
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("words", [["tokens"], ["source_tokens", "target_tokens"]], ids=len)
-def test_tokens_and_pairs_are_the_case_of_one_field_a_length(package, is_packed, words):
-    """A batch of them holds what a dict of these fields does."""
-    lengths, row = (LENGTHS[:, None], (20,)) if len(words) == 1 else (PAIR_LENGTHS, (20, 18))
-    given = lengths if len(words) == 2 else LENGTHS
-    plan = packed(package, given, *row) if is_packed else padded(package, given, [(4, *row)])
-    samples = [tuple(np.arange(n, dtype=np.uint8) + i for n in one) for i, one in enumerate(lengths.tolist())]
-    fields = {word: "length" if len(words) == 1 else word.removesuffix("_tokens") for word in words}
-    named = [dict(zip(words, sample, strict=True)) for sample in samples]
-    plain = [sample[0] if len(words) == 1 else sample for sample in samples]
-    for batch, other in zip(package.load(plan, plain), package.load(plan, named, fields=fields), strict=True):
-        assert "Pair" * (len(words) - 1) in type(batch).__name__
-        held = {name: value for name, value in batch._asdict().items() if value is not None}
-        for name in [name for name in held if name.endswith("lengths") and is_packed]:  # of rows, in torch_ref
-            in_segments = (other[name.replace("lengths", "segment_ids")] > 0).sum(-1)
-            np.testing.assert_array_equal(held.pop(name), in_segments)
-        assert_equal(other, held)
-
-
 @pytest.mark.parametrize("plain", ["list", "array"])
 def test_a_second_length_can_be_zero(package, plain):
     """An empty list or array has no elements, and its row none on that side."""
@@ -256,18 +236,6 @@ KINDS = {
     "narrower": (lambda n: np.arange(n, dtype=np.int16 if n == 9 else np.int8), torch.int16),
     "tensors and arrays": (lambda n: torch.arange(n) if n == 9 else np.arange(n), torch.int64),
 }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_of_any_kind_become_tensors(kind):
-    """Each keeps its dtype; Python's floats get torch's default one, and wide unsigned integers int64."""
-    make, dtype = KINDS[kind]
-    plan = torch_ref.make_plan([9, 4, 7], [(3, 9)], order="dataset")
-    (batch,) = torch_ref.load(plan, [{"tokens": np.ones(n, np.int64), "value": make(n)} for n in (9, 4, 7)])
-    assert batch["value"].dtype == dtype
-    for row, n in zip(batch["value"][0], (9, 4, 7), strict=True):
-        value = torch.as_tensor(np.array(make(n)) if isinstance(make(n), np.ndarray) else make(n)).double()
-        assert torch.equal((row if value.ndim == 0 else row[:n]).double(), value)
 
 
 GOOD = [{"tokens": np.ones(n, np.int64), "label": n} for n in (2, 4, 3)]
@@ -335,22 +303,6 @@ def test_what_plans_cannot_hold_is_refused():
         torch_ref.load(plan, SAMPLES, padding_rows="omit")
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_repeated_rows_are_the_same_on_any_number_of_replicas(num_replicas):
-    """Also where a replica has none of its own to repeat."""
-    plan = torch_ref.make_plan([3], [(2, 3)], microbatches_per_step=2)
-    loaders = [
-        torch_ref.load(plan, [[7, 8, 9]], rank=rank, num_replicas=num_replicas, padding_rows="repeat")
-        for rank in range(num_replicas)
-    ]
-    batches = [batch for loader in loaders for batch in loader]
-    tokens = torch.cat([batch.tokens for batch in batches])
-    assert tokens.tolist() == [[[7, 8, 9]] * 2] * 2
-    assert torch.cat([batch.lengths for batch in batches]).tolist() == [[3, 3], [3, 3]]
-    assert torch.cat([batch.ids for batch in batches]).tolist() == [[0, -1], [-1, -1]]
-    assert sum(batch.weights.sum() for batch in batches) == 3
-
-
 def test_a_step_trains_on_fields_and_moves_with_them():
     """One label a row: the gradient is that of the real rows alone, whatever fills the others."""
     plan = torch_ref.make_plan(LENGTHS, [(4, 14)], microbatches_per_step=2)
@@ -378,55 +330,8 @@ def test_a_step_trains_on_fields_and_moves_with_them():
     assert torch_ref.to_device(batch, "meta")["image"].device.type == "meta"
 
 
-class Many:
-    """A dataset that cannot read samples one by one, and counts what it is asked for."""
-
-    def __init__(self, samples):
-        self.samples, self.asked = samples, []
-
-    def __getitems__(self, indices):
-        """Return some samples."""
-        self.asked.append(sorted(indices))
-        return [self.samples[i] for i in indices]
-
-
-def test_a_dataset_that_reads_many_samples_reads_those_of_a_batch_at_once():
-    """As those of Hugging Face do; a repeated row is not read again."""
-    plan = torch_ref.make_plan(LENGTHS, [(4, 14)], order="dataset", microbatches_per_step=2)
-    many = Many(SAMPLES)
-    batches = list(torch_ref.load(plan, many, padding_rows="repeat"))
-    of_steps = [sorted(batch["ids"][batch["is_real"]].tolist()) for batch in batches]
-    assert [ids for ids in many.asked if ids in of_steps] == of_steps
-    assert len(many.asked) <= len(of_steps) + 2  # those that tell the fields, once
-    tokens = Many([sample["tokens"] for sample in SAMPLES])
-    list(torch_ref.load(plan, tokens))
-    assert tokens.asked == of_steps  # which need no such look
-    planned = torch_ref.PlannedDataset(plan, many)
-    sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
-    many.asked.clear()
-    rows = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
-    assert many.asked == [sorted({row.ids for row in of_batch}) for of_batch in rows]
-    assert all(len(of_batch) == 4 for of_batch in rows)
-
-
-@pytest.mark.parametrize(("odd", "said"), [(3.0, r"float32 \[\]"), (np.array([3]), r"int64 \[1\]")])
-def test_one_odd_sample_does_not_tell_what_a_field_is(odd, said):
-    """The first of the plan is among those that are looked at."""
-    plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
-    first = int(plan.sample_ids[0])
-    samples = [sample | {"label": odd if i == first else i % 7} for i, sample in enumerate(SAMPLES)]
-    with pytest.raises(ValueError, match=rf"id {first}: label is {said}, expected int64 \[\]$"):
-        next(iter(torch_ref.load(plan, samples, fields={"tokens": "length", "label": "row"})))
-
-
 def test_floats_that_would_become_infinite_are_refused():
     plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
     samples = [sample | {"label": 1e39 if i == 4 else 0.5} for i, sample in enumerate(SAMPLES)]
     with pytest.raises(ValueError, match=r"id 4: label is float64 \[\], expected float32 \[\]"):
         next(iter(torch_ref.load(plan, samples)))
-
-
-def test_fields_that_are_no_mapping_are_refused():
-    plan = torch_ref.make_plan(LENGTHS, [(43, 12)])
-    with pytest.raises(ValueError, match="fields must be a dict of names and axes"):
-        next(iter(torch_ref.load(plan, SAMPLES, fields=["tokens"])))

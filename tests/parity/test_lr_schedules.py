@@ -1,6 +1,5 @@
 """The same schedules in Optax and in PyTorch: the same rates in the tables, in force in torch, and applied by JAX."""
 
-import gc
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -179,22 +178,6 @@ def test_groups_of_parameters_have_the_same_rates():
     np.testing.assert_allclose(applied_on_device(scaled, 2), tables, rtol=2e-5)  # a cosine in float32
 
 
-def test_groups_of_parameters_have_the_same_rules():
-    """Another base batch size and rule for each group: in torch a table for each, by `LambdaLR`."""
-    rules = [(6, "linear"), (24, "sqrt"), (1, None)]
-    schedule = SCHEDULES["sequence"]
-    tables = [torch_ref.lr_sequence(TORCH_PLANS, schedule.formula, base, rule=rule).tolist() for base, rule in rules]
-    follower = schedulers.LambdaLR(
-        SGD(weights(1.0, 1.0, 1.0)), [lambda t, table=table: table[t % NUM_STEPS] for table in tables]
-    )
-    in_force = np.array(list(run(follower, NUM_STEPS)))
-    groups = {
-        str(i): planned_sgd(JAX_PLANS, schedule.in_optax, base, rule=rule) for i, (base, rule) in enumerate(rules)
-    }
-    applied = applied_on_device(optax.partition(groups, {name: name for name in groups}), 3)
-    np.testing.assert_allclose(applied, in_force, rtol=2.0**-23)
-
-
 # What the scheduler is over: also those that restart, cycle momentum or look at a metric.
 
 WRAPPED = {
@@ -223,15 +206,6 @@ SIZES = [10, 4, 1, 7, 0, 16, 2]
 
 def optimizer_of_two_groups():
     return AdamW(weights(1.0, 0.2))
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_every_scheduler_goes_on_undisturbed_below_the_scale(name):
-    """Bit for bit what it gives alone, times the scale; a batch size of 0 stops only its own step."""
-    alone = list(run(WRAPPED[name](optimizer_of_two_groups()), 30))
-    scheduler = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4)
-    expected = [[rate * (SIZES[t % 7] / 4) for rate in rates] for t, rates in enumerate(alone)]
-    assert list(run(scheduler, 30)) == expected
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -265,30 +239,6 @@ def test_a_plateau_scheduler_gets_its_metric():
     assert rates == [2.0, 0.5, 1.0, 0.25]
 
 
-def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path):
-    """The best metric and the reduced rate."""
-    metrics = [3.0, 3.0, 2.0, 2.0, 2.0, 1.0, 1.5]
-
-    def scheduler():
-        plateau = schedulers.ReduceLROnPlateau(optimizer_of_two_groups(), factor=0.5, patience=0)
-        return torch_ref.VariableBatchSizeLR(plateau, SIZES, 4)
-
-    def follow(plateau, metrics):
-        rates = []
-        for metric in metrics:
-            plateau.optimizer.step()
-            plateau.step(metric)
-            rates.append(plateau.get_last_lr())
-        return rates
-
-    expected = follow(scheduler(), metrics)
-    whole, resumed = scheduler(), scheduler()
-    follow(whole, metrics[:4])
-    torch.save(whole.state_dict(), tmp_path / "state.pt")
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert follow(resumed, metrics[4:]) == expected[4:]
-
-
 NEW_GROUP_RATES = {
     # Scales 2, 0.5, 1, 2; the new group comes with rate 3 when the scale is 0.5.
     "constant": (lambda o: o, [[2.0], [0.5, 1.5], [1.0, 3.0], [2.0, 6.0]]),
@@ -315,46 +265,6 @@ def test_a_group_that_is_added_later_has_its_own_rate_scaled(name, kind):
         assert [-group["params"][0].item() for group in optimizer.param_groups] == rates
         assert [float(rate) for rate in scheduler.get_last_lr()] == rates
         scheduler.step()
-
-
-def test_a_group_added_with_the_default_rate_has_that_of_the_others():
-    """Also where the default is a tensor, which all groups share."""
-    for rate in (1.0, torch.tensor(1.0)):
-        optimizer = AdamW([torch.zeros(1, requires_grad=True)], lr=rate)
-        scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), [8, 2, 4], 4)
-        optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-        for expected in (2.0, 0.25, 0.25):
-            optimizer.step()
-            assert [float(group["lr"]) for group in optimizer.param_groups] == [expected, expected]
-            scheduler.step()
-
-
-def test_a_state_goes_with_groups_that_were_added():
-    """Saved as soon as there is one; an optimizer with fewer groups is told so."""
-    whole = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
-    list(run(whole, 3))
-    whole.optimizer.add_param_group(weights(3.0)[0])
-    state = whole.state_dict()
-    resumed = torch_ref.VariableBatchSizeLR(AdamW(weights(7.0, 7.0, 7.0)), SIZES, 4)
-    resumed.load_state_dict(state)
-    assert resumed.get_last_lr() == [1.75, 0.2 * 1.75, 5.25]
-    list(run(whole, 2))
-    assert list(run(resumed, 5))[2:] == list(run(whole, 3))
-    fewer = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
-    with pytest.raises(ValueError, match="2 parameter groups, the state 3"):
-        fewer.load_state_dict(state)
-    assert fewer.get_last_lr() == [2.5, 0.5]
-
-
-def test_a_scheduler_that_is_gone_scales_no_group():
-    """The optimizer does not keep it alive."""
-    optimizer = optimizer_of_two_groups()
-    scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), SIZES, 4)
-    del scheduler
-    gc.collect()
-    optimizer.add_param_group(weights(3.0)[0])
-    optimizer.step()
-    assert optimizer.param_groups[2]["lr"] == 3.0
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -406,22 +316,6 @@ def test_the_last_rate_is_the_one_in_force_whoever_set_it():
     assert held.param_groups[0]["lr"] == 2.5
 
 
-def test_tensor_rates_are_changed_in_place():
-    """Captured optimizers hold on to the tensor."""
-    optimizer = AdamW([group["params"][0] for group in weights(1.0, 1.0)], lr=torch.tensor(1.0))
-    held = [group["lr"] for group in optimizer.param_groups]
-    scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), [8, 2], 4)
-    np.testing.assert_allclose(list(run(scheduler, 4)), [[2.0], [0.25], [0.5], [0.0625]])
-    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
-
-
-def test_a_state_of_another_kind_of_scheduler_is_refused():
-    """A state with a wrapped scheduler does not fit one without."""
-    wrapping = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer_of_two_groups(), 0.5), SIZES, 4)
-    with pytest.raises(ValueError, match="wrap"):
-        torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4).load_state_dict(wrapping.state_dict())
-
-
 @pytest.mark.parametrize(("sizes", "base"), [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0)], ids=str)
 def test_bad_batch_sizes_are_refused_before_anything_changes(sizes, base):
     """The optimizer's rates stay."""
@@ -429,12 +323,3 @@ def test_bad_batch_sizes_are_refused_before_anything_changes(sizes, base):
     with pytest.raises(ValueError, match="batch"):
         torch_ref.VariableBatchSizeLR(optimizer, sizes, base)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.2]
-
-
-def test_numpy_rates_leave_a_state_that_is_read_safely(tmp_path):
-    """A rate out of a NumPy table is as good as a number."""
-    optimizer = AdamW(weights(np.float64(0.5)))
-    scheduler = torch_ref.VariableBatchSizeLR(optimizer, np.array(SIZES), np.int64(4))
-    list(run(scheduler, 3))
-    torch.save([scheduler.state_dict(), optimizer.state_dict()["param_groups"][0]["lr"]], tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True)[1] == scheduler.get_last_lr()[0]

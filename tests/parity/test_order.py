@@ -43,43 +43,12 @@ def test_blocks_of_an_order_array_are_its_places(package, data, seed, block_size
         assert sorted(ids[start : start + block_size]) == sorted(subset[start : start + block_size])
 
 
-def test_blocks_of_one_or_of_everything(package):
-    """Blocks of one keep the order, one block of all is a shuffle."""
-    values = np.random.default_rng(0).integers(1, 50, 200)
-    for order in ("dataset", "length", "length_descending"):
-        plain = package.sample_order(values, order, seed=3)
-        assert np.array_equal(package.sample_order(values, package.Order(order, block_size=1), seed=3), plain)
-        shuffled = package.sample_order(values, "shuffle", seed=3)
-        assert np.array_equal(package.sample_order(values, package.Order(order, block_size=200), seed=3), shuffled)
-
-
-def test_shuffled_blocks_keep_neighbours_together(package):
-    """With "shuffle" the blocks are runs of ids, and come in random order themselves."""
-    ids = package.sample_order(np.ones(1000, dtype=np.int64), package.Order("shuffle", block_size=100), seed=1)
-    blocks = ids.reshape(10, 100) // 100
-    assert (blocks == blocks[:, :1]).all()
-    assert sorted(blocks[:, 0]) == list(range(10)) != blocks[:, 0].tolist()
-    assert not np.array_equal(np.sort(ids.reshape(10, 100), axis=1), ids.reshape(10, 100))
-
-
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8", True])
 def test_bad_block_sizes_are_refused(package, bad):
     """An integer of at least 1."""
     for order in ORDERS:
         with pytest.raises(ValueError, match="block_size"):
             package.sample_order([1, 2, 3], package.Order(order, block_size=bad))
-
-
-def test_default_order_is_ascending_length(package):
-    """Without arguments: by (length, id)."""
-    assert package.sample_order([3, 1, 3, 2, 1]).tolist() == [1, 4, 3, 0, 2]
-
-
-def test_ties_go_by_ascending_id_in_both_directions(package):
-    """Constant lengths keep dataset order, descending too."""
-    constant = np.full(1000, 7)
-    for order in ("length", "length_descending"):
-        assert np.array_equal(package.sample_order(constant, order), np.arange(1000))
 
 
 @pytest.mark.parametrize(
@@ -100,11 +69,6 @@ def test_integers_above_two_to_the_53_stay_apart(package, dtype):
     difficulty = np.array([2**53 + 1, 2**53, 2**62 + 1, 2**62], dtype=dtype)
     assert package.sample_order([1, 1, 1, 1], "length", difficulty=difficulty).tolist() == [1, 0, 3, 2]
     assert package.sample_order([1, 1, 1, 1], "length_descending", difficulty=difficulty).tolist() == [2, 3, 0, 1]
-
-
-def test_lengths_above_two_to_the_53_stay_apart(package):
-    """The same for the lengths themselves."""
-    assert package.sample_order([2**53 + 1, 2**53, 2**63 - 1, 2**63 - 2], "length").tolist() == [1, 0, 3, 2]
 
 
 def test_slow_philox_is_numpys_stream():
@@ -131,13 +95,6 @@ def test_shuffles_differ_by_seed_and_by_epoch(package):
     assert len(shuffles) == 9
 
 
-def test_shuffle_does_not_depend_on_lengths_or_difficulty(package):
-    """Sample i has its key whatever it looks like."""
-    one = package.sample_order([1, 2, 3, 4, 5], "shuffle", seed=4)
-    other = package.sample_order([9, 9, 9, 9, 9], "shuffle", seed=4, difficulty=[5, 4, 3, 2, 1])
-    assert np.array_equal(one, other)
-
-
 @few
 @given(data=st.data())
 def test_an_order_array_is_taken_as_it_is(package, data):
@@ -148,15 +105,6 @@ def test_an_order_array_is_taken_as_it_is(package, data):
         ids = package.sample_order([1] * 9, np.array(subset, dtype=dtype))
         assert ids.dtype == np.int64
         assert ids.tolist() == subset
-
-
-def test_check_lengths_gives_int64_for_every_integer_dtype(package):
-    """Lists and any integer dtype; values unchanged."""
-    for dtype in (np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64):
-        checked = package.check_lengths(np.array([1, 100, 7], dtype=dtype))
-        assert checked.dtype == np.int64
-        assert checked.tolist() == [1, 100, 7]
-    assert package.check_lengths([2**63 - 1, 1]).tolist() == [2**63 - 1, 1]
 
 
 def test_read_only_and_reversed_views_are_read(package):

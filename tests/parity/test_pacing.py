@@ -1,7 +1,5 @@
 """Pacing: the shares of the samples that a curriculum admits, and plans that follow them."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -136,59 +134,6 @@ def test_steps_paced_by_value_match_the_contract(package, arguments, data):
     bounds = Table(tuple(data.draw(st.lists(number, min_size=1, max_size=6))))
     plan = package.make_plan(**for_plan(package, arguments), pacing=find(package, "ValuePacing")(bounds))
     assert steps_of(plan) == slow.make_steps(**arguments, value_bound=bounds)
-
-
-def test_values_up_to_the_bound_come_first(package):
-    """In steps of two: up to 3, up to 5, all; what is above comes once nothing else is left."""
-    lengths = [5, 2, 9, 3, 4, 1, 8, 5]
-    pacing = find(package, "ValuePacing")(lambda step: np.minimum(3 + 2 * (step // 2), 5))
-    plan = package.make_plan(lengths, [(2, 9)], order="length", pacing=pacing)
-    most = [max(lengths[i] for i in ids) for _, ids in steps_of(plan)]
-    assert most[0] <= 3
-    assert max(most[:3]) <= 5
-    assert most[3] == 9
-    with pytest.raises(ValueError, match="length_descending"):
-        package.make_plan(lengths, [(2, 9)], order="length_descending", pacing=pacing)
-    for wrong in (3, lambda step: 4, lambda step: np.full(len(step), np.nan), lambda step: ["a"] * len(step)):
-        with pytest.raises(ValueError, match="pacing"):
-            package.make_plan(lengths, [(2, 9)], order="length", pacing=find(package, "ValuePacing")(wrong))
-
-
-@moderate
-@given(arguments=paced_arguments())
-def test_no_sample_comes_before_it_is_admitted(package, arguments):
-    """A step holds samples that were admitted when it filled, as long as there were any left; each exactly once."""
-    plan = package.make_plan(**for_plan(package, arguments))
-    num_samples = len(arguments["lengths"])
-    ranked = slow.sample_order(arguments["lengths"], arguments["order"])
-    rank = {i: place for place, i in enumerate(ranked)}
-    assert sorted(plan.sample_ids.tolist()) == sorted(ranked)
-    first = arguments["epoch"] * plan.num_steps
-    most = 0
-    seen = set()
-    for step, (_, ids) in enumerate(steps_of(plan)):
-        most = max(most, math.ceil(float(arguments["pacing"](first + step)) * num_samples))
-        early = [rank[i] for i in ids if rank[i] >= most]
-        seen |= {rank[i] for i in ids}
-        # A sample that comes early is the easiest left when none was: all easier ones are in this step, in earlier
-        # ones, or wait in open steps of other buckets, of which each holds less than a step.
-        waiting = sum(rows * arguments["microbatches_per_step"] - 1 for rows, _ in arguments["buckets"])
-        for place in early:
-            assert len(set(range(place)) - seen) <= waiting
-
-
-def test_everything_admitted_is_a_shuffle_and_nothing_is_the_order(package):
-    """The two ends of a pacing."""
-    lengths = np.random.default_rng(0).integers(1, 50, 400)
-    buckets = [(4, 25), (2, 50)]
-    nothing = package.make_plan(lengths, buckets, order="length", pacing=Table((0.0,)), seed=1)
-    in_order = package.make_plan(lengths, buckets, order=package.sample_order(lengths, "length"))
-    assert nothing.digest == in_order.digest
-    everything = package.make_plan(lengths, buckets, order="length", pacing=Table((1.0,)), seed=1)
-    means = everything.num_tokens / everything.num_sequences
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.5
-    again = package.make_plan(lengths, buckets, order="length", pacing=Table((1.0,)), seed=2)
-    assert len({plan.digest for plan in (nothing, everything, again)}) == 3
 
 
 def test_every_admitted_sample_is_as_likely_to_come_first(package):

@@ -649,31 +649,6 @@ def test_row_lengths_for_split_samples_are_those_for_their_pieces(package, data)
     assert chosen == find(package, "choose_row_lengths")(**as_arrays(arguments | {"lengths": of_pieces}))
 
 
-def planned_positions(package, lengths, row_lengths, max_tokens, **options):
-    """Return the positions of all steps of the plan that packs into rows of these lengths."""
-    packing = package.pack_samples(lengths, row_lengths)
-    buckets = package.make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, **options)
-    plan = package.make_plan(packing, buckets, order="length", microbatches_per_step=options["microbatches_per_step"])
-    each = [options["microbatches_per_step"] * rows * length for rows, length in buckets]
-    return sum(each[k] for k in plan.step_bucket)
-
-
-def test_uniform_lengths_get_rows_that_fill(package):
-    """No more positions than with the longest length alone or halves of it, fewer than with what is best by class."""
-    lengths = np.random.default_rng(0).integers(1, 4096, 20_000)
-    chosen, alone, halves, by_class = (
-        planned_positions(package, lengths, row_lengths, 65_536, microbatches_per_step=8)
-        for row_lengths in (
-            find(package, "choose_row_lengths")(lengths, 65_536, max_shapes=4, microbatches_per_step=8),
-            [4095],
-            (512, 1024, 2048, 4095),
-            (4050, 4069, 4083, 4095),
-        )
-    )
-    assert chosen <= min(alone, halves)
-    assert chosen < min(by_class, 1.01 * lengths.sum())
-
-
 def test_row_lengths_follow_the_limits(package):
     """The same refusals as for buckets."""
     with pytest.raises(ValueError, match=offenders((1, 60), limit=50)):

@@ -90,14 +90,6 @@ def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
     assert [tuple(map(int, bucket)) for bucket in buckets] == expected
 
 
-def test_pair_buckets_are_named_tuples(package):
-    """`PairBucket(rows, source_length, target_length)`."""
-    bucket = package.make_pair_buckets([[3, 5], [2, 4]], 24, max_shapes=1)[0]
-    assert isinstance(bucket, find(package, "PairBucket"))
-    assert (bucket.rows, bucket.source_length, bucket.target_length) == bucket == (2, 3, 5)
-    assert find(package, "PairBucket")(rows=4, source_length=8, target_length=9) == (4, 8, 9)
-
-
 @pytest.mark.parametrize(("pair_size", "rows"), [("sum", 4), ("larger", 6), ("product", 3), (patches, 12)])
 def test_the_budget_counts_what_pair_size_says(package, pair_size, rows):
     """Six of each pair, four, eight, or two; a plan knows it from its buckets, or is told."""
@@ -278,24 +270,6 @@ def test_both_families_win_somewhere(package):
     assert [bucket[1:] for bucket in crossed] == [(1, 1), (1, 9), (9, 1), (9, 9)]
 
 
-@moderate
-@given(arguments=pair_bucket_arguments())
-def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(package, arguments):
-    """Every sample fits, every bucket holds some, and no step is empty."""
-    arguments |= {"max_tokens": 180}
-    buckets = package.make_pair_buckets(**arguments)
-    num_microbatches = arguments["microbatches_per_step"]
-    plan = package.make_plan(arguments["lengths"], buckets, order="length", microbatches_per_step=num_microbatches)
-    assert len(buckets) <= arguments["max_shapes"]
-    assert set(plan.step_bucket.tolist()) == set(range(len(buckets)))
-    for k, (rows, source, target) in enumerate(buckets):
-        held = int(plan.num_sequences[plan.step_bucket == k].sum())
-        size = slow.count_of(arguments["pair_size"])(source, target)
-        limit = min(arguments["max_tokens"] // size, arguments["max_sequences"])
-        expected = slow.capped_rows_and_steps(held, limit, num_microbatches, arguments["row_multiple"])
-        assert (rows, int((plan.step_bucket == k).sum())) == expected
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -374,16 +348,6 @@ def test_plans_of_pairs_match_the_contract(package, tmp_path_factory, arguments)
     assert all(isinstance(bucket, find(package, "PairBucket")) for bucket in (*plan.buckets, *loaded.buckets))
 
 
-def test_the_longest_pair_of_edges_comes_first(package):
-    """By the sum of both, and among equals the last in bucket order."""
-    lengths = [[1, 9], [5, 5], [9, 1], [9, 1], [2, 2]]
-    buckets = [(1, 2, 2), (1, 2, 9), (1, 5, 6), (1, 9, 2)]
-    plain = steps_of(package.make_plan(lengths, buckets, order="dataset"))
-    assert plain == [(1, [0]), (2, [1]), (3, [2]), (3, [3]), (0, [4])]
-    swapped = steps_of(package.make_plan(lengths, buckets, order=package.Order("dataset", longest_first=True)))
-    assert swapped == [plain[2], plain[1], plain[0], plain[3], plain[4]]
-
-
 def test_pairs_that_no_bucket_holds_are_listed(package):
     """By id and both lengths: a pair may fit no bucket though each side fits some."""
     lengths = np.full((500, 2), 3)
@@ -417,9 +381,3 @@ def test_widths_that_do_not_match_are_refused(package, lengths, buckets, named):
     """Pairs need buckets of two lengths, single lengths buckets of one, strictly ascending."""
     with pytest.raises(ValueError, match=named):
         package.make_plan(lengths, buckets, order="length")
-
-
-def test_a_packing_does_not_go_into_pair_buckets(package):
-    """Rows have one length."""
-    with pytest.raises(ValueError, match="bucket"):
-        package.make_plan(package.pack_samples([1, 2, 3], 4), [(2, 4, 4)], order="length")

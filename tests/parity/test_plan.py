@@ -2,16 +2,13 @@
 
 import copy
 import pickle
-import re
-import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from . import slow
-from .inputs import ORDERS, for_plan, make_plan, many, moderate, offenders, plan_arguments, steps_of
+from .inputs import ORDERS, for_plan, make_plan, moderate, offenders, plan_arguments, steps_of
 
 
 @moderate
@@ -56,24 +53,6 @@ def test_every_sample_appears_exactly_once(package, arguments):
     assert plan.overlong == arguments["overlong"]
 
 
-@moderate
-@given(data=st.data())
-def test_made_buckets_and_plan_agree_on_steps(package, data):
-    """A plan over the buckets made for the same lengths takes the steps that the row rule counted."""
-    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=60))
-    budget, num_microbatches = data.draw(st.integers(60, 300)), data.draw(st.integers(1, 4))
-    buckets = package.make_buckets(lengths, budget, max_shapes=4, microbatches_per_step=num_microbatches)
-    plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
-    edges = [length for _, length in buckets]
-    counts = slow.samples_per_edge(lengths, edges)
-    expected = [
-        slow.rows_and_steps(count, edge, budget, num_microbatches, 1) for count, edge in zip(counts, edges, strict=True)
-    ]
-    assert [rows for rows, _ in expected] == [rows for rows, _ in buckets]
-    assert np.bincount(plan.step_bucket, minlength=len(edges)).tolist() == [steps for _, steps in expected]
-    assert all(plan.rows(step).shape[1] * edges[k] <= budget for step, k in enumerate(plan.step_bucket))
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_difficulty_equal_to_lengths_changes_nothing(package, order):
     """Only a difficulty other than length makes steps come by arrival."""
@@ -87,53 +66,6 @@ def test_difficulty_equal_to_lengths_changes_nothing(package, order):
     changed = package.make_plan(lengths, buckets, order=order, seed=3, difficulty=other)
     simulated = slow.make_steps(lengths.tolist(), buckets, order=order, seed=3, difficulty=other.tolist())
     assert steps_of(changed) == simulated
-
-
-def test_length_order_emits_short_steps_before_long_ones(package):
-    """Ascending and descending, by position inside a bucket in both."""
-    lengths = [9, 1, 2, 9, 1, 8]
-    buckets = [(2, 2), (2, 9)]
-    assert steps_of(package.make_plan(lengths, buckets, order="length")) == [
-        (0, [1, 4]),
-        (0, [2]),
-        (1, [5, 0]),
-        (1, [3]),
-    ]
-    descending = package.make_plan(lengths, buckets, order="length_descending")
-    assert steps_of(descending) == [(1, [0, 3]), (1, [5]), (0, [2, 1]), (0, [4])]
-
-
-def test_dataset_order_emits_full_steps_when_they_fill_and_the_rest_last(package):
-    """A full last step of a bucket still counts as full; left-overs come by bucket."""
-    lengths = [9, 1, 9, 2, 1, 9]
-    plan = package.make_plan(lengths, [(2, 2), (2, 9)], order="dataset")
-    assert steps_of(plan) == [(1, [0, 2]), (0, [1, 3]), (0, [4]), (1, [5])]
-
-
-def test_shuffled_steps_hold_the_same_samples(package):
-    """shuffle_steps permutes the steps of any order by the next values of the stream; a shuffle only once."""
-    lengths = np.random.default_rng(0).integers(1, 50, 300)
-    buckets = package.make_buckets(lengths, 200, max_shapes=6)
-    plain = steps_of(package.make_plan(lengths, buckets, order="length", seed=5, epoch=1))
-    shuffled = steps_of(
-        package.make_plan(lengths, buckets, seed=5, epoch=1, order=package.Order("length", shuffle_steps=True))
-    )
-    assert shuffled == [plain[i] for i in slow.random_order(5, 1, 300, len(plain))]
-    assert shuffled != plain
-    once, again = (
-        package.make_plan(lengths, buckets, order=package.Order("shuffle", shuffle_steps=twice)).digest
-        for twice in (False, True)
-    )
-    assert once == again
-
-
-def test_longest_first_swaps_two_steps(package):
-    """The first step of the longest bucket in use comes first, the former first step takes its place."""
-    lengths = [1, 1, 1, 5, 5, 5]
-    buckets = [(1, 1), (2, 5), (1, 9)]
-    plain = steps_of(package.make_plan(lengths, buckets, order="length"))
-    swapped = steps_of(package.make_plan(lengths, buckets, order=package.Order("length", longest_first=True)))
-    assert swapped == [plain[3], plain[1], plain[2], plain[0], plain[4]]
 
 
 def test_shapes_appear_one_by_one(package):
@@ -156,24 +88,6 @@ def test_shapes_appear_one_by_one(package):
     assert both.sample_ids.tolist() == [2, 5, 1, 4, 0, 3, 6, 7]
 
 
-@many
-@given(shapes=st.lists(st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5]), min_size=1, max_size=60), spacing=st.integers(1, 12))
-def test_no_shape_comes_before_its_turn(package, shapes, spacing):
-    """Or all shapes before it are used up; each shape's steps keep their order. Here every sample is a step."""
-    buckets = [(1, length) for length in range(1, 6)]
-    plan = package.make_plan(shapes, buckets, order=package.Order("dataset", new_shape_every=spacing))
-    plain = [(shape - 1, [i]) for i, shape in enumerate(shapes)]
-    assert steps_of(plan) == slow.one_by_one(plain, spacing)
-    come = [shapes[i] for i in plan.sample_ids]
-    in_turn = list(dict.fromkeys(shapes))
-    assert list(dict.fromkeys(come)) == in_turn
-    for number, shape in enumerate(in_turn):
-        first = come.index(shape)
-        assert first >= number * spacing or set(come[first:]).isdisjoint(in_turn[:number])
-        ids = [i for i in plan.sample_ids.tolist() if shapes[i] == shape]
-        assert ids == sorted(ids)
-
-
 def test_the_report_names_the_first_steps_of_spaced_shapes(package):
     """A column more, without a number for a bucket without steps."""
     lengths = np.random.default_rng(0).integers(1, 30, 400)
@@ -184,20 +98,6 @@ def test_the_report_names_the_first_steps_of_spaced_shapes(package):
     assert sorted(row.split()[-1] for row in rows[:3]) == ["0", "14", "7"]
     assert rows[3].split()[-1] in "-–"
     assert "first step" not in package.make_plan(lengths, buckets, order="shuffle").report()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_block_shuffled_steps_come_as_they_fill(package, order):
-    """Whatever the order's name, a block shuffle is the plan of its order as an array."""
-    lengths = np.random.default_rng(0).integers(1, 50, 300)
-    buckets = package.make_buckets(lengths, 200, max_shapes=6)
-    ids = package.sample_order(lengths, package.Order(order, block_size=40), seed=2, epoch=1)
-    plan = package.make_plan(lengths, buckets, order=package.Order(order, block_size=40), seed=2, epoch=1)
-    assert plan.digest == package.make_plan(lengths, buckets, order=ids).digest
-    shuffled = package.make_plan(
-        lengths, buckets, order=package.Order(order, block_size=40, shuffle_steps=True), seed=2, epoch=1
-    )
-    assert steps_of(shuffled) == [steps_of(plan)[i] for i in slow.random_order(2, 1, 300, plan.num_steps)]
 
 
 def test_plans_depend_on_their_arguments_alone(package):
@@ -247,15 +147,6 @@ def test_overlong_samples_are_listed(package):
         package.make_plan(lengths, [(2, 10), (1, 500)], order="length")
     with pytest.raises(ValueError, match=r"\b234\D+1001\b"):
         package.make_plan(lengths, [(2, 10), (1, 500)], order="shuffle")
-
-
-def test_a_sample_left_out_of_the_order_is_not_overlong(package):
-    """An order array is the whole of what is planned: the counts and the errors are about its samples."""
-    lengths = [3, 99, 4]
-    assert package.make_plan(lengths, [(2, 4)], order=[2, 0]).sample_ids.tolist() == [2, 0]
-    cut = package.make_plan(lengths, [(2, 4)], order=[2, 0], overlong="truncate")
-    dropped = package.make_plan(lengths, [(2, 4)], order=[2, 0], overlong="drop")
-    assert (cut.num_truncated, dropped.num_dropped) == (0, 0)
 
 
 def test_dropping_everything_is_refused(package):
@@ -336,28 +227,6 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
     assert next(package.stream_batches(iter(lengths), buckets)).ids.shape[0] == 8
 
 
-def test_buckets_for_another_number_of_microbatches_are_told(package):
-    """By how many padding rows they add; not where they add few."""
-    lengths = np.random.default_rng(0).integers(8, 1024, 2_000)
-    for_one = package.make_buckets(lengths, 8192, max_shapes=8)
-    for_eight = package.make_buckets(lengths, 8192, max_shapes=8, microbatches_per_step=8)
-    with pytest.warns(UserWarning, match="padding rows") as caught:
-        plan = package.make_plan(lengths, for_one, microbatches_per_step=8)
-    rows = 8 * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket].sum()
-    numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]*\d", str(caught[0].message))]
-    assert numbers[:2] == [1, 8]
-    assert numbers[2:4] == [rows - len(lengths), rows]
-    assert numbers[-1] < 0.2 * numbers[2]
-    with pytest.warns(UserWarning, match="padding rows"):
-        package.make_plan(lengths[:600], list(for_one), microbatches_per_step=8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        package.make_plan(lengths, for_eight, microbatches_per_step=8)
-        package.make_plan(lengths, for_eight, microbatches_per_step=1)
-        package.make_plan(lengths, list(for_one), microbatches_per_step=8)
-        package.make_plan(lengths[:200], list(for_one), microbatches_per_step=8)
-
-
 def test_more_tokens_than_int64_counts_are_refused(package):
     """In all steps together, padding included."""
     with pytest.raises(ValueError, match="int64"):
@@ -394,19 +263,3 @@ def test_report_names_every_shape_and_the_totals(package):
     assert all(str(rows) in report and str(length) in report for rows, length in buckets)
     assert "1234" in report
     assert str(plan.num_steps) in report
-
-
-def test_shuffled_samples_have_the_padding_of_shuffled_steps_and_other_batches(package):
-    """Steps of sorted samples are the same in every epoch, in another order."""
-    lengths = np.random.default_rng(0).integers(1, 200, 900)
-    of_order = {}
-    for order in (package.Order("length", shuffle_steps=True), "shuffle"):
-        plans = [package.make_plan(lengths, max_tokens=2_000, order=order, epoch=epoch) for epoch in (0, 1)]
-        steps = [
-            {frozenset(step.tolist()) for step in np.split(plan.sample_ids, plan.step_offsets[1:-1])} for plan in plans
-        ]
-        assert plans[0].padding == plans[1].padding
-        of_order[order if order == "shuffle" else "steps"] = plans[0].padding, len(steps[0] & steps[1]), len(steps[0])
-    assert of_order["steps"][0] == of_order["shuffle"][0]
-    assert of_order["steps"][1] == of_order["steps"][2]
-    assert 20 * of_order["shuffle"][1] < of_order["shuffle"][2]

@@ -106,37 +106,6 @@ def test_random_numbers_running_statistics_and_unused_weights_are_the_plain_ones
         torch.testing.assert_close(buffer, other)
 
 
-def test_the_onset_leaves_everything_as_it_was():
-    model = Tiny()
-    model.head.bias.grad = gradient = torch.full((256,), 3.0)
-    config = torch._dynamo.config
-    limits = (config.recompile_limit, config.accumulated_recompile_limit, config.fail_on_recompile_limit_hit)
-    state = copy.deepcopy(model.state_dict())
-    random_state = torch.random.get_rng_state()
-    compile_eagerly(model, BUCKETS)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert model.head.bias.grad is gradient
-    assert (gradient == 3).all()
-    assert model.embed.weight.grad is None
-    assert torch.equal(torch.random.get_rng_state(), random_state)
-    assert limits == (config.recompile_limit, config.accumulated_recompile_limit, config.fail_on_recompile_limit_hit)
-    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2  # the guard is lifted
-
-
-def test_more_buckets_than_torch_allows_by_itself_are_all_compiled_largest_first():
-    lengths = []
-
-    def backend(graph, inputs):
-        lengths.extend(x.shape[1] for x in inputs if isinstance(x, Tensor) and x.dtype == torch.int64 and x.ndim == 2)
-        return graph
-
-    buckets = [(1, length) for length in range(3, 14)]
-    compiled = compile_eagerly(Tiny(), buckets, backend=backend)
-    assert len(buckets) > torch._dynamo.config.recompile_limit
-    assert lengths == list(range(13, 2, -1))
-    assert [row.num_graphs for row in compiled.rows] == [1] * 11
-
-
 def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing():
     def double(x):
         return 2 * x
@@ -211,31 +180,6 @@ def test_both_packages_refuse_what_was_not_planned(compiled_pair, kind):
         other(jnp.float32(0), change(1))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda batch: batch._replace(tokens=batch.tokens.mT.contiguous().mT), r"tokens is .* with strides \[32, 1, 4"),
-        (lambda batch: batch._replace(weights=batch.weights.to("meta")), r"on meta, planned was .* on cpu"),
-        (lambda batch: batch._replace(lengths=batch.lengths[:1]), r"lengths is int64\[1,4\] .* was int64\[2,4\]"),
-        (lambda batch: batch._replace(positions=batch.tokens), r"positions is int64\[2,4,8\] .*, planned was absent"),
-        (lambda batch: batch._replace(weights=batch.weights.clone().requires_grad_()), "with gradient"),
-    ],
-    ids=["strides", "device", "microbatches", "packed", "gradient"],
-)
-def test_what_only_torch_minds_is_refused_too(compiled_pair, change, said):
-    compiled, _ = compiled_pair
-    optimizer = SGD(compiled.model.parameters(), lr=1.0)
-    with pytest.raises(torch_ref.UnplannedShapeError, match=said):
-        compiled(optimizer, change(both_batches(4, 8)[0]))
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_any_number_of_microbatches_is_planned(compiled_pair, num_microbatches):
-    compiled, _ = compiled_pair
-    metrics = compiled(SGD(compiled.model.parameters(), lr=1.0), both_batches(4, 8, num_microbatches)[0])
-    assert metrics["weight"] == 32 * num_microbatches
-
-
 def test_a_changed_condition_is_an_error_and_no_graph():
     """What torch guards on beside the shapes: an attribute of the model here."""
     model = Tiny()
@@ -272,16 +216,6 @@ def test_a_model_that_torch_would_break_into_graphs_is_refused():
         compile_eagerly(Branching(), BUCKETS)
 
 
-def test_a_torch_that_does_not_compile_is_found_out():
-    with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match="compiled"):
-        compile_eagerly(Tiny(), BUCKETS)
-
-
-def test_sets_of_the_same_model_do_not_share_graphs():
-    model = Tiny()
-    assert [compile_eagerly(model, BUCKETS[:1]).rows[0].num_graphs for _ in range(2)] == [1, 1]
-
-
 def test_shapes_that_a_curriculum_has_passed_are_released():
     plan = make_plan("length")
     assert plan.step_bucket.tolist() == [0, 1, 2, 2]
@@ -299,36 +233,6 @@ def test_shapes_that_a_curriculum_has_passed_are_released():
         compiled(optimizer, first_batch(plan, 0))
     bystander(SGD(bystander.model.parameters(), lr=1.0), first_batch(plan, 0))  # compiles anew what the reset took
     assert bystander.rows[0].num_compilations == 2
-
-
-def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use():
-    plan = make_plan("length")
-    model = Tiny()
-    compiled = compile_eagerly(model, plan, reset_after=2)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    for bucket in (0, 1, 0, 1):  # beyond the plan, which has one step of each
-        compiled(optimizer, first_batch(plan, bucket))
-    assert [row.num_compilations for row in compiled.rows] == [1, 1, 1]
-    compiled(optimizer, first_batch(plan, 2))
-    assert [row.num_compilations for row in compiled.rows] == [1, 1, 2]
-
-
-def test_a_resumed_curriculum_compiles_what_is_to_come():
-    compiled = compile_eagerly(Tiny(), make_plan("length"), reset_after=1, start_step=2)
-    assert [row.num_compilations for row in compiled.rows] == [0, 0, 1]
-    assert [tuple(bucket) for bucket in compiled.never_used] == [(2, 24)]
-
-
-def test_the_report_names_what_was_never_used(capfd):
-    plan = make_plan()
-    model = Tiny()
-    compiled = compile_eagerly(model, plan, progress=True)
-    assert "compile 3 of 3: 2 x 16" in capfd.readouterr().err
-    for bucket in (0, 2, 2):
-        compiled(SGD(model.parameters(), lr=1.0), first_batch(plan, bucket))
-    *rows, last = compiled.report().splitlines()
-    assert last == "never used: 2 x 16"
-    assert [row.split()[-1] for row in rows] == ["steps", "1", "0", "2"]
 
 
 @pytest.mark.parametrize(
@@ -363,46 +267,6 @@ def test_graphs_are_replayed_on_one_gpu_alone(monkeypatch, devices, num_processe
     weights = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
     model = types.SimpleNamespace(parameters=lambda: iter(weights))
     assert graphs.fitting_mode(model, backend) == mode
-
-
-def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again():
-    """As replayed CUDA graphs do: the gradients of a microbatch lie where those of the one before lay."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    def static_outputs(graph, _):
-        memory = []
-
-        def run(inputs):
-            outputs = graph(*inputs)
-            inputs.clear()
-            if not memory:
-                memory.extend(None if one is None else one.clone() for one in outputs)
-            for place, one in zip(memory, outputs, strict=True):
-                if place is not None:
-                    place.copy_(one)
-            return [None if place is None else place.detach() for place in memory]
-
-        run._boxed_call = True
-        return run
-
-    def replaying(graph, inputs, *, mode="default"):
-        return aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=static_outputs)(graph, inputs)
-
-    def gradient(**options):
-        model = Tiny().eval()
-        model.norm = nn.Identity()
-        compiled = compile_eagerly(model, BUCKETS, **options)
-        compiled(SGD(model.parameters(), lr=0.0), batch)
-        assert model.head.weight.grad is not None
-        assert model.unused.weight.grad is None
-        return model.head.weight.grad
-
-    batch, _ = both_batches(4, 8, 3)
-    batch.tokens[1:] += 7
-    expected = gradient()
-    torch.testing.assert_close(gradient(backend=replaying, mode="reduce-overhead"), expected)
-    # Without the care that the mode brings the test's graphs do spoil them.
-    assert not torch.allclose(gradient(backend=replaying, mode="default"), expected)
 
 
 @pytest.mark.slow

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 import torch_ref
-from torch_ref.train import to_device
 
 from .inputs import few, make_plan, plan_arguments
 
@@ -168,13 +167,6 @@ def test_packed_batches_hold_the_samples_row_by_row(drawn, rank):
             assert batch.weights[place].tolist() == [1.0] * len(segments) + padding
 
 
-def test_batches_of_single_samples_have_no_segments():
-    """A row that is a sample needs none."""
-    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)], order="length"), dataset_of([3, 5]))))
-    assert batch.segment_ids is None
-    assert batch.positions is None
-
-
 def test_the_sampler_gives_the_samples_of_packed_rows():
     """Lists of rows, each a list of ids."""
     plan = torch_ref.make_plan(
@@ -240,24 +232,6 @@ def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
 
 
 @pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
-def test_items_know_their_bucket_even_where_a_microbatch_is_empty(padding_rows):
-    """A collate function finds the shape in any item."""
-    plan = torch_ref.make_plan([2, 2, 5], [(2, 2), (1, 5)], order="length", microbatches_per_step=2)
-    planned = torch_ref.PlannedDataset(plan, Letters(3))
-    sampler = torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows)
-    found = [
-        (items[0].bucket, letters_of(items)) for items in DataLoader(planned, batch_sampler=sampler, collate_fn=list)
-    ]
-    again = padding_rows == "repeat"
-    assert found == [
-        ((2, 2), (["a"], ["a"] * again)),
-        ((2, 2), (["b"], ["a"] * again)),
-        ((1, 5), (["c"], [])),
-        ((1, 5), ([], ["c"] if again else [None])),
-    ]
-
-
-@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
 @few
 @given(drawn=st.one_of(packed_plans(num_microbatches=4), single_plans(num_microbatches=4)), rank=st.integers(0, 1))
 def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
@@ -286,33 +260,6 @@ def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
         assert bool((batch.lengths[0] > 0).all()) or padding_rows == "omit"
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_workers_get_the_bucket_of_an_empty_microbatch():
-    """And the marks of repeated rows."""
-    plan = torch_ref.make_plan([3, 3, 3], [(2, 3)], microbatches_per_step=4)
-    planned = torch_ref.PlannedDataset(plan, dataset_of([3, 3, 3]))
-    ways = [torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows) for padding_rows in ("omit", "repeat")]
-    sampler = [indices for way in ways for indices in way]
-    assert [] in sampler
-    one, other = (
-        [
-            (batch.tokens.tolist(), batch.weights.tolist())
-            for batch in DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate, **workers)
-        ]
-        for workers in ({}, {"num_workers": 1, "multiprocessing_context": "spawn"})
-    )
-    assert one == other
-
-
-@pytest.mark.parametrize("index", [-1, 3, 1])
-def test_a_planned_dataset_has_the_samples_of_its_plan(index):
-    """Not the last for -1, nor one that was dropped."""
-    plan = torch_ref.make_plan([2, 9, 2], [(2, 2)], overlong="drop")
-    with pytest.raises(ValueError if index == 1 else IndexError, match=str(index)):
-        torch_ref.PlannedDataset(plan, Letters(3))[index]
-
-
 def test_what_a_sampler_cannot_say_is_refused():
     """Other words, and pieces of samples, which no index names."""
     with pytest.raises(ValueError, match=r"padding_rows.*'zeros'"):
@@ -329,13 +276,6 @@ def test_packed_rows_that_grew_are_named():
         list(torch_ref.load(plan, dataset_of([3, 4])))
     with pytest.raises(ValueError, match=r"\b0\b.*\b9\b.*\b5\b"):
         list(torch_ref.load(plan, dataset_of([9, 2])))
-
-
-def test_plans_of_pairs_need_pairs():
-    """A dataset of single samples has no source and target."""
-    plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)], order="length")
-    with pytest.raises(ValueError, match="pairs"):
-        list(torch_ref.load(plan, dataset_of([3])))
 
 
 # Model
@@ -425,25 +365,6 @@ def test_the_model_is_its_specification(sizes):
         np.testing.assert_allclose(row, slow_logits(model, row_inputs), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_segments_do_not_see_each_other(sizes):
-    """In float64 the logits of each sample of a row are those of the sample alone, wherever it lies."""
-    model = small_model(**sizes)
-    samples = [np.random.default_rng(seed).integers(0, 257, length).tolist() for seed, length in enumerate((4, 1, 6))]
-    inputs = torch.tensor([[*samples[0], *samples[1], *samples[2], 0, 0]])
-    segments = torch.tensor([[1] * 4 + [2] + [3] * 6 + [0, 0]])
-    positions = torch.tensor([[*range(4), 0, *range(6), 0, 0]])
-    logits = model(inputs, segment_ids=segments, positions=positions)[0].detach().numpy()
-    assert np.isfinite(logits).all()
-    start = 0
-    for sample in samples:
-        alone = slow_logits(model, sample)
-        np.testing.assert_allclose(logits[start : start + len(sample)], alone, rtol=1e-9, atol=1e-9)
-        start += len(sample)
-    with pytest.raises(ValueError, match="together"):
-        model(inputs, segment_ids=segments)
-
-
 def test_no_logit_sees_later_inputs():
     """A changed input t changes all logits from t on and none before."""
     model = small_model()
@@ -454,14 +375,6 @@ def test_no_logit_sees_later_inputs():
         other[0, t] = 255
         same = (model(other) == logits)[0].all(dim=1)
         assert same.tolist() == [True] * t + [False] * (10 - t)
-
-
-def test_padding_at_the_end_changes_nothing_before_it():
-    """A row gives the same logits in a longer bucket."""
-    model = small_model()
-    tokens = torch.tensor([[65, 66, 67, 68]])
-    padded = torch.cat([tokens, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
-    torch.testing.assert_close(model(padded)[:, :4], model(tokens), rtol=1e-12, atol=1e-12)
 
 
 def test_parameters_that_do_not_fit_are_all_listed_and_none_is_copied():
@@ -478,21 +391,6 @@ def test_parameters_that_do_not_fit_are_all_listed_and_none_is_copied():
         assert name in str(caught.value)
     assert "embed_tokens" not in str(caught.value)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-
-
-def test_read_only_parameters_are_copied():
-    """Arrays of other libraries are often read-only; the model does not share their memory. Tensors do as well."""
-    params = {name: value.detach().numpy() for name, value in small_model(tied=True).float().named_parameters()}
-    assert "lm_head.weight" not in params
-    for value in params.values():
-        value.setflags(write=False)
-    model = small_model(tied=True)
-    torch_ref.load_params(model, params)
-    embedding = torch.tensor(params["model.embed_tokens.weight"]).double()
-    assert torch.equal(model.lm_head.weight, embedding)
-    again = small_model(tied=True)
-    torch_ref.load_params(again, dict(model.named_parameters()))
-    assert torch.equal(again.model.embed_tokens.weight, embedding)
 
 
 @pytest.mark.parametrize(
@@ -635,19 +533,6 @@ def test_the_step_whose_gradient_breaks_the_parameters_says_so(max_norm):
     assert found == [(True, True, True), (True, False, False), (False, False, False)]
 
 
-def test_a_batch_moves_with_all_its_tensors():
-    """And keeps what is none; to where it is it needs no copy."""
-    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 5], 8), [(1, 8)], order="length")
-    for batch in (*torch_ref.load(plan, dataset_of([3, 5])), torch_ref.Batch(*[torch.ones(2)] * 3, 2.0)):
-        moved = to_device(batch, "meta")
-        for before, after in zip(batch, moved, strict=True):
-            if isinstance(before, Tensor):
-                assert (after.device.type, after.shape, after.dtype) == ("meta", before.shape, before.dtype)
-            else:
-                assert after == before
-        assert all(after is before for before, after in zip(batch, to_device(batch, "cpu"), strict=True))
-
-
 def test_loss_sums_are_nats_and_tokens():
     """Zero logits cost log(257) a token, whatever lies on the padding."""
     model = small_model()
@@ -657,24 +542,6 @@ def test_loss_sums_are_nats_and_tokens():
     loss_sum, weight_sum = torch_ref.loss_sums(model, microbatch)
     assert float(weight_sum) == 8
     assert float(loss_sum.detach()) == pytest.approx(8 * math.log(257), rel=1e-12)
-
-
-def test_training_learns_a_repeated_sentence():
-    """The whole line: buckets, plan, batches, steps, learning rates."""
-    samples = [np.frombuffer(b"so it goes. " * n, dtype=np.uint8) for n in (1, 2, 3, 4, 2, 1)]
-    lengths = [len(sample) for sample in samples]
-    plan = torch_ref.make_plan(lengths, torch_ref.make_buckets(lengths, 96, max_shapes=2), order="shuffle")
-    torch.manual_seed(0)
-    model = torch_ref.Decoder(torch_ref.DecoderConfig(width=16, num_layers=1, num_heads=2))
-    optimizer = Adam(model.parameters(), lr=1e-2)
-    scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan.num_sequences, 2, rule="sqrt")
-    losses = []
-    for _ in range(25):
-        for batch in torch_ref.load(plan, samples):
-            losses.append(float(torch_ref.train_step(model, optimizer, batch)["loss"]))
-            scheduler.step()
-    assert losses[0] == pytest.approx(math.log(257), rel=0.05)
-    assert losses[-1] < 1.0
 
 
 @pytest.mark.parametrize("sign", [1, -1])
