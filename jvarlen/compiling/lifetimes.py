@@ -204,6 +204,9 @@ class _Flat:
                     # Added in place, as BLAS does, where it is added to an earlier array.
                     before = [w for w in takers[0][1] if made_by.get(w, i) < i and self.sizes[w] == self.sizes[v]]
                     stored[v] = all(steps[made_by[w]][0] not in _STORED for w in before)
+                elif what == "dot_general" and (rounded := self._rounded(v, steps, users)) is not None:
+                    self.sizes[v] = self.sizes[rounded]
+                    stored[v] = not stored[rounded]
                 elif what in _STORED or (what == "dynamic_slice" and steps[i][1][0] in updated):
                     stored[v] = True
                 elif not self._is_view(steps[i]):
@@ -227,6 +230,16 @@ class _Flat:
         in_loop = np.isin(np.arange(len(stored)), [*self.stacks, *(value for each in self.loops for value in each)])
         sizes, end = np.array(self.sizes, np.float64), np.minimum(end, num_points)
         return Lifetimes(begin[stored], end[stored], sizes[stored], num_points, in_loop[stored])
+
+    def _rounded(self, product: int, steps: list[_Step], users: list[list[int]]) -> int | None:
+        """The narrower value in whose type a product is stored, if it is only converted to that."""
+        takers = [steps[i] for i in users[product]]
+        while len(takers) == 1 and self._is_view(takers[0]):
+            takers = [steps[i] for i in users[takers[0][2][0]]]
+        if [taker[0] for taker in takers] != ["convert_element_type"]:
+            return None
+        [rounded] = takers[0][2]
+        return rounded if self.sizes[rounded] < self.sizes[product] else None
 
     def _is_view(self, step: _Step) -> bool:
         what, takes, _ = step

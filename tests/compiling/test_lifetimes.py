@@ -30,6 +30,14 @@ def test_a_product_is_added_in_place():
     assert peak(accumulating, W) == ONE
 
 
+def test_a_product_that_is_only_rounded_is_stored_in_the_narrower_type():
+    def rounding(x):
+        return (x @ x).reshape(64).astype(jnp.bfloat16)
+
+    assert peak(rounding, W) == ONE / 2
+    assert peak(lambda x: (rounding(x), x @ x), W) == 1.5 * ONE
+
+
 def test_results_of_one_kernel_take_the_places_of_all_that_it_reads():
     def gated(x):
         y, z = x @ x, x @ x

@@ -37,7 +37,19 @@ LLAMA_3_8B = DecoderConfig(
 def test_it_is_at_most_a_tenth_more(text):
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(LLAMA_3_8B))
     optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)))
-    model, bucket, num_microbatches = layered(LLAMA_3_8B), (1, 8192), 8
+    assert 1 <= estimated_over_compiled(text, LLAMA_3_8B, params, optimizer, (1, 8192)) <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
+def test_of_many_short_rows_and_rounded_products_too():
+    config = DecoderConfig(num_layers=2, width=512, num_heads=8, vocab_size=32_000, compute_dtype="bfloat16")
+    of_step = config, param_shapes(config), optax.adamw(3e-4), (328, 2048)
+    assert 1 <= estimated_over_compiled("data8.zero3", *of_step) <= 1.1
+
+
+def estimated_over_compiled(text, config, params, optimizer, bucket):
+    model, num_microbatches = layered(config), 8
 
     def batch_spec(bucket, num):
         return token_batch_spec(bucket, num, 16)
@@ -46,4 +58,4 @@ def test_it_is_at_most_a_tenth_more(text):
     (row,) = compile_for("8xh100", model, optimizer, shapes, layout=text, params=params, progress=False)
     of_step = {"model": model, "batch_spec": batch_spec, "microbatches_per_step": num_microbatches}
     estimate = estimate_memory(Layout.parse(text), params, optimizer, bucket, **of_step)
-    assert 1 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.1
+    return estimate.total / (row.argument_bytes + row.temp_bytes)
