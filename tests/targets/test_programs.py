@@ -1,5 +1,6 @@
 """What compilers make of the steps of `cases.py`: which kernels they have, and what runs beside what."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -10,15 +11,29 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import Layout, UserError
+from jvarlen import CompileOptions, Layout, UserError, with_float32_master
 from jvarlen.batches import BatchShapes
+from jvarlen.compiling.hlo import arrays_in, called_by, computations_of, instructions_of, list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel.layered_sums import _reduced
 from jvarlen.parallel.layers import LayeredParams
-from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.buffers import largest_buffers
+from jvarlen.targets.compile_for import compile_for, target_compiler
+from jvarlen.targets.dump import compile_with_dump
 from jvarlen.targets.report import TargetRow
 from jvarlen.targets.target import Target
-from tests.targets.cases import CASES, FEW, KNOWN_FAULTS, MEASURED, NOT_SURE, OPTIMIZER, REFUSED, Case, faults_of_case
+from tests.targets.cases import (
+    CASES,
+    FEW,
+    KNOWN_FAULTS,
+    MEASURED,
+    MODELS,
+    NOT_SURE,
+    OPTIMIZER,
+    REFUSED,
+    Case,
+    faults_of_case,
+)
 
 TRITON = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
 CUDNN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
@@ -85,6 +100,62 @@ def test_the_last_dimension_of_layers_is_reduced_without_a_transposed_copy_of_al
     shapes = [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"f32\[([\d,]+)\]", program)]
     assert "reduce-scatter" in program
     assert {shape for shape in shapes if math.prod(shape) == math.prod(given.shape)} == {given.shape}
+
+
+def dumped(text, config):
+    """What XLA writes of a step for eight GPUs, and the shapes of its stacks of kernels."""
+    if missing := Case("8xh100", "llama", "data8", "packed", 1).not_here:
+        pytest.skip(missing)
+    params = jax.eval_shape(lambda: init_params(config, 0))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "bfloat16"), params)
+    layout = Layout.parse(text)
+    shapes = BatchShapes([(1, 512)], microbatches_per_step=4 * layout.data)
+    how = {"layout": layout, "params": params, "extra": None, "seed": None, "batch_spec": None}
+    of_step = layered(config), with_float32_master(OPTIMIZER), shapes
+    compiler = target_compiler(Target.parse("8xh100"), *of_step, options=CompileOptions(cache_dir=None), **how)
+    kernels = [leaf.shape for leaf in jax.tree.leaves(params["layers"][0]) if leaf.ndim > 1]
+    return compile_with_dump(compiler, compiler.lower(shapes.buckets[0]))[1], kernels
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("zero", [2, 3])
+def test_sums_and_parameters_of_layers_are_whole_one_layer_at_a_time(zero):
+    num_layers, num_microbatches = 5, 4
+    dump, kernels = dumped(f"data8.zero{zero}", dataclasses.replace(MODELS["llama"], num_layers=num_layers))
+    of_layer = sum(map(math.prod, kernels))
+    collectives = list_collectives(dump.program)
+    reduced = [each for each in collectives if each.kind == "reduce-scatter"]
+    assert max(each.num_bytes for each in reduced) == 4 * of_layer
+    times = sum(each.times for each in reduced if each.num_bytes == 4 * of_layer)
+    assert times == num_layers * num_microbatches, "a reduction of each layer in each backward pass"
+    of_turns = [
+        each for each in collectives if each.kind == "all-gather" and each.times == num_layers * num_microbatches
+    ]
+    if zero == 3:
+        assert [each.num_bytes for each in of_turns] == [2 * of_layer] * 2
+        assert all(each.products for each in of_turns), "the next layer is gathered beside the products of this one"
+    # Fusions may widen and turn what they then slice.
+    bodies = computations_of(dump.program)
+    fused = {name for body in bodies.values() for each in instructions_of(body) if each.operation == "fusion"
+             for name in called_by(each.rest)}  # fmt: skip
+    stored = {array for name, body in bodies.items() if name not in fused for each in instructions_of(body)
+              for array in arrays_in(each.shapes)}  # fmt: skip
+    stacks = {(num_layers, *shape) for shape in kernels}
+    whole = {array for array in stored if math.prod(array[1]) in map(math.prod, stacks)}
+    assert whole <= ({("bf16", shape) for shape in stacks} if zero == 2 else set())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_a_stage_holds_one_copy_of_its_sums():
+    dump, kernels = dumped("data4.stage2.zero1", dataclasses.replace(MODELS["llama"], num_layers=10))
+    sums = sorted(f"f32[5,{rows},{columns}]" for rows, columns in kernels)
+    held = largest_buffers(dump, 1000)
+    temporary = [each.shape for each in held if each.kind == "temporary"]
+    sizes = {5 * math.prod(shape) for shape in kernels}
+    dims = [(shape, [*map(int, re.findall(r"\d+", shape.partition("[")[2]))]) for shape in temporary]
+    assert sorted(shape for shape, of in dims if shape.startswith("f32") and math.prod(of) in sizes) == sums
 
 
 @pytest.mark.parametrize(("model", "layout"), REFUSED)
