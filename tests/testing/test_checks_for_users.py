@@ -97,14 +97,13 @@ def never_finite(params, microbatch):
 
 
 def test_a_right_loss_passes_every_split():
-    splits = assert_partition_invariant(right, PARAMS, make_rows(4, 2))
-    assert splits[0] == Partition(1, 8)
+    splits = assert_partition_invariant(right, PARAMS, make_rows(2, 2))
+    assert splits[0] == Partition(1, 4)
     assert set(splits) == {
-        Partition(1, 8), Partition(2, 4), Partition(2, 4, 2), Partition(4, 2), Partition(4, 2, 2), Partition(4, 2, 4),
-        Partition(8, 1), Partition(8, 1, 2), Partition(8, 1, 4), Partition(8, 1, 8),
-        Partition(4, 3, 1, 4), Partition(8, 2, 1, 8), Partition(8, 2, 2, 8), Partition(1, 8, 1, 8),
+        Partition(1, 4), Partition(2, 2), Partition(2, 2, 2), Partition(4, 1), Partition(4, 1, 2), Partition(4, 1, 4),
+        Partition(2, 3, 1, 2), Partition(4, 2, 1, 4), Partition(4, 2, 2, 4), Partition(1, 4, 1, 4),
     }  # fmt: skip
-    assert len(splits) == 14
+    assert len(splits) == 10
 
 
 def test_one_microbatch_is_split_into_its_rows():
@@ -157,9 +156,7 @@ def test_a_loss_that_communicates_over_the_data_axis_is_checked():
         largest = jax.lax.pmax(jax.lax.stop_gradient(losses).max(), "data")  # of all rows, as in a stable log-sum
         return jnp.sum(jnp.exp(losses - largest) * jnp.exp(largest) * microbatch.weights), jnp.sum(microbatch.weights)
 
-    for num_shards in ([1], [2]):
-        splits = assert_partition_invariant(beside_the_largest, PARAMS, make_rows(), num_shards=num_shards)
-        assert len(splits) > 3
+    assert len(assert_partition_invariant(beside_the_largest, PARAMS, make_rows(), num_shards=[2])) > 3
     layouts = testing.assert_layout_invariant(beside_the_largest, PARAMS, make_rows(), ["data2"], num_steps=1)
     assert len(layouts) == 1
 
@@ -175,8 +172,6 @@ def test_a_loss_whose_carry_is_float32_is_checked_in_float32():
     assert any('give dtype="float32"' in note for note in error.value.__notes__)
     assert len(assert_partition_invariant(scanned, PARAMS, make_rows(), num_shards=[1], dtype="float32")) == 6
     testing.assert_layout_invariant(scanned, PARAMS, make_rows(), ["data1"], num_steps=1, dtype="float32")
-    with pytest.raises(AssertionError, match="likely: loss_fn returns means"):
-        assert_partition_invariant(mean_of_means, PARAMS, make_rows(), num_shards=[1], dtype="float32")
     with pytest.raises(ValueError, match=r"dtype \('bfloat16'\) must be one of 'float64', 'float32'"):
         assert_partition_invariant(scanned, PARAMS, make_rows(), dtype="bfloat16")
 
