@@ -344,7 +344,7 @@ def minus_two(x):
 
 def test_a_jitted_function_compiles_each_shape_once():
     assert_no_recompiles(jax.jit(lambda x: x - 1), SHAPES)
-    with pytest.raises(AssertionError, match=r"first call with arguments 1 \(\[0\] float32\[5\]\): minus_two for fl"):
+    with pytest.raises(AssertionError, match=r"first call with arguments 1 \(\[0\] float32\[5\]\): minus_two"):
         assert_no_recompiles(jax.jit(minus_two), SHAPES, warm_up=False)
 
 
@@ -354,7 +354,7 @@ def test_a_function_that_is_jitted_anew_each_time_is_found():
 
     with pytest.raises(AssertionError) as raised:
         assert_no_recompiles(jitted_anew, SHAPES)
-    assert "the second call with arguments 0 ([0] float32[3]): <lambda> for float32[3]" in str(raised.value)
+    assert "the second call with arguments 0 ([0] float32[3]): <lambda>" in str(raised.value)
     assert "first call" not in str(raised.value)
 
 
@@ -373,7 +373,7 @@ def test_an_argument_that_changes_its_type_is_found():
         return step(x, 1.0 if len(calls) < 3 else jnp.float32(1))
 
     step = jax.jit(lambda x, y: x * y)
-    with pytest.raises(AssertionError, match=r"the second call with arguments 0 .*<lambda> for"):
+    with pytest.raises(AssertionError, match=r"the second call with arguments 0 .*<lambda>"):
         assert_no_recompiles(drifting, SHAPES)
 
 
