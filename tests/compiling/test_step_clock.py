@@ -51,14 +51,6 @@ def test_the_time_before_the_dispatch_is_not_the_steps(busy):
     assert 0 < sum(clock.median_seconds().values()) <= total_s - 0.2  # the first pause; others, the step may outlast
 
 
-def test_the_median_of_each_key_takes_no_notice_of_its_first_step(busy):
-    clock = StepClock()
-    run(clock, lambda x: [time.sleep(0.3), busy(x)][1], ["a", "b"])
-    run(clock, busy, "aaba" * 2)
-    assert num_steps_of(clock) == {"a": 7, "b": 3}
-    assert all(0 < seconds < 0.3 for seconds in clock.median_seconds().values())
-
-
 def num_steps_of(clock):
     return {key: len(seconds) for key, seconds in clock._seconds.items()}
 
