@@ -362,7 +362,7 @@ class Signalled:
         run_dir = self._printed.read_text().rstrip().splitlines()[-1]
         assert f"jvarlen train --resume {run_dir}" in self._printed.read_text()
         assert 5 < json.loads((self.latest / "summary.json").read_text())["num_steps"] < 40
-        assert (self.latest / "curves.png").exists() == (number == signal.SIGINT)
+        assert (self.latest / "curves.png").exists()
 
     @property
     def errors(self):
