@@ -34,6 +34,7 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.zero import gather_by_layers, shard_specs
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
@@ -50,7 +51,7 @@ from jvarlen.training.train_state import (
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
-    "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of",
+    "average_on_layout", "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of",
     "pad_to", "padded_shape", "split_specs", "stacked_for", "stacks_layers", "state_specs",
     "sums_on_layout", "unpadded",
 ]  # fmt: skip
@@ -135,6 +136,31 @@ def make_sharded_step(
     trained_of = functools.partial(select_trained, trainable=trainable)
     sums_of = sums_on_layout(model, placement, trained_of=trained_of, sum_of=sum_of)
     return _on_layout(step_of_sums(sums_of, optimizer, norms=norms), own, placement, trained_of)
+
+
+def average_on_layout(
+    average: EvalParams,
+    model: LayeredModel | LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    placement: Placement,
+    trainable: Trainable,
+) -> Callable[[TrainState], Any]:
+    """The trained parameters to evaluate, from a state that lies as a layout says."""
+
+    def update(params: Any, opt_state: Any, _: Any) -> tuple[Any, Any]:
+        return average(opt_state, params), opt_state
+
+    layout, mesh = placement.layout, placement.program_mesh
+    averaging = optimizer_on(layout, model, optax.GradientTransformation(optimizer.init, update), mesh=mesh)
+    trained_of = functools.partial(select_trained, trainable=trainable)
+
+    def of_whole(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        trained = _trained_in(state, trained_of)(state.params)
+        averages = _of_trained_layers(averaging.update(trained, state.opt_state, trained)[0], state, trained)
+        return state._replace(params=merge_trained(averages, state.params)), Metrics(0.0, 0.0)
+
+    step = _on_layout(of_whole, _of_stacked(model, layout), placement, trained_of)
+    return lambda state: _trained_in(state, trained_of)(step(state, None)[0].params)
 
 
 def _on_layout(
@@ -228,22 +254,24 @@ def _trained_in(state: TrainState, trained_of: TrainedOf) -> TrainedOf:
     return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
 
 
-def _of_trained_layers(grads: Any, state: TrainState) -> Any:
-    """The same with 0 for layers that are not trained, in arrays where others are."""
+def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:
+    """The same with 0, or those of `fixed`, for layers that are not trained, in arrays where others are."""
     if not isinstance(state.opt_state, OwnLeavesState):
         return grads
     trained: dict[int, dict[int | None, bool]] = {}
     for at in jax.tree.leaves(state.opt_state.own, is_leaf=is_own_leaf):
         trained.setdefault(at.place, {})[at.layer] = at.is_trained
 
-    def of_array(grad: Any, of_layers: dict[int | None, bool]) -> Any:
+    def of_array(grad: Any, other: Any, of_layers: dict[int | None, bool]) -> Any:
         if grad is None or all(of_layers.values()):
             return grad
         is_trained = np.array([of_layers[layer] for layer in range(len(of_layers))])
-        return jnp.where(is_trained.reshape(-1, *(1,) * (grad.ndim - 1)), grad, 0)
+        return jnp.where(is_trained.reshape(-1, *(1,) * (grad.ndim - 1)), grad, other)
 
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
-    return jax.tree.unflatten(structure, [of_array(grad, trained[place]) for place, grad in enumerate(leaves)])
+    others = [0] * len(leaves) if fixed is None else jax.tree.leaves(fixed, is_leaf=lambda leaf: leaf is None)
+    of_arrays = (of_array(*each, trained[place]) for place, each in enumerate(zip(leaves, others, strict=True)))
+    return jax.tree.unflatten(structure, of_arrays)
 
 
 def _sum_model(

@@ -26,8 +26,10 @@ from jvarlen.parallel.layers import (
     StepLoss,
     model_of,
     num_layers_of,
+    trained_on_layout,
     unstack_own,
 )
+from jvarlen.training.averages import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
@@ -41,7 +43,7 @@ from jvarlen.training.train_state import (
     own_copy,
     with_sharding,
 )
-from jvarlen.training.trainable import Trainable, TrainedOf, select_trained
+from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
 
@@ -65,6 +67,8 @@ class TrainStep:
     """Where a step runs; None: on one device."""
     trainable: Trainable = None
     """Names of the parameters that are trained, as patterns; None: all floats."""
+    eval_params: EvalParams | None = None
+    """What gives the parameters to evaluate; None: they are those that are trained, or of schedule-free their mean."""
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
@@ -131,11 +135,44 @@ class TrainStep:
             params = jax.tree.map(lambda leaf: self._placed(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
         return jax.tree.map(self._placed, first(params, extra))
 
+    def for_evaluation(self, state: TrainState) -> TrainState:
+        """The state with the parameters to evaluate in place of those that are trained, where they lie.
+
+        Args:
+          state: of `init` or of a step. It stays as it is: a device holds the trained parameters twice.
+
+        Returns:
+          A state for evaluation steps, and for `gather_params`; training goes on with the other one. The same state,
+          where the optimizer keeps no average: without `eval_params` and `optax.contrib.schedule_free`.
+
+        Raises:
+          ValueError: `eval_params` returns other arrays than the trained parameters; they are listed.
+        """
+        if self.eval_params is None and not keeps_schedule_free(state.opt_state):
+            return state
+        if isinstance(state.opt_state, OwnLeavesState):
+            trained = trained_on_layout(state.opt_state.own)(state.params)
+        else:
+            trained = select_trained(state.params, self.trainable)
+        lie = jax.tree.map(lambda leaf: leaf.sharding, state)
+        options = {"in_shardings": (lie,), "out_shardings": where_trained(trained, lie.params)}
+        return state._replace(params=merge_trained(jax.jit(self._evaluated, **options)(state), state.params))
+
+    @functools.cached_property
+    def _evaluated(self) -> Callable[[TrainState], Any]:
+        """The parameters to evaluate, in place of those that are trained alone."""
+        average = average_in_types(self.eval_params)
+        if self.placement is not None and not self.placement.layout.is_data_parallel:
+            from jvarlen.parallel.sharded import average_on_layout
+
+            return average_on_layout(average, model_of(self.model), self.optimizer, self.placement, self.trainable)
+        return lambda state: average(state.opt_state, select_trained(state.params, self.trainable))
+
     def gather_params(self, state: TrainState) -> Any:
         """The whole parameters of a state, as `init` got them, on any layout.
 
         Args:
-          state: of `init` or of a step.
+          state: of `init` or of a step; `for_evaluation(state)` for the average that an optimizer keeps.
 
         Returns:
           A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
@@ -208,6 +245,7 @@ def make_train_step(
     *,
     layout: LayoutLike = None,
     trainable: Trainable = None,
+    eval_params: EvalParams | None = None,
     norms: bool = False,
 ) -> TrainStep:
     """A train step with exact normalisation and accumulation over microbatches, with the same result on any layout.
@@ -244,6 +282,10 @@ def make_train_step(
         norms leave them out. Optimizers see the tree with None in their place; a fixed tree for masks or labels may
         have any entries there. Where a layout stacks layers, which all do that shard, all layers of an array have
         gradients if one is trained.
+      eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
+        optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
+        `TrainStep.for_evaluation` calls it. None: those that are trained, or those of
+        `optax.contrib.schedule_free_eval_params` where `optax.contrib.schedule_free` is a part of the optimizer.
       norms: whether the metrics include the global norms of gradient and updates.
 
     Returns:
@@ -282,6 +324,7 @@ def make_train_step(
         optimizer=optimizer,
         placement=placement,
         trainable=trainable,
+        eval_params=eval_params,
     )
 
 
@@ -298,7 +341,8 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
     Returns:
       `EvalStep`, a plain function `step(state, batch) -> (state, Metrics)`. The state is that of a train step on the
       layout, or, where that does not shard it, only parameters, for a loss that takes nothing else. It is returned
-      unchanged, and `compile_buckets` does not donate it.
+      unchanged, and `compile_buckets` does not donate it. Where the optimizer keeps an average, it takes
+      `train_step.for_evaluation(state)`.
 
     Raises:
       ValueError: as `make_train_step`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ class Evaluator:
     trackers: Trackers
     bad_samples: BadSamples
     heartbeat: Heartbeat
+    for_evaluation: Callable[[TrainState], TrainState]
     _num_skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     _latest: tuple[int, dict[str, float | None]] | None = None
 
@@ -85,6 +87,7 @@ class Evaluator:
 
     def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, Means] | None:
         """The means of each set over so many steps; None if it was interrupted."""
+        state = self.for_evaluation(state)
         means: dict[str, Means] = {}
         num_steps = itertools.count()
         for name, plan in self.prepared.training_plan.eval_plans.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ from jvarlen.runs.task import PairLengthsFn, SamplesOfLengths, Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
 from jvarlen.training.optimizers import with_known_rates
@@ -89,7 +90,7 @@ class FitResult(NamedTuple):
       run_dir: the directory of plan, metrics, settings, checkpoints, curves and summary.
       state: parameters and optimizer state after the last step, on any layout as on one device, in the form of the
         parameters that `fit` got or of `init_params`. With ZeRO, arrays of the optimizer may be padded with zeros.
-      params: those of the state.
+      params: the parameters that were evaluated: an average that the optimizer keeps, or else those of the state.
     """
 
     summary: Summary
@@ -105,6 +106,7 @@ def fit(
     loss_fn: LossFn | LayeredModel | StepLoss | None = None,
     params: Any = None,
     optimizer: optax.GradientTransformation | None = None,
+    eval_params: EvalParams | None = None,
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
     length_fn: LengthFn | PairLengthsFn | None = None,
@@ -135,6 +137,8 @@ def fit(
       params: pytree of arrays, the initial parameters; arrays that are already placed on these devices
         keep their sharding, if the layout is data-parallel alone.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.
+      eval_params: as for `make_train_step`: the parameters that are evaluated, sampled and exported. Checkpoints hold
+        them besides those that are trained. None: these, or those of `optax.contrib.schedule_free`, if it is used.
       fields: as for `load`.
       collate: as for `load`; None for samples of tokens or of named fields.
       length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for
@@ -173,6 +177,7 @@ def fit(
         eval_loss_fn=eval_loss_fn,
         extra=extra,
         optimizer=optimizer,
+        eval_params=eval_params,
         fields=fields,
         collate=collate,
         batch_spec=batch_spec,
@@ -188,8 +193,14 @@ def fit(
         for step in (run.train_step, run.eval_step):
             step.close()  # what an interrupted run did not need
         summary = _summarize(run, trained)
-        state = trained.state if run.form is None else run.form.save(trained.state)
-        return FitResult(summary, run.run_dir, state, state.params)
+        state, evaluated = _in_form(run, trained.state), run.for_evaluation(trained.state)
+        has_average = evaluated is not trained.state
+        params = _in_form(run, evaluated._replace(opt_state=None)).params if has_average else state.params
+        return FitResult(summary, run.run_dir, state, params)
+
+
+def _in_form(run: _Run, state: TrainState) -> TrainState:
+    return state if run.form is None else run.form.save(state)
 
 
 def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport | None:
@@ -303,6 +314,7 @@ class _Run(NamedTuple):
     heartbeat: Heartbeat
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
+    for_evaluation: Callable[[TrainState], TrainState]
     compiling_before: tuple[float, float]  # seconds that this process had compiled for, and of its CPU
 
 
@@ -331,6 +343,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
             keep_best=config.checkpoints.keep_best,
             config=saved_settings(config),
             form=form,
+            for_evaluation=step.for_evaluation,
         )
     )
     if not checkpoints.is_empty:
@@ -388,6 +401,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         train_step=train_step,
         eval_step=compiled(task.eval_step(placement), training.eval_buckets, None),
         heartbeat=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
+        for_evaluation=step.for_evaluation,
         compiling_before=compiling_before,
     )
 
@@ -412,7 +426,7 @@ def _train(run: _Run) -> _Trained:
     """Takes the remaining steps; evaluates and saves before the first, at intervals, and after the last."""
     prepared, config, training = run.prepared, run.prepared.config, run.prepared.training_plan
     state, place = run.state, run.place
-    evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat)
+    evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat, run.for_evaluation)
 
     def save(metric: float | None = None) -> None:
         run.trackers.sync()  # first, so that no checkpoint is ahead of the logs

@@ -41,6 +41,7 @@ from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import FitConfig, evaluation_name
 from jvarlen.runs.model import MODEL_DIR, TOKENIZER, has_checkpoint, has_weights, model_key, model_shapes
 from jvarlen.runs.vocabulary import table_rows
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
@@ -65,6 +66,7 @@ class Task:
     length_fn: LengthFn | PairLengthsFn | None = None
     on_bad_sample: OnBadSample = "error"
     trainable: tuple[str, ...] | None = None
+    eval_params: EvalParams | None = None
     is_language_model: bool = False  # whether the loss is in nats a token
 
     def __post_init__(self):
@@ -144,7 +146,8 @@ class Task:
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
         assert self.loss_fn is not None  # there is one after `with_decoder`
-        return make_train_step(self.loss_fn, optimizer, layout=placement, trainable=self.trainable)
+        options: dict[str, Any] = {"trainable": self.trainable, "eval_params": self.eval_params}
+        return make_train_step(self.loss_fn, optimizer, layout=placement, **options)
 
     def num_values(self, batch: Any, num_tokens: int) -> dict[str, int]:
         """How many values arrays of a batch may have that the loss reads a table by, as far as can be seen."""

@@ -5,7 +5,7 @@
 - `step_sums`: accumulate over microbatches. `reduction`: reduce over shards. `step`: the update, and a step from its
   sums.
 - `rates`: learning rates from batch sizes, on the host. `optimizers`: the same as Optax pieces. `master_weights`:
-  float32 copies of parameters in fewer bits.
+  float32 copies of parameters in fewer bits. `averages`: parameters to evaluate, where an optimizer keeps a mean.
 - `initial_params`: parameters that are taken from another training.
 - `checkpoint`: checkpoints, and the hashes of their files. No other module writes them.
 """

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -36,6 +36,7 @@ __all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params
 
 _MANIFEST = "manifest.json"
 _NUM_THREADS = 4  # that hash: they leave the interpreter to others
+_EVALUATED = "eval_params"
 # What reading damaged files raises.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError)
 
@@ -99,7 +100,7 @@ class StateForm(Protocol):
         """A state in the form of checkpoints. It compiles nothing.
 
         Args:
-          state: of the steps.
+          state: of the steps. With `for_evaluation`, also one whose `opt_state` is None: the parameters alone.
 
         Returns:
           The form of checkpoints. Ends of dimensions may be padded with zeros.
@@ -127,12 +128,13 @@ class Checkpoints:
         keep_best: int,
         config: Mapping[str, Any],
         form: StateForm | None,
+        for_evaluation: Callable[[Any], Any] | None,
     ):
         if is_main_process():
             directory.mkdir(parents=True, exist_ok=True)
             _remove_parts(directory)
         self._directory, self._config = directory, dict(config)
-        self._form = form
+        self._form, self._for_evaluation = form, for_evaluation
         self._keep_last, self._keep_best = keep_last, keep_best
         # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
         whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -175,7 +177,7 @@ class Checkpoints:
         part = self._directory / f".{step}.part"
         metric = None if metric is None or math.isnan(metric) else float(metric)
         about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
-        written = _written(without_rates(state if self._form is None else self._form.save(state)))
+        written = self._written(state)
         with self._telling(step):
             if is_main_process():
                 _remove_parts(self._directory)
@@ -281,6 +283,16 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
 
+    def _written(self, state: Any) -> Any:
+        """The form of a state that is written; of one that is not evaluated as it is, with the parameters that are."""
+        written = _written(without_rates(state if self._form is None else self._form.save(state)))
+        evaluated = state if self._for_evaluation is None else self._for_evaluation(state)
+        if evaluated is state:
+            return written
+        evaluated = evaluated._replace(opt_state=None)
+        evaluated = evaluated if self._form is None else self._form.save(evaluated)
+        return written._asdict() | {_EVALUATED: _written(evaluated.params)}
+
     def _describe(self, state: Any) -> dict[str, str]:
         """Type and shape of every leaf that is saved, without padding, by its path."""
         shapes = without_rates(state if self._form is None else self._form.shapes)
@@ -303,9 +315,9 @@ class Checkpoints:
                 ocp.checkpoint_utils.construct_restore_args(abstract),
             )
             path = self._directory / str(step) / "state"
-            restored = self._checkpointer.restore(
-                path, args=ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
-            )
+            has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
+            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
+            restored = self._checkpointer.restore(path, args=args)
             restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
             return restored if self._form is None else self._form.restore(restored, state), place
         except _UNREADABLE as error:
@@ -319,6 +331,7 @@ def open_checkpoints(
     keep_best: int = 0,
     config: Mapping[str, Any] | None = None,
     form: StateForm | None = None,
+    for_evaluation: Callable[[Any], Any] | None = None,
 ) -> Checkpoints:
     """The checkpoints of a directory, for a `with` block; at its end everything saved is on disk.
 
@@ -330,6 +343,8 @@ def open_checkpoints(
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
       form: in which states are saved, such as that of `jvarlen.parallel.portable_form`; None: as they are.
+      for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
+        evaluate besides those that are trained, and `read_params` reads them.
 
     Returns:
       `Checkpoints`, a context manager.
@@ -340,7 +355,7 @@ def open_checkpoints(
     """
     if keep_last < 1 or keep_best < 0:
         raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
-    return Checkpoints(directory.resolve(), keep_last, keep_best, config or {}, form)
+    return Checkpoints(directory.resolve(), keep_last, keep_best, config or {}, form, for_evaluation)
 
 
 def read_params(directory: Path, which: Literal["latest", "best"] = "latest") -> tuple[dict[str, np.ndarray], Place]:
@@ -368,10 +383,12 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
         place, _ = _check(directory, step, metrics)
         path = (directory / str(step) / "state").resolve()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            params = {"params": checkpointer.metadata(path).item_metadata.tree["params"]}
+            tree = checkpointer.metadata(path).item_metadata.tree
+            name = _EVALUATED if _EVALUATED in tree else "params"
+            params = {name: tree[name]}
             as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
             args = ocp.args.PyTreeRestore(params, restore_args=as_arrays, partial_restore=True)
-            restored = checkpointer.restore(path, args=args)["params"]
+            restored = checkpointer.restore(path, args=args)[name]
     except _UNREADABLE as error:
         raise UserError(f"checkpoint {step} in {directory} cannot be read: {error}") from error
     return {_dotted(path): array for path, array in jax.tree.leaves_with_path(restored)}, place

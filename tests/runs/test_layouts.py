@@ -12,9 +12,10 @@ import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jvarlen
 from jvarlen import cli, fit
 from jvarlen._common.pytree import plain_names
-from jvarlen.models import DecoderConfig, from_hugging_face, init_params
+from jvarlen.models import DecoderConfig, from_hugging_face, init_params, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
@@ -251,3 +252,42 @@ def test_models_of_ones_own_are_compared_with_the_layout_as_well(config):
         given = {"loss_fn": model, "params": params} | own
         with pytest.raises(ValueError, match=message):
             fit(changed(config, parallel=parallel), nothing, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [None, ALL_AXES])
+def test_a_run_evaluates_saves_and_exports_the_average_that_its_optimizer_keeps(config, tmp_path, parallel):
+    optimizer = optax.contrib.schedule_free_adamw(0.05, warmup_steps=2)
+    data = run_fit.make_data()
+    config = changed(config, parallel=parallel, max_steps=5, eval_every=2, run_dir=tmp_path / "run")
+    run = fit(config, data, optimizer=optimizer)
+    assert run.summary.compilations_after_first_step == 0
+
+    state = jax.tree.map(np.asarray, run.state)
+    z = jax.tree.map(lambda z, y: z[tuple(map(slice, y.shape))], state.opt_state.z, state.params)
+    average = optax.contrib.schedule_free_eval_params(state.opt_state._replace(z=z), state.params)
+    is_apart = [np.abs(x - y).max() > 1e-4 for x, y in zip(*map(jax.tree.leaves, (average, state.params)), strict=True)]
+    assert any(is_apart)
+    for found, expected in zip(jax.tree.leaves(run.params), jax.tree.leaves(average), strict=True):
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-7)
+
+    lengths = [len(sample) for sample in data.held_out]
+    plan, sums = jvarlen.make_plan(lengths, max_tokens=64, max_shapes=1), jvarlen.MetricSums()
+    step = jax.jit(jvarlen.make_eval_step(make_loss_fn(load_config(run.run_dir / "config.json").decoder)))
+    for batch in jvarlen.load(plan, data.held_out):
+        sums.add(step(average, batch)[1])
+    np.testing.assert_allclose(run.summary.held_out_after, sums.loss, rtol=1e-5)
+
+    saved = read_params(run.run_dir / "checkpoints")[0]
+    assert cli.main(["export", str(run.run_dir), str(tmp_path / "exported")]) == 0
+    exported = jax.tree.leaves(from_hugging_face(tmp_path / "exported")[1])
+    for name, found, expected in zip(plain_names(average), exported, jax.tree.leaves(run.params), strict=True):
+        np.testing.assert_array_equal(saved[name.removesuffix(".value")], np.asarray(expected))
+        np.testing.assert_array_equal(found, np.asarray(expected))
+
+    longer = changed(config, max_steps=7)
+    resumed = fit(longer, data, optimizer=optimizer)
+    alone = fit(changed(longer, run_dir=tmp_path / "alone"), data, optimizer=optimizer)
+    assert resumed.summary.held_out_after == alone.summary.held_out_after
+    for found, expected in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
