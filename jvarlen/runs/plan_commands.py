@@ -31,6 +31,7 @@ from jvarlen.runs.plan_config import (
     PlanConfig,
     epoch_plan,
     note_on_balance,
+    note_on_candidates,
     note_on_overlong,
     shapes_for,
 )
@@ -197,7 +198,7 @@ class PlanCommand:
             plan.save(self.out)  # first: the rest only shows it
         report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
         of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
-        notes = filter(None, (shapes.reason, *of_plan))
+        notes = filter(None, (shapes.reason, note_on_candidates(settings, shapes, lengths), *of_plan))
         say(*corpus, report, *notes, f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, settings.budget)
         say(f"\n{comparison_table(comparison)}")

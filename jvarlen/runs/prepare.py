@@ -33,7 +33,7 @@ from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
 from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
-from jvarlen.runs.plan_config import ChosenShapes, note_on_balance, note_on_overlong
+from jvarlen.runs.plan_config import ChosenShapes, note_on_balance, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import choose_shapes
 from jvarlen.runs.task import SamplesOfLengths, Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
@@ -164,7 +164,7 @@ def prepare(
         report = plan.report(rates, lengths=lengths, **seconds)
         of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
         packs = "" if takes_packed or is_packing_said else _ONE_A_ROW
-        notes = shapes.reason, packs, *of_plan
+        notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), *of_plan
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(
         config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement, {}

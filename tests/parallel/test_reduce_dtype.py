@@ -7,17 +7,20 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import CompileOptions, compile_buckets, make_train_step
+from jvarlen import CompileOptions, FitConfig, compile_buckets, fit, make_train_step
 from jvarlen.batches import BatchShapes
+from jvarlen.data.split import Split
 from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import reduce_scatter, with_grad_buckets
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel import estimate_communication
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, HardwareConfig, PlanConfig
+from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
 
 UNIT = 2.0**-8  # by how much of itself bfloat16 rounds a number at most
-LEVELS = ["data4", "data4.zero1", "data4.zero3", "data2.stage2.zero1"]
+LEVELS = ["data4", "data4.zero1", "data4.zero2", "data4.zero3", "data2.stage2", "data2.stage2.zero1"]
 
 # Arrays whose first dimension 4 divides, or the second, or none, and an array that is too small for shards.
 MODEL = LayeredModel(
@@ -56,8 +59,7 @@ def of_microbatches():
     ("text", "model", "buckets"),
     [
         *((text, MODEL, None) for text in LEVELS),
-        ("data4.zero2", layered_loss_fn(MODEL), None),
-        *((text, layered_loss_fn(MODEL), BucketBytes(4096, 1024)) for text in LEVELS[:2]),
+        *((text, layered_loss_fn(MODEL), each) for text in LEVELS[:3] for each in (None, BucketBytes(4096, 1024))),
     ],
 )
 def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, buckets, of_microbatches):
@@ -104,3 +106,31 @@ def test_half_of_the_bytes_are_sent(text):
         kinds = {"reduce-scatter", "all-to-all"} if "zero" in text else {"all-reduce", "all-to-all", "all-gather"}
         sent.append(sum(row.wire_bytes for row in rows if row.axes == ("data",) and row.kind in kinds))
     assert 0.49 * sent[1] < sent[0] < 0.55 * sent[1]
+
+
+def test_a_run_prints_the_error_of_its_gradients(tmp_path, capsys):
+    config = FitConfig(
+        max_steps=1,
+        checkpoints=CheckpointConfig(keep_last=1),
+        directory=DirectoryConfig(run_dir=tmp_path / "run"),
+        compile=CompileOptions(cache_dir=None, when="ahead"),
+        progress=False,
+        plan=PlanConfig(max_tokens=32, max_shapes=1, max_length=16, microbatches_per_step=4),
+        hardware=HardwareConfig(parallel="data4.zero2.reduce_bfloat16"),
+    )
+
+    def loss_fn(params, microbatch):
+        losses_BxT = -jax.nn.log_softmax(params["table"][microbatch.tokens] @ params["out"])[..., 0]
+        return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
+
+    params = {"table": jnp.ones((256, 8)), "out": jnp.eye(8)}
+    fit(
+        config,
+        Split(random_dataset(64, 16), random_dataset(8, 16)),
+        loss_fn=loss_fn,
+        params=params,
+        optimizer=optax.sgd(0.1),
+    )
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "sent in bfloat16 differ by" in line)
+    error = float(line.split("differ by ")[1].split()[0])
+    assert 0 < error < 4 * UNIT
