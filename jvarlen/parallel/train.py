@@ -168,6 +168,28 @@ class TrainStep:
             return average_on_layout(average, model_of(self.model), self.optimizer, self.placement, self.trainable)
         return lambda state: average(state.opt_state, select_trained(state.params, self.trainable))
 
+    def reduce_error(self, state: TrainState, batch: Any) -> float:
+        """How far the gradients of a step are from those of the layout with `reduce_dtype="float32"`.
+
+        Args:
+          state: of `init` or of a step. It stays as it is.
+          batch: as for a call.
+
+        Returns:
+          The norm of the difference, divided by that of the gradients sent in float32.
+        """
+        if self.placement is None:
+            return 0.0
+        layout = dataclasses.replace(self.placement.layout, reduce_dtype="float32")
+        placements = self.placement, dataclasses.replace(self.placement, layout=layout)
+        trained_of = functools.partial(select_trained, trainable=self.trainable)
+
+        def error(state: TrainState, batch: Any) -> jax.Array:
+            found, expected = (_sums_of(self.model, each, trained_of)(state, batch).grads for each in placements)
+            return optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
+
+        return float(jax.jit(error)(state, batch))
+
     def gather_params(self, state: TrainState) -> Any:
         """The whole parameters of a state, as `init` got them, on any layout.
 

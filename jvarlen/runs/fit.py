@@ -315,6 +315,7 @@ class _Run(NamedTuple):
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
     for_evaluation: Callable[[TrainState], TrainState]
+    reduce_error: Callable[[TrainState, Any], float]
     compiling_before: tuple[float, float]  # seconds that this process had compiled for, and of its CPU
 
 
@@ -402,6 +403,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         eval_step=compiled(task.eval_step(placement), training.eval_buckets, None),
         heartbeat=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
         for_evaluation=step.for_evaluation,
+        reduce_error=step.reduce_error,
         compiling_before=compiling_before,
     )
 
@@ -448,6 +450,11 @@ def _train(run: _Run) -> _Trained:
 
     planned = training.plan_of_epoch, prepared.data.train, prepared.lengths
     where: dict[str, Any] = {"epoch": place.epoch, "num_epochs": training.num_epochs, "start_step": place.step}
+    sent = "float32" if prepared.placement is None else prepared.placement.layout.reduce_dtype
+    if sent != "float32" and place.num_steps_done < training.num_steps:
+        with contextlib.closing(prepared.load(*planned, **where)) as batches:
+            error = run.reduce_error(state, next(batches))
+        say("Gradients", f"sent in {sent} differ by {error:.1e} of their norm from float32")
     batches = prepared.load(*planned, **where, num_workers=config.data.num_workers)
     meter = StepMeter(place, batches)
     with no_recompiles() as compilations:

@@ -20,7 +20,7 @@ from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
 
 UNIT = 2.0**-8  # by how much of itself bfloat16 rounds a number at most
-LEVELS = ["data4", "data4.zero1", "data4.zero2", "data4.zero3", "data2.stage2", "data2.stage2.zero1"]
+LEVELS = ["data4", "data4.zero1", "data4.zero3", "data2.stage2.zero1"]
 
 # Arrays whose first dimension 4 divides, or the second, or none, and an array that is too small for shards.
 MODEL = LayeredModel(
@@ -59,7 +59,8 @@ def of_microbatches():
     ("text", "model", "buckets"),
     [
         *((text, MODEL, None) for text in LEVELS),
-        *((text, layered_loss_fn(MODEL), each) for text in LEVELS[:3] for each in (None, BucketBytes(4096, 1024))),
+        ("data4.zero2", layered_loss_fn(MODEL), None),
+        *((text, layered_loss_fn(MODEL), BucketBytes(4096, 1024)) for text in LEVELS[:2]),
     ],
 )
 def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, buckets, of_microbatches):
