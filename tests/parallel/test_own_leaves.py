@@ -145,7 +145,7 @@ TRAINABLE = ("blocks.*.in", "blocks.3.*", "blocks.1.out", "scale")
     [
         ("decay of a tree", "data2.stage2.tensor2.zero1"),
         ("rates of layers", "data1.stage4.zero_bubble.remat_none"),
-        ("line search", "data1.stage2.interleaved.virtual2"),
+        ("lamb", "data1.stage2.interleaved.virtual2"),
         ("lamb", "data2.tensor2.zero3"),
         ("accumulated", "data2.stage2.zero3"),
     ],
