@@ -5,7 +5,6 @@ planning, or while reading a sample of a step.
 """
 
 import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -32,6 +31,10 @@ class Failing:
         return self._dataset[index]
 
 
+def open_missing(path):
+    raise FileNotFoundError(f"{path} is gone on the host of process 1")
+
+
 def run():
     failing, folder, (num_processes, rank, port) = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     data = make_data()
@@ -40,16 +43,14 @@ def run():
         data = data._replace(train=Failing(data.train, len(data.train) + 10))
     prepare = importlib.import_module("jvarlen.runs.prepare")
     prepare.open_training_data = lambda config, given: open_training_data(config, data)
-    own = folder / rank  # a path of the same name on another host
-    own.mkdir()
-    os.chdir(own)
-    if failing != "planning" or rank == "0":
-        CostModel(1e-3, 1e-5, 1e-7).save(own / "cost.json")
+    CostModel(1e-3, 1e-5, 1e-7).save(folder / "cost.json")
+    if failing == "planning" and rank == "1":
+        CostModel.load = staticmethod(open_missing)
     return main(
         ["train", "--coordinator", f"127.0.0.1:{port}", "--num-processes", num_processes, "--process-id", rank,
          "--max-steps", "6", "--num-epochs", "9", "--runs-dir", str(folder / "runs"), "--no-progress",
          "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
-         "--microbatches-per-step", "2", "--cost-model", "cost.json", "--packing", "None",
+         "--microbatches-per-step", "2", "--cost-model", str(folder / "cost.json"), "--packing", "None",
          "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     )  # fmt: skip
 

@@ -215,7 +215,6 @@ def test_a_tokenizer_for_tokens_is_refused(tmp_path, path):
 @pytest.mark.multiprocess
 def test_workers_measure_what_one_process_does(tmp_path, path, monkeypatch):
     monkeypatch.setattr("jvarlen.data.length_cache._LEAST_FOR_WORKERS", 1)
-    monkeypatch.setattr("jvarlen.data.length_cache._keep", lambda *arguments: None)
     _, data, _ = write_texts(tmp_path)
     with data.open("a") as file:
         file.write("[]\n")

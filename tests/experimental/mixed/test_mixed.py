@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_by_name():
         load_mixed(MIXED, DATASET, layout=mesh, spec=mixed_batch_spec(hand_made((0,), (0,), BUCKETS[:2]), layout=mesh))
     with refused(match="holds sample 82, the dataset only 50"):
         load_mixed(MIXED, random_dataset(50, 13), layout=mesh)
-    with refused(match="rank 0 gets more than the 1 microbatches") as raised:
+    with refused(match="rank 0 gets more than the 15 elements of .tokens") as raised:
         next(load_mixed(MIXED, DATASET, layout=mesh, spec=mixed_batch_spec(hand_made((0,), (0,)), layout=mesh)))
     assert raised.value.__notes__ == ["which is a microbatch of step 0 of the mixed plan"]
 
