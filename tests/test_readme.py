@@ -93,9 +93,7 @@ GUIDES = {
         shows=False,
         slow=True,
     ),
-    "curriculum.md": Guide(
-        lambda left: left.plan.num_samples == 1000 and left.measured.tolist() == [1, 3, 2]
-    ),
+    "curriculum.md": Guide(lambda left: left.plan.num_samples == 1000 and left.measured.tolist() == [1, 3, 2]),
     "install.md": Guide(shows=False),
     "questions.md": Guide(lambda left: left.plan.num_samples == len(left.dataset), slow=True),
     "mixtures.md": Guide(
