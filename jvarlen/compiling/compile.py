@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def compile_buckets(
     shapes = _shapes_of(batches, step, start_step)
     if options.in_background and _has_processes(shapes):
         raise UserError('when="background" is for one process: several compile everything ahead')
-    with _on_all_processes(shapes):
+    with _on_all_processes(shapes), _with_note_of_plan(batches):
         step_compiler = _make_step_compiler(step, state, shapes, options, donate)
         ordered = _order(shapes, options)
         bar = _bar("compile", step_compiler, len(ordered), progress)
@@ -97,6 +97,20 @@ def compile_buckets(
             with contextlib.closing(programs):
                 programs.wait_for_all()
     return _ready(step_compiler, programs, ordered, options)
+
+
+@contextlib.contextmanager
+def _with_note_of_plan(batches: Any) -> Iterator[None]:
+    """Errors of a step that was given batches of tokens for a plan, and may want fields, tell how to have these."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(batches, PlannedSteps):
+            error.add_note(
+                "a plan alone tells batches of tokens: for samples of named fields, give compile_buckets the loader of "
+                "these samples, load(plan, samples)"
+            )
+        raise
 
 
 def _shapes_of(batches: Any, step: Any, start_step: int = 0) -> BatchShapes:

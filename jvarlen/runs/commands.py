@@ -83,6 +83,9 @@ class ReportCommand:
 
         page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
         check_outputs({"html": self.html})
+        # Only then: a page also shows runs with settings that this version does not know.
+        for run_dir in self.run_dirs if self.html is not None and self.html.exists() else ():
+            check_outputs({"html": self.html}, *files_read(load_config(run_dir / "config.json").data))
         report = read_runs(self.run_dirs)
         say(report.table())
         report.write_html(page)
