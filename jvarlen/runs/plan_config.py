@@ -283,32 +283,19 @@ def shapes_for(
     if lengths.ndim == 2:
         _check_for_pairs(plan)
     (method, reason), limits = plan.packing_in_force, plan.budget if budget is None else budget
+    packed: dict[str, Any] = {"overlong": plan.packed_overlong, "order": plan._make_order(0), "seed": seed}
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     if plan.chooses_by_seconds and limits.cost is None and plan.max_shapes == "auto":
         raise UserError("max_shapes 'auto' is chosen by seconds, which training estimates: here it needs a cost_model")
     if plan.chooses_by_seconds and limits.cost is not None:
         chosen, reason = choose_candidate(
-            lengths,
-            limits,
-            plan.packed_overlong,
-            order=plan._make_order(0),
-            seed=seed,
-            method=method,
-            num_epochs=num_epochs,
-            whole_below=whole_below,
+            lengths, limits, method=method, num_epochs=num_epochs, whole_below=whole_below, **packed
         )
         method, buckets = chosen.method, chosen.buckets
     elif method == "auto":
         method, reason = None, _UNKNOWN_COST
     if not buckets and method is not None:
-        buckets, _ = choose_packed_buckets(
-            lengths,
-            limits,
-            plan.packed_overlong,
-            order=plan._make_order(0),
-            seed=seed,
-            method=method,
-        )
+        buckets, _ = choose_packed_buckets(lengths, limits, method=method, **packed)
     elif not buckets and lengths.ndim == 2:
         buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong))
     elif not buckets:
