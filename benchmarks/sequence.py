@@ -1,10 +1,10 @@
 """What does spreading rows over a mesh axis save in memory, how even is the work, and what is sent?
 
 A small transformer by layers, trained on rows of one bucket. Temporaries of a device where each row is whole on one of
-8 devices, and where it is spread over 2, 4 or 8 of them, with keys and values gathered or passed round. Pairs of chunks
-that the devices compute, beside contiguous parts of rows. Bytes that attention sends, counted in the compiled program,
-beside the formula. Seconds of attention, of devices that share the cores, beside `attend` on one device. PyTorch's
-context parallelism is not measured: it takes attention kernels of GPUs. Run `python benchmarks/sequence.py [--quick]`.
+8 devices, and where it is spread over 2, 4 or 8 of them. Pairs of chunks that the devices compute, beside contiguous
+parts of rows. Bytes that attention sends, counted in the compiled program, beside the formula. Seconds of attention, of
+devices that share the cores, beside `attend` on one device. PyTorch's context parallelism is not measured: it takes
+attention kernels of GPUs. Run `python benchmarks/sequence.py [--quick]`.
 Prints tables and writes them, with versions and hardware, to `benchmarks/results/`.
 """
 
@@ -37,7 +37,6 @@ from jvarlen.parallel import (
 )
 
 NUM_DEVICES = 2 if "--quick" in sys.argv else 8
-IMPLEMENTATIONS = ("gather", "ring")
 SPREAD = PartitionSpec(None, "context")
 
 
@@ -60,12 +59,12 @@ FULL = Form(8192, num_layers=4, width=128, num_heads=2, timed_length=2048, sprea
 QUICK = Form(64, num_layers=1, width=16, num_heads=2, timed_length=32, spread_over=(2,), timed_on=(2,))
 
 
-def transformer(form: Form, implementation: str) -> LayeredModel:
+def transformer(form: Form) -> LayeredModel:
     """Attention and a perceptron in each layer; predicts the inputs."""
 
     def layer(own: Any, x: jax.Array, tokens: jax.Array, axes: Axes) -> jax.Array:
         qkv = (x @ own["qkv"]).reshape(*x.shape[:2], 3, form.num_heads, -1)
-        attended = attend_over_axis(*jnp.moveaxis(qkv, 2, 0), axes=axes, implementation=implementation)
+        attended = attend_over_axis(*jnp.moveaxis(qkv, 2, 0), axes=axes)
         x = x + attended.reshape(x.shape) @ own["out"]
         return x + jax.nn.gelu(x @ own["up"]) @ own["down"]
 
@@ -92,9 +91,9 @@ def mesh_of(data: int, context: int) -> jax.sharding.Mesh:
     return jax.make_mesh((data, context), ("data", "context"), axis_types=types, devices=devices)
 
 
-def compile_step(form: Form, layout: Layout, implementation: str) -> jax.stages.Compiled:
+def compile_step(form: Form, layout: Layout) -> jax.stages.Compiled:
     """Loss and gradients of 8 rows, of which each device takes one at a time."""
-    model = transformer(form, implementation)
+    model = transformer(form)
     axis = "context" if layout.context > 1 else None
 
     def on_device(params: LayeredParams, rows: jax.Array) -> Any:
@@ -124,27 +123,24 @@ def sent_in_attention(program: jax.stages.Compiled) -> float:
     """Bytes that a device sends, but for the reduction of gradients."""
     total = 0.0
     for each in list_collectives(program):
-        if each.kind == "collective-permute":
-            total += each.times * each.num_bytes
-        elif each.kind != "all-reduce":
+        if each.kind != "all-reduce":
             num_devices = len(each.groups[0])
             total += each.times * each.num_bytes * (num_devices - 1) / num_devices
     return total
 
 
 def memory(form: Form) -> list[str]:
-    whole = compile_step(form, Layout(data=NUM_DEVICES), "gather").memory_analysis().temp_size_in_bytes
-    rows = [[f"data{NUM_DEVICES}", "", digits(whole / 2**20), "1", "0", "0"]]
+    whole = compile_step(form, Layout(data=NUM_DEVICES)).memory_analysis().temp_size_in_bytes
+    rows = [[f"data{NUM_DEVICES}", digits(whole / 2**20), "1", "0", "0"]]
     for num in form.spread_over:
         layout = Layout(data=NUM_DEVICES // num, context=num)
-        for implementation in IMPLEMENTATIONS:
-            program = compile_step(form, layout, implementation)
-            held = program.memory_analysis().temp_size_in_bytes
-            # Keys and values of the other devices twice, their gradients once, in each layer of a device's rows.
-            of_kv = 2 * 4 * form.width * form.length // num
-            formula = 3 * (num - 1) * of_kv * form.num_layers * num
-            sent = [digits(num_bytes / 2**20) for num_bytes in (sent_in_attention(program), formula)]
-            rows.append([str(layout), implementation, digits(held / 2**20), f"{held / whole:.3f}", *sent])
+        program = compile_step(form, layout)
+        held = program.memory_analysis().temp_size_in_bytes
+        # Keys and values of the other devices twice, their gradients once, in each layer of a device's rows.
+        of_kv = 2 * 4 * form.width * form.length // num
+        formula = 3 * (num - 1) * of_kv * form.num_layers * num
+        sent = [digits(num_bytes / 2**20) for num_bytes in (sent_in_attention(program), formula)]
+        rows.append([str(layout), digits(held / 2**20), f"{held / whole:.3f}", *sent])
     return [
         "## Memory, and bytes sent",
         "",
@@ -152,7 +148,7 @@ def memory(form: Form) -> list[str]:
         f"{form.width}, {form.num_heads} heads, in float32. MiB of temporaries of a device, which hold one row, or its "
         "positions of one row, at a time; MiB that it sends in attention.",
         "",
-        *table(f"layout|keys and values|temporaries|of data{NUM_DEVICES}'s|sent|by the formula", rows),
+        *table(f"layout|temporaries|of data{NUM_DEVICES}'s|sent|by the formula", rows),
     ]
 
 
@@ -183,12 +179,11 @@ def seconds(form: Form) -> list[str]:
     shape = (1, form.timed_length, form.num_heads, form.width // form.num_heads)
     qkv = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     rows = []
-    for num, implementation in [(1, "whole"), *((num, each) for num in form.timed_on for each in IMPLEMENTATIONS)]:
-        mesh = mesh_of(1, num)
-        axes, options = (Axes(), {}) if num == 1 else (Axes(context="context"), {"implementation": implementation})
+    for num in (1, *form.timed_on):
+        mesh, axes = mesh_of(1, num), Axes() if num == 1 else Axes(context="context")
 
-        def loss(*qkv: jax.Array, axes: Axes = axes, options: dict[str, str] = options) -> jax.Array:
-            return jnp.sum(attend_over_axis(*qkv, axes=axes, **options) * qkv[2])
+        def loss(*qkv: jax.Array, axes: Axes = axes) -> jax.Array:
+            return jnp.sum(attend_over_axis(*qkv, axes=axes) * qkv[2])
 
         grads = jax.shard_map(
             jax.grad(loss, argnums=(0, 1, 2)), mesh=mesh, in_specs=SPREAD, out_specs=SPREAD, check_vma=False
@@ -197,15 +192,15 @@ def seconds(form: Form) -> list[str]:
         program = jax.jit(grads).lower(*placed).compile()
         jax.block_until_ready(program(*placed))
         taken, _ = best_seconds(lambda program=program, placed=placed: jax.block_until_ready(program(*placed)))
-        rows.append([f"{num}", implementation, digits(1e3 * taken)])
-    first = float(rows[0][2])
+        rows.append([f"{num}", digits(1e3 * taken)])
+    first = float(rows[0][1])
     return [
         "## Seconds",
         "",
         f"Attention, forward and backward, of one row of {form.timed_length:,} positions, {form.num_heads} heads of "
         f"{form.width // form.num_heads}, in float32. The devices share the cores: equal work takes equal time.",
         "",
-        *table("devices|keys and values|ms|of whole rows'", [[*row, digits(float(row[2]) / first)] for row in rows]),
+        *table("devices|ms|of whole rows'", [[*row, digits(float(row[1]) / first)] for row in rows]),
     ]
 
 

@@ -24,11 +24,10 @@ from jvarlen.attention.seen import UNSEEN, How, Seen
 __all__ = ["attend_zigzag", "axis_size", "halves"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_zigzag(
     how: How,
     axis_name: str,
-    implementation: str,
     query: Float[Array, "B S H K"],
     key: Float[Array, "B S J K"],
     value: Float[Array, "B S J K"],
@@ -36,13 +35,12 @@ def attend_zigzag(
     window: Int32[Array, ""] | None,
 ) -> Float[Array, "B S H K"]:
     """`attend_over_axis` without its checks; `ids` are those of both chunks of all devices, or the lengths of rows."""
-    return _attend_forward(how, axis_name, implementation, query, key, value, ids, window)[0]
+    return _attend_forward(how, axis_name, query, key, value, ids, window)[0]
 
 
 def _attend_forward(
     how: How,
     axis_name: str,
-    implementation: str,
     query: Array,
     key: Array,
     value: Array,
@@ -64,12 +62,12 @@ def _attend_forward(
     kv, own = _keys_and_values(key, value), lax.axis_index(axis_name)
     sums = jnp.zeros(queries.shape, wide), jnp.full((2, num_rows, num_heads, chunk), UNSEEN, wide)
     sums = visit(sums, kv, own, _own_pairs(own, axis_size(axis_name)))
-    outputs, log_sums = _visit_others(kv, sums, visit, axis_name, implementation)
+    outputs, log_sums = _visit_others(kv, sums, visit, axis_name)
     output = _joined(outputs).astype(query.dtype)
     return output, (query, key, value, ids, window, output, log_sums)
 
 
-def _attend_backward(how: How, axis_name: str, implementation: str, kept: Any, grad: Array) -> tuple[Any, ...]:
+def _attend_backward(how: How, axis_name: str, kept: Any, grad: Array) -> tuple[Any, ...]:
     # Layers outside of a loop would keep what the forward pass received, for being the same computation as here.
     query, key, value, ids, window, output, log_sums = lax.optimization_barrier(kept)
     wide, num_devices = log_sums.dtype, axis_size(axis_name)
@@ -87,8 +85,6 @@ def _attend_backward(how: How, axis_name: str, implementation: str, kept: Any, g
     def visit(state: tuple[Array, Array], kv: Array, source: Array, pairs: _Pairs) -> tuple[Array, Array]:
         query_grads, elsewhere = state
         query_grads, kv_grads = visit_alone((query_grads, no_kv_grads), kv, source, pairs)
-        if implementation == "ring":  # they follow their keys and values, and come home after the last device
-            return query_grads, _to_next(elsewhere + kv_grads, axis_name)
         return query_grads, _set(elsewhere, source, kv_grads)
 
     visit_alone = functools.partial(_visit, add, ids, window, axis_name)
@@ -96,11 +92,9 @@ def _attend_backward(how: How, axis_name: str, implementation: str, kept: Any, g
     no_kv_grads = jnp.zeros(kv.shape, wide)
     no_grads = jnp.zeros(queries.shape, wide), no_kv_grads
     query_grads, kv_grads = visit_alone(no_grads, kv, own, _own_pairs(own, num_devices))
-    elsewhere = no_kv_grads if implementation == "ring" else jnp.zeros((num_devices, *kv.shape), wide)
-    query_grads, elsewhere = _visit_others(kv, (query_grads, elsewhere), visit, axis_name, implementation)
-    if implementation == "gather":
-        elsewhere = lax.psum_scatter(elsewhere, axis_name)
-    grads = (query_grads, *jnp.moveaxis(kv_grads + elsewhere, 1, 0))
+    elsewhere = jnp.zeros((num_devices, *kv.shape), wide)
+    query_grads, elsewhere = _visit_others(kv, (query_grads, elsewhere), visit, axis_name)
+    grads = (query_grads, *jnp.moveaxis(kv_grads + lax.psum_scatter(elsewhere, axis_name), 1, 0))
     return (*(_joined(x).astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True)), None, None)
 
 
@@ -157,42 +151,18 @@ def _visit(
     return lax.scan(add_pair, state, pairs)[0]
 
 
-def _visit_others(
-    kv: Array, state: Any, visit: Callable[[Any, Array, Array, _Pairs], Any], axis_name: str, implementation: str
-) -> Any:
+def _visit_others(kv: Array, state: Any, visit: Callable[[Any, Array, Array, _Pairs], Any], axis_name: str) -> Any:
     """The state after `visit(state, kv, source, pairs)` with the keys and values of all other devices."""
     num_devices, own = axis_size(axis_name), lax.axis_index(axis_name)
     if num_devices == 1:
         return state
+    gathered = lax.all_gather(kv, axis_name)
 
-    def visit_at(state: Any, kv: Array, source: Array) -> Any:
-        return visit(state, kv, source, _pairs_with(source, own, num_devices))
+    def visit_next(state: Any, step: Array) -> tuple[Any, None]:
+        source = (own - step) % num_devices
+        return visit(state, _at(gathered, source), source, _pairs_with(source, own, num_devices)), None
 
-    def source_at(step: Any) -> Array:
-        return (own - step) % num_devices
-
-    if implementation == "gather":
-        gathered = lax.all_gather(kv, axis_name)
-
-        def visit_next(state: Any, step: Array) -> tuple[Any, None]:
-            return visit_at(state, _at(gathered, source_at(step)), source_at(step)), None
-
-        return lax.scan(visit_next, state, jnp.arange(1, num_devices))[0]
-
-    def visit_and_pass_on(held: tuple[Array, Any], step: Array) -> tuple[tuple[Array, Any], None]:
-        kv, state = held
-        return (_to_next(kv, axis_name), visit_at(state, kv, source_at(step))), None
-
-    held = (_to_next(kv, axis_name), state)
-    if num_devices > 2:
-        held, _ = lax.scan(visit_and_pass_on, held, jnp.arange(1, num_devices - 1))
-    kv, state = held
-    return visit_at(state, kv, source_at(num_devices - 1))
-
-
-def _to_next(array: Array, axis_name: str) -> Array:
-    num_devices = axis_size(axis_name)
-    return lax.ppermute(array, axis_name, [(i, (i + 1) % num_devices) for i in range(num_devices)])
+    return lax.scan(visit_next, state, jnp.arange(1, num_devices))[0]
 
 
 def _keys_and_values(key: Float[Array, "B S J K"], value: Float[Array, "B S J K"]) -> Float[Array, "2 2 B C J K"]:

@@ -10,7 +10,7 @@ keys and values, K head size.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, Integer
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend
 from jvarlen.attention.masks import window_in_force
@@ -26,14 +26,9 @@ from jvarlen.attention.seen import How
 from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 
-__all__ = [
-    "CONTEXT_AXIS", "OverAxisImplementation", "attend_over_axis", "context_model", "context_positions", "row_length",
-    "shard_positions",
-]  # fmt: skip
+__all__ = ["CONTEXT_AXIS", "attend_over_axis", "context_model", "context_positions", "row_length", "shard_positions"]
 
 CONTEXT_AXIS = "context"  # the mesh axis that positions are spread over
-
-OverAxisImplementation = Literal["gather", "ring"]
 
 
 def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N S"]:
@@ -125,7 +120,6 @@ def attend_over_axis(
     lengths: Integer[Array, " _"] | None = None,
     segment_ids: Integer[Array, "_ _"] | None = None,
     window: int | Integer[Array, ""] | None = None,
-    implementation: str = "gather",
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
@@ -141,21 +135,18 @@ def attend_over_axis(
         segments, all positions are tokens of one sample.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
       window: how many keys a query sees at most, as in `attend`.
-      implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes them from device to
-        device, so that a device holds those of three at a time; it does not work with stages. Both send as many bytes.
 
     Returns:
       float[B, S, H, K]; 0 where there is no token.
 
     Raises:
       ValueError: an axis that is not bound, an odd S, heads of queries that are not a multiple of those of keys,
-        arrays that do not have the same B and S, both lengths and segments, or an unknown implementation.
+        arrays that do not have the same B and S, or both lengths and segments.
 
     References:
-      Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". Dao et al. 2022,
-      "FlashAttention", for the gradient. Dubey et al. 2024, "The Llama 3 Herd of Models", for gathered keys and values.
+      Dubey et al. 2024, "The Llama 3 Herd of Models", for gathered keys and values. Dao et al. 2022, "FlashAttention",
+      for the gradient.
     """
-    check_choices(implementation=(implementation, OverAxisImplementation))
     _check_arrays(query, key, value, segment_ids)
     if axes.context is None:
         return attend(query, key, value, lengths=lengths, segment_ids=segment_ids, window=window)
@@ -173,7 +164,7 @@ def attend_over_axis(
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision)
     traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
-    return attend_zigzag(how, axes.context, implementation, query, key, value, ids.astype(jnp.int32), traced_window)
+    return attend_zigzag(how, axes.context, query, key, value, ids.astype(jnp.int32), traced_window)
 
 
 def _check_arrays(query: Array, key: Array, value: Array, segment_ids: Array | None) -> None:

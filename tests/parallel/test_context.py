@@ -16,13 +16,11 @@ from jvarlen.attention.attention import attend
 from jvarlen.attention.seen import block_ranges
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
+from jvarlen.models import DecoderConfig, layered
 from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions
-from jvarlen.parallel.layers import Axes, bind_axes, layered_loss_fn
-from jvarlen.parallel.tensor_params import merge_params, partition_specs, split_params, tensor_parallel_model
+from jvarlen.parallel.layers import Axes
 from tests.attention.lowering import lower_for
 from tests.meshes import layout_mesh
-from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "context")
 MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2, windows=(4, 0))
@@ -103,10 +101,10 @@ def of_whole_rows(arrays, segments, lengths, window=None):
     return value, [np.asarray(grad) for grad in grads]
 
 
-def step_over_axis(num_devices, implementation, *, packed, window=None):
+def step_over_axis(num_devices, *, packed, window=None):
     def on_device(query, key, value, grad, of_rows, traced_window):
         def loss_of(query, key, value):
-            how = {"window": traced_window if window is None else window, "implementation": implementation}
+            how = {"window": traced_window if window is None else window}
             how["segment_ids" if packed else "lengths"] = of_rows
             attended = attend_over_axis(query, key, value, axes=Axes(context="context"), **how)
             return jnp.sum(attended * grad), attended
@@ -118,16 +116,13 @@ def step_over_axis(num_devices, implementation, *, packed, window=None):
     return on_devices(num_devices, on_device, specs, (P(), SPREAD, (SPREAD,) * 3))
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "implementation", "packed"),
-    [(2, "ring", True), (4, "gather", False), (4, "gather", True), (4, "ring", False)],
-)
-def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementation, packed):
+@pytest.mark.parametrize(("num_devices", "packed"), [(2, True), (4, False)])
+def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, packed):
     seq_length = 6 * num_devices
     arrays, segments, lengths = arrays_of(seq_length, packed)
     order = context_positions(seq_length, num_devices).ravel()
     with jax.enable_x64(True):
-        step = step_over_axis(num_devices, implementation, packed=packed)
+        step = step_over_axis(num_devices, packed=packed)
         of_rows = segments[:, order] if packed else lengths
         for window in (None, 2, 4, 0):  # chunks are 3 positions long
             expected, expected_grads = of_whole_rows(arrays, segments, lengths, window)
@@ -139,13 +134,12 @@ def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementatio
 
 
 @pytest.mark.usefixtures("in_blocks")
-@pytest.mark.parametrize("implementation", ["gather", "ring"])
-def test_blocks_of_chunks_attend_as_whole_rows(implementation):
+def test_blocks_of_chunks_attend_as_whole_rows():
     arrays, segments, lengths = arrays_of(40, packed=True)  # chunks of 10: two blocks and a half
     order = context_positions(40, 2).ravel()
     with jax.enable_x64(True):
         expected, expected_grads = of_whole_rows(arrays, segments, lengths, 7)
-        step = step_over_axis(2, implementation, packed=True, window=7)
+        step = step_over_axis(2, packed=True, window=7)
         loss, _, grads = step(*(array[:, order] for array in arrays), segments[:, order], None)
         np.testing.assert_allclose(loss, expected, rtol=1e-12)
         assert_equal_trees(grads, [grad[:, order] for grad in expected_grads])
@@ -164,13 +158,13 @@ def test_only_blocks_that_share_a_sample_meet_over_an_axis(monkeypatch):
     forward = zigzag.forward
     monkeypatch.setattr(zigzag, "forward", counting)
     arrays, _, _ = arrays_of(32, packed=False)
-    order = context_positions(32, 2).ravel()
+    order, step = context_positions(32, 2).ravel(), step_over_axis(2, packed=True)
     for samples in ([32], [5, 13, 3, 8], [1] * 15):
         ids = np.zeros((3, 32), np.int32)
         ids[:, : sum(samples)] = np.repeat(np.arange(1, len(samples) + 1), samples)
         mask = (ids[0][:, None] == ids[0]) & (ids[0] != 0) & np.tri(32, dtype=bool)
         visited.clear()
-        step_over_axis(2, "ring", packed=True)(*(array[:, order] for array in arrays), ids[:, order], None)
+        step(*(array[:, order] for array in arrays), ids[:, order], None)
         jax.effects_barrier()
         assert sum(visited) == 3 * mask.reshape(8, 4, 8, 4).any(axis=(1, 3)).sum()
 
@@ -188,20 +182,19 @@ def test_in_bfloat16_sums_are_float32():
     arrays, _, lengths = arrays_of(32, False, np.float32)
     arrays = [array.astype(jnp.bfloat16) for array in arrays]
     order = context_positions(32, 2).ravel()
-    _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), lengths, None)
+    _, attended, grads = step_over_axis(2, packed=False)(*(array[:, order] for array in arrays), lengths, None)
     assert {leaf.dtype for leaf in (attended, *grads)} == {jnp.dtype("bfloat16")}
     _, expected_grads = of_whole_rows([array.astype(np.float32) for array in arrays], None, lengths)
     for grad, wide in zip(grads, expected_grads, strict=True):
         assert np.abs(np.asarray(grad).astype(np.float32) - wide[:, order]).max() < 0.02 * np.abs(wide).max()
 
 
-def program_of_layers(num_devices, implementation, shard_length):
+def program_of_layers(num_devices, shard_length):
     """Two layers of attention in a loop, and their gradient. Keys and values take 256 bytes a position."""
 
     def loss_of(x):
         def layer(x, _):
-            axes = Axes(context="context")
-            return attend_over_axis(x, x, x, axes=axes, implementation=implementation), None
+            return attend_over_axis(x, x, x, axes=Axes(context="context")), None
 
         return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
 
@@ -209,34 +202,19 @@ def program_of_layers(num_devices, implementation, shard_length):
     return on_devices(num_devices, jax.grad(loss_of), SPREAD, SPREAD).lower(x).compile()
 
 
-def test_gather_and_ring_send_as_many_bytes():
+def test_keys_and_values_are_gathered_once_a_pass_and_their_gradients_reduced():
     num_devices, sent = 4, collections.Counter()
-    for implementation in ("gather", "ring"):
-        for each in list_collectives(program_of_layers(num_devices, implementation, 8)):
-            part = 1 if each.kind == "collective-permute" else (num_devices - 1) / num_devices
-            sent[implementation, each.kind] += each.times * each.num_bytes * part
-    hops = 2 * (num_devices - 1) * 8 * 256  # keys and values twice, their gradients once
-    assert sent == {
-        ("gather", "all-gather"): 2 * hops,
-        ("gather", "reduce-scatter"): hops,
-        ("ring", "collective-permute"): 3 * hops,
-    }
-
-
-def test_a_ring_of_more_devices_holds_no_more():
-    ring, longer, gathered = (
-        program_of_layers(num_devices, implementation, 64).memory_analysis().temp_size_in_bytes
-        for num_devices, implementation in ((4, "ring"), (8, "ring"), (8, "gather"))
-    )
-    assert longer < ring + 64
-    assert gathered > longer + 4 * 64 * 256
+    for each in list_collectives(program_of_layers(num_devices, 8)):
+        sent[each.kind] += each.times * each.num_bytes * (num_devices - 1) / num_devices
+    of_layers = 2 * (num_devices - 1) * 8 * 256
+    assert sent == {"all-gather": 2 * of_layers, "reduce-scatter": of_layers}
 
 
 def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
     def loss_of(x, segments):
         def layer(x, _):
             axes = Axes(context="context")
-            return attend_over_axis(x, x, x, axes=axes, segment_ids=segments, implementation="ring"), None
+            return attend_over_axis(x, x, x, axes=axes, segment_ids=segments), None
 
         return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
 
@@ -252,7 +230,7 @@ def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
 def test_kernels_attend_to_the_chunks_of_other_devices(platform, kernel):
     def on_device(x, segments):
         def loss(x):
-            return jnp.sum(attend_over_axis(x, x, x, axes=axes, segment_ids=segments, implementation="ring"))
+            return jnp.sum(attend_over_axis(x, x, x, axes=axes, segment_ids=segments))
 
         axes = Axes(context="context")
         return jax.grad(loss)(x)
@@ -278,58 +256,7 @@ def test_what_cannot_attend_is_refused():
         attend_on(2, 8, key_length=4)
     with pytest.raises(ValueError, match="either lengths= or segment_ids="):
         attend_on(2, 8, lengths=jnp.ones(1, int), segment_ids=jnp.ones((1, 4), int))
-    with pytest.raises(ValueError, match=r"implementation \('tree'\) must be one of 'gather', 'ring'"):
-        attend_on(2, 8, implementation="tree")
     with pytest.raises(ValueError, match="no axis 'rows' is bound"):
         attend_on(2, 8, axes=Axes(context="rows"))
     with pytest.raises(ValueError, match="no axis 'context' is bound"):
         shard_positions(8)
-
-
-def bound_to_positions(model, seq_length):
-    return bind_axes(model, lambda: {"context": "context", "positions": shard_positions(seq_length)})
-
-
-@functools.cache
-def of_the_whole_decoder():
-    """Parameters, packed rows of 16 positions, two of them more than samples take, and the loss and gradients."""
-    microbatch = jax.tree.map(
-        lambda leaf: np.pad(leaf, ((0, 1), (0, 2))) if leaf.ndim == 2 else leaf, microbatch_of(packed=True)
-    )
-    with jax.enable_x64(True):
-        params = stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0)))
-        found = jax.jit(jax.value_and_grad(layered_loss_fn(BY_LAYERS), has_aux=True))(params, microbatch)
-    return jax.tree.map(np.asarray, (params, microbatch, found))
-
-
-def test_the_decoder_takes_whole_rows_and_computes_its_positions():
-    params, microbatch, expected = of_the_whole_decoder()
-
-    def on_device(params, microbatch):
-        loss_fn = layered_loss_fn(bound_to_positions(BY_LAYERS, 16))
-        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
-
-    with jax.enable_x64(True):
-        found = on_devices(2, on_device, (P(), P()), P())(params, microbatch)
-    assert_equal_trees(found, expected)
-
-
-def test_the_decoder_is_split_over_tensor_and_sequence_at_once():
-    params, microbatch, expected = of_the_whole_decoder()
-    specs = partition_specs(BY_LAYERS.specs)
-
-    def on_device(params, microbatch):
-        model = tensor_parallel_model(bound_to_positions(BY_LAYERS, 16), Axes(tensor="tensor"))
-        loss_fn = layered_loss_fn(model)
-        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
-
-    step = jax.shard_map(
-        on_device,
-        mesh=layout_mesh(Layout(data=1, context=2, tensor=2)),
-        in_specs=(specs, P()),
-        out_specs=((P(), P()), specs),
-        check_vma=False,
-    )
-    with jax.enable_x64(True):
-        sums, grads = jax.jit(step)(split_params(params, BY_LAYERS.specs, 2), microbatch)
-        assert_equal_trees((sums, merge_params(grads, BY_LAYERS.specs)), expected)

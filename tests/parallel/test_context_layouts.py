@@ -11,8 +11,8 @@ import pytest
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.batches import Batch, BatchShapes
-from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
-from jvarlen.parallel import Layout, attend_over_axis, estimate_communication, layered_loss_fn, make_eval_step
+from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.parallel import Layout, estimate_communication, layered_loss_fn, make_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.testing import assert_layout_invariant
@@ -100,20 +100,8 @@ def test_long_buckets_add_the_keys_and_values_of_attention_only():
     assert long["all-reduce", ("data", "context")][2:] == whole[2:]
 
 
-def test_parts_of_rows_go_with_tensor_and_sequence_parallelism():
-    rng = np.random.default_rng(1)
-    lengths = [12, 5, 0, 12]
-    tokens = [rng.integers(0, 256, 12).astype(np.int32)[:n] for n in lengths]
-    plan = make_plan([12, 5, 12], [(1, 12)], order="length", microbatches_per_step=4)
-    batch = next(iter(load(plan, [tokens[0], tokens[1], tokens[3]])))
-    model = layered(MODEL)
-    text = "data2.context2.tensor2.sequence_parallel.zero2"
-    assert_layout_invariant(model, init_params(MODEL, 0), batch, [text], num_steps=2)
-
-
-@pytest.mark.parametrize("text", ["data2.context2.zero3", "data2.stage2.context2"])
-def test_evaluation_counts_every_token_once(text):
-    layout = Layout.parse(text)
+def test_evaluation_counts_every_token_once():
+    layout = Layout.parse("data2.stage2.context2")
     optimizer, model = optax.sgd(1.0), layered(MODEL)
     state = make_layout_step(model, optimizer, layout=layout).init(init_params(MODEL, 0))
     evaluate = jax.jit(make_eval_step(model, layout=layout))
@@ -189,22 +177,6 @@ def test_rows_are_as_long_as_what_embed_returns():
     assert_layout_invariant(named, params, wide, ["data2.context2.context_from32"], num_steps=1)
 
 
-def test_a_ring_in_stages_is_refused_by_name():
-    """Its sends are in branches of some stages, and all devices would wait for them."""
-
-    def layer(own, x, microbatch, axes):
-        query = x.reshape(*x.shape[:2], 2, -1)
-        return x + own["k"] * attend_over_axis(query, query, query, axes=axes, implementation="ring").reshape(x.shape)
-
-    model = layered(MODEL)._replace(layer=layer)
-    params = stack_layers(init_params(MODEL, 0))._replace(layers={"k": jnp.ones(2)})
-    layout = Layout.parse("data1.stage2.context2")
-    on = {"layout": layout}
-    state = make_layout_step(model, optax.sgd(1.0), **on).init(params)
-    with pytest.raises(ValueError, match=r"cannot send by ppermute.* implementation='gather'"):
-        jax.eval_shape(make_layout_step(model, optax.sgd(1.0), **on), state, planned()[0])
-
-
 @pytest.mark.parametrize(
     ("text", "bucket", "message"),
     [
@@ -251,6 +223,5 @@ def test_named_fields_train_to_the_same_numbers_on_layouts():
     lengths = [16, 9, 12, 3, 16, 5]
     samples = [{"tokens": rng.integers(0, 256, n), "near": np.ones((n, n)), "label": n} for n in lengths]
     batch = next(load(make_plan(lengths, [(2, 16)], microbatches_per_step=4, order="dataset"), samples))
-    layouts = ["data2.zero3", "data1.context2", "data1.tensor2"]
     params = init_params(MODEL, 0)
-    assert_layout_invariant(named, params, batch, layouts, num_steps=2, dtype="float32")
+    assert_layout_invariant(named, params, batch, ["data2.context2.zero3"], num_steps=1, dtype="float32")
