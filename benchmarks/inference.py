@@ -41,7 +41,8 @@ def main() -> None:
         return sums_BxD / jnp.maximum(batch.lengths, 1)[:, None]
 
     def predict() -> np.ndarray:
-        return np.stack(jvarlen.predict(embed, params, samples, max_tokens=max_tokens, max_shapes=8, progress=False))
+        options = {"max_tokens": max_tokens, "max_shapes": 8, "axes": "row", "progress": False}
+        return np.stack(jvarlen.predict(embed, params, samples, **options))
 
     def step(params: nnx.State, batch: Batch) -> tuple[nnx.State, jax.Array]:
         return params, embed(params, jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch))

@@ -19,6 +19,7 @@ from tests.processes import outcome
 NUM_VALUES, WIDTH = 50, 8
 RNG = np.random.default_rng(0)
 SAMPLES = [RNG.integers(1, NUM_VALUES, length) for length in RNG.integers(1, 24, 60)]
+AXES = {"sum": "row", "scores": "length", "tags": "length"}
 PARAMS = {"table": RNG.normal(size=(NUM_VALUES, WIDTH)), "out": RNG.normal(size=(WIDTH, 4))}
 
 
@@ -70,9 +71,9 @@ def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     layout = f"data{jax.device_count()}"
-    options = {"max_tokens": 32, "progress": False, "layout": layout}
+    options = {"max_tokens": 32, "axes": AXES, "progress": False, "layout": layout}
     with jax.enable_x64(True):
-        results = [predict(apply_fn, PARAMS, SAMPLES, packing=packing, **options) for packing in (None, "best_fit")]
+        results = predict(apply_fn, PARAMS, SAMPLES, packing="best_fit", **options)
 
     def interrupted():
         samples = Interrupting(SAMPLES * 20) if rank == 1 else SAMPLES * 20

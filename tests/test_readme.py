@@ -138,7 +138,8 @@ GUIDES = {
     ),
     "inference.md": Guide(
         lambda left: all(
-            (each * i == scaled).all() for i, (each, scaled) in enumerate(zip(left.sentences, left.scaled, strict=True))
+            (each * i == scaled).all()
+            for i, (each, scaled) in enumerate(zip(left.sentences, left.results, strict=True))
         )
     ),
     "one_piece.md": Guide(

@@ -88,9 +88,9 @@ def generate(
         _State(params, key_of_seed(seed), np.float32(temperature)),
         [np.pad(first, (0, max_new_tokens - 1)) for first in inputs],  # with room for what follows
         max_tokens=max_tokens,
+        axes="row",
         max_shapes=max_shapes,
         layout=layout,
-        axes="row",
         progress=progress,
     )
     return [tokens[:count] for tokens, count in new]

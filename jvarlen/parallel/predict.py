@@ -37,7 +37,6 @@ from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
-from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.lengths import PackedOverlong, check_lengths_for
 from jvarlen.planning.packing import PackingMethod
@@ -56,9 +55,9 @@ def predict(
     dataset: Any,
     *,
     max_tokens: int,
+    axes: Any,
     lengths: npt.ArrayLike | None = None,
     layout: LayoutLike = None,
-    axes: Any = None,
     packing: PackingMethod | None = None,
     overlong: PackedOverlong = "error",
     fields: FieldAxes | None = None,
@@ -85,12 +84,12 @@ def predict(
         left to the compiler.
       dataset: as for `load`.
       max_tokens: budget of a microbatch in tokens, padding included.
+      axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
+        positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
+        `{"topic": "row", "tags": "length"}`.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
       layout: where to run, as for `make_train_step`. Devices along "data", "stage" and "context" compute rows of their
         own, with all layers.
-      axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
-        positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
-        `{"topic": "row", "tags": "length"}`. None: as the shapes for two lengths tell.
       packing: as for `make_plan`.
       overlong: as for `make_plan`. A sample that is dropped has the result None, a truncated one that of its beginning,
         and a split one those of its chunks together, if they are of positions.
@@ -108,12 +107,14 @@ def predict(
 
     Raises:
       ValueError: arguments that are not as described; samples that are listed, as `make_plan` and `load` do; results
-        whose axes are unclear, or differ between shapes.
+        that have other axes, or differ between shapes.
       KeyboardInterrupt: Ctrl-C or SIGTERM came, in any process; the step that was running is finished.
 
     Example:
       >>> samples = [[5], [1, 2, 3], [4, 4]]
-      >>> predict(lambda params, batch: params * batch.tokens, np.int32(2), samples, max_tokens=8, progress=False)
+      >>> def doubled(params, batch):
+      ...     return params * batch.tokens
+      >>> predict(doubled, np.int32(2), samples, max_tokens=8, axes="length", progress=False)
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
     placement = placement_of(layout)
@@ -131,8 +132,6 @@ def predict(
         held.callback(batches.close)
         params = jax.tree.map(lambda leaf: _placed(leaf, placement), params)
         step = _make_step(apply_fn, placement)
-        if axes is None:
-            axes = _told_by_shapes(step, params, batches.shapes, plan, limits.length_multiple)
         compiled = _compile(step, apply_fn, params, batches.shapes, options, progress)
         results = _Results(plan, checked, axes)
         running: tuple[int, Any] | None = None  # the step before, which the device has computed by then
@@ -222,44 +221,6 @@ def _compile(
             del kept[next(iter(kept))]
         kept[key] = compile_buckets(step, params, own, options=options, progress=progress)
     return kept[key]
-
-
-def _told_by_shapes(
-    step: Callable[[Any, Any], Any], params: Any, shapes: BatchShapes, plan: Plan, multiple: int
-) -> Any:
-    """The word of each result, by the shapes for the longest bucket and for one of other lengths."""
-    longest, names = plan.buckets[-1], LENGTH_NAMES[len(plan.buckets[0].lengths) - 1]
-    lengths, most = np.array(longest.lengths), max(plan.samples_per_row)
-    change = multiple * np.arange(1, 1 + len(lengths))  # of two lengths, not the same of both
-    # Longer packed rows: none is as long as it could have samples.
-    made = np.where((lengths > change) & (not plan.is_packed), lengths - change, lengths + change)
-    other: AnyBucket = type(longest)(longest.rows, *made.tolist())
-    if not plan.is_packed:
-        other = next((each for each in plan.buckets if (lengths != each.lengths).all()), other)
-    try:
-        (_, results), (_, of_other) = (jax.eval_shape(step, params, shapes.spec(each)) for each in (longest, other))
-    except Exception as error:
-        error.add_note(f"while tracing apply_fn in {longest} and {other}, whose shapes tell its axes: axes= says them")
-        raise
-    words, unclear = [], []
-    pairs = zip(leaves_by_name(results).items(), jax.tree.leaves(of_other), strict=True)
-    for (name, leaf), another in pairs:
-        after_rows, after_other = leaf.shape[2:], another.shape[2:]
-        both = zip(names, longest.lengths, other.lengths, strict=True)
-        found = [word for word, *sizes in both if [*after_rows[:1], *after_other[:1]] == sizes]
-        of_samples = [*after_rows[:1], *after_other[:1]] == [plan.samples_per_row[-1], most]
-        is_row = of_samples if plan.is_packed else after_rows == after_other
-        found += ["row"] * is_row
-        words.append(found[0] if found else "")
-        if leaf.shape[1:2] != (longest.rows,) or len(found) != 1:
-            unclear.append(f"{name} {list(leaf.shape[1:])} and {list(another.shape[1:])}".strip())
-    if unclear or not words:
-        of_packed = ", of packed rows [rows, samples of a row, …]" * plan.is_packed
-        raise UserError(
-            f"results have the axes [rows, …]{of_packed}, or [rows, positions, …], and axes= tells which: in buckets "
-            f"{longest} and {other} there are {list_first(unclear, '; ') or 'none'}"
-        )
-    return jax.tree.unflatten(jax.tree.structure(results), words)
 
 
 class _Axis:

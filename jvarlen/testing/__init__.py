@@ -2,7 +2,6 @@
 
 - `layouts`: does a model train to the same numbers on any layout?
 - `packing`: is a loss the same for packed rows as for padded ones?
-- `padding_rows`: do padding rows leave loss and gradient finite?
 - `partition`: is a loss the same for any split of a step?
 - `plans`: does every sample come once; are two plans the same?
 - `recompiles`: does a function compile nothing once it has seen its shapes?
@@ -10,7 +9,6 @@
 
 from jvarlen.testing.layouts import assert_layout_invariant
 from jvarlen.testing.packing import assert_packing_invariant
-from jvarlen.testing.padding_rows import assert_finite_on_padding_rows
 from jvarlen.testing.partition import Partition, assert_partition_invariant
 from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
 from jvarlen.testing.recompiles import assert_no_recompiles
@@ -18,7 +16,6 @@ from jvarlen.testing.recompiles import assert_no_recompiles
 __all__ = [
     "Partition",
     "assert_exactly_once",
-    "assert_finite_on_padding_rows",
     "assert_layout_invariant",
     "assert_no_recompiles",
     "assert_packing_invariant",
