@@ -11,7 +11,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --n
 UV := $(VENV)/bin/python -m uv --quiet
 # What of the tests tells most of the packages that are used, in a minute or two.
 LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/test_plan planning/test_cost_model planning/test_streams \
-  data/test_open data/test_arrow_files loading/test_loader compiling/test_compile compiling/test_program_store training/test_step \
+  data/test_open data/test_arrow_files loading/test_loader compiling/test_compile training/test_step \
   training/test_checkpoint models/test_decoder models/test_hugging_face runs/test_config runs/test_directory \
   runs/test_fit_options runs/test_trackers))
 

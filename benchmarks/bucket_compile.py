@@ -116,30 +116,21 @@ def ask_here(questions: dict[str, Any], *, cache: Path) -> Any:
     return json.loads(json.dumps({name: QUESTIONS[name](**settings) for name, settings in questions.items()}))
 
 
-def measure_start(sizes: Sizes, strategy: Strategy, shared_cache: Path, repeats: int, *, with_set: bool) -> Start:
-    """Starts in turn: cold, warm from the persistent cache, and from a saved set, with that cache and without any.
-
-    In the quick form the first one alone has a process of its own.
-    """
-    found = Start([], [], [], [])
+def measure_start(sizes: Sizes, strategy: Strategy, shared_cache: Path, repeats: int) -> Start:
+    """Starts in turn: cold, and warm from the persistent cache. In the quick form the first one alone has a process."""
+    found = Start([], [])
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
-            cache, saved = Path(folder, "cache"), Path(folder, "set")
+            cache = Path(folder, "cache")
 
-            def start(cached: bool = True, cache: Path = cache, **paths: str | None) -> dict[str, float]:
+            def start(cache: Path = cache) -> dict[str, float]:
                 settings = {"model": sizes.model, "buckets": strategy.buckets, "is_packed": strategy.is_packed}
-                settings |= {"load_from": None, "save_to": None} | paths
                 if found.cold and not sizes.start_all:
                     return ask_here({"start": settings}, cache=shared_cache)["start"]
-                env = {"JAX_COMPILATION_CACHE_DIR": cache} if cached else {}
-                return ask({"start": settings}, **env)["start"]
+                return ask({"start": settings}, JAX_COMPILATION_CACHE_DIR=cache)["start"]
 
-            found.cold.append(start(save_to=str(saved) if with_set else None))
+            found.cold.append(start())
             found.warm.append(start())
-            if with_set:
-                found.from_set.append(start(load_from=str(saved)))
-                if sizes.start_all:
-                    found.from_set_alone.append(start(cached=False, load_from=str(saved)))
             if sizes.start_all:
                 shutil.copytree(cache, shared_cache, dirs_exist_ok=True)
         say(f"{strategy.name}: {found.cold[-1]['first_step_s']:.1f} s cold, {found.warm[-1]['first_step_s']:.1f} warm")
@@ -152,10 +143,9 @@ def measure_starts(
     """Starts of all strategies, by name; of the main one alone in the quick form."""
     starts = {}
     for strategy in strategies.values():
-        if strategy is main:
-            starts[strategy.name] = measure_start(sizes, strategy, shared_cache, sizes.start_repeats, with_set=True)
-        elif strategy.is_started and sizes.start_all:
-            starts[strategy.name] = measure_start(sizes, strategy, shared_cache, 1, with_set=False)
+        if strategy is main or (strategy.is_started and sizes.start_all):
+            repeats = sizes.start_repeats if strategy is main else 1
+            starts[strategy.name] = measure_start(sizes, strategy, shared_cache, repeats)
     return starts
 
 

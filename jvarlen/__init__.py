@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jvarlen._common.checks import UserError
     from jvarlen.attention.attention import attend
     from jvarlen.compiling.arguments import UnplannedShapeError
-    from jvarlen.compiling.compile import compile_buckets, load_compiled
+    from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.compile_options import CompileOptions
     from jvarlen.compiling.program_store import use_compilation_cache
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
@@ -58,7 +58,7 @@ __all__ = [
     "Metrics", "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError",
     "WeightedTokens", "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "compile_buckets", "compile_for", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
-    "load_compiled", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",
+    "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",
     "make_plan", "make_train_step", "measure_lengths", "no_recompiles", "pack_samples", "predict",
     "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate", "stream_batches",
     "use_compilation_cache", "with_float32_master",

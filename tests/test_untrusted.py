@@ -8,7 +8,6 @@ import dataclasses
 import io
 import os
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 
 import jvarlen
 from jvarlen._common.files import load_array
-from jvarlen.compiling.program_store import read_compiled, write_compiled
 from jvarlen.data.open import open_data
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
 from jvarlen.planning import plan_file
@@ -282,43 +280,6 @@ def test_a_pickle_in_a_file_is_refused_and_not_run(tmp_path, payload):
         assert read_or_refused(read, path) is None
 
 
-@pytest.fixture
-def compiled(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
-    path = tmp_path / "compiled.bin"
-    write_compiled(path, {"buckets": [[2, 4]]}, [b"one", b"two"])
-    return path
-
-
-def test_programs_that_someone_else_signed_are_refused(tmp_path, monkeypatch, compiled):
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "foreign"))
-    with pytest.raises(ValueError, match=f"{compiled} is damaged, or not signed with the key of this user, .*foreign"):
-        read_compiled(compiled)
-    write_compiled(tmp_path / "other.bin", {}, [])  # makes a key
-    with pytest.raises(ValueError, match="not signed"):
-        read_compiled(compiled)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
-    assert read_compiled(compiled)[1] == [b"one", b"two"]
-
-
-def test_the_key_is_its_owners_and_stays(tmp_path, compiled):
-    key = tmp_path / "own" / "jvarlen" / "compiled.key"
-    assert key.stat().st_mode & 0o777 == 0o600
-    content = key.read_bytes()
-    write_compiled(tmp_path / "other.bin", {}, [])
-    assert key.read_bytes() == content
-    key.write_bytes(b"")  # with which anybody could sign
-    with pytest.raises(ValueError, match="not signed with the key of this user"):
-        read_compiled(compiled)
-
-
-def test_of_processes_that_make_a_key_at_once_all_use_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda i: write_compiled(tmp_path / f"{i}", {}, [b"program"]), range(8)))
-    assert [read_compiled(tmp_path / f"{i}")[1] for i in range(8)] == [[b"program"]] * 8
-
-
 UNPICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # Bytes that a process itself pickled: for its own workers, and what they answer.
 MAY_PICKLE = {"workers"}
@@ -346,9 +307,5 @@ def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():
     assert not runs
     for name in UNPICKLING & {name.split(".")[0] for name in importers}:
         assert importers[name] <= MAY_PICKLE
-    # JAX unpickles programs: of files, only what `read_compiled` found to be signed; else what was compiled in this
-    # process, or what it sends to the workers that it started.
-    of_workers = {"programs", "worker"}
-    assert importers["jax.experimental.serialize_executable"] == {"program_store"} | of_workers
-    assert importers["jvarlen.compiling.program_store.read_compiled"] == {"compile"}
-    assert importers["jvarlen.compiling.program_store.deserialized"] == {"compile"}
+    # JAX unpickles programs: what was compiled in this process, or what it sends to the workers that it started.
+    assert importers["jax.experimental.serialize_executable"] == {"programs", "worker"}

@@ -24,8 +24,6 @@ class Start(NamedTuple):
 
     cold: list[dict[str, float]]
     warm: list[dict[str, float]]
-    from_set: list[dict[str, float]]
-    from_set_alone: list[dict[str, float]]
 
 
 class Measured(NamedTuple):
@@ -211,7 +209,6 @@ def goals_table(sizes: Sizes, strategies: dict[str, Strategy], judged: Judged, f
     pad_ratio, powers_ratio = epoch_s["pad to the longest"] / main_s, epoch_s["powers of two"] / main_s
     start = found.starts[main.name]
     cold_s = first_step_s(start.cold)
-    alone = [first_step_s(start.from_set_alone) / cold_s] if start.from_set_alone else []
     rows = [
         at_least(0.97, "efficiency of the epoch that was run, of the bound", judged.ideal_s / run_s / bound, bound),
         at_least(0.97, "the same by medians of its steps", judged.ideal_s / main_s / bound, bound),
@@ -219,8 +216,6 @@ def goals_table(sizes: Sizes, strategies: dict[str, Strategy], judged: Judged, f
         at_least(1.68, "epoch, times faster than powers of two", powers_ratio, judged.powers_ratio),
         at_most(0, "compilations after the first step, data pipeline included", found.epoch["num_compilations"]),
         at_most(0.25, "first step from the persistent cache, over cold", first_step_s(start.warm) / cold_s),
-        at_most(0.1, "first step from a saved set, over cold", first_step_s(start.from_set) / cold_s),
-        *(at_most(0.1, "the same without that cache", ratio) for ratio in alone),
         *(
             at_most(1.2, f"dispatch over a jitted function, {name}", median_ratio(seconds))
             for name, seconds in found.host["dispatch"].items()
@@ -234,8 +229,6 @@ def starts_table(start: Start) -> list[str]:
     kinds = {
         "cold": start.cold,
         "warm: persistent cache": start.warm,
-        "saved set, persistent cache": start.from_set,
-        "saved set, no cache": start.from_set_alone,
     }
     rows = (
         [
@@ -247,7 +240,7 @@ def starts_table(start: Start) -> list[str]:
         for name, starts in kinds.items()
         if (each := middle(starts)) is not None
     )
-    return table("start|model and optimizer, s|compile or load, s|first step, s|over cold|runs", rows)
+    return table("start|model and optimizer, s|compile, s|first step, s|over cold|runs", rows)
 
 
 def prediction_errors(found: Measured) -> list[str]:

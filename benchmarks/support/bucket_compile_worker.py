@@ -161,31 +161,17 @@ def measure_costs(model: dict[str, int], longest: int, shapes: list[list[Any]], 
     return rounds.rows
 
 
-def start(
-    model: dict[str, int], buckets: list[list[int]], is_packed: bool, load_from: str | None, save_to: str | None
-) -> dict[str, float]:
-    """Seconds from the call to the first step's result, and of compiling, or of loading a compiled set."""
+def start(model: dict[str, int], buckets: list[list[int]], is_packed: bool) -> dict[str, float]:
+    """Seconds from the call to the first step's result, and of compiling."""
     batch = jax.tree.map(np.asarray, jvarlen.batches.full_batch(batch_spec(is_packed)(jvarlen.Bucket(*buckets[0]), 1)))
     jax.devices()  # starting the backend is no part of what is compared
     begun = time.perf_counter()
     trained = build(model)
     built = time.perf_counter()
-    if load_from is None:
-        compiled = compile_all(trained, buckets, is_packed)
-    else:
-        compiled = jvarlen.load_compiled(
-            load_from,
-            trained.step,
-            trained.state,
-            BatchShapes(buckets, batch_spec=batch_spec(is_packed)),
-            progress=False,
-            options=AS_JAX_IS_SET,
-        )
+    compiled = compile_all(trained, buckets, is_packed)
     ready = time.perf_counter()
     jax.block_until_ready(compiled(trained.state, jax.device_put(batch)))
     first_step = time.perf_counter()
-    if save_to is not None:
-        compiled.save(save_to)
     return {"build_s": built - begun, "compile_s": ready - built, "first_step_s": first_step - begun}
 
 

@@ -58,12 +58,12 @@ def default_cache_dir() -> Path:
 
 
 @contextlib.contextmanager
-def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
-    """A binary file with these permissions that takes the name `path` when the block ends without an error."""
+def write_atomically(path: Path) -> Iterator[IO[Any]]:
+    """A binary file that takes the name `path` when the block ends without an error."""
     check_place(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)  # nobody else has it open, or will
+        descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # nobody else has it open, or will
         with open(descriptor, "wb") as file:
             yield file
             file.flush()

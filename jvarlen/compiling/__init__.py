@@ -2,7 +2,7 @@
 
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
 - `lowering`: the program of a bucket, and how long compiling takes.
-- `program_store`: executables in JAX's cache, as bytes, and in signed files.
+- `program_store`: JAX's persistent cache.
 - `compile`, `programs`, `compiled_buckets`: compile every bucket, before the first step or in the background, and
   dispatch batches to their executables.
 - `arguments`: which executable takes a batch, how a batch differs from what was planned, and which arrays a step may

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +16,8 @@ from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling import arguments, recompiles
 from jvarlen.compiling.arguments import UnplannedShapeError, canonical, signature
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import StepCompiler, largest_first
+from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.compiling.measure import StepClock
-from jvarlen.compiling.program_store import write_compiled
 from jvarlen.compiling.programs import Programs
 from jvarlen.compiling.report import CompileReport
 from jvarlen.planning.buckets import AnyBucket
@@ -44,7 +41,7 @@ class CompiledBuckets:
         buckets: Sequence[AnyBucket],
         options: CompileOptions,
     ):
-        """Made by `compile_buckets` or `load_compiled`."""
+        """Made by `compile_buckets`."""
         self._step_compiler = step_compiler
         self._programs = programs
         self.specs = {bucket: step_compiler.shapes.spec(bucket) for bucket in buckets}
@@ -214,7 +211,7 @@ class CompiledBuckets:
           bucket: a compiled bucket.
 
         Returns:
-          The text; empty where the program was read from a file.
+          The text.
 
         Raises:
           ValueError: no such bucket, or its executable was released.
@@ -224,35 +221,6 @@ class CompiledBuckets:
         if known not in self._programs.executables:
             raise UserError(f"the executable of {known} was released")
         return self._programs.executables[known].as_text() or ""
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
-
-        On CPUs, executables from the persistent cache are compiled again first. Each of several processes writes a file
-        of its own. The file is signed with a key of this user, which is created on first use.
-
-        Args:
-          path: the file; its directory must exist, and an existing file is replaced.
-
-        Raises:
-          ValueError: executables were released, or the backend cannot serialize them.
-          OSError: the file or the key cannot be written.
-        """
-        self.wait()
-        buckets = largest_first(list(self.specs))
-        released = [bucket for bucket in buckets if bucket not in self._programs.executables]
-        if released:
-            raise UserError(f"executables were released; save before releasing: {', '.join(map(str, released))}")
-        programs = [self._programs.serialized(bucket) for bucket in buckets]
-        if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
-            raise UserError("buckets return metrics of different structures: one file holds one structure")
-        header = {
-            "environment": self._step_compiler.environment,
-            "microbatches_per_step": self.microbatches_per_step,
-            "buckets": [list(bucket) for bucket in buckets],
-            "fingerprint": self._programs.fingerprint(buckets),
-        }
-        write_compiled(Path(path), header, [program for program, _, _ in programs])
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""

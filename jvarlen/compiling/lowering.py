@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -141,24 +137,6 @@ class StepCompiler:
         """Number and kind of the devices."""
         kinds = sorted({device.device_kind for device in self.devices})
         return f"{len(self.devices)} × {', '.join(kinds)}"
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """What must be the same where programs are compiled and where they are run, by name."""
-        client = self.devices[0].client
-        return {
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "platform": client.platform,
-            "platform version": client.platform_version,
-            "device kinds": [device.device_kind for device in self.devices],
-            "device ids": [device.id for device in self.devices],
-            "CPU": _cpu_kind(),
-            "processes": jax.process_count(),
-            "process": jax.process_index(),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "compiler options": dict(self.compiler_options),
-        }
 
     def _buckets_in_force(self) -> contextlib.AbstractContextManager[None]:
         """A block in which steps are traced with these gradient buckets."""
@@ -304,13 +282,3 @@ def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
         return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
 
     return jax.tree.map(spec, state, jax.eval_shape(lambda state: state, state))
-
-
-def _cpu_kind() -> str:
-    """The kind of the host's CPU; where the system tells, with what it can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:16]}"

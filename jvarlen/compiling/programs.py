@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, StepCompiler, largest_first
-from jvarlen.compiling.program_store import serialized, without_compilation_cache
+from jvarlen.compiling.lowering import CompiledBucket, StepCompiler
 from jvarlen.compiling.recompiles import uncounted_in_thread
 from jvarlen.compiling.report import CompileRow
 from jvarlen.planning.buckets import AnyBucket
@@ -49,7 +48,9 @@ class Programs:
         self.executables: dict[AnyBucket, jax.stages.Compiled] = {}
         self._step_compiler = step_compiler
         self._keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
-        self._texts: dict[AnyBucket, str] = {}  # of lowered programs, of the largest and the smallest bucket
+        # Of the largest and the smallest program, which several processes compare.
+        self.digest = hashlib.sha256(repr(list(buckets)).encode())
+        self._compared = (buckets[0], buckets[-1]) if jax.process_count() > 1 else ()
         self._bar = bar
         self._planned = uncounted_in_thread if in_background else contextlib.nullcontext
         self._to_lower = list(buckets)
@@ -100,13 +101,6 @@ class Programs:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._bar.close()
 
-    def note(self, lowered: LoweredBucket, *, with_text: bool) -> None:
-        """Takes note of what a program gives, and of its text, by which saved programs are told apart."""
-        if lowered.keeps_state:
-            self._keeping_state.add(lowered.bucket)
-        if with_text:
-            self._texts[lowered.bucket] = lowered.program.as_text()
-
     def run(self, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs a program: the next state, and the metrics."""
         outputs = self.executables[bucket](state, batch)
@@ -116,30 +110,15 @@ class Programs:
         """Whether a program writes the next state over the one that it takes."""
         return self._step_compiler.donate and bucket not in self._keeping_state
 
-    def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
-        """A program that is held, as `serialized` gives it."""
-        if self._step_compiler.device.platform == "cpu" and self.rows[bucket].cache_hit:
-            # XLA's CPU backend leaves the code of what it read out, and only running it shows that.
-            with without_compilation_cache():
-                return serialized(self._step_compiler.compile(self._step_compiler.lower(bucket)).executable)
-        return serialized(self.executables[bucket])
-
-    def fingerprint(self, buckets: Sequence[AnyBucket]) -> str:
-        """SHA-256 of the buckets, and of the lowered programs of the largest and the smallest."""
-        ordered = largest_first(buckets)
-        shapes = self._step_compiler.shapes.microbatches_per_step, [tuple(bucket) for bucket in ordered]
-        digest = hashlib.sha256(repr(shapes).encode())
-        for bucket in dict.fromkeys((ordered[0], ordered[-1])):
-            digest.update(hashlib.sha256(self._texts[bucket].encode()).digest())
-        return digest.hexdigest()
-
     def _lower(self, bucket: AnyBucket) -> None:
         self._bar.set_postfix_str(str(bucket))
         with self._telling(bucket), self._planned():
             lowered = self._step_compiler.lower(bucket)
         self._to_lower.remove(bucket)
-        by_size = largest_first(self._step_compiler.shapes.buckets)
-        self.note(lowered, with_text=bucket in (by_size[0], by_size[-1]))
+        if lowered.keeps_state:
+            self._keeping_state.add(bucket)
+        if bucket in self._compared:
+            self.digest.update(lowered.program.as_text().encode())
 
         def compile_it() -> CompiledBucket:
             with self._planned():

@@ -9,7 +9,6 @@ import pytest
 
 from jvarlen import CostModel, Plan, UserError
 from jvarlen._common.files import check_place, load_array, write_atomically
-from jvarlen.compiling.program_store import read_compiled
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.line_files import read_json
 from jvarlen.reports.run_records import read_metrics
@@ -62,7 +61,6 @@ READERS = {
     "lengths": lambda path: load_array(path, "lengths"),
     "cost model": CostModel.load,
     "compile report": CompileReport.load,
-    "compiled": read_compiled,
     "json": read_json,
     "plan": Plan.load,
     "settings": load_config,
