@@ -6,13 +6,11 @@ Only the subcommand that was typed is imported, and of it only the settings unti
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import gc
 import importlib
-import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jvarlen import __version__
@@ -73,11 +71,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _TRACEBACK in args or not _is_of_user(error):
             raise
-        return _end(args, command, error, _USER_ERROR)
+        return _end(command, error, _USER_ERROR)
     except KeyboardInterrupt as error:
         from jvarlen._common.interrupts import exit_code_of_interrupt
 
-        return _end(args, command, error, exit_code_of_interrupt())
+        return _end(command, error, exit_code_of_interrupt())
     finally:
         Unbroken(sys.stdout).flush()  # help, which may have no reader
 
@@ -125,7 +123,7 @@ def _is_of_user(error: Exception) -> bool:
     return isinstance(error, ProcessesError)
 
 
-def _end(args: list[str], command: Any, error: object, code: int) -> int:
+def _end(command: Any, error: BaseException, code: int) -> int:
     """Prints what went wrong in one line, and bounds the wait for other processes."""
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
@@ -134,15 +132,13 @@ def _end(args: list[str], command: Any, error: object, code: int) -> int:
     # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     told = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-    text = " ".join("; ".join([told, *notes]).split())
-    say(f"jvarlen: {_as_typed(text, _class_of(args[0])) if args and args[0] in COMMANDS else text}", error=True)
+    say(f"jvarlen: {' '.join('; '.join([told, *notes]).split())}", error=True)
     return code
 
 
 def _parse(args: list[str]) -> Any:
-    """Parses the command; tyro's framed errors become a ValueError of one line."""
+    """The settings of a command, from its arguments."""
     import contextlib
-    import io
 
     import tyro
 
@@ -150,7 +146,7 @@ def _parse(args: list[str]) -> Any:
 
     name = args[0] if args else ""
     if name not in COMMANDS:
-        raise UserError(f"{_not_a_command(name)}: the commands are {', '.join(COMMANDS)}")
+        raise UserError(f"there is no command {name!r}: the commands are {', '.join(COMMANDS)}")
     command = _class_of(name)
     about = command.__doc__
     options: dict[str, Any] = {}
@@ -159,69 +155,11 @@ def _parse(args: list[str]) -> Any:
 
         options["default"] = default_settings(args)
         about += f" {_EXIT_CODES_OF_TRAINING}"
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(Unbroken(sys.stdout)):
-            return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
-    except SystemExit as stopped:
-        if stopped.code:
-            raise UserError(_unframed(errors.getvalue())) from None
-        raise
+    with contextlib.redirect_stdout(Unbroken(sys.stdout)):
+        return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
 
 
 def _class_of(name: str) -> Any:
     """The settings of a command."""
     module, class_name, _ = COMMANDS[name]
     return getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
-
-
-def _as_typed(text: str, command: Any) -> str:
-    """A message with its options as they are typed: `--packing best_fit` for packing="best_fit"."""
-    flags = dict(_flags(command))
-    names = "|".join(sorted(flags, key=len, reverse=True))
-
-    def typed(found: re.Match[str]) -> str:
-        name, value = found["name"], found["value"]
-        # Words of one part are also words of English, unless a value follows them.
-        if value is None and "_" not in name and not re.match(" (\\(|must |[\"'])", text[found.end() :]):
-            return found[0]
-        if value == "False":
-            return re.sub("(--|\\.)(?!.*\\.)", r"\1no-", flags[name])
-        if value in (None, "", "True"):
-            return flags[name]
-        return f"{flags[name]} {value}{found['others']}".replace('"', "").replace("'", "")
-
-    value = r"""(=(?P<value>"[^"]*"|'[^']*'|[\w.+-]*)(?P<others>((,| or) ("[^"]*"|'[^']*'))*))"""
-    return re.sub(rf"(?<![\w./-])(?P<name>{names})(?![\w/]|[.-]\w){value}?", typed, text)
-
-
-def _flags(settings: Any, prefix: str = "--") -> Iterator[tuple[str, str]]:
-    """The options of a command, by the names of their settings."""
-    for field in dataclasses.fields(settings):
-        name = field.metadata.get("name", field.name).replace("_", "-")
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from _flags(field.default_factory, prefix + field.metadata.get("prefix", f"{name}."))
-        elif not re.search("Positional|Suppress", str(settings.__annotations__.get(field.name, field.type))):
-            yield field.name, prefix + name
-
-
-def _not_a_command(name: str) -> str:
-    import difflib
-
-    if not name or name.startswith("-"):
-        return f"a command comes first, not {name}" if name else "a command is missing"
-    close = difflib.get_close_matches(name, COMMANDS, 1)
-    return f"there is no command {name}{f', perhaps {close[0]}' if close else ''}"
-
-
-def _unframed(text: str) -> str:
-    """The first paragraph inside the frame that tyro prints around an error, and what it guesses."""
-    lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    rules = [i for i, line in enumerate(lines) if re.fullmatch("─+|-+", line)]
-    if "╭" not in text and rules:  # a terminal without such characters: the title stands above a rule
-        lines, rules = lines[rules[0] + 1 :], [i - rules[0] - 1 for i in rules[1:]]
-    guess = re.search(r"Perhaps you meant:\W+(--\S+)", " ".join(lines))
-    text = " ".join(lines[: rules[0] if rules else None])
-    # The names of our classes and groups mean nothing to someone who typed a flag.
-    text = re.sub(r"Error parsing (__tyro\S*?|\w+)(\.(\w+))?: ", r"\3 ", text).strip()
-    return f"{text}; perhaps {guess[1]}" if guess else text

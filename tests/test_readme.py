@@ -124,7 +124,6 @@ GUIDES = {
         (
             "no bucket was compiled for this batch. Nearest is",
             "int32[1,3,1000], planned was",
-            "programs read",
             "0 executables left",
         ),
         shows=False,
