@@ -23,9 +23,9 @@ __all__ = ["COMMANDS", "main", "run"]
 
 _ORDERED = "experimental.ordered_file"
 COMMANDS = {
-    "plan": ("runs.plan_commands", "PlanCommand", "Print the plan of a training run, or of any lengths."),
+    "plan": ("runs.commands", "PlanCommand", "Print the plan of a training run, or of any lengths."),
     "compile": (
-        "runs.plan_commands",
+        "runs.commands",
         "CompileCommand",
         "Compile the train step of every bucket for devices that need not be here.",
     ),

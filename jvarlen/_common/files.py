@@ -22,14 +22,12 @@ from jaxtyping import Shaped
 from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = [
-    "RUN_FILES",
     "RUN_FORMAT",
     "check_new_directory",
     "check_outputs",
     "check_place",
     "check_run_format",
     "default_cache_dir",
-    "is_same_file",
     "load_array",
     "load_dataclass",
     "mapped_file",
@@ -45,11 +43,6 @@ __all__ = [
 _T = TypeVar("_T")
 
 RUN_FORMAT = 2  # of the files in the directory of a run; `config.json` holds it
-# What a run writes to its directory, but pages.
-RUN_FILES = (
-    *("config.json", "data.json", "plan.npz", "shapes.json", "lock", "model", "metrics.jsonl", "bad_samples.jsonl"),
-    *("summary.json", "compile_report.json", "curves.png", "checkpoints", "profile", "tensorboard"),
-)
 
 
 def default_cache_dir() -> Path:
@@ -99,26 +92,14 @@ def regular_file(path: Path) -> Path:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
-    """Raises an error for outputs, by option, that cannot be written, or are inputs, each other or files of a run."""
-    given = {option: path for option, path in outputs.items() if path is not None}
-    for option, path in given.items():
-        check_place(path)
-        others = [(other, f"also {name}") for name, other in given.items() if name != option]
-        for other, what in [*((each, "read") for each in inputs if each is not None), *others]:
-            if is_same_file(path, other):
-                raise UserError(f"{option} ({path}) would overwrite {other}, which is {what}")
-        real = Path(os.path.realpath(path))
-        for run in real.parents:
-            is_run = (run / "config.json").exists() and ((run / "data.json").exists() or (run / "lock").exists())
-            if is_run and real.relative_to(run).parts[0] in RUN_FILES:
-                raise UserError(f"{option} ({path}) is one of the files of the run {run}: choose another name")
-
-
-def is_same_file(path: Path, other: str | Path) -> bool:
-    """Whether both are one file, by whatever names and links, or will be."""
-    with contextlib.suppress(OSError):
-        return os.path.samefile(path, other)
-    return os.path.realpath(path) == os.path.realpath(other)
+    """Raises an error for outputs, by option, that cannot be written, or are one of the inputs or each other."""
+    taken = {os.path.realpath(path): f"{path}, which is read" for path in inputs if path is not None}
+    for option, path in outputs.items():
+        if path is not None:
+            check_place(path)
+            if (real := os.path.realpath(path)) in taken:
+                raise UserError(f"{option} ({path}) would overwrite {taken[real]}")
+            taken[real] = f"{path}, which is also {option}"
 
 
 def move_into_place(part: Path, path: Path) -> None:

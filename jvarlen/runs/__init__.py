@@ -7,7 +7,7 @@
 - `fit`: all of it, in order, with the loop. `evaluation`: what the loop evaluates.
 - `steps`: the seconds of steps, their display and traces.
 - `directory`, `bad_samples`, `trackers`: the files of a run.
-- `plan_commands`: `jvarlen plan` and `compile`. `commands`: `report`, `sample`, `export` and `measure`.
+- `commands`: those besides `train`.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
-"""The commands of what is trained or measured: `report`, `sample`, `export` and `measure`.
-
-Each is imported for its settings, and imports what it runs when it runs.
-"""
+"""The commands besides `train` and `sort`. Each is imported for its settings, and imports what it runs when it runs."""
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from jaxtyping import Int32
+from jaxtyping import Int64
 
 from jvarlen import models
 from jvarlen._common.checks import (
     UserError,
+    check_above,
     check_at_least_one,
     check_at_least_zero,
     check_counts,
@@ -29,6 +26,7 @@ from jvarlen._common.checks import (
 from jvarlen._common.files import (
     check_new_directory,
     check_outputs,
+    load_array,
     read_object,
     regular_file,
     write_atomically,
@@ -41,30 +39,327 @@ from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import DecoderConfig, check_temperature
-from jvarlen.planning.budget import check_bucket_lengths
+from jvarlen.planning.buckets import Bucket, Buckets
+from jvarlen.planning.budget import Budget, check_bucket_lengths, round_up
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.planning.lengths import check_lengths
+from jvarlen.planning.order import check_seed
 from jvarlen.planning.packing import PackingMethod
-from jvarlen.runs.config import DataConfig, files_read, load_config
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig, load_config
 from jvarlen.runs.model import (
     MODEL_DIR,
     TOKENIZER,
     decoder_of,
+    model_shapes,
     optimizer_for,
     params_dtype,
+    with_model,
+)
+from jvarlen.runs.plan_config import (
+    ChosenShapes,
+    PlanConfig,
+    epoch_plan,
+    note_on_balance,
+    note_on_candidates,
+    note_on_overlong,
+    shapes_for,
 )
 
 __all__ = [
+    "CompileCommand",
     "ExportCommand",
     "MeasureCommand",
     "MeasuredCosts",
+    "PlanCommand",
     "ReportCommand",
     "SampleCommand",
     "measure_costs",
 ]
 
+_NO_LIMIT = 2**40  # tokens of a microbatch
 _SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
 
 _WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PlannedData(DataConfig):
+    """The data to plan."""
+
+    files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
+    """What `jvarlen train --data` takes; none for the built-in corpus. Or integers, tokens a sample, in a .npy or .json
+    file."""
+
+    def read_lengths(self) -> Int64[np.ndarray, " N"] | None:
+        """The tokens of each sample, of a file of lengths; None for data."""
+        files = self.files
+        if not any(str(path).endswith((".npy", ".json")) for path in files):
+            return None
+        given = ((each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self))
+        if others := [name for name, value, default in given if value not in (files[:1], default)]:
+            listed = list_first(f"{name} must not be given" for name in others)
+            raise UserError(f"a .npy or .json file holds lengths: it is planned alone, {listed}")
+        return check_lengths(_load_lengths(Path(files[0])))
+
+
+def _load_lengths(path: Path) -> np.ndarray | list[int]:
+    if not regular_file(path).exists():
+        raise FileNotFoundError(f"there is no lengths file {path}")
+    if path.suffix == ".npy":
+        return load_array(path, "lengths")
+    try:
+        lengths = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
+        raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
+    return lengths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RowsPlanned(PlanConfig):
+    """Planning settings of a command that can choose rows by memory."""
+
+    max_tokens: int | None = None  # type: ignore[assignment]
+    """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
+    limits_tokens: ClassVar[bool] = True  # whether it was given, of an instance
+    # What a device may hold a target tells as well.
+    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
+
+    def __post_init__(self):
+        object.__setattr__(self, "limits_tokens", self.max_tokens is not None)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", PlanConfig.max_tokens)
+        super().__post_init__()
+        check_above(self, 0, *(["max_bytes"] if self.max_bytes is not None else []))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Print the plan of a training run, or of any lengths, beside simpler ones; settings are those of train."""
+
+    data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
+    """The data to plan."""
+    plan: tyro.conf.OmitArgPrefixes[_RowsPlanned] = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
+    """How samples become steps."""
+    vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
+        default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
+    )
+    """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
+    seed: int = 0
+    """Seed of mixtures and of every shuffle, together with the epoch."""
+    epoch: int = 0
+    """The epoch to plan."""
+    progress: bool = True
+    """Show progress where lengths are measured and programs compiled."""
+    model: Path | None = None
+    """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
+    out: Path | None = None
+    """Where to save the plan, a .npz file."""
+    html: Path | None = None
+    """Where to write a page with pictures of the plan: one file that works offline."""
+    cluster: str | None = None
+    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
+    four hosts. Needs model."""
+    target: str | None = None
+    """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
+    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch."""
+    parallel: str | None = None
+    """With target, how a step spreads over its devices, such as data8.zero3; None: data parallelism."""
+
+    def __post_init__(self):
+        check_counts(self, 1, "vocab_size")
+        check_seed(self.seed, self.epoch)
+        if self.target is None:
+            if self.parallel is not None:
+                raise UserError(f"parallel ({self.parallel}) needs target=, the devices that it is for")
+            if self.plan.max_bytes is not None and self.plan.memory_model is None:
+                raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
+            return
+        if self.model is None:
+            raise UserError(f"target ({self.target}) needs model=: rows are chosen by the memory of its steps")
+        if self.parallel == "auto":
+            raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
+        given = {"cluster": self.cluster, "memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
+        if others := [f"{name}=" for name, value in given.items() if value]:
+            raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
+
+    def _config(self) -> FitConfig:
+        """The settings of a run of this plan."""
+        return with_model(
+            FitConfig(
+                data=self.data,
+                plan=self.plan,
+                seed=self.seed,
+                progress=self.progress,
+                model=self.model,
+                decoder=DecoderConfig(vocab_size=self.vocab_size),
+                target=self.target,
+                dry_run=self.target is not None,
+                hardware=HardwareConfig(parallel=self.parallel),
+            )
+        )
+
+    def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
+        """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
+        if (lengths := self.data.read_lengths()) is not None:
+            return lengths, []
+        from jvarlen.data.measure import known_lengths
+        from jvarlen.runs.task import open_training_data  # here: it imports JAX
+
+        data = open_training_data(config)
+        lengths = known_lengths(data.train, progress=self.progress)
+        return lengths, [*data.describe(lengths), ""]
+
+    def run(self) -> None:
+        """Prints the plan, what there is without it, and layouts, and writes the requested files."""
+        from jvarlen.reports.compare import compare_strategies, comparison_table
+
+        if self.target is not None:
+            self._choose_rows()
+            return
+        if self.cluster is not None and self.model is None:
+            raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
+        settings = self.plan.of_files()
+        read = self.model, self.cluster, settings.cost_model, settings.memory_model
+        check_outputs({"out": self.out, "html": self.html}, *self.data.files, *read)
+        cluster = None
+        if self.cluster is not None:
+            from jvarlen.targets.cluster import Cluster  # here: it imports JAX
+
+            cluster = Cluster.named(self.cluster)
+        config = self._config()
+        lengths, corpus = self._read_lengths(config)
+        shapes = shapes_for(settings, lengths, seed=self.seed)
+        plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+        if self.out is not None:
+            plan.save(self.out)  # first: the rest only shows it
+        report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
+        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
+        notes = filter(None, (shapes.reason, note_on_candidates(settings, shapes, lengths), *of_plan))
+        say(*corpus, report, *notes, f"digest {plan.digest}")
+        comparison = compare_strategies(plan, lengths, settings.budget)
+        say(f"\n{comparison_table(comparison)}")
+        if self.out is not None:
+            say(self.out)
+        if cluster is not None:
+            import optax  # here: they import JAX
+
+            from jvarlen.batches.shapes import plan_specs
+            from jvarlen.targets.choice import choose_layout
+
+            params = model_shapes(config.model, config.decoder)
+            choice = choose_layout(
+                plan,
+                models.layered(config.decoder),
+                optimizer_for(params, optax.adamw(1e-3)),
+                cluster,
+                params=params,
+                cost=settings.cost,
+                lengths=lengths,
+                batch_spec=plan_specs(plan),
+            )
+            say(f"\n{choice}")
+        if self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
+            say(self.html)
+
+    def _choose_rows(self) -> None:
+        """Prints the plan of the most rows that fit, and writes the requested files."""
+        from jvarlen.distributed.layout import Layout  # here: they import JAX
+        from jvarlen.runs.fit import target_of
+        from jvarlen.runs.task import Task
+        from jvarlen.runs.training_plan import optimizer_of
+        from jvarlen.targets.row_choice import choose_rows
+
+        settings = self.plan.of_files()
+        if settings.packing_in_force[0] == "auto" and settings.cost_model is not None:
+            raise UserError("packing auto chooses by seconds of given rows: with target, say best_fit or None")
+        check_outputs({"out": self.out, "html": self.html}, *self.data.files, self.model, settings.cost_model)
+        config = self._config()
+        target = target_of(config)
+        layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
+        Task().check_layout(layout, config.decoder)
+        settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
+        lengths, corpus = self._read_lengths(config)
+        settings = dataclasses.replace(settings, max_bytes=None)
+        if not self.plan.limits_tokens:
+            settings = dataclasses.replace(settings, max_tokens=_NO_LIMIT)
+            if settings.max_length is None and not settings.row_lengths:
+                longest = round_up(int(lengths.max()), settings.length_multiple)
+                settings = dataclasses.replace(settings, max_length=longest)
+        method = settings.packing_in_force[0]
+        method = None if method == "auto" else method
+
+        def make(by: Budget | Buckets[Bucket]) -> Plan:
+            if isinstance(by, Budget):
+                shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
+            else:
+                shapes = ChosenShapes(buckets=tuple(map(tuple, by)), packing=method)
+            return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+
+        params = model_shapes(config.model, config.decoder)
+        most_steps = -(-len(lengths) // settings.num_microbatches)  # whose rates are held
+        task = Task().with_decoder(config.decoder, params, layout)
+        assert task.loss_fn is not None
+        chosen = choose_rows(
+            target,
+            task.loss_fn,
+            optimizer_for(params, optimizer_of(config.optimizer, np.zeros(most_steps))),
+            make,
+            settings.budget,
+            layout=layout,
+            params=params,
+            max_bytes=self.plan.max_bytes,
+            options=config.compile,
+            progress=self.progress,
+        )
+        plan = chosen.plan
+        if self.out is not None:
+            plan.save(self.out)
+        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
+        report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
+        say(*corpus, report, *filter(None, of_plan), f"digest {plan.digest}", f"\n{chosen}")
+        buckets = " ".join(str(number) for bucket in plan.buckets for number in bucket)
+        of_run = f"--packing {method} --microbatches-per-step {plan.microbatches_per_step} --buckets {buckets}"
+        say(f"\nto train in these buckets: {of_run}")
+        if self.out is not None:
+            say(self.out)
+        if self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, cost=settings.cost, by_memory=chosen)
+            say(self.html)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileCommand(ProgramConfig):
+    """Compile the train step of every bucket for devices that need not be here, and print which fit."""
+
+    target: str = dataclasses.field()  # which hides the default
+    """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
+    here. Their compilers come with the extras target-gpu and target-tpu."""
+    data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
+    """The data to plan."""
+    parallel: str | None = None
+    """As for train, on all devices of target; auto needs cluster."""
+    cluster: str | None = None
+    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
+    """
+
+    def run(self) -> None:
+        """Plans, compiles, prints what the compiler says, and saves it."""
+        from jvarlen.runs.fit import dry_run  # here: it imports JAX
+
+        check_outputs({"out": self.out, "html": self.html}, *self.data.files)
+        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(ProgramConfig)}
+        hardware = HardwareConfig(parallel=self.parallel, cluster=self.cluster)
+        if (lengths := self.data.read_lengths()) is not None:
+            del given["data"]
+        dry_run(FitConfig(**given, hardware=hardware, dry_run=True), lengths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +378,6 @@ class ReportCommand:
 
         page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
         check_outputs({"html": self.html})
-        # Only then: a page also shows runs with settings that this version does not know.
-        for run_dir in self.run_dirs if self.html is not None and self.html.exists() else ():
-            check_outputs({"html": self.html}, *files_read(load_config(run_dir / "config.json").data))
         report = read_runs(self.run_dirs)
         say(report.table())
         report.write_html(page)
@@ -136,22 +428,22 @@ class SampleCommand:
         """Samples, writes the file, and prints prompts with their continuations, or the answers to them."""
         layout = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
         check_outputs({"out": self.out}, self.prompts, self.tokenizer)
-        prompts = self._named_prompts()
+        prompts = [*self.prompt]
+        if self.prompts is not None:
+            prompts += regular_file(self.prompts).read_text("utf-8-sig", "surrogateescape").splitlines()
+        if not prompts:
+            raise UserError("there is nothing to continue: give --prompt TEXT, or --prompts FILE with lines")
         trained = _read_trained(self.directory, self.checkpoint, self.tokenizer)
-        check_outputs({"out": self.out}, *trained.files)
         codec = trained.codec
         if codec is None:
             raise UserError(
                 f"the {trained.decoder.num_values:,} tokens of {self.directory} are no bytes, and it has no tokenizer: "
                 "give one with --tokenizer"
             )
-        write: Callable[[str], MarkedText] = MarkedText
-        if self.chat:
-            if trained.chats is None:
-                raise UserError(f"{self.directory} has no template of chats: its prompts are texts, without --chat")
-            write = trained.chats.render_prompt
-        texts = {name: write(text) for name, text in prompts.items()}
-        tokens = _encode(codec, texts, trained.decoder, self.max_tokens - self.max_new_tokens)
+        if self.chat and trained.chats is None:
+            raise UserError(f"{self.directory} has no template of chats: its prompts are texts, without --chat")
+        write = trained.chats.render_prompt if self.chat and trained.chats is not None else MarkedText
+        tokens = [codec.prompt(write(prompt)) for prompt in prompts]
         continued = models.generate(
             trained.params,
             trained.decoder,
@@ -165,34 +457,21 @@ class SampleCommand:
             layout=layout,
             progress=self.progress,
         )
-        samples, lines = [], []
-        for prompt, given, new in zip(prompts.values(), tokens, continued, strict=True):
+        samples = []
+        for given, new in zip(tokens, continued, strict=True):
             shown = given[:0] if self.chat else given
             text = codec.decode(np.concatenate([shown, new]))
             end = text.find(self.stop, len(codec.decode(shown))) if self.stop else -1
             samples.append(text if end < 0 else text[:end])
-            line = {"prompt": prompt, "text": samples[-1], "tokens": new.tolist()}
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         if self.out is not None:
+            rows = zip(prompts, samples, continued, strict=True)
+            lines = ({"prompt": prompt, "text": text, "tokens": new.tolist()} for prompt, text, new in rows)
             with write_atomically(self.out) as file:
-                file.write("".join(lines).encode())
-        for name, text in zip(prompts, samples, strict=True):
-            say(text if len(samples) == 1 else f"── {name}\n{text}")
+                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        for i, text in enumerate(samples, 1):
+            say(text if len(samples) == 1 else f"── prompt {i}\n{text}")
         if self.out is not None:
             say(self.out)
-
-    def _named_prompts(self) -> dict[str, str]:
-        """All prompts, by where they come from."""
-        named = {f"prompt {i}": text for i, text in enumerate(self.prompt, 1)}
-        file = b"" if self.prompts is None else regular_file(self.prompts).read_bytes()
-        for i, line in enumerate(file.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
-            try:
-                named[f"{self.prompts} line {i}"] = line.decode()
-            except UnicodeDecodeError:
-                raise UserError(f"{self.prompts}: line {i} is not UTF-8") from None
-        if not named:
-            raise UserError("there is nothing to continue: give --prompt TEXT, or --prompts FILE with lines")
-        return named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +514,6 @@ class _Trained(NamedTuple):
     end_tokens: tuple[int, ...]  # each of which ends a sample
     chats: RecordFormat | None  # how a chat is written, if it has any
     folder: Path | None  # of files that come with the model, if there are any
-    files: Sequence[str | Path]  # that it was read from, or trained on
 
 
 def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: Path | None) -> _Trained:
@@ -245,7 +523,6 @@ def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: 
         )
     fields, folder, num_steps, end_token = read_object(directory / "config.json"), directory, 0, None
     record_format: RecordFormat | None = None
-    files: Sequence[str | Path] = [*directory.iterdir()]
     if "model_type" in fields:
         decoder, params = models.from_hugging_face(directory)
     else:
@@ -261,7 +538,6 @@ def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: 
         except UserError as error:
             raise UserError(f"{directory} is a run of a model of your own, not of the built-in one: {error}") from None
         record_format = RecordFormat(settings.data.field, settings.data.template, settings.data.loss_on)
-        files = files_read(settings.data, settings.model)
     if (folder / TOKENIZER).exists():
         if tokenizer is not None:
             raise UserError(f"tokenizer ({tokenizer}) is for models without one, and {directory} has its own")
@@ -279,32 +555,7 @@ def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: 
     ends = tuple(dict.fromkeys(end for end in named if is_integer(end) and 0 <= end < decoder.num_values))
     chats = record_format if record_format is not None and record_format.takes_chats else None
     own_folder = folder if folder.exists() else None
-    return _Trained(decoder, params, num_steps, codec, ends, chats, own_folder, files)
-
-
-def _encode(
-    codec: Tokenizer, prompts: dict[str, MarkedText], decoder: DecoderConfig, longest: int
-) -> list[Int32[np.ndarray, " L"]]:
-    """The tokens of the prompts; raises ValueError that lists prompts without, too long, or of unknown tokens."""
-    encoded, wrong = [], []
-    for name, text in prompts.items():
-        try:
-            tokens = codec.prompt(text)
-        except UserError as error:
-            wrong.append(f"{name}: {error}")
-            continue
-        if (outside := tokens[tokens >= decoder.num_values]).size:
-            wrong.append(
-                f"{name}: tokens {list_first(outside.tolist())}, but the model's are below {decoder.num_values}"
-            )
-        if not tokens.size and decoder.begin_token is None:
-            wrong.append(f"{name}: no tokens, and the model has none that begins a text")
-        if len(tokens) > longest:
-            wrong.append(f"{name}: {len(tokens):,} tokens, but max_tokens leaves room for {max(longest, 0):,}")
-        encoded.append(tokens)
-    if wrong:
-        raise UserError(f"prompts that cannot be continued: {list_first(wrong, '; ')}")
-    return encoded
+    return _Trained(decoder, params, num_steps, codec, ends, chats, own_folder)
 
 
 class MeasuredCosts(NamedTuple):
@@ -342,9 +593,6 @@ def measure_costs(
     check_bucket_lengths(lengths)
     if len(lengths) < 2:
         raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
-    too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
-    if too_long:
-        raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(model, seed=0))
     step = make_train_step(models.make_loss_fn(model), optimizer_for(params, optax.adamw(1e-3)))
     state = step.init(params)
@@ -367,10 +615,8 @@ def measure_costs(
     seconds, num_bytes = (
         np.concatenate([getattr(each, name) for each in measured]) for name in ("seconds", "num_bytes")
     )
-    demo, sizes = DecoderConfig(), ("num_layers", "width", "num_heads", "vocab_size")
-    given = {key: value for key, value in vars(model).items() if key in sizes or value != getattr(demo, key)}
-    name = ", ".join(f"{key} {value}" for key, value in given.items())
-    name += f", {dtype}, {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
+    name = f"{model.num_layers} layers of width {model.width}, {dtype}, {microbatches_per_step} microbatches a step"
+    name += ", packed" if packed else ""
     return MeasuredCosts(
         fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
         fit_cost_model(shapes, num_bytes, unit="bytes", device=measured[0].device, model=name),
@@ -418,7 +664,7 @@ class MeasureCommand(DeviceConfig):
         if self.devices is not None or self.has_processes:
             raise UserError("steps are measured on one device: devices and processes are for --links")
         out = self.out or Path("cost.json")
-        check_outputs({"out": out, "memory_out": self.memory_out}, *files_read(DataConfig(), self.model))
+        check_outputs({"out": out, "memory_out": self.memory_out}, self.model)
         costs = measure_costs(
             decoder_of(self.model, self.decoder),
             dtype=params_dtype(self.model),

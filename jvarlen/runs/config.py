@@ -6,7 +6,6 @@ The fields are the settings of `jvarlen train`; their docstrings are its help.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import glob
 import itertools
@@ -32,7 +31,7 @@ from jvarlen._common.checks import (
 )
 from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.data.find_files import is_remote, local_names
+from jvarlen.data.find_files import is_remote
 from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
@@ -59,7 +58,6 @@ __all__ = [
     "changes_between",
     "default_settings",
     "evaluation_name",
-    "files_read",
     "is_run_dir",
     "load_config",
     "save_config",
@@ -416,20 +414,6 @@ def load_config(path: Path) -> FitConfig:
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
     return _of_this_call(config)
-
-
-def files_read(data: DataConfig, model: Path | None = None) -> list[Path | str]:
-    """The local files of data, tokenizer and model, those in directories and of globs one by one."""
-    found: list[Path | str] = [path for path in (data.tokenizer, model) if path is not None]
-    if model is not None and model.is_dir():
-        found += model.iterdir()
-    for path in map(Path, itertools.filterfalse(is_remote, (*data.files, *data.eval_data))):
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # a saved dataset
-            found += path.rglob("*")
-            continue
-        with contextlib.suppress(UserError, OSError):  # what is not there cannot be overwritten
-            found += local_names(path)
-    return found
 
 
 def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str]:

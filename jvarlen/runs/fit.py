@@ -53,7 +53,7 @@ from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, open_bad_samples
-from jvarlen.runs.config import AUTO, FitConfig, files_read, is_run_dir, load_config, saved_settings
+from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, load_config, saved_settings
 from jvarlen.runs.directory import (
     Summary,
     continue_run,
@@ -218,8 +218,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     Raises:
       ValueError: what `fit` and `compile_for` refuse.
     """
-    read = *files_read(config.data, config.model), config.plan.cost_model, config.plan.memory_model
-    check_outputs({"out": config.out, "html": config.html}, *read)
+    check_outputs({"out": config.out, "html": config.html}, config.model, config.plan.cost_model)
     target = None if config.target is None else target_of(config)
     where = None if target is None else (config.hardware.layout or Layout()).on(target.devices)
     config, placement = _launched(config, None, where)
