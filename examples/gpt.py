@@ -64,8 +64,8 @@ def loss_fn(params, batch):
     return jnp.sum(losses_BxT * weights_BxT), jnp.sum(weights_BxT)
 
 
-texts = make_texts(4_000)
-adam = optax.adamw(optax.warmup_cosine_decay_schedule(0, 2e-2, 10, 70))  # the rate for 64 texts a step
+texts = make_texts(2_400)
+adam = optax.adamw(optax.warmup_cosine_decay_schedule(0, 2e-2, 6, 42))  # the rate for 64 texts a step
 plan = jvarlen.make_plan(jvarlen.measure_lengths(texts), [(16, ROW_LENGTH)], packing="best_fit")
 train_step = jvarlen.make_train_step(loss_fn, optax.chain(adam, jvarlen.scale_by_batch_size(64, rule="sqrt")))
 state = train_step.init(jax.jit(init_params)(jax.random.key(0)))

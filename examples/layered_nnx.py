@@ -102,7 +102,7 @@ def loss(ends, x_BxTxD, microbatch, axes):
 
 
 model = LayeredModel(embed, layer, loss)
-samples = make_samples(2_000)
+samples = make_samples(1_500)
 packing = jvarlen.pack_samples(jvarlen.measure_lengths(samples, progress=False), ROW_LENGTH, order="shuffle")
 plan = jvarlen.make_plan(packing, [(4, ROW_LENGTH)], order="shuffle", microbatches_per_step=4)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

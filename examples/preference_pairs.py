@@ -101,7 +101,7 @@ def show(history, first_ids):
 
 sums_of_one = jax.jit(sums)
 rng = np.random.default_rng(0)
-pairs = make_pairs(3_000, rng)
+pairs = make_pairs(2_000, rng)
 reference = init_params(jax.random.key(0))  # the model before: constants of the loss
 
 lengths = jvarlen.measure_lengths(pairs, ("chosen", "rejected"))

@@ -83,7 +83,7 @@ def num_pairs(rows, length):
 
 
 rng = np.random.default_rng(0)
-proteins = [make_protein(rng) for _ in range(800)]
+proteins = [make_protein(rng) for _ in range(600)]
 lengths = jvarlen.measure_lengths(proteins, "residues")
 plan = jvarlen.make_plan(lengths, max_tokens=1024, max_shapes=2, cost=num_pairs, max_cost=16_384)
 train_step = jvarlen.make_train_step(loss_fn, optax.adam(3e-3))

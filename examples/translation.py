@@ -72,7 +72,7 @@ buckets = jvarlen.make_plan(lengths, max_tokens=2048, max_shapes=2).buckets
 train_step = jvarlen.make_train_step(loss_fn, optax.adam(1e-2))
 state = train_step.init(jax.jit(init_params)(jax.random.key(0)))
 batches = jvarlen.load(
-    lambda epoch: jvarlen.make_plan(lengths, buckets, epoch=epoch), pairs, lengths=lengths, num_epochs=4
+    lambda epoch: jvarlen.make_plan(lengths, buckets, epoch=epoch), pairs, lengths=lengths, num_epochs=3
 )
 step = jvarlen.compile_buckets(train_step, state, batches)
 losses = []

@@ -14,10 +14,12 @@ import jvarlen
 from tests import forks
 from tests.benchmark_modules import BENCHMARKS, imported
 
-# Those that start many processes or compile for long: two minutes together. `make bench` runs them.
+# Those that start processes or compile models. `make bench` runs them.
 LONG = {
-    "asynchronous", "background", "bucket_compile", "choice", "code_size", "elastic", "end_to_end", "gpu",
-    "overlap", "schedules", "sorting", "step_against_torch", "step_time", "tensor", "zero",
+    "asynchronous", "attention", "background", "balance", "bucket_compile", "checkpoints", "choice", "code_size",
+    "elastic", "end_to_end", "generation", "gpu", "inference", "memory", "mixed", "overlap", "rows_by_memory",
+    "schedules", "sequence", "sorting", "step_against_torch", "step_loss", "step_time", "targets", "tensor",
+    "training", "zero",
 }  # fmt: skip
 
 
