@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -31,12 +30,17 @@ __all__ = [
     "collate_tokens",
     "count_without_target",
     "is_own",
+    "reason_of",
+    "refused_samples",
     "value_of",
 ]
 
 _ALIGNMENT = 64  # bytes
 _LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
+_MOST_TOLD = 500  # characters of why a sample is refused
+
+_Column = list[np.ndarray] | np.ndarray  # a field of all samples: an array of each, or one array of n entries
 
 
 class StepSamples(NamedTuple):
@@ -105,18 +109,7 @@ class CollateFields:
 
     def __call__(self, step: StepSamples) -> dict[str, Any]:
         """The arrays by name, as in a batch of tokens; raises ValueError that lists samples with other fields."""
-        try:
-            with np.errstate(over="raise"):
-                return _collated(step, self.fields)
-        except FloatingPointError:
-            flat = itertools.chain.from_iterable(step.samples)
-            wrong = [
-                f"id {i}: {field.name}"
-                for i, sample in zip(step.ids[step.ids >= 0].tolist(), flat, strict=True)
-                for field in self.fields
-                if _becomes_infinite(field, value_of(sample, field.name))
-            ]
-            raise UserError(f"numbers beyond the type that the field has in batches: {list_first(wrong)}") from None
+        return _collated(step, self.fields)
 
     def lengths_of(self, sample: Any) -> list[int]:
         """The lengths of a sample: of each, the size that the first field with it has."""
@@ -140,6 +133,36 @@ def is_own(collate: CollateFn) -> bool:
     return isinstance(collate, CollateFields) or collate is collate_tokens
 
 
+class _RefusedSamplesError(UserError):
+    """Lists samples that cannot be collated; `reasons` tell why, by the place of a sample among those of the step."""
+
+    reasons: dict[int, str]
+
+
+def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
+    """Which samples of a step cannot be collated alone, by their place, and why, in one line."""
+    refused = {}
+    samples = (sample for microbatch in step.samples for sample in microbatch)
+    for place, (at, sample) in enumerate(zip(np.argwhere(step.ids >= 0).tolist(), samples, strict=True)):
+        alone = tuple(slice(i, i + 1) for i in at)
+        starts, stops = (None if each is None else each[alone] for each in (step.starts, step.stops))
+        try:
+            collate(step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None, starts=starts, stops=stops))
+        except MemoryError:
+            raise
+        except _RefusedSamplesError as error:
+            refused[place] = error.reasons[0]
+        except Exception as error:
+            refused[place] = reason_of(error)
+    return refused
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MOST_TOLD]
+
+
 def count_without_target(batch: Any) -> int:
     """How many samples of a batch, which the library made, have weight 0 on all tokens, of a pair on the target's."""
     arrays = arrays_by_name(batch)
@@ -157,45 +180,53 @@ def count_without_target(batch: Any) -> int:
     return int((is_real & ~has_target.reshape(*is_real.shape[:2], -1)[..., 1:]).sum())
 
 
-def _chunks(step: StepSamples, flat: list[Any]) -> tuple[Int64[np.ndarray, " n"], list[Int64[np.ndarray, " n"]]] | None:
-    """Where the part of each sample that its row holds begins, and ends on each side; None if all are whole."""
-    if step.starts is not None and step.stops is not None:
-        is_sample = step.ids >= 0
-        return step.starts[is_sample], [step.stops[is_sample]]
-    if step.truncate:
-        return np.zeros(len(flat), np.int64), [np.full(len(flat), most) for most in step.bucket.lengths]
-    return None
-
-
 def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]:
+    """The arrays of a batch by name; raises ValueError that lists the samples that cannot be collated alone."""
+    try:
+        return _arrays(step, fields)
+    except MemoryError:
+        raise
+    except Exception:
+        reasons = refused_samples(functools.partial(_arrays, fields=fields), step)
+        if not reasons:
+            raise
+        ids = step.ids[step.ids >= 0].tolist()
+        listed = list_first((f"id {ids[place]}: {reason}" for place, reason in reasons.items()), "; ")
+        error = _RefusedSamplesError(f"samples that cannot be collated: {listed}")
+        error.reasons = reasons
+        raise error from None
+
+
+@np.errstate(over="raise")  # where a number becomes infinite in the type of its field
+def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     """The arrays of a batch by name; without fields, of samples of tokens."""
     is_sample, lengths_of_bucket = step.ids >= 0, step.bucket.lengths
     ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
     if fields is None:
-        fields, columns = _token_columns(flat, ids, len(lengths_of_bucket))
+        fields, columns = _token_columns(flat, len(lengths_of_bucket))
     else:
-        columns = [_column(field, flat, ids) for field in fields]
-    sizes_of_sides = _sizes(fields, columns, ids, len(lengths_of_bucket))
-    if (chunks := _chunks(step, flat)) is not None:
-        begins, of_sides = chunks
-        columns = [_cut(*of_field, begins, of_sides) for of_field in zip(fields, columns, strict=True)]
+        columns = [_column(field, flat) for field in fields]
+    sizes_of_sides = _sizes(fields, columns, len(lengths_of_bucket))
+    if step.truncate or step.starts is not None:  # a row may hold a part of its sample
+        starts = np.zeros(len(ids), np.int64) if step.starts is None else step.starts[is_sample]
+        stops = [np.full(len(ids), most) if step.stops is None else step.stops[is_sample] for most in lengths_of_bucket]
+        columns = [_cut(*of_field, starts, stops) for of_field in zip(fields, columns, strict=True)]
         sizes_of_sides = [
-            np.maximum(np.minimum(sizes, ends) - begins, 0)
-            for sizes, ends in zip(sizes_of_sides, of_sides, strict=True)
+            np.maximum(np.minimum(sizes, stop) - starts, 0) for sizes, stop in zip(sizes_of_sides, stops, strict=True)
         ]
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Any] = {}
     sides: list[_Side] = []
-    make_side = _packed_side if is_sample.ndim == 3 else _padded_side
     for prefix, sizes, length in zip(
         prefixes_of(len(lengths_of_bucket)), sizes_of_sides, lengths_of_bucket, strict=True
     ):
-        sides.append(make_side(is_sample, ids, sizes, length))
+        sides.append((_packed_side if is_sample.ndim == 3 else _padded_side)(is_sample, ids, sizes, length))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
+    arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
+    arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
         if field.name == WEIGHTS and not field.sides:  # of a sample: the same at each of its positions
-            arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
             arrays[WEIGHTS][has_weight_MxBxT] = np.repeat(column, sizes_of_sides[-1])
         elif not field.sides:
             arrays[field.name] = np.zeros((*is_sample.shape, *field.shape), field.dtype)
@@ -204,19 +235,14 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
             arrays[field.name] = _placed(field, column, sides[field.sides[0]])
         else:
             arrays[field.name] = _squares(field, column, is_sample, lengths_of_bucket)
-    if WEIGHTS not in arrays:
-        arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
-        arrays[WEIGHTS][...] = has_weight_MxBxT
-    elif not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
-        weights = next(column for field, column in zip(fields, columns, strict=True) if field.name == WEIGHTS)
-        wrong = [i for i, each in zip(ids.tolist(), weights, strict=True) if not np.all((each >= 0) & (each < np.inf))]
-        raise UserError(f"loss weights must be finite and at least 0: id {list_first(wrong)}")
+    if not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
+        raise UserError("loss weights must be finite and at least 0")
     if step.ids.max(initial=0) >= 2**31:
         raise UserError(f"ids of samples must fit int32, and this step has {step.ids.max()}: give your own collate=")
     return arrays | {
         "num_sequences": np.float32(step.num_sequences),
         "ids": step.ids.astype(np.int32),
-        "is_real": step.ids >= 0,
+        "is_real": is_sample,
     }
 
 
@@ -225,33 +251,16 @@ def value_of(sample: Any, name: str) -> Any:
     return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
-def _tokens(sample: Any) -> np.ndarray:
-    tokens = sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample)
-    return tokens if tokens.size else tokens.astype(np.int32)  # an empty list has no type
-
-
-def _token_columns(
-    flat: list[Any], ids: Int64[np.ndarray, " n"], num_sides: int
-) -> tuple[Fields, list[list[np.ndarray] | np.ndarray]]:
+def _token_columns(flat: list[Any], num_sides: int) -> tuple[Fields, list[_Column]]:
     """The tokens of each side, and where samples have them their loss weights, as fields."""
-    columns: list[list[np.ndarray] | np.ndarray] = []
-    try:
-        of_sides = [flat] if num_sides == 1 else [[pair[side] for pair in flat] for side in range(2)]
-        for of_side in of_sides:
-            are_arrays = set(map(type, of_side)) <= {np.ndarray}
-            columns.append(of_side if are_arrays and _are_integers(of_side) else list(map(_tokens, of_side)))
-        are_tokens = all(_are_integers(column) and _each(column, "ndim") <= {1} for column in columns)
-        are_tokens &= num_sides == 1 or set(map(len, flat)) <= {2}  # further fields would be lost
-    except (LookupError, TypeError, ValueError):  # no pairs, or fields of several sizes
-        are_tokens = False
-    if not are_tokens:
-        sides = [None] if num_sides == 1 else [0, 1]
-        kinds = [next(filter(None, (_kind_if_no_tokens(each, side) for side in sides)), None) for each in flat]
-        listed = [f"id {i}: {kind}" for i, kind in zip(ids.tolist(), kinds, strict=True) if kind]
-        what = "samples must be 1-D arrays of integer tokens" + ("" if num_sides == 1 else ", source and target")
-        raise UserError(f"{what}; for others, give load your own collate=: {list_first(listed, '; ')}")
-    fields = TOKENS if num_sides == 1 else PAIR_TOKENS
-    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, of_sides[-1]))):
+    if num_sides == 1:
+        fields, of_sides = TOKENS, [flat]
+    elif all(len(pair) == 2 for pair in flat):
+        fields, of_sides = PAIR_TOKENS, [[pair[side] for pair in flat] for side in range(2)]
+    else:
+        raise UserError(f"no source and target, but {fields_of(flat[0]) or type(flat[0]).__name__}")
+    columns: list[_Column] = [*map(_token_arrays, of_sides)]
+    if WeightedTokens not in set(map(type, of_sides[-1])):
         return fields, columns
     weights = [
         each.weights if isinstance(each, WeightedTokens) else np.ones(len(tokens), np.float32)
@@ -260,94 +269,61 @@ def _token_columns(
     return (*fields, Field(WEIGHTS, (num_sides - 1,), (), "float32")), [*columns, weights]
 
 
-def _column(field: Field, flat: list[Any], ids: Int64[np.ndarray, " n"]) -> list[np.ndarray] | np.ndarray:
-    """The field of all samples: arrays of different lengths, or one array of n entries."""
-    are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
-    errors = (LookupError, AttributeError, TypeError, ValueError)
+def _token_arrays(samples: list[Any]) -> list[np.ndarray]:
+    arrays = samples
     try:
-        get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
-        values = list(map(get, flat))
-        if not field.sides:
-            column = np.array(values) if values else np.zeros((0, *field.shape), field.dtype)
-            if _fits(field, [column], 1) and _holds(field, values):
-                return column
-        else:
-            arrays = values if set(map(type, values)) <= {np.ndarray} else list(map(np.asarray, values))
-            if _fits(field, arrays, len(field.sides)) and _holds(field, arrays):
-                return arrays
-    except errors:
-        pass
-    arrays, wrong = [], []
-    for i, sample in zip(ids.tolist(), flat, strict=True):
-        try:
-            array = np.asarray(value_of(sample, field.name))
-        except errors as error:
-            wrong.append(f"id {i}: {error!r}")
-            continue
-        if array.shape == (0,) and field.sides:  # an empty list
-            array = np.zeros((0,) * len(field.sides) + field.shape, field.dtype)
-        if not _fits(field, [array], len(field.sides)):
-            wrong.append(f"id {i}: {array.dtype} {array.shape}")
-        elif not _holds(field, [array]):
-            wrong.append(f"id {i}: integers that this type does not hold exactly")
-        arrays.append(array)
-    if wrong or not field.sides:
-        shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
-        raise UserError(
-            f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples: {list_first(wrong, '; ')}"
-        )
+        if set(map(type, samples)) != {np.ndarray}:
+            arrays = [np.asarray(each.tokens if isinstance(each, WeightedTokens) else each) for each in samples]
+            arrays = [array if array.size else array.astype(np.int32) for array in arrays]  # an empty list has no type
+        are_integers = {dtype.kind for dtype in _each(arrays, "dtype")} <= {"i", "u"}
+    except ValueError:  # fields of several sizes
+        are_integers = False
+    if not are_integers or not _each(arrays, "ndim") <= {1}:
+        kind = fields_of(samples[0]) or f"{np.ndim(samples[0])}-D {np.asarray(samples[0]).dtype}"
+        raise UserError(f"no 1-D array of integer tokens, but {kind}; for other samples, give load your own collate=")
     return arrays
 
 
-def _fits(field: Field, arrays: list[np.ndarray], num_axes: int) -> bool:
-    """Whether all arrays have the type and shape of the field, after so many axes."""
-    has_shape = {array.shape[num_axes:] for array in arrays} <= {field.shape} if field.shape else True
-    return (
-        has_shape
-        and _each(arrays, "ndim") <= {num_axes + len(field.shape)}
-        and all(_takes(field, dtype) for dtype in _each(arrays, "dtype"))
+def _column(field: Field, flat: list[Any]) -> _Column:
+    are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
+    get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
+    values = list(map(get, flat))
+    num_axes = len(field.sides)
+    if not field.sides:
+        num_axes, arrays = 1, [np.array(values) if values else np.zeros((0, *field.shape), field.dtype)]
+    elif set(map(type, values)) == {np.ndarray}:
+        arrays = values
+    else:
+        empty = np.zeros((*(0 for _ in field.sides), *field.shape), field.dtype)  # an empty list has no type
+        arrays = [array if array.shape != (0,) else empty for array in map(np.asarray, values)]
+    own, dtypes = np.dtype(field.dtype), _each(arrays, "dtype")
+    has_shape = _each(arrays, "ndim") <= {num_axes + len(field.shape)} and (
+        not field.shape or {array.shape[num_axes:] for array in arrays} <= {field.shape}
     )
+    if not has_shape or not all(_takes(own, dtype) for dtype in dtypes):
+        shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
+        found = f"{arrays[0].dtype} {arrays[0].shape if field.sides else arrays[0].shape[1:]}"
+        raise UserError(f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples, not {found}")
+    if own.kind in "fc":
+        integers = (array for array in map(np.asarray, values) if array.dtype.kind in "iu")
+        if not all((array.astype(own) == array).all() for array in integers):
+            raise UserError(f"the field {field.name!r} is {field.dtype}, which does not hold these integers exactly")
+    return arrays if field.sides else arrays[0]
 
 
-def _are_integers(arrays: list[np.ndarray] | np.ndarray) -> bool:
-    return {dtype.kind for dtype in _each(arrays, "dtype")} <= {"i", "u"}
-
-
-def _each(arrays: list[np.ndarray] | np.ndarray, name: str) -> set[Any]:
+def _each(arrays: _Column, name: str) -> set[Any]:
     """The distinct values of an attribute."""
     return set(map(operator.attrgetter(name), arrays))
 
 
-def _holds(field: Field, values: list[Any]) -> bool:
-    """Whether integers among the values of a field of floats stay exact."""
-    own = np.dtype(field.dtype)
-    if own.kind not in "fc":
-        return True
-    integers = [each for each in map(np.asarray, values) if each.dtype.kind in "iu"]
-    return all((each.astype(own) == each).all() for each in integers)
-
-
-def _becomes_infinite(field: Field, value: npt.ArrayLike) -> bool:
-    array, own = np.asarray(value), np.dtype(field.dtype)
-    with np.errstate(over="ignore"):
-        return own.kind in "fc" and not np.array_equal(np.isinf(array.astype(own)), np.isinf(array))
-
-
-def _takes(field: Field, dtype: np.dtype) -> bool:
-    """Whether values of this type go into the field; of integers, it is checked whether the values do."""
-    own = np.dtype(field.dtype)
-    if field.name == WEIGHTS:
-        return dtype.kind in "biuf"
+def _takes(own: np.dtype, dtype: np.dtype) -> bool:
+    """Whether values of this type go into a field of another; whether integers fit is checked by their values."""
     if own.kind in "iu":
         return dtype.kind in "iu"
-    if own in (dtype, _NARROWED.get(dtype)):
-        return True
-    return own.kind in "fc" and dtype.kind in "iufc" and (dtype.kind in "iu" or np.can_cast(dtype, own))
+    return np.can_cast(dtype, own) or _NARROWED.get(dtype) == own or (own.kind in "fc" and dtype.kind in "iu")
 
 
-def _sizes(
-    fields: Fields, columns: list[list[np.ndarray] | np.ndarray], ids: Int64[np.ndarray, " n"], num_sides: int
-) -> list[Int64[np.ndarray, " n"]]:
+def _sizes(fields: Fields, columns: list[_Column], num_sides: int) -> list[Int64[np.ndarray, " n"]]:
     """The length of each sample on each side; raises ValueError where its fields differ."""
     found: dict[int, tuple[str, list[int]]] = {}
     for field, column in zip(fields, columns, strict=True):
@@ -355,25 +331,17 @@ def _sizes(
             sizes = [array.shape[axis] for array in column] if axis else list(map(len, column))
             first_name, first_sizes = found.setdefault(side, (field.name, sizes))
             if sizes != first_sizes:
-                differing = (
-                    f"id {i}: {field.name} has {size}, {first_name} {first}"
-                    for i, size, first in zip(ids.tolist(), sizes, first_sizes, strict=True)
-                    if size != first
-                )
-                raise UserError(f"fields of one sample have different lengths: {list_first(differing, '; ')}")
-    return [np.fromiter(found[side][1], np.int64, len(ids)) for side in range(num_sides)]
+                raise UserError(f"different lengths: {field.name} has {sizes}, {first_name} {first_sizes}")
+    return [np.fromiter(found[side][1], np.int64) for side in range(num_sides)]
 
 
 def _cut(
-    field: Field,
-    column: list[np.ndarray] | np.ndarray,
-    begins: Int64[np.ndarray, " n"],
-    ends_of_sides: list[Int64[np.ndarray, " n"]],
-) -> list[np.ndarray] | np.ndarray:
+    field: Field, column: _Column, starts: Int64[np.ndarray, " n"], stops_of_sides: list[Int64[np.ndarray, " n"]]
+) -> _Column:
     """The field of each sample, as much of it as its row holds."""
     if not field.sides:
         return column
-    of_axes = [map(slice, begins.tolist(), ends_of_sides[side].tolist()) for side in field.sides]
+    of_axes = [map(slice, starts.tolist(), stops_of_sides[side].tolist()) for side in field.sides]
     return [array[part] for array, part in zip(column, zip(*of_axes, strict=True), strict=True)]
 
 
@@ -436,7 +404,7 @@ def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
-def _placed(field: Field, arrays: list[np.ndarray] | np.ndarray, side: _Side) -> np.ndarray:
+def _placed(field: Field, arrays: _Column, side: _Side) -> np.ndarray:
     """The field in rows, zero where no sample is."""
     placed = _zeros((*side.is_token_MxBxT.shape, *field.shape), _type_before_checks(field, arrays))
     if side.num_tokens * math.prod(field.shape) >= _LONG * len(arrays):
@@ -449,7 +417,7 @@ def _placed(field: Field, arrays: list[np.ndarray] | np.ndarray, side: _Side) ->
 
 
 def _squares(
-    field: Field, arrays: list[np.ndarray] | np.ndarray, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
+    field: Field, arrays: _Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
 ) -> np.ndarray:
     """Pair features, zero where no sample is."""
     shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
@@ -459,7 +427,7 @@ def _squares(
     return _checked(field, placed)
 
 
-def _type_before_checks(field: Field, arrays: list[np.ndarray] | np.ndarray) -> np.dtype:
+def _type_before_checks(field: Field, arrays: _Column) -> np.dtype:
     """The type of the field, or of integers one that holds all values of the arrays."""
     own = np.dtype(field.dtype)
     return np.result_type(*_each(arrays, "dtype")) if own.kind in "iu" and len(arrays) else own
@@ -471,9 +439,7 @@ def _checked(field: Field, values: np.ndarray) -> np.ndarray:
     if own.kind in "iu" and not np.can_cast(values.dtype, own) and values.size:
         limits = np.iinfo(own)
         if values.min() < limits.min or values.max() > limits.max:
-            raise UserError(
-                f"{field.name} must fit {field.dtype}; those of a step reach from {values.min()} to {values.max()}"
-            )
+            raise UserError(f"{field.name} must fit {field.dtype}, and reach from {values.min()} to {values.max()}")
     return values.astype(own, copy=False)
 
 
@@ -486,16 +452,3 @@ def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int
             f"the samples of a step hold {found:,} tokens, but {step.num_tokens:,} were planned; this dataset is not "
             f"the one whose lengths were planned: {listed}"
         )
-
-
-def _kind_if_no_tokens(sample: Any, side: int | None) -> str | None:
-    """What a sample is, or a side of it, if that is no 1-D array of integers."""
-    try:
-        if side is not None and len(sample) != 2:
-            raise ValueError
-        part = sample if side is None else sample[side]
-        tokens = _tokens(part)
-        kind = None if tokens.ndim == 1 and tokens.dtype.kind in "iu" else f"{tokens.ndim}-D {tokens.dtype}"
-    except (LookupError, TypeError, ValueError):
-        kind = type(sample).__name__
-    return kind and (fields_of(sample) or kind)

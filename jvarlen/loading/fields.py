@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ FieldAxes = Mapping[str, str]
 """For each field "length", "length length" or "row"; of two lengths "source", "target", two of these, or "row"."""
 
 _MOST_ITERATED = 16  # samples of a dataset that can only be iterated
-_MOST_BAD = 16  # samples that cannot be read
 
 
 def find_fields(
@@ -80,19 +78,16 @@ def find_fields_of_plan(
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
     if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
         raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
-    num_lengths = len(plan.buckets[0].lengths)
+    samples = dataset
     if only_iterates(dataset):
-        first = list(itertools.islice(dataset, _MOST_ITERATED))
-        ids: Iterable[int] = range(len(first))
-        samples: Any = first
+        samples = list(itertools.islice(dataset, _MOST_ITERATED))
+        ids: Iterable[int] = range(len(samples))
         if isinstance(dataset, Iterator):
-            dataset = itertools.chain(first, dataset)
-    else:
+            dataset = itertools.chain(samples, dataset)
+    else:  # of tokens, no sample of earlier steps is read
         to_come = plan.own_rows(min(start_step, plan.num_steps - 1)).ids
-        for i in to_come[to_come >= 0][:1].tolist():  # of tokens, no sample of earlier steps is read
-            if (sample := _read(dataset, i)) is not None and not _has_fields(sample, axes, num_lengths):
-                return find_fields([sample], axes, num_lengths), dataset
-        ids, samples = _different_samples(plan, lengths), dataset
+        ids = itertools.chain(to_come[to_come >= 0][:1].tolist(), _different_samples(plan, lengths))
+    num_lengths = len(plan.buckets[0].lengths)
     return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
 
 
@@ -107,15 +102,14 @@ def find_fields_among(
 ) -> Fields | None:
     """`find_fields` of those of these samples that can be read; only of the first, if it has no fields."""
     samples: dict[int, Any] = {}
-    num_bad = 0
     for i in dict.fromkeys(ids):
-        if (sample := _read(dataset, i)) is None:
-            num_bad += 1
-            if num_bad == _MOST_BAD:
-                break
+        try:
+            samples[i] = dataset[i]
+        except MemoryError:
+            raise
+        except (Exception, SystemExit):  # which its step tells with the id
             continue
-        samples[i] = sample
-        if len(samples) == 1 and not _has_fields(sample, axes, num_lengths):
+        if len(samples) == 1 and not _has_fields(samples[i], axes, num_lengths):
             break
     if not samples:
         return None
@@ -123,33 +117,16 @@ def find_fields_among(
     return find_fields([*samples.values()], axes, num_lengths, is_packed=is_packed, lengths=known)
 
 
-def _read(dataset: Any, i: int) -> Any | None:
-    """The sample; None if it cannot be read, which its step tells with the id."""
-    try:
-        return dataset[i]
-    except MemoryError:
-        raise
-    except (Exception, SystemExit):
-        return None
-
-
 def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Iterator[int]:
-    """Samples whose lengths are as different as those of any."""
+    """Samples whose lengths are as different as those of any, the same on all processes."""
     if lengths is not None:
         planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)
-        for key in planned.T:
+        for key in (*planned.T, planned[:, 0] - planned[:, -1]):
             yield from (key.argmin().item(), key.argmax().item())
-    used = np.unique(plan.step_bucket)
-    for k in used[[0, -1]].tolist():
+    for k in np.unique(plan.step_bucket)[[0, -1]].tolist():
         for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
             ids = plan.own_rows(step).ids
-            ids = ids[ids >= 0]
-            if lengths is None:
-                yield from ids[[0, -1]].tolist()
-            else:
-                of_step = np.asarray(lengths)[ids].reshape(len(ids), -1)
-                for key in (*of_step.T, of_step[:, 0] - of_step[:, -1]):
-                    yield from (ids[key.argmin()].item(), ids[key.argmax()].item())
+            yield from ids[ids >= 0][[0, -1]].tolist()
 
 
 def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
@@ -178,15 +155,15 @@ def _values(sample: Any) -> Mapping[str, Any]:
 def _arrays(
     names: Sequence[str], samples: Sequence[Any], lengths: npt.ArrayLike | None
 ) -> tuple[dict[str, list[np.ndarray]], npt.ArrayLike | None]:
-    """The fields of all samples that have them, and the lengths of these; raises ValueError if most have not."""
+    """The fields of all samples that have them, and the lengths of these; raises ValueError if none has."""
     rows: dict[int, dict[str, np.ndarray]] = {}
     errors = []
     for place, sample in enumerate(samples):
         try:
             rows[place] = {name: _array(name, _values(sample)) for name in names}
-        except UserError as error:
+        except UserError as error:  # which its step tells with the id
             errors.append(error)
-    if len(errors) >= len(rows):  # a few bad ones are named when their step is read
+    if not rows:
         raise errors[0]
     found = {name: [row[name] for row in rows.values()] for name in names}
     for arrays in found.values():  # an empty list has no type, and may stand for more axes
@@ -223,17 +200,10 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
             f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
-    dtype = np.dtype(np.float32) if name == WEIGHTS else _dtype_of([each for each in arrays if each.size] or arrays)
-    return Field(name, sides, shape, dtype.name)
-
-
-def _dtype_of(arrays: list[np.ndarray]) -> np.dtype:
-    """The type that holds all, without that of one odd sample where several have another."""
-    kinds = ["integers" if each.dtype.kind in "iu" else jax.dtypes.canonicalize_dtype(each.dtype) for each in arrays]
-    counts = collections.Counter(kinds)
-    least = min(2, max(counts.values()))
-    kept = [each.dtype for each, kind in zip(arrays, kinds, strict=True) if counts[kind] >= least]
-    return jax.dtypes.canonicalize_dtype(np.result_type(*kept))
+    types = (
+        {np.dtype(np.float32)} if name == WEIGHTS else {each.dtype for each in arrays if each.size or each.ndim == 0}
+    )
+    return Field(name, sides, shape, jax.dtypes.canonicalize_dtype(np.result_type(*types)).name)
 
 
 def _told_by_shapes(
@@ -252,24 +222,17 @@ def _told_by_shapes(
         raise UserError(
             f"samples of one length alone do not tell which axes of fields have it: {say}; {_shapes_of(found)}"
         )
-    planned = np.asarray([] if lengths is None else lengths)
-    if len(words) > 1:
-        known = [tuple((size,) for size in side) for side in planned.T.tolist()]
-    else:  # samples have their own length, which is compared with the plan's when they are read
-        as_planned = [(size,) for size in planned.tolist()]
-        known = [max(varying, key=lambda sizes: (sum(map(operator.eq, sizes, as_planned)), len(set(sizes))))]
-
-    def told_by_most(of_axis: tuple[tuple[int, ...], ...]) -> list[int]:
-        """The lengths that the axis has in the most samples, and −1 if as many have one size; [] if few agree."""
-        ((_, most),) = collections.Counter(of_axis).most_common(1)
-        counts = {side: sum(map(operator.eq, of_axis, of_side)) for side, of_side in enumerate(known)} | {-1: most}
-        most = max(counts.values())
-        return [side for side, count in counts.items() if count == most and 2 * most > len(of_axis)]
-
+    if lengths is None:
+        known = varying[:1]
+    else:
+        known = [tuple((size,) for size in side) for side in np.reshape(lengths, (-1, len(words))).T.tolist()]
     told: dict[str, tuple[int, ...]] = {}
     unclear = []
     for name, of_axes in sizes.items():
-        first, second = map(told_by_most, of_axes)
+        first, second = (  # the lengths that an axis has, and −1 if it has one size
+            [side for side, of_side in enumerate(known) if of_axis == of_side] + [-1] * (len(set(of_axis)) == 1)
+            for of_axis in of_axes
+        )
         if first == [-1]:
             told[name] = ()
         elif len(first) == 1 and (-1 in second or len(second) == 1):  # a size that is a length of all could be either

@@ -6,7 +6,7 @@ microbatches of a process, S steps.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -28,6 +28,8 @@ from jvarlen.loading.collate import (
     collate_tokens,
     count_without_target,
     is_own,
+    reason_of,
+    refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
 from jvarlen.loading.forward import IterationError, only_iterates
@@ -43,7 +45,6 @@ __all__ = [
     "ReadStep",
     "SkippedSample",
     "by_microbatch",
-    "read_sample",
     "read_samples",
     "spec_of_steps",
 ]
@@ -51,7 +52,7 @@ __all__ = [
 OnMismatch = Literal["error", "adjust"]
 PaddingRows = Literal["zeros", "repeat"]
 
-_MOST_TOLD = 500  # characters of why a sample is bad
+_SIZED = {np.ndarray, WeightedTokens, bytes, str}  # whose `len` counts tokens
 
 
 class SkippedSample(NamedTuple):
@@ -132,31 +133,26 @@ class PlanSource:
             on_bad_sample=(on_bad_sample, OnBadSample),
             padding_rows=(padding_rows, PaddingRows),
         )
-        for option, value, needs in (
-            ("on_mismatch", on_mismatch, on_mismatch == "adjust"),
-            ("on_bad_sample", on_bad_sample, on_bad_sample == "skip" and (collate is None or is_own(collate))),
-        ):
-            if lengths is None and needs:
-                raise UserError(f'{option}="{value}" needs the lengths that the plan was made for, lengths=')
-        self._plan = plan
-        self._microbatches = microbatches
-        self._adjusts = on_mismatch == "adjust"
-        self._skips = on_bad_sample == "skip"
-        self._repeats = padding_rows == "repeat"
-        self._num_values = dict(num_values)
-        longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
-        self._longest = longest if len(longest) == 2 else longest[0]  # of pairs, of each side
-        self._lengths = None
+        is_others = collate is not None and not is_own(collate)
+        if lengths is None and (on_mismatch == "adjust" or (on_bad_sample == "skip" and not is_others)):
+            option = 'on_mismatch="adjust"' if on_mismatch == "adjust" else 'on_bad_sample="skip"'
+            raise UserError(f"{option} needs the lengths that the plan was made for, lengths=")
+        if padding_rows == "repeat" and is_others:
+            raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
+        self._plan, self._microbatches, self._num_values = plan, microbatches, dict(num_values)
+        self._adjusts, self._skips, self._repeats = (
+            on_mismatch == "adjust", on_bad_sample == "skip", padding_rows == "repeat"
+        )  # fmt: skip
+        self._longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)  # on each side
+        self._lengths: Int64[np.ndarray, "N sides"] | None = None
         if lengths is not None:
-            checked = check_pair_lengths(lengths) if len(longest) == 2 else check_lengths(lengths)
+            checked = check_pair_lengths(lengths) if len(self._longest) == 2 else check_lengths(lengths)
             if len(checked) != len(dataset):
                 raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {len(dataset)}")
-            self._lengths = np.minimum(checked, self._longest) if plan.overlong == "truncate" else checked
+            self._lengths = self._as_cut(checked.reshape(len(checked), -1))
         if collate is None:
             found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
             collate = collate_tokens if found is None else CollateFields(found)
-        if self._repeats and not is_own(collate):
-            raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
         self._dataset, self._collate = dataset, collate
 
     def __len__(self) -> int:
@@ -183,32 +179,28 @@ class PlanSource:
     def _read(self, step: int) -> ReadStep:
         rows = self._plan.own_rows(step, self._microbatches)
         ids = rows.ids[rows.ids >= 0]
-        bad: dict[int, str] | None = {} if self._skips else None
-        samples = read_samples(self._dataset, ids.tolist(), bad)
-        if bad is not None:
-            bad |= {place: "no token" for place, sample in enumerate(samples) if self._is_empty(sample)}
+        bad: dict[int, str] = {}
+        samples = read_samples(self._dataset, ids.tolist(), bad if self._skips else None)
         num_adjusted = 0
         if self._lengths is not None:
             num_adjusted = self._compare(ids, samples, bad)
             rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
         step_samples = self._step_samples(step, rows, samples, bad)
+        collate = functools.partial(self._collated, step)
         try:
-            batch = self._collated(step, step_samples)
+            batch = collate(step_samples)
         except MemoryError:
             raise
         except Exception:
-            if bad is None or not is_own(self._collate) or not (refused := self._refused(step, rows, samples, bad)):
+            if not (self._skips and is_own(self._collate) and (refused := refused_samples(collate, step_samples))):
                 raise
-            bad |= refused
-            step_samples = self._step_samples(step, rows, samples, bad)
-            batch = self._collated(step, step_samples)
+            good = [place for place in range(len(samples)) if place not in bad]
+            bad |= {good[place]: reason for place, reason in refused.items()}
+            batch = collate(self._step_samples(step, rows, samples, bad))
         if self._repeats:
             self._repeat_first_row(step, batch)
         num_without_target = count_without_target(batch) if is_own(self._collate) else 0
-        num_samples = len(ids) - len(bad or {})
-        return ReadStep(
-            step, batch, num_samples, num_adjusted, ids, num_without_target=num_without_target, bad=bad or {}
-        )
+        return ReadStep(step, batch, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
     def _collated(self, step: int, samples: StepSamples) -> Any:
         """The batch of these samples, whose values were checked."""
@@ -217,7 +209,7 @@ class PlanSource:
             _check_values(step, batch, self._num_values)
         return batch
 
-    def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str] | None) -> StepSamples:
+    def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str]) -> StepSamples:
         """What is collated of the samples that were read: those that are not bad."""
         bucket_index = self._plan.step_bucket[step]
         if rows.ids.ndim == 3:
@@ -256,58 +248,53 @@ class PlanSource:
             row = OwnRows(whole.ids[:1, :1], starts, None, stops)
             samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), bad if self._skips else None)
             if not bad:
-                first = arrays_by_name(self._collate(self._step_samples(step, row, samples, None)))
+                first = arrays_by_name(self._collate(self._step_samples(step, row, samples, bad)))
                 places = np.zeros((1, 2), int)
         if len(places):
             for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
                 arrays[name][~has_sample] = first[name][tuple(places[0])]
 
-    def _is_empty(self, sample: Any) -> bool:
-        try:
-            if isinstance(self._collate, CollateFields):
-                return not any(self._collate.lengths_of(sample))
-            return len(sample) == 0
-        except (LookupError, AttributeError, TypeError, ValueError):
-            return False
+    def _as_cut(self, lengths: Int64[np.ndarray, "n sides"]) -> Int64[np.ndarray, "n sides"]:
+        """What the plan leaves of samples of these lengths."""
+        return np.minimum(lengths, self._longest) if self._plan.overlong == "truncate" else lengths
 
-    def _refused(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str]) -> dict[int, str]:
-        """Which other samples of a step cannot be collated alone, by their place, and why."""
-        refused = {}
-        for place in sorted({*range(len(samples))} - {*bad}):
-            others = {other: "" for other in range(len(samples)) if other != place}
-            try:
-                self._collated(step, self._step_samples(step, rows, samples, others))
-            except MemoryError:
-                raise
-            except Exception as error:
-                refused[place] = _reason(error)
-        return refused
-
-    def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[Any], bad: dict[int, str] | None) -> int:
+    def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[Any], bad: dict[int, str]) -> int:
         """Compares lengths with those planned; returns how many samples are adjusted, which are cut in place if longer.
 
         Those of other lengths are otherwise bad, or listed in an error.
         """
         assert self._lengths is not None
-        kept = np.delete(np.arange(len(ids)), [*(bad or ())])
-        planned = self._lengths[ids[kept]]
+        planned = self._lengths[ids]
+        to_compare = list(range(len(samples)))
+        if planned.shape[1] == 1 and {*map(type, samples)} <= _SIZED:
+            found = np.fromiter(map(len, samples), np.int64, len(samples))[:, None]
+            to_compare = np.flatnonzero(self._as_cut(found) != planned).tolist()
         fields = self._collate if isinstance(self._collate, CollateFields) else None
-        found, unknown = _lengths_of([samples[place] for place in kept.tolist()], planned, fields)
-        # The rest is cut by the plan's own rule, which collating follows.
-        cut = np.minimum(found, self._longest) if self._plan.overlong == "truncate" else found
-        differs = cut != planned if planned.ndim == 1 else (cut != planned).any(axis=1)
-        differs[[*unknown]] = True
         others, num_adjusted = {}, 0
-        for index in np.flatnonzero(differs).tolist():
-            place, length = kept.item(index), planned[index].tolist()
-            if index in unknown:
-                others[place] = f"no tokens alone, but {unknown[index]}"
-            elif self._adjusts:
-                samples[place] = _cut(samples[place], length, fields)
-                num_adjusted += 1
-            else:
-                others[place] = f"{_format_length(found[index].tolist())}, planned {_format_length(length)}"
-        if bad is not None:
+        for place in to_compare:
+            if place in bad:
+                continue
+            try:
+                lengths = _lengths_of(samples[place], len(self._longest), fields)
+            except UserError as error:
+                others[place] = str(error)
+                continue
+            except (LookupError, AttributeError, TypeError, ValueError):
+                if fields is None:
+                    others[place] = f"no tokens alone, but {fields_of(samples[place]) or type(samples[place]).__name__}"
+                continue  # of fields, collating tells
+            length = planned[place].tolist()
+            if not any(lengths) and (self._skips or not self._adjusts):
+                others[place] = "no token"
+            elif lengths != length and self._as_cut(np.array([lengths])).tolist() != [length]:
+                if self._adjusts:
+                    samples[place] = _cut(samples[place], length, fields)
+                    num_adjusted += 1
+                else:
+                    others[place] = (
+                        f"{' and '.join(map(str, lengths))} tokens, planned {' and '.join(map(str, length))} tokens"
+                    )
+        if self._skips:
             bad |= others
         elif others:
             raise UserError(
@@ -359,12 +346,6 @@ def _without(rows: OwnRows, bad: Mapping[int, str]) -> OwnRows:
     return OwnRows(ids, starts, None, stops)
 
 
-def _reason(error: Exception) -> str:
-    """What an error says, in one line."""
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MOST_TOLD]
-
-
 def spec_of_steps(
     datasets: Mapping[PlannedSteps, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
 ) -> BatchSpec:
@@ -390,17 +371,6 @@ def spec_of_steps(
     return batch_spec
 
 
-def read_sample(dataset: Any, sample_id: int) -> Any:
-    """A sample of the dataset; an error says which one it was."""
-    try:
-        return dataset[sample_id]
-    except (StopIteration, SystemExit) as error:  # would end the iteration, or the worker, without a word
-        raise RuntimeError(f"the dataset raised {error!r} for sample {sample_id}") from error
-    except Exception as error:
-        error.add_note(f"while reading sample {sample_id}")
-        raise
-
-
 def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None) -> list[Any]:
     """The samples of these ids, at once if the dataset can; `bad` gets why samples cannot be read, by their place."""
     if ids and hasattr(dataset, "__getitems__"):
@@ -414,56 +384,38 @@ def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None
             if len(samples) != len(ids):
                 raise UserError(f"`__getitems__` of the dataset returned {len(samples)} samples for {len(ids)} ids")
             return samples
-    if bad is None:
-        return [read_sample(dataset, i) for i in ids]
     samples = []
     for place, i in enumerate(ids):
         try:
-            samples.append(read_sample(dataset, i))
-        except (MemoryError, IterationError):
-            raise
-        except Exception as error:
+            samples.append(dataset[i])
+        except (Exception, SystemExit) as raised:
+            error: Exception = (  # what would end the iteration, or the worker, without a word
+                RuntimeError(f"the dataset raised {raised!r} for sample {i}")
+                if isinstance(raised, StopIteration | SystemExit)
+                else raised
+            )
+            if bad is None or isinstance(error, MemoryError | IterationError):
+                error.add_note(f"while reading sample {i}")
+                raise error from (None if error is raised else raised)
             samples.append(None)
-            bad[place] = _reason(error)
+            bad[place] = reason_of(error)
     return samples
 
 
-def _lengths_of(
-    samples: list[Any], planned: Int64[np.ndarray, " n *sides"], fields: CollateFields | None
-) -> tuple[Int64[np.ndarray, " n *sides"], dict[int, str]]:
-    """The lengths of samples, or of both sides of pairs; and the fields of those that do not tell theirs."""
+def _lengths_of(sample: Any, num_lengths: int, fields: CollateFields | None) -> list[int]:
+    """The lengths of a sample; raises ValueError where `len` would count its fields."""
     if fields is not None:
-        told = planned.reshape(len(samples), 1 if planned.ndim == 1 else 2).copy()
-        for place, sample in enumerate(samples):
-            with contextlib.suppress(LookupError, AttributeError, TypeError, ValueError):  # which collating lists
-                told[place] = fields.lengths_of(sample)
-        return told.reshape(planned.shape), {}
-    is_pairs = planned.ndim == 2
-    if not is_pairs and {*map(type, samples)} <= {np.ndarray, WeightedTokens, bytes, str}:
-        return np.fromiter(map(len, samples), np.int64, len(samples)), {}
-    lengths, unknown = [], {}
-    for place, sample in enumerate(samples):
-        found = [0, 0] if is_pairs else [0]
-        try:
-            sides = (sample[0], sample[1]) if is_pairs else (sample,)
-            kind = next(filter(None, map(fields_of, sides)), None)
-            found = [*map(len, sides)]
-        except (LookupError, TypeError):
-            kind = fields_of(sample) or type(sample).__name__
-        lengths.append(found)
-        if kind:
-            unknown[place] = kind
-    return np.array(lengths, np.int64).reshape((-1, 2) if is_pairs else -1), unknown
+        return fields.lengths_of(sample)
+    sides = [sample] if num_lengths == 1 else [sample[0], sample[1]]
+    if kind := next(filter(None, map(fields_of, sides)), None):
+        raise UserError(f"no tokens alone, but {kind}")
+    return [*map(len, sides)]
 
 
-def _cut(sample: Any, length: int | list[int], fields: CollateFields | None) -> Any:
+def _cut(sample: Any, lengths: list[int], fields: CollateFields | None) -> Any:
     """The sample, or both sides of a pair, cut where longer; other fields of a pair stay."""
     if fields is not None:
-        return fields.cut(sample, [length] if isinstance(length, int) else length)
-    if isinstance(length, int):
-        return sample[:length]
-    return (*(sample[side][:most] for side, most in enumerate(length)), *sample[2:])
-
-
-def _format_length(length: int | list[int]) -> str:
-    return f"{length} tokens" if isinstance(length, int) else f"{length[0]} and {length[1]} tokens"
+        return fields.cut(sample, lengths)
+    if len(lengths) == 1:
+        return sample[: lengths[0]]
+    return (*(sample[side][:most] for side, most in enumerate(lengths)), *sample[2:])

@@ -259,7 +259,7 @@ BAD = {
 BAD_PAIRS = {
     2: (OSError(5, "disk on fire"), "OSError"),
     9: ((SAMPLES[9], SAMPLES[9][:0]), "tokens, planned"),
-    13: ((SAMPLES[13], np.full(LENGTHS[-14], 0.5)), "samples must be 1-D arrays of integer tokens, source and target"),
+    13: ((SAMPLES[13], np.full(LENGTHS[-14], 0.5)), "no 1-D array of integer tokens, but 1-D float64"),
 }
 KINDS = {
     "padded": (PLAN, SAMPLES, LENGTHS, collate_tokens, BAD),
