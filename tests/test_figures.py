@@ -54,8 +54,7 @@ def test_64_ranks_rarely_wait_for_the_slowest():
     cost = CostModel(constant=0.0, linear=1.0, quadratic=1 / 4096)
     costs = packed_row_costs(plan, lengths, cost)
     efficiency = []
-    for dealt in (plan, *(balance_plan(plan, costs, 64, over=over, lengths=lengths) for over in ("step", "epoch"))):
+    for dealt in (plan, balance_plan(plan, costs, 64)):
         work = rank_costs(dealt, packed_row_costs(dealt, lengths, cost), 64)
         efficiency.append((work.mean(axis=1) / work.max(axis=1)).mean())
-    assert efficiency == pytest.approx([0.677, 0.981, 0.995], abs=0.002)
-    assert efficiency[-1] >= 0.99
+    assert efficiency == pytest.approx([0.677, 0.981], abs=0.002)

@@ -1,6 +1,6 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
-from torch_ref.balance import assign_microbatches, balance_plan, packed_row_costs
+from torch_ref.balance import balance_plan, packed_row_costs
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
 from torch_ref.budget import Budget
@@ -55,7 +55,6 @@ __all__ = [
     "ValuePacing",
     "VariableBatchSizeLR",
     "WeightedTokens",
-    "assign_microbatches",
     "balance_plan",
     "batch_by_tokens",
     "check_lengths",

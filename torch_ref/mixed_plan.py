@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ref.balance import assign_microbatches
+from torch_ref.balance import check_costs, in_units
 from torch_ref.buckets import Bucket, PairBucket
 from torch_ref.checks import check_integer
 from torch_ref.plan import Plan
@@ -79,7 +79,8 @@ class MixedPlan:
             cost: the cost of a microbatch, called as cost(rows, length) with int64 arrays; None counts positions.
 
         Returns:
-            int32[number of microbatches], of each step what `assign_microbatches` says.
+            int32[number of microbatches]. From the most to the least costly of a step, ties by index, each goes to the
+            rank with the least work so far, ties by rank.
 
         Raises:
             ValueError: if there is no rank, or a cost is negative or not finite.
@@ -87,8 +88,15 @@ class MixedPlan:
         shapes = np.array(self.buckets, dtype=np.int64)[self.plan.step_bucket]
         sizes = self.plan.buckets.row_sizes[self.plan.step_bucket]
         costs = shapes[:, 0] * sizes if cost is None else np.asarray(cost(*shapes.T))
-        steps = [assign_microbatches(costs[i:j], num_ranks) for i, j in pairwise(self.step_offsets.tolist())]
-        return np.concatenate(steps).astype(np.int32)
+        units = in_units(check_costs(costs))
+        check_integer("num_ranks", num_ranks)
+        owners = np.zeros(len(units), dtype=np.int32)
+        for begin, end in pairwise(self.step_offsets.tolist()):
+            work = [0] * min(num_ranks, end - begin)
+            for i in sorted(range(begin, end), key=lambda i: (-units[i], i)):
+                owners[i] = work.index(min(work))
+                work[owners[i]] += units[i]
+        return owners
 
     def _per_step(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.diff(np.concatenate([[0], np.cumsum(counts)])[self.step_offsets])

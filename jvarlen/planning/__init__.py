@@ -8,7 +8,7 @@
 - `packing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
 - `candidates`: padded or packed shapes, by the seconds of an epoch.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
-- `balance`: work dealt to ranks.
+- `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.planning.balance import assign_microbatches, packed_row_costs
+    from jvarlen.planning.balance import packed_row_costs
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import PairBucket
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, root_pacing
@@ -35,7 +35,6 @@ __all__ = [
     "StreamBatches",
     "StreamStep",
     "ValuePacing",
-    "assign_microbatches",
     "choose_row_lengths",
     "competence_pacing",
     "discrete_pacing",

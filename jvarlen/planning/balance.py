@@ -1,40 +1,26 @@
-"""Work dealt to ranks so that none waits long for the slowest.
+"""Rows dealt to ranks so that none waits long for the slowest.
 
-Letters: n microbatches, p ranks, M microbatches a step, S steps, R rows of a plan, n of a step. G groups of n rows are
-dealt at once, each to W shares of q rows: the ranks of a step, or those of all steps.
+Letters: p ranks, M microbatches a step, S steps, R rows of a plan, n of a step. G steps of n rows are dealt at once, to
+W ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_choices,
-    list_first,
-    list_offenders,
-    offenders_where,
-)
+from jvarlen._common.checks import UserError, check_at_least_one, list_first, list_offenders, offenders_where
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import check_lengths, check_pair_lengths, ends_to_offsets, sample_sizes
-from jvarlen.planning.order import stable_argsort
+from jvarlen.planning.lengths import check_lengths, ends_to_offsets
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs", "sample_pairs"]
-
-Over = Literal["step", "epoch"]
-SyncEvery = Literal["step", "microbatch"]
+__all__ = ["balance_plan", "costs_in_units", "packed_row_costs", "rank_costs", "sample_pairs"]
 
 _COST_BITS = 32
 _MOST_SWEEPS = 8  # of swaps; more of them hardly gain
@@ -42,76 +28,22 @@ _MOST_SWAPPED = 16  # rows of a rank, above which dealing alone is even enough
 _FULL = np.iinfo(np.int64).max
 
 
-def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarray, " n"]:
-    """Assigns microbatches to ranks so that the slowest rank has little to do.
-
-    Longest first: microbatches by descending cost, ties by index, each to the rank that has the least so far, ties by
-    rank.
-
-    Args:
-      costs: floats[n], what each microbatch costs, in any unit, finite and at least 0. They are rounded to multiples of
-        2**-32 of the power of two above the largest.
-      num_ranks: p. It may be above n: some ranks then get nothing.
-
-    Returns:
-      int64[n], the rank of each microbatch.
-
-    Raises:
-      ValueError: costs that are negative, NaN or infinite, listed by index; no ranks.
-
-    Example:
-      >>> assign_microbatches([7, 2, 5, 4, 6], 2).tolist()
-      [0, 0, 1, 0, 1]
-
-    References:
-      Longest first: Graham 1969, "Bounds on Multiprocessing Timing Anomalies". Its slowest rank has at most 4/3 −
-      1/(3p) of the least possible.
-    """
-    check_at_least_one(num_ranks=num_ranks)
-    units = _in_units(_checked_costs(costs, "costs"))
-    descending = np.argsort(-units, kind="stable")
-    loads = [(0, rank) for rank in range(min(int(num_ranks), len(units)))]
-    ranks = np.empty(len(units), np.int64)
-    for index in descending.tolist():
-        load, ranks[index] = loads[0]
-        heapq.heapreplace(loads, (load + int(units[index]), int(ranks[index])))
-    return ranks
-
-
-def balance_plan(
-    plan: Plan,
-    cost: npt.ArrayLike,
-    num_ranks: int | None = None,
-    *,
-    over: Over = "step",
-    sync_every: SyncEvery = "step",
-    lengths: npt.ArrayLike | None = None,
-) -> Plan:
-    """Deals the rows of a plan to ranks so that those of a step wait little for each other.
+def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) -> Plan:
+    """Deals the rows of each step to ranks so that they wait little for each other.
 
     Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
-    Ranks wait for the slowest at the end of a step, or in every microbatch: then the i-th microbatches of all ranks
-    start together. The buckets and their steps, the real rows of each step and rank, and the padding rows stay as they
-    are; only which row is where changes, and with it the digest.
+    The buckets and their steps, the rows of each step, how many each rank has of them, and the padding rows stay as
+    they are; only which row is where changes, and with it the digest.
 
     Rows are dealt from the costliest to the cheapest, each to the rank with the least so far that is not full. Where
     ranks of a short step have different numbers of rows, those with more first get the cheapest. Ranks with at most 16
     rows then swap, in at most 8 sweeps: the costliest rank with the cheapest, the second with the second and so on;
-    each pair swaps the two rows, if any, that bring them closest. Ranks that meet in every microbatch share the
-    costliest rows in the first one, the next ones in the second, and so on. Ties go by place in the plan, then by rank.
-    A step that would not get faster is left alone.
-
-    Over an epoch, the full steps of a bucket share their rows. These are dealt to the ranks of all its steps, or of all
-    their microbatches, as many rows at a time as there are such ranks. Those that got nearly the same start together.
-    Steps, or microbatches, come in the order of the mean place that their rows had before. So a curriculum within a
-    bucket is lost, steps of a shuffled plan mix costly and cheap rows evenly, and pieces of split samples can leave
-    their order. Buckets for which that isn't faster, and short steps, are dealt within steps.
+    each pair swaps the two rows, if any, that bring them closest. Ties go by place in the plan, then by rank. A step
+    that would not get faster is left alone.
 
     Without `num_ranks` the plan does not depend on devices: every microbatch is dealt as a rank of its own. The
-    microbatches of a full step are then placed so that any number of ranks waits little for the slowest, whenever they
-    meet: in the order of a reflected Gray code of their costs, last digit first, of which the digits are the prime
-    factors of M, the largest first. If that and M are powers of two, i-th microbatches have neighbouring costs, and
-    ranks take turns at the costliest.
+    microbatches of full steps are then paired, the costliest with the cheapest, the second with the second and so on,
+    then the pairs likewise while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
 
     It saves time only if the cost of a row depends on its samples: see `packed_row_costs`.
 
@@ -119,16 +51,13 @@ def balance_plan(
       plan: of samples or of packed rows.
       cost: floats[N] by sample id; of packed rows floats[R] in order of steps. Finite, at least 0, in any unit.
       num_ranks: p, of data parallelism; it divides M. None: for any number of them.
-      over: `"step"`: rows stay in their steps. `"epoch"`: they move between steps of the same bucket.
-      sync_every: when ranks wait for each other: once a `"step"`, or in every `"microbatch"`, as with ZeRO-2 and 3.
-      lengths: integers[N] or [N, D], tokens of the samples as the plan was made with; needed over an epoch.
 
     Returns:
       Another plan of the same samples.
 
     Raises:
-      ValueError: costs that are negative, NaN or infinite, or too few or many; ranks that do not divide M; lengths that
-        are missing or are not those of the plan. Offenders are listed.
+      ValueError: costs that are negative, NaN or infinite, or too few or many; ranks that do not divide M. Offenders
+        are listed.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -138,36 +67,23 @@ def balance_plan(
       ([[15.0, 3.0]], [[9.0, 9.0]])
 
     References:
-      Longest first: as in `assign_microbatches`. Microbatches by cost: TorchTitan's load balancing of steps, 2026.
-      Reflected digits: Gray 1953, "Pulse Code Communication".
+      Longest first: Graham 1969, "Bounds on Multiprocessing Timing Anomalies".
     """
-    check_choices(over=(over, Over), sync_every=(sync_every, SyncEvery))
     num_microbatches = plan.microbatches_per_step
     ranks = num_microbatches if num_ranks is None else num_ranks
-    units = _in_units(_costs_of_rows(plan, cost, ranks))
-    if over == "epoch" and lengths is None:
-        raise UserError('over="epoch" needs lengths, because the tokens of steps change')
-    tokens = None if over == "step" or lengths is None else _tokens_of_samples(plan, lengths)
+    units = costs_in_units(_costs_of_rows(plan, cost, ranks))
     first_row = _first_rows(plan)
     num_rows = np.diff(first_row)
+    is_full = num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets]))[plan.step_bucket]
     rows = np.arange(plan.num_rows)
-    full = num_microbatches * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
-    for kind in np.unique(np.stack([plan.step_bucket, num_rows], axis=1), axis=0).tolist():
-        steps = np.flatnonzero((plan.step_bucket == kind[0]) & (num_rows == kind[1]))
-        places_GxN = first_row[steps][:, None] + np.arange(kind[1])
-        costs_GxN = units[places_GxN]
-        dealing = _Dealing(kind[1], num_microbatches, ranks, sync_every)
-        taken_GxN = dealing.within_steps(costs_GxN)
-        dealt_GxN = np.take_along_axis(places_GxN, taken_GxN, axis=1)
-        is_full = kind[1] == full[steps[0]]
-        if over == "epoch" and len(steps) > 1 and is_full:
-            over_GxN = places_GxN.reshape(-1)[dealing.over_steps(costs_GxN)]
-            if dealing.waited(units[over_GxN]).sum() < dealing.waited(units[dealt_GxN]).sum():
-                dealt_GxN = over_GxN
-        if num_ranks is None and is_full:
-            dealt_GxN = _for_any_ranks(dealt_GxN, units, num_microbatches)
-        rows[places_GxN] = dealt_GxN
-    return _with_rows(plan, rows, tokens)
+    for number in np.unique(num_rows).tolist():
+        places_GxN = first_row[:-1][num_rows == number][:, None] + np.arange(number)
+        rows[places_GxN] = _dealt(places_GxN, units, _rank_of(np.arange(number), num_microbatches, ranks))
+    if num_ranks is None:
+        for number in np.unique(num_rows[is_full]).tolist():
+            places_GxN = first_row[:-1][is_full & (num_rows == number)][:, None] + np.arange(number)
+            rows[places_GxN] = _paired(rows[places_GxN], units, num_microbatches)
+    return _with_rows(plan, rows)
 
 
 def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Float64[np.ndarray, " R"]:
@@ -211,7 +127,15 @@ def sample_pairs(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Int64[np.
         raise UserError("pairs of tokens are counted of packed rows of one feature, as from make_plan(pack_samples(…))")
     if lengths is None:
         raise UserError("what packed rows cost depends on their samples: give lengths, the tokens of each")
-    return _tokens_of_samples(plan, lengths) ** 2
+    checked = check_lengths(lengths)
+    if len(unknown := plan.sample_ids[plan.sample_ids >= len(checked)]):
+        raise UserError(f"lengths has {len(checked):,} values, the plan more samples: {list_offenders(unknown)}")
+    tokens = plan.planned_lengths(checked)
+    found = np.add.reduceat(tokens, plan.step_offsets[:-1])
+    if wrong := np.flatnonzero(found != plan.num_tokens).tolist():
+        listed = list_first(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong)
+        raise UserError(f"the plan was made with other lengths: {listed}")
+    return tokens**2
 
 
 def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, "S p"]:
@@ -241,21 +165,14 @@ def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[n
             f"{num_ranks} ranks do not divide the {plan.microbatches_per_step} microbatches of a step, "
             "so that they cannot share it evenly"
         )
-    costs = _checked_costs(cost, "cost")
+    costs = _checked_costs(cost)
     if plan.is_packed:
         if len(costs) != plan.num_rows:
-            raise UserError(
-                f"cost has {len(costs):,} values, one for each of the plan's {plan.num_rows:,} rows is needed"
-            )
+            raise UserError(f"cost must have one value for each of {plan.num_rows:,} rows, not {len(costs):,}")
         return costs
-    _check_known(plan, len(costs), "cost")
+    if len(unknown := plan.sample_ids[plan.sample_ids >= len(costs)]):
+        raise UserError(f"cost has {len(costs):,} values, the plan more samples: {list_offenders(unknown)}")
     return costs[plan.sample_ids]
-
-
-def _check_known(plan: Plan, num_known: int, name: str) -> None:
-    unknown = plan.sample_ids[plan.sample_ids >= num_known]
-    if len(unknown):
-        raise UserError(f"{name} has {num_known:,} values, the plan more samples: {list_offenders(unknown)}")
 
 
 def _first_rows(plan: Plan) -> Int64[np.ndarray, " S_plus_1"]:
@@ -263,27 +180,12 @@ def _first_rows(plan: Plan) -> Int64[np.ndarray, " S_plus_1"]:
     return plan.step_offsets if plan.row_offsets is None else np.searchsorted(plan.row_offsets, plan.step_offsets)
 
 
-def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
-    """The planned tokens of each of `plan.sample_ids`; raises ValueError if the lengths are not those of the plan."""
-    checked = check_pair_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)
-    num_sides = 1 if checked.ndim == 1 else checked.shape[1]
-    if num_sides != len(plan.buckets[0].lengths):
-        raise UserError(f"lengths of shape {checked.shape} do not go with buckets like {tuple(plan.buckets[0])}")
-    _check_known(plan, len(checked), "lengths")
-    tokens = plan.planned_lengths(checked)
-    tokens = sample_sizes(tokens, plan.pair_size)
-    found = np.add.reduceat(tokens, plan.step_offsets[:-1])
-    if wrong := np.flatnonzero(found != plan.num_tokens).tolist():
-        listed = list_first(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong)
-        raise UserError(f"the plan was made with other lengths: {listed}")
-    return tokens
-
-
-def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"], tokens: Int64[np.ndarray, " n"] | None) -> Plan:
-    """The plan with its rows in another order; with the tokens of its samples, if rows change steps."""
-    row_offsets = np.arange(plan.num_rows + 1) if plan.row_offsets is None else plan.row_offsets
+def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
+    """The plan with the rows of its steps in another order."""
+    row_offsets = plan.row_offsets
+    if row_offsets is None:
+        return dataclasses.replace(plan, sample_ids=plan.sample_ids[rows])
     moved_offsets = ends_to_offsets(np.cumsum(np.diff(row_offsets)[rows]))
-    step_offsets = moved_offsets[_first_rows(plan)]
 
     def moved(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         return take_segments(values, row_offsets, rows, moved_offsets)
@@ -291,10 +193,8 @@ def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"], tokens: Int64[np.ndarr
     return dataclasses.replace(
         plan,
         sample_ids=moved(plan.sample_ids),
-        row_offsets=None if plan.row_offsets is None else moved_offsets,
-        step_offsets=step_offsets,
+        row_offsets=moved_offsets,
         piece_starts=None if plan.piece_starts is None else moved(plan.piece_starts),
-        num_tokens=plan.num_tokens if tokens is None else np.add.reduceat(moved(tokens), step_offsets[:-1]),
     )
 
 
@@ -303,88 +203,40 @@ def _rank_of(places: Int64[np.ndarray, " n"], microbatches_per_step: int, num_ra
     return places % microbatches_per_step // (microbatches_per_step // num_ranks)
 
 
-class _Dealing:
-    """Which row comes to which place of steps with equally many rows; a unit is what ranks start together."""
-
-    def __init__(self, num_rows: int, num_microbatches: int, num_ranks: int, sync_every: SyncEvery):
-        places, per_rank = np.arange(num_rows), num_microbatches // num_ranks
-        self._rank = _rank_of(places, num_microbatches, num_ranks)
-        self._unit = places % num_microbatches % per_rank if sync_every == "microbatch" else np.zeros_like(places)
-        self._by_rank = np.lexsort([self._rank, self._unit])
-        is_first = np.diff(self._unit[self._by_rank] * num_ranks + self._rank[self._by_rank], prepend=-1) != 0
-        self._first_of_rank = np.flatnonzero(is_first)
-        self._first_rank = np.flatnonzero(np.diff(self._unit[self._by_rank][is_first], prepend=-1))
-
-    def waited(self, costs: Int64[np.ndarray, "G n"]) -> Int64[np.ndarray, " G"]:
-        """What the slowest rank of each unit has to do, summed over the units of each step."""
-        of_ranks = np.add.reduceat(costs[:, self._by_rank], self._first_of_rank, axis=1)
-        return np.maximum.reduceat(of_ranks, self._first_rank, axis=1).sum(axis=1)
-
-    def within_steps(self, costs: Int64[np.ndarray, "G n"]) -> Int64[np.ndarray, "G n"]:
-        """The row that comes to each place of each step, by its old place."""
-        by_cost = np.argsort(-costs, axis=1, kind="stable")
-        taken_GxN = np.empty_like(by_cost)
-        ends = np.cumsum(np.bincount(self._unit))
-        for start, end in itertools.pairwise([0, *ends.tolist()]):
-            places = self._by_rank[start:end]
-            shared = np.sort(by_cost[:, start:end], axis=1)
-            rank = _deal(np.take_along_axis(costs, shared, axis=1), np.bincount(self._rank[places]), at_once=1)
-            taken_GxN[:, places] = np.take_along_axis(shared, np.argsort(rank, axis=1, kind="stable"), axis=1)
-        is_faster = self.waited(np.take_along_axis(costs, taken_GxN, axis=1)) < self.waited(costs)
-        return np.where(is_faster[:, None], taken_GxN, np.arange(costs.shape[1]))
-
-    def over_steps(self, costs: Int64[np.ndarray, "S n"]) -> Int64[np.ndarray, "S n"]:
-        """The row that comes to each place of each full step, by its old place, counted over all steps."""
-        num_shares = len(costs) * len(self._first_of_rank)
-        num_units = len(costs) * len(self._first_rank)
-        share = _deal(costs.reshape(1, -1), np.full(num_shares, costs.size // num_shares), at_once=num_shares)[0]
-        rows_of_share = stable_argsort(share).reshape(num_shares, -1)
-        load = costs.reshape(-1)[rows_of_share].sum(axis=1)
-        # Neighbours in what they have to do become a unit, which is the least that slowest ranks can sum up to.
-        rows_of_unit = rows_of_share[stable_argsort(-load)].reshape(num_units, -1)
-        taken = np.empty_like(rows_of_unit.reshape(costs.shape))
-        taken[:, self._by_rank] = rows_of_unit[stable_argsort(rows_of_unit.sum(axis=1))].reshape(costs.shape)
-        return taken
-
-
-def _for_any_ranks(
-    rows: Int64[np.ndarray, "G n"], costs: Int64[np.ndarray, " R"], num_microbatches: int
+def _dealt(
+    rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], rank_of_place: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, "G n"]:
-    """The microbatches of full steps in an order that suits any number of ranks."""
-    rows_GxBxM = rows.reshape(len(rows), -1, num_microbatches)
-    load = costs[rows_GxBxM].sum(axis=1)
-    cheaper = np.argsort(-load, axis=1, kind="stable")
-    order = np.empty_like(cheaper)
-    order[:, _reflected_places(num_microbatches)] = cheaper
-    order = np.where(np.ptp(load, axis=1)[:, None] > 0, order, np.arange(num_microbatches))
-    return np.take_along_axis(rows_GxBxM, order[:, None], axis=2).reshape(rows.shape)
+    """The rows of steps with equally many, dealt to the ranks of their places; as they are where that is no faster."""
+    by_rank = np.argsort(rank_of_place, kind="stable")
+    dealt_GxN = np.empty_like(rows_GxN)
+    rank_of_row = _deal(units[rows_GxN], np.bincount(rank_of_place))
+    dealt_GxN[:, by_rank] = np.take_along_axis(rows_GxN, np.argsort(rank_of_row, axis=1, kind="stable"), axis=1)
+    first_of_rank = np.flatnonzero(np.diff(rank_of_place[by_rank], prepend=-1))
+    before, after = (
+        np.add.reduceat(units[rows[:, by_rank]], first_of_rank, axis=1).max(axis=1) for rows in (rows_GxN, dealt_GxN)
+    )
+    return np.where((after < before)[:, None], dealt_GxN, rows_GxN)
 
 
-def _reflected_places(number: int) -> Int64[np.ndarray, " number"]:
-    """The places of 0, 1, …: their reflected Gray code, last digit first."""
-    values, place, weight, prefix = np.arange(number), np.zeros(number, np.int64), 1, np.zeros(number, np.int64)
-    for factor in _prime_factors(number):
-        digit = values // (number // weight // factor) % factor
-        place += weight * np.where(prefix % 2, factor - 1 - digit, digit)
-        prefix, weight = prefix * factor + digit, weight * factor
-    return place
-
-
-def _prime_factors(number: int) -> list[int]:
-    """Largest first, each as often as it divides."""
-    factors, factor = [], 2
-    while number > 1:
-        while number % factor == 0:
-            factors.append(factor)
-            number //= factor
-        factor += 1
-    return factors[::-1]
-
-
-def _deal(
-    costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"], *, at_once: int
+def _paired(
+    rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], num_microbatches: int
 ) -> Int64[np.ndarray, "G n"]:
-    """The rank that each row is dealt to: the costliest first, so many at a time to as many ranks with the least."""
+    """Full steps whose microbatches are paired, the costliest with the cheapest, then the pairs likewise and so on."""
+    rows_GxBxM = rows_GxN.reshape(len(rows_GxN), -1, num_microbatches)
+    load_GxM = units[rows_GxBxM].sum(axis=1)
+    group_GxKxW = np.tile(np.arange(num_microbatches)[:, None], (len(rows_GxN), 1, 1))
+    while (half := group_GxKxW.shape[1] // 2) * 2 == group_GxKxW.shape[1]:
+        load_GxK = np.take_along_axis(load_GxM[:, None], group_GxKxW, axis=2).sum(axis=2)
+        by_load = np.argsort(-load_GxK, axis=1, kind="stable")[:, :, None]
+        costly, cheap = by_load[:, :half], by_load[:, ::-1][:, :half]
+        group_GxKxW = np.concatenate(
+            [np.take_along_axis(group_GxKxW, each, axis=1) for each in (costly, cheap)], axis=2
+        )
+    return np.take_along_axis(rows_GxBxM, group_GxKxW.reshape(len(rows_GxN), 1, -1), axis=2).reshape(rows_GxN.shape)
+
+
+def _deal(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
+    """The rank that each row is dealt to: the costliest first, each to the rank with the least."""
     num_groups = len(costs)
     num_ranks, per_rank = len(counts), int(counts[-1])
     by_cost = np.argsort(-costs, axis=1, kind="stable")
@@ -399,11 +251,9 @@ def _deal(
         start += len(to_rank)
     rows_GxWxQ = np.empty((num_groups, num_ranks, per_rank), np.int64)
     num_dealt = np.zeros((num_groups, num_ranks), np.int64)
-    group = np.arange(num_groups)[:, None]
-    for start in range(0, num_ranks * per_rank, at_once):
-        dealt = by_cost[:, start : start + at_once]
-        open_loads = np.where(num_dealt < per_rank, loads, _FULL)
-        to_rank = open_loads.argmin(axis=1)[:, None] if at_once == 1 else np.argsort(open_loads, axis=1, kind="stable")
+    group = np.arange(num_groups)
+    for dealt in by_cost.T[: num_ranks * per_rank]:
+        to_rank = np.where(num_dealt < per_rank, loads, _FULL).argmin(axis=1)
         rows_GxWxQ[group, to_rank, num_dealt[group, to_rank]] = dealt
         num_dealt[group, to_rank] += 1
         loads[group, to_rank] += costs[group, dealt]
@@ -447,18 +297,18 @@ def _swap(rows: Int64[np.ndarray, "G W q"], costs: Int64[np.ndarray, "G n"], loa
         loads[g, low[g, pair]] += gained
 
 
-def _checked_costs(costs: npt.ArrayLike, name: str) -> Float64[np.ndarray, " n"]:
+def _checked_costs(costs: npt.ArrayLike) -> Float64[np.ndarray, " n"]:
     values = np.asarray(costs)
     if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iuf":
-        raise UserError(f"{name} must be 1-D with at least one number, not {values.dtype}{list(values.shape)}")
+        raise UserError(f"cost must be 1-D with at least one number, not {values.dtype}{list(values.shape)}")
     values = values.astype(np.float64)
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
-        raise UserError(f"{name} must be finite and at least 0: {list_offenders(*offenders_where(wrong, values))}")
+        raise UserError(f"cost must be finite and at least 0: {list_offenders(*offenders_where(wrong, values))}")
     return values
 
 
-def _in_units(costs: Float64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+def costs_in_units(costs: Float64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
     """Costs as multiples of 2**-32 of the power of two above the largest, so that integers below 2**32 are exact."""
     _, exponent = np.frexp(costs.max())
     return np.rint(np.ldexp(costs, _COST_BITS - int(exponent))).astype(np.int64)

@@ -114,16 +114,12 @@ def stream_batches(package: str, lengths: Any, buckets: Any = None, **options: A
     return _of(package, "stream_batches")(lengths, buckets, **options)
 
 
-def assign_microbatches(package: str, costs: Any, num_ranks: int) -> Any:
-    return _of(package, "assign_microbatches")(costs, num_ranks)
-
-
 def packed_row_costs(package: str, plan: Any, lengths: Any, crossover_length: float) -> Any:
     return _of(package, "packed_row_costs")(plan, lengths, cost_model(package, 0.0, 1.0, 1.0 / crossover_length))
 
 
-def balance_plan(package: str, plan: Any, cost: Any, num_ranks: int, **options: Any) -> Any:
-    return _of(package, "balance_plan")(plan, cost, num_ranks, **options)
+def balance_plan(package: str, plan: Any, cost: Any, num_ranks: int) -> Any:
+    return _of(package, "balance_plan")(plan, cost, num_ranks)
 
 
 def mixture_counts(package: str, sizes: Any, weights: Any, **options: Any) -> Any:

@@ -412,15 +412,6 @@ add_all(
 )
 
 
-@case("balanced: ranks of microbatches")
-def _(package: str) -> Any:
-    costs = np.random.default_rng(6).integers(1, 1000, (20, 9)) / 8
-    few = [
-        calls.assign_microbatches(package, row, ranks).tolist() for row, ranks in zip(costs, itertools.cycle((2, 3, 4)))
-    ]
-    return {"few": few, "many": exact(calls.assign_microbatches(package, costs.ravel(), 7))}
-
-
 def balanced(package: str, options: dict[str, Any]) -> Any:
     options = dict(options)
     if options.pop("packed", False):
@@ -430,9 +421,7 @@ def balanced(package: str, options: dict[str, Any]) -> Any:
     else:
         plan = calls.make_plan(package, LENGTHS, BUCKETS, microbatches_per_step=M, order="shuffle")
         cost = LENGTHS * (LENGTHS + 512.0)
-    if options.get("over") == "epoch":
-        options["lengths"] = LENGTHS
-    return {"cost": exact(cost), **described(calls.balance_plan(package, plan, cost, options.pop("ranks"), **options))}
+    return {"cost": exact(cost), **described(calls.balance_plan(package, plan, cost, options["ranks"]))}
 
 
 add_all(
@@ -440,9 +429,7 @@ add_all(
     {
         "within steps": {"ranks": 4},
         "within steps, two ranks": {"ranks": 2},
-        "over an epoch": {"ranks": 4, "over": "epoch"},
         "packed rows": {"ranks": 4, "packed": True},
-        "packed rows over an epoch": {"ranks": 2, "packed": True, "over": "epoch"},
     },
     balanced,
 )

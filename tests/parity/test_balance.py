@@ -14,7 +14,7 @@ import torch_ref
 import torch_ref.balance
 
 from . import find
-from .inputs import many, moderate
+from .inputs import moderate
 
 BOTH = (jvarlen, torch_ref)
 BUCKETS = [(1, 4), (3, 9), (2, 20)]
@@ -41,7 +41,6 @@ def inputs(draw):
         "order": draw(st.sampled_from(["dataset", "length", "shuffle"])),
         "num_microbatches": num_microbatches,
         "num_ranks": draw(st.sampled_from([None, *(n for n in (1, 2, 3, 4, 6, 8, 12) if num_microbatches % n == 0)])),
-        "sync_every": draw(st.sampled_from(["step", "microbatch"])),
         "costs": costs[draw(st.integers(0, 2))],
     }
 
@@ -64,17 +63,9 @@ def work_of(package, plan, costs, num_ranks):
     return module.rank_costs(plan, costs, num_ranks)
 
 
-def waited(package, plan, costs, num_ranks=None, sync_every="step"):
-    """Return what the slowest ranks of each step have to do, in all that they wait for."""
-    size = plan.microbatches_per_step
-    ranks = num_ranks or size
-    work = work_of(package, plan, costs, size).reshape(plan.num_steps, ranks, size // ranks)
-    return work.max(axis=1).sum(axis=1) if sync_every == "microbatch" else work.sum(axis=2).max(axis=1)
-
-
-def deal(package, plan, costs, drawn, over):
-    options = {"sync_every": drawn["sync_every"], "lengths": drawn["lengths"]}
-    return package.balance_plan(plan, costs, drawn["num_ranks"], over=over, **options)
+def waited(package, plan, costs, num_ranks=None):
+    """Return what the slowest rank of each step has to do."""
+    return work_of(package, plan, costs, num_ranks or plan.microbatches_per_step).max(axis=1)
 
 
 def rows_of(plan):
@@ -93,14 +84,14 @@ def moved_costs(plan, balanced, costs):
     return np.array([by_row[row] for row in rows_of(balanced)])
 
 
-@many
-@given(drawn=inputs(), over=st.sampled_from(["step", "epoch"]))
-def test_both_deal_alike(drawn, over):
+@moderate
+@given(drawn=inputs())
+def test_both_deal_alike(drawn):
     """Integer for integer, whatever is planned."""
     results = []
     for package in BOTH:
         plan, costs = plan_of(package, drawn)
-        balanced = deal(package, plan, costs, drawn, over)
+        balanced = package.balance_plan(plan, costs, drawn["num_ranks"])
         work = work_of(package, balanced, moved_costs(plan, balanced, costs), drawn["num_microbatches"])
         results.append((balanced, work))
     (one, work), (other, work_of_other) = results
@@ -110,11 +101,11 @@ def test_both_deal_alike(drawn, over):
 
 
 @moderate
-@given(drawn=inputs(), over=st.sampled_from(["step", "epoch"]))
-def test_a_balanced_plan_has_the_same_steps_and_rows(package, drawn, over):
+@given(drawn=inputs())
+def test_a_balanced_plan_has_the_same_steps_and_rows(package, drawn):
     """Every row once, in the same bucket; the same number of rows in each step of each rank."""
     plan, costs = plan_of(package, drawn)
-    balanced = deal(package, plan, costs, drawn, over)
+    balanced = package.balance_plan(plan, costs, drawn["num_ranks"])
     assert Counter(rows_of(balanced)) == Counter(rows_of(plan))
     assert (balanced.buckets, balanced.microbatches_per_step) == (plan.buckets, plan.microbatches_per_step)
     assert balanced.step_bucket.tolist() == plan.step_bucket.tolist()
@@ -123,14 +114,8 @@ def test_a_balanced_plan_has_the_same_steps_and_rows(package, drawn, over):
         old, new = plan.rows(step), balanced.rows(step)
         is_row = [(rows if rows.ndim == 2 else rows[..., 0]) >= 0 for rows in (old, new)]
         assert is_row[0].tolist() == is_row[1].tolist()
-        if over == "step":
-            assert set(old.ravel().tolist()) == set(new.ravel().tolist())
-            assert balanced.num_tokens[step] == plan.num_tokens[step]
-        bucket = plan.step_bucket[step]
-        assert {find_bucket(plan, row) for row in rows_in(balanced, step)} == {bucket}
-    if drawn["kind"] == "samples":
-        tokens = [drawn["lengths"][rows[rows >= 0]].sum() for rows in map(balanced.rows, range(balanced.num_steps))]
-        assert balanced.num_tokens.tolist() == tokens
+        assert set(old.ravel().tolist()) == set(new.ravel().tolist())
+    assert balanced.num_tokens.tolist() == plan.num_tokens.tolist()
 
 
 def rows_in(plan, step):
@@ -140,51 +125,29 @@ def rows_in(plan, step):
     return rows_of(plan)[first:last]
 
 
-def find_bucket(plan, row):
-    return next(int(plan.step_bucket[step]) for step in range(plan.num_steps) if row in rows_in(plan, step))
-
-
 @moderate
 @given(drawn=inputs())
 def test_dealing_never_costs_time(package, drawn):
-    """Within steps, no slowest rank gets slower; over the epoch, their sum is at most that."""
+    """No slowest rank of a step gets slower."""
     plan, costs = plan_of(package, drawn)
-    slowest = []
-    for over in ("", "step", "epoch"):
-        balanced = plan
-        if over:
-            balanced = deal(package, plan, costs, drawn, over)
-        moved = moved_costs(plan, balanced, costs)
-        slowest.append(waited(package, balanced, moved, drawn["num_ranks"], drawn["sync_every"]))
-    before, within, over_epoch = slowest
+    balanced = package.balance_plan(plan, costs, drawn["num_ranks"])
+    before = waited(package, plan, costs, drawn["num_ranks"])
+    after = waited(package, balanced, moved_costs(plan, balanced, costs), drawn["num_ranks"])
     room = 1 + 60 * 2.0**-31 * np.max(costs) / np.maximum(before, 1e-300)  # costs are rounded to 2**-32 of the largest
-    assert (within <= before * room).all()
-    assert over_epoch.sum() <= (within * room).sum()
-
-
-def test_over_the_epoch_costly_rows_meet(package):
-    """Two costly rows in one step, and two cheap ones in the other, where each step had one."""
-    plan = package.make_plan([4] * 4, [(1, 4)], microbatches_per_step=2, order="dataset")
-    cost, lengths = [9.0, 1.0, 1.0, 9.0], [4] * 4
-    assert work_of(package, package.balance_plan(plan, cost, 2), cost, 2).max(axis=1).tolist() == [9.0, 9.0]
-    balanced = package.balance_plan(plan, cost, 2, over="epoch", lengths=lengths)
-    assert sorted(work_of(package, balanced, cost, 2).max(axis=1).tolist()) == [1.0, 9.0]
+    assert (after <= before * room).all()
 
 
 @pytest.mark.parametrize(("size", "rows", "above_own"), [(8, 2, 1.1), (12, 1, 1.25)])
 def test_without_a_number_of_ranks_any_number_waits_little(package, size, rows, above_own):
-    """At most a little more than in plans for each number of ranks and each way of waiting, far less than undealt."""
+    """At most a little more than in plans for each number of ranks, far less than undealt."""
     costs = np.random.default_rng(0).lognormal(0, 1, 40 * size * rows)
     plan = package.make_plan([4] * len(costs), [(rows, 4)], microbatches_per_step=size, order="shuffle")
     balanced = package.balance_plan(plan, costs)
-    for ranks in (ranks for ranks in (2, 4, 8, size) if size % ranks == 0):
-        for sync_every in ("step", "microbatch"):
-            own = package.balance_plan(plan, costs, ranks, sync_every=sync_every)
-            before, found, least = (
-                waited(package, each, costs, ranks, sync_every).sum() for each in (plan, balanced, own)
-            )
-            assert found <= above_own * least
-            assert found < before or (rows == 1 and ranks == size)
+    for ranks in (size // each for each in (2, 4, 8) if size % each == 0 and each < size):
+        own = package.balance_plan(plan, costs, ranks)
+        before, found, least = (waited(package, each, costs, ranks).sum() for each in (plan, balanced, own))
+        assert found <= above_own * least
+        assert found < before
 
 
 def test_packed_rows_cost_their_blocks(package):
@@ -212,18 +175,6 @@ def test_what_cannot_be_balanced_is_named(package):
     for num_ranks in (0, 3, 4):  # more ranks than microbatches, too
         with pytest.raises(ValueError, match=r"num_ranks|ranks do not divide"):
             package.balance_plan(plan, [1.0] * 3, num_ranks)
-    with pytest.raises(ValueError, match="over"):
-        package.balance_plan(plan, [1.0] * 3, 2, over="year")
-    with pytest.raises(ValueError, match="sync_every"):
-        package.balance_plan(plan, [1.0] * 3, 2, sync_every="epoch")
-    with pytest.raises(ValueError, match="lengths"):
-        package.balance_plan(plan, [1.0] * 3, 2, over="epoch")
-    with pytest.raises(ValueError, match=r"step 0.*1[01].*1[01]"):
-        package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[4, 3, 3])
-    with pytest.raises(ValueError, match="id 2"):
-        package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[4, 4])
-    with pytest.raises(ValueError, match="buckets like"):
-        package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[[4, 4]] * 3)
 
 
 def test_what_has_no_packed_rows_is_named(package):
@@ -237,5 +188,8 @@ def test_what_has_no_packed_rows_is_named(package):
     plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)], order="length")
     with pytest.raises(ValueError, match="CostModel"):
         find(package, "packed_row_costs")(plan, [2, 2, 3], lambda rows, length: rows * length)
+    for wrong, match in (([4, 3, 3], r"step 0.*\b(7|10)\b.*\b(7|10)\b"), ([2, 2], "id 2"), ([[4, 4]] * 3, "1-D")):
+        with pytest.raises(ValueError, match=match):
+            find(package, "packed_row_costs")(plan, wrong, cost)
     with pytest.raises(ValueError, match=r"2 rows|2 values"):
         package.balance_plan(plan, [1.0] * 3, 1)

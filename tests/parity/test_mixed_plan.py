@@ -13,15 +13,10 @@ import jvarlen
 import torch_ref
 from jvarlen.experimental import mixed as jvarlen_mixed
 
-from . import find
 from .inputs import moderate
 
 BUCKETS = [(4, 3), (2, 7), (1, 20)]
-BOTH = (jvarlen, torch_ref)
 make_mixed_plan = {jvarlen: jvarlen_mixed.make_mixed_plan, torch_ref: torch_ref.make_mixed_plan}
-
-whole_costs = st.lists(st.integers(0, 30), min_size=1, max_size=7)
-real_costs = st.lists(st.floats(0, 1e300), min_size=1, max_size=7)
 
 
 def longest_first(costs, num_ranks):
@@ -30,40 +25,6 @@ def longest_first(costs, num_ranks):
         ranks[i] = min(range(num_ranks), key=lambda rank: (work[rank], rank))
         work[ranks[i]] += costs[i]
     return ranks
-
-
-@moderate
-@given(costs=whole_costs, num_ranks=st.integers(1, 9))
-def test_the_costliest_microbatch_goes_first_to_the_rank_with_the_least(package, costs, num_ranks):
-    assigned = find(package, "assign_microbatches")(costs, num_ranks)
-    assert assigned.dtype == np.int64
-    assert assigned.tolist() == longest_first(costs, num_ranks)
-
-
-@moderate
-@given(costs=real_costs, num_ranks=st.integers(1, 9))
-def test_both_assign_alike(costs, num_ranks):
-    """Also where costs are hardly different, or of very different sizes."""
-    for scaled in (costs, [1 + cost / 2e300 for cost in costs], np.sqrt(costs)):
-        one, other = (find(package, "assign_microbatches")(scaled, num_ranks).tolist() for package in BOTH)
-        assert one == other
-
-
-def test_ranks_may_stay_without_a_microbatch(package):
-    """More ranks than microbatches are allowed; so are costs of 0."""
-    assert find(package, "assign_microbatches")([3, 5], 4).tolist() == [1, 0]
-    assert find(package, "assign_microbatches")([0, 0.0], 10**12).tolist() == [0, 0]
-
-
-def test_what_cannot_be_assigned_is_named(package):
-    """Costs by index."""
-    with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0, id 4: inf"):
-        find(package, "assign_microbatches")([1, float("nan"), -1, 2, float("inf")], 2)
-    with pytest.raises(ValueError, match="num_ranks"):
-        find(package, "assign_microbatches")([1], 0)
-    for wrong in ([], [[1, 2]], ["a"]):
-        with pytest.raises(ValueError, match=r"costs must be (a )?1-D"):
-            find(package, "assign_microbatches")(wrong, 1)
 
 
 @moderate
@@ -97,15 +58,18 @@ def test_every_step_is_assigned_by_itself(package, cost):
     per_shape = cost or (lambda rows, length: rows * length)
     costs = [float(per_shape(*BUCKETS[bucket])) for bucket in plan.step_bucket]
     for start, end in itertools.pairwise(mixed.step_offsets.tolist()):
-        assert ranks[start:end].tolist() == find(package, "assign_microbatches")(costs[start:end], 2).tolist()
+        assert ranks[start:end].tolist() == longest_first(costs[start:end], 2)
     assert len(set(ranks.tolist())) == 2
+    assert set(mixed.ranks(10**12).tolist()) == set(range(5))  # others have no microbatch
+    with pytest.raises(ValueError, match="num_ranks"):
+        mixed.ranks(0)
 
 
 def test_pairs_count_both_sides(package):
     """The positions of a pair's bucket are those of its source and of its target."""
     plan = package.make_plan([[2, 3], [2, 9], [1, 1]], [(2, 2, 3), (1, 4, 12)], order="dataset")
     mixed = make_mixed_plan[package](plan, 2)
-    assert mixed.ranks(2).tolist() == find(package, "assign_microbatches")([16, 10], 2).tolist()
+    assert mixed.ranks(2).tolist() == longest_first([16, 10], 2)
 
 
 def test_rates_follow_mixed_steps(package):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import heapq
 
 import numpy as np
 from jaxtyping import Float, Int32, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one
-from jvarlen.planning.balance import assign_microbatches
+from jvarlen.planning.balance import costs_in_units
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.plan import Plan
@@ -80,7 +81,10 @@ class MixedPlan:
         return sha.hexdigest()
 
     def ranks(self, num_ranks: int, cost: CostFn | None = None) -> Int32[np.ndarray, " N"]:
-        """The rank of each microbatch: `assign_microbatches` in every step.
+        """The rank of each microbatch, so that the slowest rank of a step has little to do.
+
+        Longest first: the microbatches of a step by descending cost, ties by index, each to the rank that has the least
+        so far, ties by rank.
 
         Args:
           num_ranks: p, of data parallelism. In a step of fewer microbatches, some ranks have none.
@@ -91,12 +95,19 @@ class MixedPlan:
 
         Raises:
           ValueError: no ranks; a cost that is not finite or below 0.
+
+        References:
+          Longest first: Graham 1969, "Bounds on Multiprocessing Timing Anomalies". Its slowest rank has at most 4/3 −
+          1/(3p) of the least possible.
         """
         check_at_least_one(num_ranks=num_ranks)
-        costs = self._bucket_costs(cost)[self.plan.step_bucket]
+        costs = costs_in_units(self._bucket_costs(cost))[self.plan.step_bucket]
         ranks = np.empty(self.num_microbatches, np.int32)
         for start, end in zip(self.step_offsets[:-1].tolist(), self.step_offsets[1:].tolist(), strict=True):
-            ranks[start:end] = assign_microbatches(costs[start:end], num_ranks)
+            loads = [(0, rank) for rank in range(min(num_ranks, end - start))]
+            for index in start + np.argsort(-costs[start:end], kind="stable"):
+                load, ranks[index] = loads[0]
+                heapq.heapreplace(loads, (load + int(costs[index]), int(ranks[index])))
         return ranks
 
     def _bucket_costs(self, cost: CostFn | None) -> Float[np.ndarray, " K"]:
