@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from torch_ref.checks import MAX_LISTED, check_integer
 
-__all__ = ["NanRule", "Result", "local_sort", "sample_sort"]
+__all__ = ["NanRule", "Result", "sample_sort"]
 
 Result = Literal["interleaved", "block"]
 NanRule = Literal["raise", "last"]
@@ -133,37 +133,6 @@ def sample_sort(
         columns = _sort(columns, rows.dtype)[1]
         columns = _lay_out(columns, [sum(column) for column in zip(*counts, strict=True)], result, place)
     return _give_back(columns, rows)
-
-
-def local_sort(
-    keys: Tensor, *, nan: NanRule = "raise", payload: Any = None
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
-    """Sort this process's keys and no others; nothing is sent.
-
-    The order is by key, ties by position, -0.0 with 0.0. As a curriculum it is the simple one: every process goes
-    through its own samples from easy to hard.
-
-    Args:
-        keys: integers or floats[n] of at most 64 bits, n >= 0.
-        nan: "raise", or "last": they go to the end, by position.
-        payload: tensors [n, ...] that follow their key, one or a tuple, list or dict of them.
-
-    Returns:
-        (keys, indices), or (keys, indices, payload) where one was given: [n] each, keys in their dtype and bits,
-        indices int64, positions among the keys given.
-
-    Raises:
-        ValueError: if an argument is bad, or for NaN (by position).
-
-    Example:
-        >>> local_sort(torch.tensor([0.5, -1.0, 0.5]), payload=torch.tensor([7, 8, 9]))[2]
-        tensor([8, 7, 9])
-    """
-    _check_choice("nan", nan, NanRule)
-    rows = _read_rows(keys, payload)
-    _refuse_nan([_describe(rows, nan, {})])
-    index = torch.arange(len(rows.bits), device=rows.bits.device)
-    return _give_back(_sort([rows.bits, index, *rows.leaves], rows.dtype)[1], rows)
 
 
 # Arguments, and what the processes say about them

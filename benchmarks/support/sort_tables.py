@@ -102,7 +102,6 @@ def compare_balance(sizes: Sizes, answers: dict[str, Any]) -> list[str]:
             f"{of_kind['misplaced']:,}",
             f"{max(textbook) / (sum(textbook) / num_shards):.2f}",
             f"{of_kind['waiting']:.2%}",
-            f"{of_kind['waiting of local_sort']:.2%}",
         ]
 
     rows = [(p, of_kind) for p in sizes.balance_shards for of_kind in answers[f"balance of {p}"]]
@@ -113,11 +112,11 @@ def compare_balance(sizes: Sizes, answers: dict[str, Any]) -> list[str]:
         "",
         f"Rows a device in the mean: {', '.join(means)}. Textbook: a sample sort whose splitters are keys alone, of 4 "
         "regular samples a shard and device; its fullest device over the mean. Waiting: the share of the devices' "
-        "time in which they wait for the one with the longest sample, slot by slot, where keys are lengths; "
-        "`local_sort` sorts each shard for itself. Misplaced: rows that are not where NumPy's stable sort has them.",
+        "time in which they wait for the one with the longest sample, slot by slot, where keys are lengths. "
+        "Misplaced: rows that are not where NumPy's stable sort has them.",
         "",
         *table(
-            "keys|devices|rows a device|lost|misplaced|textbook: fullest / mean|waiting|waiting, `local_sort`",
+            "keys|devices|rows a device|lost|misplaced|textbook: fullest / mean|waiting",
             (row(*given) for given in rows),
         ),
         "",

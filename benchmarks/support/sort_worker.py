@@ -111,7 +111,6 @@ def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -
             '`sample_sort`, `result="block"`': sample_sort(result="block"),
             '`sample_sort`, `transform="pmap"`': sample_sort(transform="pmap"),
             '`sample_sort`, `transform="pmap"`, `result="block"`': sample_sort(transform="pmap", result="block"),
-            "`local_sort`, nothing exchanged": warmed(lambda: jvarlen.sorting.local_sort(sharded, mesh)),
             "`lax.sort` by key, stable, one device": compiled(lambda *pair: lax.sort(pair, num_keys=1), *on_one),
             "`lax.sort` of key and index in one int64, one device": sort_packed,
             "`jnp.sort` of the sharded array, no index": compiled(jnp.sort, sharded, out_shardings=sharded.sharding),
@@ -222,13 +221,12 @@ def textbook_rows(keys: np.ndarray, num_shards: int) -> np.ndarray:
 
 
 def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
-    """How evenly keys of each kind lie after `sample_sort`, `local_sort` and a textbook's sort, and what is lost."""
+    """How evenly keys of each kind lie after `sample_sort` and a textbook's sort, and what is lost."""
     mesh, answers = Layout().on().mesh, []
     for kind in kinds:
         keys = lengths_of_kind(kind, num_rows, mesh.size)
         sorted_keys, indices = jvarlen.sample_sort(keys, mesh)
         exact = shard_balance(sorted_keys, indices, mesh.size)
-        local = shard_balance(*jvarlen.sorting.local_sort(keys, mesh), mesh.size)
         by_rank = np.asarray(indices).reshape(mesh.size, -1).T.ravel()
         found, order = by_rank[by_rank >= 0], np.argsort(keys, kind="stable")
         answers.append(
@@ -239,7 +237,6 @@ def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
                 "misplaced": int((by_rank[:num_rows] != order).sum()),
                 "textbook": textbook_rows(keys, mesh.size).tolist(),
                 "waiting": exact.waiting,
-                "waiting of local_sort": local.waiting,
             }
         )
     return answers
@@ -305,11 +302,8 @@ def time_processes(num_rows: int, repeats: int) -> dict[str, list[float]]:
 
     calls: dict[str, Call] = {
         "`jvarlen.sample_sort`": lambda: jvarlen.sample_sort(placed, mesh, shard_sizes=sizes),
-        "`jvarlen.sorting.local_sort`, nothing exchanged": lambda: jvarlen.sorting.local_sort(
-            placed, mesh, shard_sizes=sizes
-        ),
     }
-    (_, indices), _ = (call() for call in calls.values())
+    (_, indices), *_ = (call() for call in calls.values())
     expected = np.argsort(keys, kind="stable")[jax.process_index() :: jax.process_count()]
     assert (np.asarray(indices.addressable_data(0))[: len(expected)] == expected).all(), "a wrong order"
     seconds: dict[str, list[float]] = {name: [] for name in calls}

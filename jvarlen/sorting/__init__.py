@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.sorting.sample_sort import local_sort
     from jvarlen.sorting.sharded_rows import shard_local_rows
 
-__all__ = ["local_sort", "shard_local_rows"]
+__all__ = ["shard_local_rows"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

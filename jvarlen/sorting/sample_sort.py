@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -26,7 +26,7 @@ from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_bloc
 from jvarlen.sorting.sharded_rows import ShardedRows, shard_rows
 from jvarlen.sorting.sortable_words import Words, from_words, index_dtype
 
-__all__ = ["Result", "local_sort", "sample_sort", "sort_shard"]
+__all__ = ["Result", "sample_sort", "sort_shard"]
 
 Result = Literal["interleaved", "block"]
 Transform = Literal["shard_map", "pmap"]
@@ -89,81 +89,33 @@ def sample_sort(
       ([1, 2, 3], [1, 2, 0])
     """
     keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
-    options = (result, oversampling, transform, nan, exchange)
     placement = shards_on(layout)
-    mesh, axis_name = placement.mesh, placement.data_axis
-    with _checked_on_all("sample_sort", mesh, axis_name, keys, payload, shard_sizes, options):
-        check_choices(result=(result, Result), transform=(transform, Transform), exchange=(exchange, Exchange))
-        check_choices(nan=(nan, NanRule))
+    mesh, axis_name, num_shards = placement.mesh, placement.data_axis, placement.layout.data
+    with together("check the arguments of sample_sort") if mesh.is_multi_process else contextlib.nullcontext():
+        if not _is_number(keys.dtype) or keys.ndim != 1:
+            raise UserError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
+        check_choices(result=(result, Result), transform=(transform, Transform))
+        check_choices(exchange=(exchange, Exchange), nan=(nan, NanRule))
         check_at_least_one(oversampling=oversampling)
         if oversampling > _LARGEST_OVERSAMPLING:
             raise UserError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
-        num_shards = placement.layout.data
         if transform == "pmap":
             _check_pmap(mesh, num_shards)
         is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
             raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
+    if mesh.is_multi_process:
+        leaves, structure = jax.tree.flatten((keys, payload))
+        sizes = None if shard_sizes is None else np.asarray(shard_sizes).tolist()
+        described = (axis_name, result, oversampling, transform, nan, exchange, sizes, str(structure))
+        agree("the arguments of sample_sort", repr((*described, *map(_described, leaves))))
     rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
     shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
     return _run(_program(mesh, shards, result, -(-rows.num_rows // num_shards), transform), mesh, rows, nan)
 
 
-def local_sort(
-    keys: npt.ArrayLike | jax.Array,
-    layout: LayoutLike = None,
-    *,
-    nan: NanRule = "raise",
-    payload: Any = None,
-    shard_sizes: npt.ArrayLike | None = None,
-) -> tuple[Any, ...]:
-    """Sorts the keys of each shard separately: a curriculum without any exchange, and without balance.
-
-    Keys at the same slot can differ between shards as much as the shards do; `shard_balance` shows what that costs.
-
-    Args:
-      keys: as in `sample_sort`.
-      layout: as in `sample_sort`.
-      nan: as in `sample_sort`.
-      payload: as in `sample_sort`.
-      shard_sizes: as in `sample_sort`.
-
-    Returns:
-      As `sample_sort`, with leading axis p·n; a shard's places without a row come after its rows.
-
-    Raises:
-      ValueError: as `sample_sort`.
-    """
-    keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
-    placement = shards_on(layout)
-    mesh, axis_name = placement.mesh, placement.data_axis
-    with _checked_on_all("local_sort", mesh, axis_name, keys, payload, shard_sizes, (nan,)):
-        check_choices(nan=(nan, NanRule))
-    rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
-    shards = Shards(axis_name, placement.layout.data, oversampling=1, ragged=False)
-    per_shard = len(rows.columns[0]) // shards.num_shards
-    return _run(_program(mesh, shards, None, per_shard, "shard_map"), mesh, rows, nan)
-
-
 Sorted = tuple[jax.Array, jax.Array, Any, jax.Array]  # keys, indices, payload, and what is known of NaN
 Program = Callable[[jax.Array, Any, jax.Array], Sorted]  # of sharded keys and payload, and the sizes of all shards
-
-
-@contextlib.contextmanager
-def _checked_on_all(
-    name: str, mesh: Mesh, axis_name: str, keys: Any, payload: Any, shard_sizes: Any, options: tuple[Any, ...]
-) -> Iterator[None]:
-    """Checks keys and runs the checks of the block; several processes all raise if one does or if they differ."""
-    is_shared = mesh.is_multi_process
-    with together(f"check the arguments of {name}") if is_shared else contextlib.nullcontext():
-        if not _is_number(keys.dtype) or keys.ndim != 1:
-            raise UserError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
-        yield
-    if is_shared:
-        leaves, structure = jax.tree.flatten((keys, payload))
-        sizes = None if shard_sizes is None else np.asarray(shard_sizes).tolist()
-        described = (axis_name, *options, sizes, str(structure), *map(_described, leaves))
-        agree(f"the arguments of {name}", repr(described))
 
 
 def _is_number(dtype: np.dtype) -> bool:
@@ -209,11 +161,9 @@ def _run(program: Program, mesh: Mesh, rows: ShardedRows, nan: NanRule) -> tuple
 
 
 @functools.lru_cache(maxsize=128)
-def _program(mesh: Mesh, shards: Shards, result: Result | None, num_out: int, transform: Transform) -> Program:
-    """A function of sharded keys, sharded payload and the sizes of the shards; without a result, each sorts its own."""
-    body = functools.partial(_sort_own_rows, shards=shards)
-    if result is not None:
-        body = functools.partial(sort_shard, shards=shards, result=result, num_out=num_out)
+def _program(mesh: Mesh, shards: Shards, result: Result, num_out: int, transform: Transform) -> Program:
+    """A function of sharded keys, sharded payload and the sizes of the shards."""
+    body = functools.partial(sort_shard, shards=shards, result=result, num_out=num_out)
     if transform == "pmap":
         return _with_pmap(body, mesh, shards.axis_name)
     axis, everywhere = PartitionSpec(shards.axis_name), PartitionSpec()
@@ -275,15 +225,6 @@ def sort_shard(
 def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array:
     """The rank at which each shard's block begins, and the end; of the type of `num_rows`, which p·b may not fit."""
     return jnp.minimum(jnp.arange(num_shards + 1, dtype=jnp.int64) * block, num_rows).astype(num_rows.dtype)
-
-
-def _sort_own_rows(keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards) -> Sorted:
-    """What one shard does for itself."""
-    d = lax.axis_index(shards.axis_name)
-    words = words_of_shard(keys, sizes, d, shards.num_shards)
-    alone = shards._replace(num_shards=1)
-    words, payload = sort_blocks(words, payload, jnp.stack([0, sizes[d]]), len(keys), alone)
-    return _finished(words, payload, jnp.arange(len(keys)) < sizes[d], keys, shards)
 
 
 def _finished(words: Words, payload: Any, is_row: jax.Array, keys: jax.Array, shards: Shards) -> Sorted:

@@ -364,17 +364,6 @@ def test_one_process_has_all(name):
     assert not calls
 
 
-def test_each_process_can_sort_for_itself():
-    """Positions are its own; NaN is refused by position or last; the payload may be any tree of tensors."""
-    keys = torch.tensor([2.0, NAN, -0.0, 0.0, -1.0])
-    with pytest.raises(ValueError, match=r"ids \[1\], 1 in all"):
-        torch_ref.local_sort(keys)
-    ordered, indices, payload = torch_ref.local_sort(keys, nan="last", payload=(torch.arange(5), [keys]))
-    assert indices.tolist() == payload[0].tolist() == [4, 2, 3, 0, 1]
-    assert ordered.view(torch.int32).tolist() == payload[1][0].view(torch.int32).tolist()
-    assert torch.signbit(ordered).tolist()[:4] == [True, True, False, False]
-
-
 def test_no_gradient_flows_through_a_sort():
     """Keys of a model's losses are values."""
     keys = torch.tensor([2.0, 1.0], requires_grad=True)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen import no_recompiles, sample_sort
-from jvarlen.sorting import local_sort, sortable_words
+from jvarlen.sorting import sortable_words
 from jvarlen.sorting.sample_sort import _block_starts, _program
 from jvarlen.sorting.shard_sort import Shards, has_ragged
 from tests import processes
@@ -111,8 +111,6 @@ def test_nan_is_an_error_that_names_the_rows(num_shards, result):
     keys[20:36] = np.nan
     with pytest.raises(ValueError, match=r"id 3, id 17, id 20, id 21, id 22 and 14 more$"):
         sample_sort(keys, data_mesh(num_shards), result=result)
-    with pytest.raises(ValueError, match=r"id 3, id 17, id 20"):
-        local_sort(keys, data_mesh(num_shards))
 
 
 def test_nan_is_last_where_that_is_asked_for():
@@ -186,7 +184,6 @@ def test_a_mesh_around_the_call_changes_nothing(around, transform):
     with jax.set_mesh(around):
         for place in (np.asarray, jnp.asarray):
             check(place(keys), 4, transform=transform)
-        assert local_sort(keys, data_mesh(4))[1].shape == (52,)
 
 
 def test_many_samples_lose_nothing():
@@ -216,14 +213,6 @@ def test_shards_of_any_size_and_empty_ones(sizes):
         assert sorted_keys.shape == (4 * -(-len(keys) // 4),)
         assert (by_rank(indices, 4, result)[: len(keys)] == order_of(keys)).all()
         assert (by_rank(indices, 4, result)[len(keys) :] == -1).all()
-
-
-def test_each_shard_for_itself():
-    keys = np.array([3, 1, 2, 9, 8, 7, 6, 5, 0], np.int32)
-    sorted_keys, indices, payload = local_sort(keys, data_mesh(2), payload=keys * 2)
-    assert indices.tolist() == [1, 2, 0, 4, 3, 8, 7, 6, 5, -1]
-    assert sorted_keys.tolist()[:9] == keys[indices[:9]].tolist()
-    assert payload.tolist()[:9] == (2 * keys[indices[:9]]).tolist()
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def shard_balance(
     indices: Integer[jax.Array | np.ndarray, " places"],
     num_shards: int,
 ) -> ShardBalance:
-    """How evenly the result of `sample_sort` or `local_sort` is spread over its shards.
+    """How evenly the result of `sample_sort` is spread over its shards.
 
     Args:
       keys: integers or floats[p·n], of JAX or NumPy: the work of each sample.

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from jvarlen.experimental.ordered_file.balance import (
     shard_balance,
 )
 from jvarlen.experimental.ordered_file.write import write_ordered
-from jvarlen.sorting.sample_sort import local_sort, sample_sort
+from jvarlen.sorting.sample_sort import sample_sort
 from jvarlen.sorting.shard_sort import has_ragged
 from jvarlen.sorting.sharded_rows import shard_local_rows
 
@@ -57,7 +57,7 @@ class SortCommand(DeviceConfig):
             if volume is not None:
                 sent = f"each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB"
             say(
-                balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}),
+                balance_table({"exact": sorted_file.balance}),
                 f"{sorted_file.num_rows:,} keys on {sorted_file.num_shards} devices: {sorted_file.seconds:.2f} s with "
                 f"compilation; {sent}",
                 self.out,
@@ -72,16 +72,14 @@ class SortedFile(NamedTuple):
       num_shards: p.
       seconds: of compiling and sorting.
       volume: what each device sent to others; None for a ragged exchange, where it depends on the keys.
-      exact: the balance of the exact sort.
-      local: the balance if each device sorts its own keys.
+      balance: how even the result is.
     """
 
     num_rows: int
     num_shards: int
     seconds: float
     volume: ExchangeVolume | None
-    exact: ShardBalance
-    local: ShardBalance
+    balance: ShardBalance
 
 
 def sort_file(path: Path, out: Path, placement: Placement, *, progress: bool = True) -> SortedFile:
@@ -120,16 +118,13 @@ def sort_file(path: Path, out: Path, placement: Placement, *, progress: bool = T
     num_shards = placement.layout.data
     with contextlib.nullcontext() if is_short else jax.enable_x64(True):
         placed, sizes = shard_local_rows(own, placement)
-        options: dict[str, Any] = {"shard_sizes": sizes}
         start = time.perf_counter()
-        exact = jax.block_until_ready(sample_sort(placed, placement, **options))
+        result = jax.block_until_ready(sample_sort(placed, placement, shard_sizes=sizes))
         seconds = time.perf_counter() - start
-        write_ordered(out, exact[1], len(keys), progress=progress)
-        local = local_sort(placed, placement, nan="last", **options)
+        write_ordered(out, result[1], len(keys), progress=progress)
     is_ragged = num_shards > 1 and has_ragged(placement.mesh)
     volume = None if is_ragged else exchange_volume(len(keys), num_shards, dtype=own.dtype)
-    balances = (shard_balance(result[0], result[1], num_shards) for result in (exact, local))
-    return SortedFile(len(keys), num_shards, seconds, volume, *balances)
+    return SortedFile(len(keys), num_shards, seconds, volume, shard_balance(result[0], result[1], num_shards))
 
 
 def _shortened(keys: np.ndarray) -> np.ndarray:
