@@ -16,12 +16,12 @@ from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.order import Order, sample_order
-from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
+from torch_ref.pacing import ValuePacing, competence_pacing, linear_pacing
 from torch_ref.packing import Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
 from torch_ref.row_lengths import choose_row_lengths
-from torch_ref.sort import local_sort, sample_sort
+from torch_ref.sort import sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.targets import next_token_targets
 from torch_ref.train import loss_sums, to_device, train_step
@@ -61,14 +61,12 @@ __all__ = [
     "choose_row_lengths",
     "competence_pacing",
     "compile_buckets",
-    "discrete_pacing",
     "fit_cost_model",
     "generate",
     "linear_pacing",
     "load",
     "load_model",
     "load_params",
-    "local_sort",
     "loss_sums",
     "lr_scale",
     "lr_sequence",
@@ -82,7 +80,6 @@ __all__ = [
     "pack_samples",
     "packed_row_costs",
     "read_config",
-    "root_pacing",
     "sample_order",
     "sample_sort",
     "stream_batches",

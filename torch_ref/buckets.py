@@ -16,7 +16,7 @@ from torch_ref.budget import Budget, Cost, as_budget, checked_costs, round_up
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.costs import warn_beyond_measured
 from torch_ref.fitting import Fitting, fit_budget
-from torch_ref.lengths import PairSize, row_sizes
+from torch_ref.lengths import row_sizes
 
 __all__ = [
     "Bucket",
@@ -61,11 +61,9 @@ class Buckets(tuple[Any, ...]):
     """Buckets, M, the microbatches of a step, that their rows were chosen for, and what pairs count in them."""
 
     microbatches_per_step: int | None
-    pair_size: PairSize
+    pair_size: str
 
-    def __new__(
-        cls, buckets: Iterable[Any], microbatches_per_step: int | None, pair_size: PairSize = "sum"
-    ) -> "Buckets":
+    def __new__(cls, buckets: Iterable[Any], microbatches_per_step: int | None, pair_size: str = "sum") -> "Buckets":
         """Keep all; None stands for an M that is not known."""
         made = super().__new__(cls, buckets)
         made.microbatches_per_step, made.pair_size = microbatches_per_step, pair_size
@@ -76,7 +74,7 @@ class Buckets(tuple[Any, ...]):
         found = super().__getitem__(index)
         return Buckets(found, self.microbatches_per_step, self.pair_size) if isinstance(index, slice) else found
 
-    def __getnewargs__(self) -> tuple[tuple[Any, ...], int | None, PairSize]:
+    def __getnewargs__(self) -> tuple[tuple[Any, ...], int | None, str]:
         """Let a copy keep all."""
         return tuple(self), self.microbatches_per_step, self.pair_size
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, check_integer, check_number, to_tensor
-from torch_ref.lengths import PairSize, check_pair_size
+from torch_ref.lengths import check_pair_size
 
 __all__ = [
     "STRATEGIES",
@@ -63,9 +63,8 @@ class Budget:
         max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
         max_bytes: a microbatch needs at most this; only together with `memory`.
-        pair_size: what a sample of two lengths counts: their "sum", the "larger", their "product" (pixels), or a
-            function of two int64 arrays that gives integers and does not fall as a length grows. It is the unit of
-            `max_tokens`, of what buckets are chosen by, and of the tokens and the padding of a plan.
+        pair_size: what a sample of two lengths counts: their "sum", the "larger" or their "product" (pixels). It
+            is the unit of `max_tokens`, of what buckets are chosen by, and of the tokens and the padding of a plan.
 
     Raises:
         ValueError: if a field is out of its range, or lacks the one that it goes with.
@@ -84,7 +83,7 @@ class Budget:
     max_cost: float | None = None
     memory: Cost | None = None
     max_bytes: float | None = None
-    pair_size: PairSize = "sum"
+    pair_size: str = "sum"
 
     def __post_init__(self) -> None:
         """Check the fields, and make plain numbers of them."""

@@ -14,7 +14,6 @@ __all__ = [
     "PAIR_SIZES",
     "Fitted",
     "Overlong",
-    "PairSize",
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
@@ -29,7 +28,6 @@ __all__ = [
 Overlong = Literal["error", "drop", "truncate"]
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
 PACKED_OVERLONG = (*OVERLONG, "split")
-PairSize = str | Callable[[NDArray[np.int64], NDArray[np.int64]], ArrayLike]
 PAIR_SIZES = ("sum", "larger", "product")
 
 
@@ -99,43 +97,34 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
 
 def check_pair_size(pair_size: Any) -> None:
     """Refuse what does not say what a pair counts, with a ValueError."""
-    if not callable(pair_size) and pair_size not in PAIR_SIZES:
-        raise ValueError(
-            f"pair_size must be one of {', '.join(PAIR_SIZES)}, or a function of both lengths, got {pair_size!r}"
-        )
+    if pair_size not in PAIR_SIZES:
+        raise ValueError(f"pair_size must be one of {', '.join(PAIR_SIZES)}, got {pair_size!r}")
 
 
-def row_sizes(lengths: NDArray[np.int64], pair_size: PairSize = "sum") -> NDArray[np.int64]:
+def row_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[np.int64]:
     """Return what rows count in a budget.
 
     Args:
         lengths: int64[..., D], the lengths of each row, one or several.
-        pair_size: what two of them count: their "sum", the "larger", their "product", or a function of both.
+        pair_size: what two of them count: their "sum", the "larger" or their "product".
 
     Returns:
         int64[...].
 
     Raises:
-        ValueError: if a product does not fit int64, or if the function gives anything but an integer for each pair.
+        ValueError: if a product does not fit int64.
     """
     if pair_size == "sum":
         return np.asarray(lengths.sum(axis=-1))
     if pair_size == "larger":
         return np.asarray(lengths.max(axis=-1))
     first, second = lengths[..., 0], lengths[..., 1]
-    if not callable(pair_size):
-        if int(first.max()) * int(second.max()) > INT64_MAX:
-            raise ValueError(f"the product of lengths {first.max()} and {second.max()} is above int64")
-        return np.asarray(first * second)
-    sizes = np.asarray(pair_size(first, second))
-    if sizes.dtype.kind not in "iu" or sizes.shape != first.shape:
-        raise ValueError(
-            f"pair_size must give an integer for each of {first.shape} pairs, got {sizes.dtype} of shape {sizes.shape}"
-        )
-    return sizes.astype(np.int64, copy=False)
+    if int(first.max()) * int(second.max()) > INT64_MAX:
+        raise ValueError(f"the product of lengths {first.max()} and {second.max()} is above int64")
+    return np.asarray(first * second)
 
 
-def sample_sizes(lengths: NDArray[np.int64], pair_size: PairSize = "sum") -> NDArray[np.int64]:
+def sample_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[np.int64]:
     """Return what samples count, int64[N]: their lengths, int64[N], or of int64[N, D] what `row_sizes` says."""
     if lengths.ndim == 1:
         return lengths

@@ -20,7 +20,6 @@ __all__ = [
     "check_difficulty",
     "random_keys",
     "sample_order",
-    "split_difficulty",
     "stable_argsort",
 ]
 
@@ -96,7 +95,7 @@ def sample_order(
     lengths: ArrayLike,
     order: str | Order | ArrayLike = "length",
     *,
-    difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
+    difficulty: ArrayLike | None = None,
     seed: int = 0,
     epoch: int = 0,
 ) -> NDArray[np.int64]:
@@ -105,8 +104,7 @@ def sample_order(
     Args:
         lengths: [N] integers >= 1, in tokens.
         order: a word, an array [n] of unique sample ids, or an `Order`.
-        difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers. Or a
-            sequence of several, each of which decides between samples that those before it hold equal.
+        difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
 
@@ -183,38 +181,21 @@ def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray
     return torch.sort(to_tensor(native), stable=True, descending=descending).indices.numpy()
 
 
-def split_difficulty(difficulty: ArrayLike | Sequence[ArrayLike]) -> list[Any]:
-    """Return the arrays of a difficulty: its only one, or each of a sequence of them."""
-    if isinstance(difficulty, np.ndarray):
-        return list(difficulty) if difficulty.ndim == 2 and len(difficulty) else [difficulty]
-    if isinstance(difficulty, Sequence) and len(difficulty) and np.ndim(difficulty[0]) == 1:
-        return list(difficulty)
-    return [difficulty]
-
-
-def check_difficulty(difficulty: ArrayLike | Sequence[ArrayLike] | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
+def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
     """Return what "length" orders sort by.
 
     Args:
-        difficulty: [N] integers or floats, a sequence of several, or None for the lengths.
+        difficulty: [N] integers or floats, or None for the lengths.
         lengths: int64[N], in tokens.
 
     Returns:
-        [N] in its own dtype, so that integers above 2**53 stay apart; for several their common dense ranks.
+        [N] in its own dtype, so that integers above 2**53 stay apart.
 
     Raises:
         ValueError: if the size, the dimensions or the dtype is wrong (bools and complex numbers are), or for NaN.
     """
     if difficulty is None:
         return lengths
-    arrays = [_check_values(array, lengths) for array in split_difficulty(difficulty)]
-    if len(arrays) == 1:
-        return arrays[0]
-    ranks = np.stack([np.unique(array, return_inverse=True)[1] for array in arrays])
-    return np.unique(ranks, axis=1, return_inverse=True)[1].reshape(-1)
-
-
-def _check_values(difficulty: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[Any]:
     values = np.asarray(difficulty)
     if values.shape != lengths.shape:
         raise ValueError(f"difficulty must have one value a sample, shape {lengths.shape}, got {values.shape}")

@@ -17,11 +17,9 @@ __all__ = [
     "Pacing",
     "ValuePacing",
     "competence_pacing",
-    "discrete_pacing",
     "linear_pacing",
     "num_admitted",
     "paced_arrival",
-    "root_pacing",
 ]
 
 Pacing = Callable[[Any], Any]
@@ -33,7 +31,7 @@ class ValuePacing:
 
     Attributes:
         bound: a function from global steps, int64[S], to the greatest difficulty admitted by then, [S] integers or
-            floats. Of several difficulties it goes by the first.
+            floats.
     """
 
     bound: Callable[[Any], Any]
@@ -58,29 +56,6 @@ def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
     """
     num_steps, initial = _check(num_steps, initial)
     return _pacing(num_steps, lambda step: initial + (1 - initial) * _share(step, num_steps))
-
-
-def root_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Pacing:
-    """Admit many samples early: by a root of the steps taken.
-
-    Args:
-        num_steps: as in `linear_pacing`.
-        initial: likewise.
-        degree: of the root, above 0.
-
-    Returns:
-        As `linear_pacing`.
-
-    Raises:
-        ValueError: if an argument is out of its range.
-
-    Example:
-        >>> root_pacing(100, initial=0.5)([0, 25, 200]).tolist()
-        [0.5, 0.75, 1.0]
-    """
-    num_steps, initial = _check(num_steps, initial)
-    degree = check_number("degree", degree, above=0)
-    return _pacing(num_steps, lambda step: initial + (1 - initial) * _share(step, num_steps) ** (1 / degree))
 
 
 def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Pacing:
@@ -108,34 +83,6 @@ def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -
     degree = check_number("degree", degree, above=0)
     start = initial**degree
     return _pacing(num_steps, lambda step: (start + (1 - start) * _share(step, num_steps)) ** (1 / degree))
-
-
-def discrete_pacing(num_steps: int, num_stages: int, initial: float = 0.1) -> Pacing:
-    """Admit samples in equal stages.
-
-    Args:
-        num_steps: as in `linear_pacing`.
-        num_stages: how many times more samples are admitted, at least 1.
-        initial: as in `linear_pacing`.
-
-    Returns:
-        As `linear_pacing`.
-
-    Raises:
-        ValueError: if an argument is out of its range.
-
-    Example:
-        >>> discrete_pacing(100, 2, initial=0.5)([0, 49, 50, 100]).tolist()
-        [0.5, 0.5, 0.75, 1.0]
-    """
-    num_steps, initial = _check(num_steps, initial)
-    num_stages = check_integer("num_stages", num_stages)
-
-    def admitted(step: NDArray[np.int64]) -> NDArray[np.float64]:
-        stage = np.minimum(step, num_steps) * num_stages // num_steps
-        return initial + (1 - initial) * stage / num_stages
-
-    return _pacing(num_steps, admitted)
 
 
 def num_admitted(

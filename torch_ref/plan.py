@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -19,14 +19,12 @@ from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.choice import choose_by_seconds, settle_packing
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import (
-    PairSize,
     check_lengths,
     check_pair_lengths,
     check_pair_size,
-    list_pairs,
     sample_sizes,
 )
-from torch_ref.order import Order, as_order, check_difficulty, sample_order, split_difficulty
+from torch_ref.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
 from torch_ref.packing import METHODS, Packing, pack_samples
@@ -97,7 +95,7 @@ class Plan:
         return len(self.step_bucket)
 
     @property
-    def pair_size(self) -> PairSize:
+    def pair_size(self) -> str:
         """What a sample of two lengths counts, as in `Budget`."""
         return self.buckets.pair_size
 
@@ -236,22 +234,21 @@ class Plan:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, pair_size: Callable[..., ArrayLike] | None = None) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a plan that `save` wrote.
 
         Args:
             path: the file.
-            pair_size: the function that counted its pairs, if one did; the words are known from the file.
 
         Returns:
             An equal plan.
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is not a plan file, of another version, cut short or changed, or if `pair_size` is missing
-                or out of place; the message names the file.
+            ValueError: if it is not a plan file, of another version, cut short or changed, the message names the
+                file.
         """
-        fields, counted = read_plan_file(path, pair_size)
+        fields, counted = read_plan_file(path)
         num_microbatches = int(fields["microbatches_per_step"])
         return cls(
             buckets=Buckets(check_buckets(fields["buckets"].tolist()), num_microbatches, counted),
@@ -295,7 +292,7 @@ def make_plan(
     buckets: Sequence[tuple[int, ...]] | Budget | None = None,
     *,
     order: str | Order | ArrayLike = "shuffle",
-    difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
+    difficulty: ArrayLike | None = None,
     pacing: Pacing | ValuePacing | None = None,
     packing: str | None = None,
     overlong: str = "error",
@@ -408,20 +405,12 @@ def make_plan(
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
     sums, bucket_sizes = sample_sizes(values, checked.pair_size), checked.row_sizes
-    is_one = difficulty is None or len(split_difficulty(difficulty)) == 1
-    by_length = np.array_equal(check_difficulty(difficulty, sums), sums) and is_one
+    by_length = np.array_equal(check_difficulty(difficulty, sums), sums)
     ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch)
     items = assign_buckets(values, sums, ids, checked, overlong, packed=packed is not None)
-    if callable(checked.pair_size):
-        above = np.sort(items.ids[items.num_tokens > bucket_sizes[items.bucket.numpy()]])
-        if len(above):
-            raise ValueError(
-                "pair_size must not fall as a length grows, but gives less for the buckets of "
-                f"{list_pairs(above, values[above])}"
-            )
     rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
     if pacing is not None:
-        first = sums if difficulty is None else np.asarray(split_difficulty(difficulty)[0])
+        first = sums if difficulty is None else np.asarray(difficulty)
         items = _pace(items, pacing, first, rows_per_step, seed, epoch)
     by_arrival = order.name in ("dataset", "array") or not by_length or order.blocks is not None
     by_arrival = by_arrival or pacing is not None

@@ -9,16 +9,15 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from torch_ref.buckets import check_buckets, check_steps
 from torch_ref.checks import check_integer
-from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES, PairSize
+from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES
 
 __all__ = ["count_per_row", "plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -89,12 +88,12 @@ def plan_digest(
     return total.hexdigest()
 
 
-def write_plan_file(path: str | os.PathLike[str], *, pair_size: PairSize = "sum", **fields: Any) -> None:
+def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **fields: Any) -> None:
     """Write a plan's fields to an uncompressed .npz file, through a temporary file beside it.
 
     Args:
         path: where to; an existing file is replaced only once the new one is complete.
-        pair_size: what pairs count; of a function only that it is one is kept.
+        pair_size: what pairs count.
         **fields: all fields of the format but its version, digest and checksum; `row_offsets` and `samples_per_row`
             only of packed rows, `piece_starts` only of split samples.
 
@@ -102,7 +101,7 @@ def write_plan_file(path: str | os.PathLike[str], *, pair_size: PairSize = "sum"
         OSError: if the file cannot be written.
     """
     digest = _digest_of(fields)
-    checksum = _checksum(digest, fields, "function" if callable(pair_size) else pair_size)
+    checksum = _checksum(digest, fields, pair_size)
     fields |= {"format_version": _VERSION, "digest": digest, "checksum": checksum}
     arrays: dict[str, Any] = {
         name: np.asarray(fields[name], dtype=None if kind == "U" else np.dtype(kind).newbyteorder("<"))
@@ -118,14 +117,11 @@ def write_plan_file(path: str | os.PathLike[str], *, pair_size: PairSize = "sum"
         temporary.unlink(missing_ok=True)
 
 
-def read_plan_file(
-    path: str | os.PathLike[str], pair_size: Callable[..., ArrayLike] | None = None
-) -> tuple[dict[str, NDArray[Any]], PairSize]:
+def read_plan_file(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray[Any]], str]:
     """Read and verify a plan file.
 
     Args:
         path: the file.
-        pair_size: the function that counted its pairs, if one did.
 
     Returns:
         The fields by name, with the dtypes of the format; and what pairs count.
@@ -152,19 +148,13 @@ def read_plan_file(
     if not problem:
         # The checksum alone holds what pairs count: every file has the same fields.
         digest = _digest_of(fields)
-        seals = {_checksum(digest, fields, word): word for word in (*PAIR_SIZES, "function")}
+        seals = {_checksum(digest, fields, word): word for word in PAIR_SIZES}
         counted = seals.get(str(fields["checksum"]), "")
         if not counted:
             problem = "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum is another"
-        elif (counted == "function") != (pair_size is not None):
-            problem = (
-                "its pairs were counted by a function: pass it as pair_size="
-                if counted == "function"
-                else f"its pairs count their {counted}, by no function: leave pair_size out"
-            )
     if problem:
         raise ValueError(f"{path}: {problem}")
-    return fields, pair_size or counted
+    return fields, counted
 
 
 def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:

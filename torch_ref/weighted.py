@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +27,7 @@ class WeightedTokens:
         ValueError: if there are not as many weights as tokens, or a weight is out of its range.
 
     Example:
-        >>> WeightedTokens.from_labels([5, 6, 7], [-100, 6, 7]).weights
+        >>> WeightedTokens([5, 6, 7], np.array([-100, 6, 7]) != -100).weights
         array([0., 1., 1.], dtype=float32)
     """
 
@@ -41,30 +41,6 @@ class WeightedTokens:
         if len(bad):
             listed = ", ".join(f"token {i}: {self.weights[i]}" for i in bad[:MAX_LISTED])
             raise ValueError(f"weights must be finite and at least 0: {listed}")
-
-    @classmethod
-    def from_labels(cls, tokens: ArrayLike, labels: ArrayLike, ignored: int = -100) -> Self:
-        """Give weight 1 to the tokens that labels repeat, and 0 where they are `ignored`.
-
-        Args:
-            tokens: [L] integers.
-            labels: [L] integers, as `transformers` has them: each its token or `ignored`.
-            ignored: the label of tokens that are not learned.
-
-        Returns:
-            The tokens with these weights.
-
-        Raises:
-            ValueError: if there are not as many labels as tokens, or a label is neither.
-        """
-        of_tokens, of_labels = np.asarray(tokens), np.asarray(labels)
-        if of_tokens.shape != of_labels.shape:
-            raise ValueError(f"labels of shape {of_labels.shape} do not go with tokens of {of_tokens.shape}")
-        wrong = np.flatnonzero((of_labels != ignored) & (of_labels != of_tokens))
-        if len(wrong):
-            listed = ", ".join(f"token {i}: {of_labels[i]} for {of_tokens[i]}" for i in wrong[:MAX_LISTED])
-            raise ValueError(f"a label must be its token or {ignored}: {listed}")
-        return cls(of_tokens, of_labels != ignored)
 
     def __len__(self) -> int:
         """Return the number of tokens, which is the length that a plan needs."""

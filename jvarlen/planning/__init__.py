@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.balance import packed_row_costs
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import PairBucket
-    from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, root_pacing
+    from jvarlen.planning.pacing import ValuePacing, competence_pacing
     from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
@@ -37,9 +37,7 @@ __all__ = [
     "ValuePacing",
     "choose_row_lengths",
     "competence_pacing",
-    "discrete_pacing",
     "packed_row_costs",
-    "root_pacing",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -148,8 +148,6 @@ class Buckets(tuple[_Kind, ...]):
     @property
     def unit(self) -> str:
         """What is counted, for reports."""
-        if callable(self.pair_size):
-            return f"tokens (of pairs {getattr(self.pair_size, '__name__', 'pair_size')})"
         return {
             "sum": "tokens",
             "larger": "tokens (of pairs the larger length)",

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_number
-from jvarlen.planning.lengths import PairSize, check_pair_size
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_number
+from jvarlen.planning.lengths import PairSize
 
 __all__ = [
     "Budget",
@@ -84,10 +84,9 @@ class Budget(BudgetSettings):
         rows × `pair_size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
-      pair_size: what a sample of two lengths counts: `"sum"` of both, as source and target tokens; the `"larger"`;
-        their `"product"`, as the pixels of images; or a function of both, int64 arrays, that gives integers and does
-        not fall as a length grows. rows × pair_size stays within `max_tokens`, is what buckets are chosen by, and what
-        the plan reports as tokens and as padding.
+      pair_size: what a sample of two lengths counts: `"sum"` of both, as source and target tokens; the `"larger"`; or
+        their `"product"`, as the pixels of images. rows × pair_size stays within `max_tokens`, is what buckets are
+        chosen by, and what the plan reports as tokens and as padding.
 
     Raises:
       ValueError: a limit that is not a positive number, or that lacks its function; a strategy that does not exist.
@@ -119,7 +118,7 @@ class Budget(BudgetSettings):
         for name, function in (("cost", self.cost), ("memory", self.memory)):
             if function is not None and not callable(function):
                 raise UserError(f"{name} must be a function of rows and length, not {function!r}")
-        check_pair_size(self.pair_size)
+        check_choices(pair_size=(self.pair_size, PairSize))
         for limit in _limits(self):
             if limit.function is None:
                 raise UserError(f"{limit.name} ({limit.value!r}) needs {limit.source}, a function of rows and length")

@@ -10,6 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Bool, Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices
@@ -17,14 +18,12 @@ from jvarlen._common.threads import in_parts
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
 from jvarlen.planning.order import (
     CHUNK,
-    Difficulty,
     Order,
     block_size_of,
     is_by,
     random_key_chunks,
     random_keys,
     sample_order,
-    split_difficulty,
     stable_argsort,
 )
 
@@ -51,7 +50,7 @@ class Ordering(NamedTuple):
     """What decides the order of samples and steps: the arguments of `make_plan`."""
 
     order: Order
-    difficulty: Difficulty | None  # None where it is the length
+    difficulty: npt.ArrayLike | None  # None where it is the length
     seed: int
     epoch: int
     pacing: Pacing | ValuePacing | None = None
@@ -109,7 +108,7 @@ def group_by_bucket(
     else:
         bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
     if ordering.pacing is not None:
-        bound = sizes if ordering.difficulty is None else np.asarray(split_difficulty(ordering.difficulty)[0])
+        bound = sizes if ordering.difficulty is None else np.asarray(ordering.difficulty)
         has_bucket = bucket < len(bucket_lengths)
         ranks = _paced_ranks(bucket[has_bucket], bound[ids[has_bucket]], rows_per_step, ordering)
         arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])

@@ -25,7 +25,6 @@ __all__ = [
     "check_lengths",
     "check_lengths_for",
     "check_pair_lengths",
-    "check_pair_size",
     "check_random_access",
     "dropped_and_truncated",
     "ends_to_offsets",
@@ -39,8 +38,7 @@ __all__ = [
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
-# What a sample of two lengths counts: their sum, the larger, their product, or a function of arrays of both.
-PairSize = Literal["sum", "larger", "product"] | Callable[..., npt.ArrayLike]
+PairSize = Literal["sum", "larger", "product"]  # what a sample of two lengths counts
 
 _LARGEST = 2**63 - 1
 _PIECE = 2**22  # samples read at a time
@@ -180,14 +178,6 @@ def check_lengths_for(
     return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
 
 
-def check_pair_size(pair_size: object) -> None:
-    """Raises ValueError for what does not say what a sample of two lengths counts."""
-    if not callable(pair_size) and pair_size not in ("sum", "larger", "product"):
-        raise UserError(
-            f'pair_size must be "sum", "larger", "product" or a function of both lengths, not {pair_size!r}'
-        )
-
-
 def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " *n"]:
     """What a row of each of these lengths, one or several along the last axis, counts in a budget."""
     if pair_size == "sum":
@@ -195,17 +185,9 @@ def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "su
     if pair_size == "larger":
         return lengths.max(axis=-1)
     first, second = lengths[..., 0], lengths[..., 1]
-    if not callable(pair_size):
-        if int(first.max()) * int(second.max()) > _LARGEST:
-            raise UserError(f"the product of lengths {first.max()} and {second.max()} does not fit int64")
-        return first * second
-    sizes = np.asarray(pair_size(first, second))
-    if sizes.dtype.kind not in "iu" or sizes.shape != first.shape:
-        raise UserError(
-            "pair_size takes int64 arrays of both lengths and gives an integer for each pair, not "
-            f"{sizes.dtype}{list(sizes.shape)} for int64{list(first.shape)}"
-        )
-    return sizes.astype(np.int64, copy=False)
+    if int(first.max()) * int(second.max()) > _LARGEST:
+        raise UserError(f"the product of lengths {first.max()} and {second.max()} does not fit int64")
+    return first * second
 
 
 def sample_sizes(lengths: Int64[np.ndarray, " N *sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " N"]:

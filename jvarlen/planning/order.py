@@ -6,7 +6,7 @@ Every random choice is a value of a counter-based stream keyed by (seed, epoch),
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,7 +20,6 @@ __all__ = [
     "BUFFER_STREAM",
     "CHUNK",
     "PACKING_STREAM",
-    "Difficulty",
     "Order",
     "OrderSettings",
     "OrderWord",
@@ -33,11 +32,9 @@ __all__ = [
     "random_key_chunks",
     "random_keys",
     "sample_order",
-    "split_difficulty",
     "stable_argsort",
 ]
 
-Difficulty = npt.ArrayLike | Sequence[npt.ArrayLike]
 OrderWord = Literal["dataset", "length", "length_descending", "shuffle"]
 
 CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
@@ -125,7 +122,7 @@ def sample_order(
     lengths: npt.ArrayLike,
     order: str | Order | npt.ArrayLike = "length",
     *,
-    difficulty: Difficulty | None = None,
+    difficulty: npt.ArrayLike | None = None,
     seed: int = 0,
     epoch: int = 0,
 ) -> Int64[np.ndarray, " n"]:
@@ -134,8 +131,7 @@ def sample_order(
     Args:
       lengths: integers[N], tokens a sample.
       order: a word, an array of sample ids, or an `Order`, of which `by` and `block_size` count.
-      difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length. Or a sequence of
-        such arrays: samples with equal values of the first are sorted by the second, and so on.
+      difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
 
@@ -251,31 +247,16 @@ def check_seed(seed: int, epoch: int) -> None:
     check_at_least_zero(seed=seed, epoch=epoch)
 
 
-def split_difficulty(difficulty: Difficulty) -> list[npt.ArrayLike]:
-    """The arrays of a difficulty: each of a sequence of arrays, or the only one."""
-    if isinstance(difficulty, np.ndarray):
-        return list(difficulty) if difficulty.ndim == 2 and len(difficulty) else [difficulty]
-    is_nested = isinstance(difficulty, Sequence) and len(difficulty) > 0 and np.ndim(difficulty[0]) == 1
-    return list(difficulty) if is_nested else [difficulty]  # type: ignore[arg-type, list-item]
-
-
-def check_difficulty(difficulty: Difficulty, num_samples: int) -> Shaped[np.ndarray, " N"]:
-    """Checks a difficulty, and makes one of several."""
-    arrays = [np.asarray(array) for array in split_difficulty(difficulty)]
-    for array in arrays:
-        if array.shape != (num_samples,):
-            raise UserError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")
-        if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
-            raise UserError(f"difficulty must be integers or floats, not {array.dtype}")
-        if np.isnan(array).any():
-            raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(np.isnan(array)))}")
-    if len(arrays) == 1:
-        return arrays[0]
-    ranks = np.zeros(num_samples, np.int64)
-    for array in arrays:
-        values, codes = np.unique(array, return_inverse=True)
-        _, ranks = np.unique(ranks * len(values) + codes, return_inverse=True)
-    return ranks
+def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:
+    """Checks a difficulty: ints or floats[N] without NaN."""
+    array = np.asarray(difficulty)
+    if array.shape != (num_samples,) or array.dtype.kind not in "iuf":
+        raise UserError(
+            f"difficulty must be {num_samples} integers or floats, one a sample, not {array.dtype}{list(array.shape)}"
+        )
+    if np.isnan(array).any():
+        raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(np.isnan(array)))}")
+    return array
 
 
 def _check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarray, " n"]:

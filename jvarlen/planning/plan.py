@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_choices, list_offenders
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, make_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
@@ -26,13 +26,12 @@ from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, 
 from jvarlen.planning.lengths import (
     Overlong,
     PackedOverlong,
+    PairSize,
     check_lengths_for,
-    check_pair_size,
     ends_to_offsets,
     sample_sizes,
 )
 from jvarlen.planning.order import (
-    Difficulty,
     Order,
     as_order,
     block_size_of,
@@ -40,7 +39,6 @@ from jvarlen.planning.order import (
     check_seed,
     is_by,
     sample_order,
-    split_difficulty,
 )
 from jvarlen.planning.packing import (
     Packing,
@@ -217,23 +215,21 @@ class Plan(PlannedSteps):
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
 
     @staticmethod
-    def load(path: str | os.PathLike[str], *, pair_size: Callable[..., npt.ArrayLike] | None = None) -> Plan:
+    def load(path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote, and verifies it.
 
         Args:
           path: the file.
-          pair_size: the function that the plan was made with, where it was one: the file knows the words alone.
 
         Returns:
           The plan.
 
         Raises:
-          ValueError: the file is not a plan, is damaged, of another version, or was edited; pair_size is needed, or
-            given for a plan that was made without a function.
+          ValueError: the file is not a plan, is damaged, of another version, or was edited.
         """
         from jvarlen.planning.plan_file import read_plan_file
 
-        fields, counted = read_plan_file(Path(path), pair_size)
+        fields, counted = read_plan_file(Path(path))
         arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
         numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
         values: dict[str, Any] = {name: fields.get(name) for name in arrays}
@@ -250,7 +246,7 @@ def make_plan(
     buckets: Sequence[tuple[int, ...]] | Budget | None = None,
     *,
     order: str | Order | npt.ArrayLike = "shuffle",
-    difficulty: Difficulty | None = None,
+    difficulty: npt.ArrayLike | None = None,
     pacing: Pacing | ValuePacing | None = None,
     packing: PackingMethod | Literal["auto"] | None = None,
     overlong: PackedOverlong = "error",
@@ -329,7 +325,7 @@ def make_plan(
     if limits is None:
         num_microbatches = given_microbatches(budget, buckets)
         pair_size = budget.get("pair_size", getattr(buckets, "pair_size", "sum"))
-        check_pair_size(pair_size)
+        check_choices(pair_size=(pair_size, PairSize))
         made_for = getattr(buckets, "microbatches_per_step", None)
         checked = Buckets(check_buckets(cast("Sequence[tuple[int, ...]]", buckets)), made_for, pair_size)
     else:
@@ -450,7 +446,7 @@ def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
 def _check_packing(
     packing: str,
     lengths: npt.ArrayLike | Packing,
-    difficulty: Difficulty | None,
+    difficulty: npt.ArrayLike | None,
     pacing: Pacing | ValuePacing | None,
 ) -> None:
     """Raises ValueError for what packed samples cannot have."""
@@ -471,19 +467,13 @@ def _plan_rows(
 ) -> Plan:
     """The plan of checked lengths, each a row."""
     sizes = sample_sizes(lengths, buckets.pair_size)
-    if (difficulty := ordering.difficulty) is not None:
-        is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), sizes)
-        if is_length and len(split_difficulty(difficulty)) == 1:
-            ordering = ordering._replace(difficulty=None)
+    difficulty = ordering.difficulty
+    if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), sizes):
+        ordering = ordering._replace(difficulty=None)
     rows_per_step = rows_of_steps(buckets, num_microbatches)
     bucket_lengths, bucket_sizes = np.array([bucket.lengths for bucket in buckets], np.int64), buckets.row_sizes
     of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
     samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
-    if callable(buckets.pair_size):
-        room = np.repeat(bucket_sizes, samples.num_samples)
-        if (is_above := sizes[samples.ids] > room).any():
-            listed = list_offenders(samples.ids[is_above], lengths[samples.ids[is_above]])
-            raise UserError(f"pair_size must not fall as a length grows; it is less for the buckets of {listed}")
     steps = canonical_steps(samples.num_samples, rows_per_step)
     padded_tokens = rows_per_step.astype(object) * bucket_sizes
     num_steps = np.bincount(steps.bucket, minlength=len(buckets))

@@ -6,9 +6,9 @@ Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n sample
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
@@ -37,7 +37,6 @@ _MAX_REASON = 300  # characters
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
 _SPLIT_DIGEST_NAME = b"jvarlen-split-plan-1\0"
-_COUNTED = ("sum", "larger", "product", "function")  # what pairs count
 DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
@@ -99,14 +98,14 @@ def plan_digest(
 def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
     fields = {name: value for name, value in fields.items() if name in _fields_of(fields)}
-    checksum = _checksum(fields, "function" if callable(pair_size) else pair_size)
+    checksum = _checksum(fields, pair_size)
     sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(checksum)}
     arrays: Any = {name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()}
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def read_plan_file(path: Path, pair_size: Callable[..., Any] | None = None) -> tuple[Fields, PairSize]:
+def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
     """Reads what `write_plan_file` wrote, and what pairs count; raises ValueError where it is anything else."""
     try:
         with regular_file(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -132,21 +131,15 @@ def read_plan_file(path: Path, pair_size: Callable[..., Any] | None = None) -> t
             fields.get("piece_starts"),
         )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
-        sealed = next((word for word in _COUNTED if _checksum(fields, word) == str(fields["checksum"])), None)
+        sealed = next((word for word in get_args(PairSize) if _checksum(fields, word) == str(fields["checksum"])), None)
         if digest != str(fields["digest"]) or sealed is None:
             raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
-        if (sealed == "function") != (pair_size is not None):
-            raise UserError(
-                "a function says what its pairs count: pass it as pair_size="
-                if sealed == "function"
-                else f"its pairs count their {sealed}, by no function: leave pair_size out"
-            )
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no plan file {path}") from None
     except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
         reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
         raise UserError(f"{path} is not a readable plan file: {reason}") from error
-    return fields, pair_size or cast(PairSize, sealed)
+    return fields, cast(PairSize, sealed)
 
 
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:

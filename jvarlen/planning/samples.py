@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float32, Integer
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError
 
 __all__ = [
     "Dataset",
@@ -61,33 +61,6 @@ class WeightedTokens:
             raise UserError(f"{self.tokens.shape} tokens need as many weights, not {self.weights.shape}")
         if len(self.weights) and not (0 <= self.weights.min() <= self.weights.max() < np.inf):
             raise UserError("loss weights must be finite and at least 0")
-
-    @classmethod
-    def from_labels(cls, tokens: npt.ArrayLike, labels: npt.ArrayLike, ignored: int = -100) -> WeightedTokens:
-        """The sample of labels as Hugging Face has them: a copy of the tokens, with `ignored` where none is learned.
-
-        Args:
-          tokens: integers[L].
-          labels: integers[L].
-          ignored: the label of tokens that have weight 0.
-
-        Returns:
-          The sample; all other tokens have weight 1.
-
-        Raises:
-          ValueError: another number of labels than of tokens, or labels that are neither the token nor `ignored`.
-
-        Example:
-          >>> WeightedTokens.from_labels([5, 6], [-100, 6])
-          WeightedTokens(tokens=[5, 6], weights=[0.0, 1.0])
-        """
-        tokens, labels = to_tokens(tokens), to_tokens(labels)
-        if tokens.shape != labels.shape:
-            raise UserError(f"{tokens.shape} tokens need as many labels, not {labels.shape}")
-        is_learned = labels != ignored
-        if wrong := np.flatnonzero(is_learned & (labels != tokens)).tolist():
-            raise UserError(f"labels must be the tokens, or {ignored}; others are at {list_first(wrong)}")
-        return cls(tokens, is_learned)
 
     def __len__(self) -> int:
         return len(self.tokens)

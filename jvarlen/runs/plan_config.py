@@ -19,7 +19,7 @@ from jvarlen.planning.candidates import choose_candidate, decided_packing
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
-from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
+from jvarlen.planning.pacing import Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.packing import Packing, PackingMethod, orders_of_packing, pack_samples
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan, make_plan
@@ -44,7 +44,7 @@ _UNKNOWN_COST = "one sample a row; training packs rows where that takes fewer se
 SHAPES_FILE = "shapes.json"  # in a run directory
 
 BatchSizeRule = Literal["linear", "sqrt", "none"]
-PacingName = Literal["none", "linear", "root", "competence", "discrete"]
+PacingName = Literal["none", "linear", "competence"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,6 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """First step that admits all samples."""
     pacing_initial: float = 0.1
     """Share of the samples that the first step admits."""
-    pacing_stages: int = 5
-    """Number of stages of discrete pacing."""
     packing: PackingMethod | Literal["auto", "unset"] | None = "unset"
     """Pack several samples into each row: best_fit keeps samples whole, wrapped lays them end to end and cuts
     them at the ends of rows, which are max_length long; None has one sample a row. auto takes padded shapes, packed
@@ -110,7 +108,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
                 check_bucket_lengths(self.row_lengths)
             except UserError as error:
                 raise UserError(f"row_lengths: {error}") from None
-        check_counts(self, 1, "pacing_steps", "pacing_stages")
+        check_counts(self, 1, "pacing_steps")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         for name, model in self._needing_models:
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
@@ -227,10 +225,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
         """The curriculum pacing, if there is one."""
         if self.pacing == "none":
             return None
-        if self.pacing == "discrete":
-            return discrete_pacing(self.pacing_steps, self.pacing_stages, self.pacing_initial)
-        named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
-        return named[self.pacing](self.pacing_steps, self.pacing_initial)
+        make = linear_pacing if self.pacing == "linear" else competence_pacing
+        return make(self.pacing_steps, self.pacing_initial)
 
     @property
     def padded_overlong(self) -> Overlong:

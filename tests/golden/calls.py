@@ -94,7 +94,7 @@ def make_mixed_plan(package: str, plan: Any, microbatches_per_step: int) -> Any:
 
 
 def pacing(package: str, kind: str, num_steps: int, **options: Any) -> Any:
-    """`kind`: linear, root, competence or discrete."""
+    """`kind`: linear or competence."""
     return _of(package, f"{kind}_pacing")(num_steps, **options)
 
 

@@ -93,7 +93,6 @@ ORDER_OPTIONS: dict[str, dict[str, Any]] = {order: {"order": order} for order in
     "subset": {"order": SUBSET},
     "difficulty": {"difficulty": EASE},
     "difficulty in floats, descending": {"order": "length_descending", "difficulty": SCORES},
-    "difficulty and length": {"difficulty": (EASE, LENGTHS)},
     "difficulty is the length": {"difficulty": LENGTHS},
     "blocks of a sorted order": {"order": "length", "block_size": 64},
     "blocks of a shuffle": {"order": "shuffle", "block_size": 64},
@@ -122,9 +121,7 @@ add_all(
 
 PACINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {"initial": 0.05}),
-    "root": ("root", {"initial": 0.05, "degree": 2}),
     "competence": ("competence", {"initial": 0.01}),
-    "discrete": ("discrete", {"num_stages": 7, "initial": 0.2}),
 }
 
 

@@ -38,8 +38,7 @@ def difficulties(draw, given_lengths):
     ]
     kind = draw(st.sampled_from(kinds))
     one = st.lists(kind, min_size=size, max_size=size)
-    of_few = st.lists(st.integers(0, 1), min_size=size, max_size=size)
-    return draw(st.one_of(st.none(), st.just(given_lengths), one, st.tuples(of_few, one).map(list)))
+    return draw(st.one_of(st.none(), st.just(given_lengths), one))
 
 
 @st.composite

@@ -119,7 +119,7 @@ def weighted_samples(package):
     for i in range(60):
         tokens = DATASET[i].astype(np.int64)
         labels, weights = np.where(rng.random(len(tokens)) < 0.4, -100, tokens), rng.choice([0, 0.3, 1.7], len(tokens))
-        of_labels = package.WeightedTokens.from_labels(tokens, labels)
+        of_labels = package.WeightedTokens(tokens, labels != -100)
         samples.append([tokens, of_labels, package.WeightedTokens(tokens, weights)][i % 3])
     return samples
 
@@ -174,11 +174,9 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
         (lambda weighted: weighted([1, 2], [1]), r"\(1,\)|not \(2,\)"),
         (lambda weighted: weighted([1, 2], [1, -1]), "at least 0"),
         (lambda weighted: weighted([1, 2], [1, np.nan]), "finite"),
-        (lambda weighted: weighted.from_labels([1, 2], [1]), "labels"),
-        (lambda weighted: weighted.from_labels([1, 2], [1, 3]), "-100"),
     ],
 )
-def test_weights_and_labels_that_do_not_fit_are_refused(package, make, named):
+def test_weights_that_do_not_fit_are_refused(package, make, named):
     with pytest.raises(ValueError, match=named):
         make(package.WeightedTokens)
 

@@ -157,16 +157,6 @@ def test_bad_lengths_are_listed_with_id_and_value(package):
             package.check_lengths([1, too_large])
 
 
-def test_later_difficulties_decide_between_equal_ones(package):
-    """Each of its own type, up to the id; a single one in a sequence is that one."""
-    lengths, first = [1] * 6, np.array([2, 1, 2, 1, 2, 1], np.uint8)
-    second = [2**53 + 1, 0, 2**53, 0, 2**53, -1]
-    assert package.sample_order(lengths, "length", difficulty=[first, second]).tolist() == [5, 1, 3, 2, 4, 0]
-    assert package.sample_order(lengths, "length_descending", difficulty=(first, second)).tolist() == [0, 2, 4, 1, 3, 5]
-    alone = package.sample_order(lengths, "length", difficulty=[first])
-    assert alone.tolist() == package.sample_order(lengths, "length", difficulty=first).tolist()
-
-
 @pytest.mark.parametrize(
     "bad",
     [

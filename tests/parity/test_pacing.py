@@ -6,21 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import find, slow
-from .inputs import Table, difficulties, few, for_plan, moderate, pacings, seeds, steps_of, text_of
+from .inputs import Table, few, for_plan, moderate, pacings, seeds, steps_of, text_of
 
 SHAPES = {
     "linear_pacing": lambda x, initial, degree: initial + (1 - initial) * x,
-    "root_pacing": lambda x, initial, degree: initial + (1 - initial) * x ** (1 / degree),
     "competence_pacing": lambda x, initial, degree: min(
         1.0, (initial**degree + (1 - initial**degree) * x) ** (1 / degree)
     ),
 }
 
 
-def made(package, name, num_steps, initial, degree, num_stages=1):
-    options = {"degree": degree} if name in ("root_pacing", "competence_pacing") else {}
-    if name == "discrete_pacing":
-        options = {"num_stages": num_stages}
+def made(package, name, num_steps, initial, degree):
+    options = {"degree": degree} if name == "competence_pacing" else {}
     return find(package, name)(num_steps, initial=initial, **options)
 
 
@@ -41,34 +38,16 @@ def test_pacing_follows_its_formula(package, name, num_steps, initial, degree, s
     assert float(pacing(steps[0])) == pytest.approx(expected[0], rel=1e-12)
 
 
-@few
-@given(
-    num_steps=st.integers(1, 1000),
-    num_stages=st.integers(1, 12),
-    initial=st.floats(1e-3, 1.0),
-    steps=st.lists(st.integers(0, 1200), min_size=1, max_size=20),
-)
-def test_stages_are_cut_in_integers(package, num_steps, num_stages, initial, steps):
-    """The stage of a step is an integer quotient, which no rounding moves."""
-    pacing = find(package, "discrete_pacing")(num_steps, num_stages, initial=initial)
-    expected = [
-        initial + (1 - initial) * min(step * num_stages // num_steps, num_stages) / num_stages for step in steps
-    ]
-    np.testing.assert_allclose(pacing(np.array(steps)), expected, rtol=1e-12)
-    assert float(pacing(steps[0])) == pytest.approx(expected[0], rel=1e-12)
-
-
-@pytest.mark.parametrize("name", [*SHAPES, "discrete_pacing"])
+@pytest.mark.parametrize("name", SHAPES)
 @few
 @given(
     num_steps=st.integers(1, 300),
     initial=st.floats(1e-6, 1.0),
     degree=st.floats(0.3, 9.0),
-    num_stages=st.integers(1, 50),
 )
-def test_no_pacing_falls_and_all_end_at_one(package, name, num_steps, initial, degree, num_stages):
+def test_no_pacing_falls_and_all_end_at_one(package, name, num_steps, initial, degree):
     """Within [0, 1] to the last bit, and exactly 1 from the last step on."""
-    shares = made(package, name, num_steps, initial, degree, num_stages)(np.arange(num_steps + 50))
+    shares = made(package, name, num_steps, initial, degree)(np.arange(num_steps + 50))
     assert shares.min() >= 0
     assert shares.max() == 1
     assert (shares[num_steps:] == 1).all()
@@ -76,24 +55,20 @@ def test_no_pacing_falls_and_all_end_at_one(package, name, num_steps, initial, d
     assert shares[0] == pytest.approx(initial, rel=1e-9)
 
 
-ALL = (*SHAPES, "discrete_pacing")
-
-
 @pytest.mark.parametrize(
     ("names", "options", "named"),
     [
-        (ALL, {"num_steps": 0}, "num_steps"),
-        (ALL, {"initial": 0.0}, "initial"),
-        (ALL, {"initial": float("nan")}, "initial"),
-        (("root_pacing", "competence_pacing"), {"degree": 0}, "degree"),
-        (("discrete_pacing",), {"num_stages": 0}, "num_stages"),
+        (tuple(SHAPES), {"num_steps": 0}, "num_steps"),
+        (tuple(SHAPES), {"initial": 0.0}, "initial"),
+        (tuple(SHAPES), {"initial": float("nan")}, "initial"),
+        (("competence_pacing",), {"degree": 0}, "degree"),
     ],
     ids=text_of,
 )
 def test_bad_pacings_are_refused_by_name(package, names, options, named):
-    """At least one step and one stage, an initial share in (0, 1], a degree above 0."""
+    """At least one step, an initial share in (0, 1], a degree above 0."""
     for name in names:
-        valid = {"num_steps": 10, "initial": 0.5} | ({"num_stages": 3} if name == "discrete_pacing" else {})
+        valid = {"num_steps": 10, "initial": 0.5}
         find(package, name)(**valid)
         with pytest.raises(ValueError, match=named):
             find(package, name)(**(valid | options))
@@ -128,7 +103,8 @@ def test_paced_steps_match_the_contract(package, arguments):
 @given(arguments=paced_arguments(), data=st.data())
 def test_steps_paced_by_value_match_the_contract(package, arguments, data):
     """Bounds of the length or of a difficulty, integers or floats, also infinite; the highest so far counts."""
-    arguments |= {"order": "length", "difficulty": data.draw(difficulties(arguments["lengths"]))}
+    difficulty = st.lists(st.integers(-2, 20), min_size=len(arguments["lengths"]), max_size=len(arguments["lengths"]))
+    arguments |= {"order": "length", "difficulty": data.draw(st.one_of(st.none(), difficulty))}
     del arguments["pacing"]
     number = st.one_of(st.integers(-3, 25), st.sampled_from([-np.inf, 0.5, 12.5, 2.0**53, np.inf]))
     bounds = Table(tuple(data.draw(st.lists(number, min_size=1, max_size=6))))

@@ -69,7 +69,7 @@ def test_paths_may_be_texts():
         (lambda: PlanConfig(packing="best_fit", strategy="quantile"), "strategy 'quantile' is for single samples"),
         (lambda: PlanConfig(packing="best_fit", chunks_in_order=True, shuffle_steps=True), "chunks_in_order excludes"),
         (lambda: PlanConfig(new_shape_every=-2), r"new_shape_every \(-2\)"),
-        (lambda: PlanConfig(order="length", pacing="root", new_shape_every=5), r"new_shape_every \(5\) and pacing"),
+        (lambda: PlanConfig(order="length", pacing="linear", new_shape_every=5), r"new_shape_every \(5\) and pacing"),
         (lambda: PlanConfig(packing="best_fit", chunks_in_order=True, new_shape_every=5), "chunks_in_order excludes"),
         (lambda: FitConfig(data=DataConfig(files=("a.txt",), loss_weights=(1.0, 2.0))), "loss_weights"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
