@@ -78,10 +78,7 @@ GUIDES = {
         lambda left: left.step.report.times_used == left.plan.num_steps == len(left.losses), slow=True
     ),
     "packing.md": Guide(
-        lambda left: (
-            len({each.digest for each in (left.unbalanced, left.within_steps, left.over_epoch)}) == 3
-            and left.plan.num_samples > 0
-        ),
+        lambda left: left.unbalanced.digest != left.for_any.digest and left.plan.num_samples > 0,
         ("1 packed shape: predicted seconds", "of the rows", "4% of 295 rows again", "wrapped: 586 rows"),
     ),
     "how_a_plan_is_made.md": Guide(
