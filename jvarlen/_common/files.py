@@ -190,9 +190,9 @@ def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T
         raise UserError(f"{path} holds no {what}: {error}") from error
 
 
-def check_run_format(settings: dict[str, Any]) -> None:
+def check_run_format(settings: dict[str, Any], path: Path) -> None:
     """Raises ValueError if the settings in a run's `config.json` are those of another version."""
     number = settings.get("format", 1)
     if number != RUN_FORMAT:
         reader = "jvarlen 0.1.0" if number == 1 else "a newer version"
-        raise UserError(f"it has format {number!r}, which {reader} reads; this version reads format {RUN_FORMAT}")
+        raise UserError(f"{path} has format {number!r}, which {reader} reads; this version reads format {RUN_FORMAT}")

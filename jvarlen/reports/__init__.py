@@ -5,5 +5,5 @@
   `page.html.jinja`.
 - `plan_page`, `target_page`: a plan; what fits on devices that are elsewhere.
 - `layout_figures`: simulated pipeline schedules, and the memory of steps.
-- `run_records`, `run_page`: run directories, read and overlaid; the picture that a run leaves behind.
+- `run_page`: run directories, read and overlaid; the picture that a run leaves behind.
 """

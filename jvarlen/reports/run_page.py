@@ -1,30 +1,166 @@
-"""Reports of runs: a table as text, one HTML page that loads nothing, and the pictures that a run leaves behind.
+"""Run directories, read and shown: a table, a page that overlays runs, and the picture that a run leaves behind.
 
-Runs that are still going or were interrupted are shown as far as they are known. Letters: S steps of one run.
+Runs that are still going or were interrupted are shown as far as they are known. Letters: S steps, E evaluations.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, is_number
+from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen._common.text_table import text_table
 from jvarlen.reports.figures import COLOURS, Picture, draw_series, drawing_settings, new_figure, series_picture
 from jvarlen.reports.page import Table, printable, write_page
-from jvarlen.reports.run_records import Run, loss_unit, read_run, run_names, run_of_records
 
-__all__ = ["RunReport", "draw_runs", "plot_curves", "read_runs"]
+__all__ = [
+    "Run",
+    "RunReport",
+    "draw_runs",
+    "plot_curves",
+    "read_metrics",
+    "read_run",
+    "read_runs",
+    "run_of_records",
+]
 
 _UNKNOWN = "not known"
 _LAST_STEPS = 50  # of which a mean loss is shown
 _PNG_DPI = 200
 _Column = Float64[np.ndarray, " _"]
+# What is read of the records of steps; the loss is what makes a record one of a step.
+_STEP_FIELDS = (
+    *("step", "loss", "num_tokens", "padded_tokens", "num_sequences", "bucket_rows", "bucket_length"),
+    "bucket_target_length",  # of pairs alone
+    *("base_learning_rate", "learning_rate", "step_s", "data_wait_s", "stall_s"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The content of a run directory; empty for files that are not there yet."""
+
+    path: Path = Path()
+    steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where it is null or missing
+    evaluations: Mapping[str, Float64[np.ndarray, "2 E"]]  # by name: training steps done before, and the loss
+    loss_unit: str  # "nats a token", or "" of a loss of the user's own
+    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiled: Mapping[tuple[int, ...], Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # by bucket
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
+
+    @functools.cached_property
+    def buckets(self) -> Int64[np.ndarray, "S D"]:
+        """Rows and length, of pairs both lengths, of each step."""
+        names = ["bucket_rows", "bucket_length", "bucket_target_length"]
+        is_pairs = np.isfinite(self.steps[names[-1]]).any()
+        return np.nan_to_num(np.stack([self.steps[name] for name in names[: 2 + is_pairs]], axis=1)).astype(np.int64)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were logged."""
+        return len(self.steps["step"])
+
+    @property
+    def state(self) -> str:
+        """Whether it ended; a resumed run still has the summary of its first part."""
+        if not self.summary or (self.num_steps and self.summary["num_steps"] <= self.steps["step"][-1]):
+            return "going on, or broken off"
+        return "interrupted" if self.summary["interrupted"] else "ended"
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Reads the directory of a run, which may still be running."""
+    path = Path(run_dir)
+    for name in ("config.json", "metrics.jsonl"):
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path} is not the directory of a run: there is no {path / name}")
+
+    def read(name: str, how: Callable[[Path], Any]) -> Any:
+        try:
+            return how(path / name) if (path / name).exists() else {}
+        except UserError:
+            raise
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            raise UserError(f"{path / name} is damaged: {error!r}") from None
+
+    return dataclasses.replace(
+        read("metrics.jsonl", lambda file: run_of_records(_iterate_metrics(file))),
+        path=path.resolve(),
+        summary=read("summary.json", read_object),
+        compiled=read("compile_report.json", _read_compiled),
+        settings=read("config.json", _read_settings),
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line.
+
+    Raises:
+      ValueError: any other line is not a JSON object with a step; it is named.
+    """
+    return list(_iterate_metrics(path))
+
+
+def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    wrong: ValueError | None = None
+    with regular_file(path).open(errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if wrong is not None:
+                raise wrong
+            try:
+                row = json.loads(line)
+                if not is_number(row["step"]):
+                    raise TypeError(f"step is {row['step']!r}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                wrong = UserError(f"{path}, line {number}, is no record of a step: {error!r}")
+            else:
+                yield row
+
+
+def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
+    """A run of which nothing is known but its records, as from `read_metrics`."""
+    steps: dict[str, list[float]] = {name: [] for name in _STEP_FIELDS}
+    evaluations: dict[str, list[tuple[float, float]]] = {}
+    unit = "nats a token"
+    for record in records:
+        if "loss" in record:
+            for name, column in steps.items():
+                value = record.get(name)
+                column.append(math.nan if value is None else value)
+        elif "evaluation" in record:
+            figure = "mean_loss" if "mean_loss" in record else "nats_per_token"
+            unit = "" if figure == "mean_loss" else unit
+            loss = math.nan if record[figure] is None else record[figure]
+            evaluations.setdefault(str(record["evaluation"]), []).append((record["step"], loss))
+    return Run(
+        steps={name: np.array(column, np.float64) for name, column in steps.items()},
+        evaluations={name: np.array(each, np.float64).T for name, each in evaluations.items()},
+        loss_unit=unit,
+    )
+
+
+def _read_compiled(path: Path) -> dict[tuple[int, ...], dict[str, Any]]:
+    return {tuple(row["bucket"]): row for row in read_object(path)["rows"]}
+
+
+def _read_settings(path: Path) -> dict[str, str]:
+    """Settings as JSON, by name; those of a group by `group.name`."""
+    settings = read_object(path)
+    check_run_format(settings, path)
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in flat.items()}
 
 
 class RunReport(NamedTuple):
@@ -36,54 +172,47 @@ class RunReport(NamedTuple):
     @property
     def figures(self) -> list[tuple[str, list[str]]]:
         """Names of key figures, with their values for each run."""
-        unit = loss_unit(self.runs)
+        unit = _loss_unit(self.runs)
         columns = [_key_figures(run, unit) for run in self.runs]
         kinds = dict.fromkeys(kind for run in self.runs for kind in run.evaluations)
         evaluations = [(f"Evaluation {kind}{unit}", [_evaluation(run, kind) for run in self.runs]) for kind in kinds]
         return [*((name, [column[name] for column in columns]) for name in columns[0]), *evaluations]
 
     def table(self) -> str:
-        """Lines of text: the key figures of each run, the buckets of a single run, and settings that differ."""
-        others = self._bucket_tables() if len(self.runs) == 1 else [self._settings_table(is_whole=False)]
+        """Lines of text: the key figures of each run, and the buckets of a single run, or settings that differ."""
+        others = self._bucket_tables() if len(self.runs) == 1 else [self._settings_table()]
         tables = [[each.header, *each.rows] for each in (self._figures_table(), *others) if each.rows]
         return "\n\n".join(text_table([list(map(printable, row)) for row in table]) for table in tables)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps."""
-        is_one = len(self.runs) == 1
         steps = sum(run.num_steps for run in self.runs)
-        differing = self._settings_table(is_whole=False)
         write_page(
             path,
-            title=f"Run {self.names[0]}" if is_one else f"{len(self.runs):,} runs",
-            summary=f"{steps:,} steps{'' if is_one else ' in all'}.",
+            title=f"Run {self.names[0]}" if len(self.runs) == 1 else f"{len(self.runs):,} runs",
+            summary=f"{steps:,} steps.",
             first_table=self._figures_table(),
             pictures=draw_runs(self.runs),
             names=self.names,
-            tables=[
-                *([differing] if differing.rows else []),
-                *self._bucket_tables(),
-                self._settings_table(is_whole=True),
-            ],
+            tables=[*self._bucket_tables(), self._settings_table()],
         )
 
     def _figures_table(self) -> Table:
-        rows = [[name, *values] for name, values in self.figures]
         note = (
             "Stalls are waits for the compiler or a checkpoint, and no part of the seconds of steps. Wait for data: "
             "share of the seconds of steps."
         )
+        rows = [[name, *values] for name, values in self.figures]
         return Table("runs", "Figures", ["", *self.names], rows, note=note, is_wide=True)
 
-    def _settings_table(self, *, is_whole: bool) -> Table:
-        """All settings, or those that differ."""
+    def _settings_table(self) -> Table:
+        """All settings of one run; of several those that differ."""
         names = dict.fromkeys(name for run in self.runs for name in run.settings)
         rows = [[name, *(run.settings.get(name, _UNKNOWN) for run in self.runs)] for name in names]
-        header = ["Setting", *self.names]
-        if is_whole:
-            return Table("settings", "All settings", header, rows, is_wide=True, is_closed=True)
-        differing = [row for row in rows if len(set(row[1:])) > 1]
-        return Table("differing", "Settings that differ", header, differing, is_wide=True)
+        title, is_one = "Settings", len(self.runs) == 1
+        if not is_one:
+            title, rows = "Settings that differ", [row for row in rows if len(set(row[1:])) > 1]
+        return Table("settings", title, ["Setting", *self.names], rows, is_wide=True, is_closed=is_one)
 
     def _bucket_tables(self) -> list[Table]:
         """How each run used its buckets."""
@@ -108,11 +237,21 @@ class RunReport(NamedTuple):
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
-    """Reads runs to show them together; errors name the directory or file."""
+    """Reads runs to show them together, under names below the directory that they have in common."""
     if not run_dirs:
         raise UserError("a report needs the directory of at least one run")
     runs = tuple(map(read_run, run_dirs))
-    return RunReport(runs, tuple(printable(name) for name in run_names([run.path for run in runs])))
+    paths = [run.path for run in runs]
+    if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
+        raise UserError(f"each run can be shown once; given more than once: {', '.join(twice)}")
+    shared = os.path.commonpath([path.parent for path in paths])
+    return RunReport(runs, tuple(printable(os.path.relpath(path, shared)) for path in paths))
+
+
+def _loss_unit(runs: Iterable[Run]) -> str:
+    """The unit of the losses of runs, to follow a label; empty for losses of the user's own."""
+    units = {run.loss_unit and f", {run.loss_unit}" for run in runs}
+    return units.pop() if len(units) == 1 else ", nats a token or own"
 
 
 def _figure(value: float, form: str) -> str:
@@ -153,15 +292,15 @@ def _evaluation(run: Run, kind: str) -> str:
 
 def _bucket_rows(run: Run) -> list[list[str]]:
     """How a run used each bucket, in the log and in the compile report, by length."""
-    compiled = {tuple(row.bucket): row for row in run.report or ()}
     cells = []
-    for bucket in sorted({*compiled, *map(tuple, run.buckets.tolist())}, key=lambda bucket: bucket[::-1]):
+    for bucket in sorted({*run.compiled, *map(tuple, run.buckets.tolist())}, key=lambda bucket: bucket[::-1]):
         is_own = (run.buckets == bucket).all(axis=1)
         tokens, padded, step_s = (run.steps[name][is_own] for name in ("num_tokens", "padded_tokens", "step_s"))
-        row, (rows, *lengths) = compiled.get(bucket), bucket
+        row, (rows, *lengths) = run.compiled.get(bucket, {}), bucket
+        planned = row.get("planned_steps")
         of_compiler = [_UNKNOWN] * 3
-        if row is not None:
-            of_compiler = [f"{row.lower_s:,.2f}", f"{row.compile_s:,.2f}", "yes" if row.cache_hit else "no"]
+        if row:
+            of_compiler = [f"{row['lower_s']:,.2f}", f"{row['compile_s']:,.2f}", "yes" if row["cache_hit"] else "no"]
         padding, median_s = np.nan, np.nan
         if len(step_s):
             padding, median_s = 1 - tokens.sum() / padded.sum(), np.median(step_s)
@@ -169,7 +308,7 @@ def _bucket_rows(run: Run) -> list[list[str]]:
             [
                 f"{rows:,} × {'+'.join(f'{length:,}' for length in lengths)}",
                 f"{len(step_s):,}",
-                _UNKNOWN if row is None or row.planned_steps is None else f"{row.planned_steps:,}",
+                _UNKNOWN if planned is None else f"{planned:,}",
                 f"{tokens.sum():,.0f}",
                 _figure(padding, ".2%"),
                 f"{step_s.sum():,.2f}",
@@ -185,11 +324,8 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     if not any(run.num_steps for run in runs):
         return []
 
-    def column(name: str, unit: float = 1.0) -> list[_Column]:
-        return [run.steps[name] / unit for run in runs]
-
-    def ratio(above: list[_Column], below: list[_Column]) -> list[_Column]:
-        return [a / b for a, b in zip(above, below, strict=True)]
+    def column(name: str) -> list[_Column]:
+        return [run.steps[name] for run in runs]
 
     def picture(name: str, title: str, lines: dict[str, list[_Column]], **options: Any) -> list[Picture]:
         """Over the steps, or over `x`; lines of which nothing is known are left out."""
@@ -201,39 +337,21 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
         }
         return [series_picture(name, title, known, **options)] if known else []
 
-    unit, step_s = loss_unit(runs), column("step_s")
-    tokens = [each.cumsum() for each in column("num_tokens")]
+    unit, step_s = _loss_unit(runs), column("step_s")
+    tokens, seconds = ([each.cumsum() for each in columns] for columns in (column("num_tokens"), step_s))
     losses = {f"loss{unit}": column("loss")}
     rates = {"rate in force": column("learning_rate"), "base rate": column("base_learning_rate")}
     shapes = {"bucket length": list(map(_bucket_length, runs)), "rows": column("bucket_rows")}
-    memory = {f"{where}, MB": column(f"{where}_memory_bytes", 1e6) for where in ("host", "device")}
+    speed = {"tokens a second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
+    in_time: dict[str, Any] = {"x": seconds, "xlabel": "seconds of steps", "as_curve": True}
     with drawing_settings():
         return [
             *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens", as_curve=True),
-            *picture(
-                "loss-time",
-                "Loss against time",
-                losses,
-                x=[each.cumsum() for each in step_s],
-                xlabel="seconds of steps",
-                as_curve=True,
-            ),
+            *picture("loss-time", "Loss against time", losses, **in_time),
             *_evaluations(runs, tokens),
             *picture("learning-rate", "Learning rate", rates),
             *picture("shapes", "Shapes over the steps", shapes, is_log=True),
-            *picture(
-                "throughput",
-                "Throughput",
-                {"tokens a second": ratio(column("num_tokens"), step_s)},
-                weights=step_s,
-            ),
-            *picture(
-                "data-wait",
-                "Waiting for data",
-                {"wait in % of the step": [100 * each for each in ratio(column("data_wait_s"), step_s)]},
-                weights=step_s,
-            ),
-            *picture("memory", "Memory over the steps", memory),
+            *picture("throughput", "Throughput", speed, weights=step_s),
         ]
 
 
@@ -242,7 +360,7 @@ def _evaluations(runs: Sequence[Run], tokens: list[_Column]) -> list[Picture]:
     lines: dict[str, list[tuple[_Column, _Column]]] = {}
     for kind in dict.fromkeys(kind for run in runs for kind in run.evaluations):
         found = [run.evaluations.get(kind, np.empty((2, 0))) for run in runs]
-        lines[printable(kind) + loss_unit(runs)] = [
+        lines[printable(kind) + _loss_unit(runs)] = [
             (np.append(0.0, x)[np.searchsorted(run.steps["step"], step)], loss)
             for run, x, (step, loss) in zip(runs, tokens, found, strict=True)
         ]
@@ -257,7 +375,7 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
     step = run.steps["step"]
     with drawing_settings():
         figure, axes = new_figure(4, sharex=True)
-        draw_series(axes[0], f"loss{loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
+        draw_series(axes[0], f"loss{_loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
         draw_series(axes[1], "learning rate", [(step, run.steps["learning_rate"])])
         axes[1].plot(step, run.steps["base_learning_rate"], color=COLOURS["ink"], linewidth=1)
         draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])

@@ -38,7 +38,7 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
 
     Args:
       path: the file; its directory must exist, and an existing file is replaced.
-      report: of one bucket or more, from `compile_for` or `TargetReport.load`.
+      report: of one bucket or more, from `compile_for`.
     """
     header, *rows = table_of(report, *shown_columns(report))
     note = _LIMIT if all(row.has_program for row in report) else _LIMIT + _NO_PROGRAM

@@ -405,10 +405,10 @@ def load_config(path: Path) -> FitConfig:
         settings = read_object(path, "holds no settings of a run")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
+    if "model_type" in settings:
+        raise UserError(f"{path} is the config.json of a model, which is trained as model=")
+    check_run_format(settings, path)
     try:
-        if "model_type" in settings:
-            raise UserError("it is the config.json of a model, which is trained as model=")
-        check_run_format(settings)
         del settings["format"]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:

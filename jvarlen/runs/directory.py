@@ -24,8 +24,7 @@ from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
 from jvarlen.planning.plan import Plan
-from jvarlen.reports.run_page import plot_curves
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import plot_curves, read_metrics
 from jvarlen.runs.bad_samples import write_bad_records
 from jvarlen.runs.config import Change, FitConfig, changes_between, is_run_dir, load_config, save_config
 from jvarlen.runs.model import copy_files

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import TrackerName
 
 __all__ = ["TensorBoardTracker", "Tracker", "Trackers", "open_trackers", "scalars_of"]

@@ -1,7 +1,4 @@
-"""What the compiler of other devices says of a step: a row for each bucket, as a table and as JSON.
-
-It imports no JAX: a saved report can be read on a machine without devices.
-"""
+"""What the compiler of other devices says of a step: a row for each bucket, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -94,7 +91,7 @@ class TargetReport(BucketReport[TargetRow]):
       cpu_s: seconds of CPU time of this process meanwhile.
     """
 
-    _what, _format, _row_type = "target report", 1, TargetRow
+    _format = 1
     _derived, _derived_of_row = ("fits", "estimates"), ("fits",)
 
     target: str

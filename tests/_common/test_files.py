@@ -9,9 +9,8 @@ import pytest
 
 from jvarlen import CostModel, Plan, UserError
 from jvarlen._common.files import check_place, load_array, write_atomically
-from jvarlen.compiling.report import CompileReport
 from jvarlen.data.line_files import read_json
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.commands import SampleCommand
 from jvarlen.runs.config import load_config
 
@@ -60,7 +59,6 @@ def pipe(tmp_path):
 READERS = {
     "lengths": lambda path: load_array(path, "lengths"),
     "cost model": CostModel.load,
-    "compile report": CompileReport.load,
     "json": read_json,
     "plan": Plan.load,
     "settings": load_config,

@@ -97,29 +97,6 @@ def test_an_empty_report_has_a_table_too():
     assert "no bucket was compiled" in str(CompileReport([]))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [LONG, SHORT, MIDDLE],
-        [],
-        [dataclasses.replace(LONG, lower_s=0.1 + 0.2, step_s=1 / 3, planned_steps=7, padding=0.1, is_live=False)],
-        [dataclasses.replace(LONG, compile_s=0, step_s=np.median([0.1, 0.3]), times_used=3)],
-        [dataclasses.replace(row, bucket=PairBucket(2, 8, row.bucket.length)) for row in (LONG, SHORT)],
-    ],
-    ids=["unknown figures", "no row", "planned", "numbers of other types", "pairs"],
-)
-def test_a_report_comes_back_from_disk_exactly(rows, tmp_path):
-    path = tmp_path / "compile_report.json"
-    report = CompileReport(rows, wall_s=1 / 3, cpu_s=4)
-    report.save(path)
-    loaded = CompileReport.load(path)
-    assert loaded.to_json() == report.to_json()
-    assert (loaded.wall_s, loaded.cpu_s) == (1 / 3, 4)
-    assert [row.bucket for row in loaded] == [row.bucket for row in rows]
-    assert all(type(ours.bucket) is type(theirs.bucket) for ours, theirs in zip(rows, loaded, strict=True))
-    assert loaded.table() == report.table()
-
-
 def test_what_is_unknown_is_null_in_the_file_and_what_follows_is_there(tmp_path):
     CompileReport([LONG, SHORT]).save(tmp_path / "compile_report.json")
 
@@ -132,43 +109,6 @@ def test_what_is_unknown_is_null_in_the_file_and_what_follows_is_there(tmp_path)
     assert {name for name, value in short.items() if value is None} == {
         *("flops", "step_s", "planned_steps", "padding")
     }
-
-
-def changed(**figures):
-    return lambda document: document["rows"][0].update(figures)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda document: document["rows"][0].pop("compile_s"), "compile_s"),
-        (changed(colour="red"), "colour"),
-        (changed(bucket=[2, 0]), r"at least 1: \[\(2, 0\)\]"),
-        (changed(bucket=7), "int"),
-        (lambda document: document["rows"].append(3), "int"),
-        (lambda document: document.pop("rows"), "rows"),
-        (lambda document: document.pop("wall_s"), "wall_s"),
-        (lambda document: document.update(cpu_s="long"), "cpu_s is 'long'"),
-        (lambda document: document.update(format=1), "its format is 1, and this version of jvarlen reads 2"),
-    ],
-)
-def test_damaged_reports_are_refused_by_name(damage, said, tmp_path):
-    path = tmp_path / "compile_report.json"
-    document = json.loads(CompileReport([LONG, SHORT]).to_json())
-    damage(document)
-    path.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=rf"compile_report\.json holds no compile report: .*{said}"):
-        CompileReport.load(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"])
-def test_files_that_hold_no_report_are_refused_by_name(content, tmp_path):
-    path = tmp_path / "compile_report.json"
-    with pytest.raises(FileNotFoundError, match=r"compile_report\.json"):
-        CompileReport.load(path)
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"compile_report\.json holds no compile report"):
-        CompileReport.load(path)
 
 
 def report_of(buckets):

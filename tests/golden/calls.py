@@ -30,8 +30,7 @@ from jvarlen.parallel import (
 )
 from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import write_html_report
-from jvarlen.reports.run_page import read_runs
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics, read_runs
 from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 from tests.run_fit import leave_pictures_empty, make_config, make_data

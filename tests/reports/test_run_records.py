@@ -2,7 +2,7 @@
 
 import json
 
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):

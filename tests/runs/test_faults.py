@@ -13,7 +13,7 @@ import pytest
 
 from jvarlen import fit
 from jvarlen.cli import main
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 from tests import forks, processes
 from tests.run_faults import GAPS
 from tests.run_faults_of_processes import HEARTBEAT_S

@@ -18,7 +18,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, Plan, fit, no_recompiles
 from jvarlen.compiling import CompileReport
 from jvarlen.models import DecoderConfig, init_params
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs import fit as run_loop
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig, load_config
 from jvarlen.runs.directory import lock_run_dir

@@ -12,7 +12,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.reports.run_records import read_metrics, read_run
+from jvarlen.reports.run_page import read_metrics, read_run
 from jvarlen.runs import directory
 from jvarlen.runs import fit as run_loop
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig

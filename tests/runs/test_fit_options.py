@@ -10,7 +10,7 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.models import DecoderConfig
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig, load_config
 from tests.run_fit import make_data
 

@@ -14,8 +14,7 @@ from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, make_p
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss
-from jvarlen.reports.run_page import read_runs
-from jvarlen.reports.run_records import read_metrics, read_run
+from jvarlen.reports.run_page import read_metrics, read_run, read_runs
 from jvarlen.runs.config import DirectoryConfig, load_config
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.checkpoint import open_checkpoints

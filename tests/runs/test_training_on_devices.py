@@ -18,7 +18,7 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import DecoderConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.reports.run_records import read_metrics
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import HardwareConfig, load_config
 from jvarlen.targets.target import Target
 from tests import forks, run_fit

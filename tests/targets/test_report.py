@@ -4,13 +4,11 @@ import copy
 import dataclasses
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 
 from jvarlen.parallel.communication import CommunicationEstimate, Traffic
-from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.launches import Launches
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
@@ -101,16 +99,6 @@ def test_a_program_for_which_there_is_no_room_does_not_fit_whatever_the_rounded_
     assert (NO_ROOM.has_program, NO_ROOM.fits) == (False, False)
 
 
-def test_a_report_comes_back_from_disk(tmp_path):
-    pairs = TargetReport([dataclasses.replace(ROW, bucket=PairBucket(2, 8, 16))], "here", "data8")
-    for report in (ALL, pairs, TargetReport([], "here", "data8")):
-        report.save(tmp_path / "report.json")
-        again = TargetReport.load(tmp_path / "report.json")
-        assert (again, again.target, again.layout) == (report, report.target, report.layout)
-        assert str(again) == str(report)
-        assert [type(row.bucket) for row in again] == [type(row.bucket) for row in report]
-
-
 def test_the_file_holds_plain_figures_and_null_for_those_that_are_not_known():
     document = json.loads(ALL.to_json())
     assert (document["target"], document["layout"], document["fits"]) == ("8xh100", "data8.zero3", False)
@@ -126,46 +114,3 @@ def test_the_file_holds_plain_figures_and_null_for_those_that_are_not_known():
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
 def test_copies(again):
     assert (again(ALL), vars(again(ALL))) == (ALL, vars(ALL))
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda document: document.pop("layout"), "it lacks 'layout'$"),
-        (lambda document: document.pop("format"), "it lacks 'format'$"),
-        (lambda document: document.update(target=8), "target is 8"),
-        (lambda document: document.update(format=0), "its format is 0, and this version of jvarlen reads 1$"),
-        (lambda document: document["rows"][0].pop("total_bytes"), "total_bytes"),
-        (lambda document: document["rows"][0].update(colour="red"), "row has unknown colour$"),
-        (lambda document: document["rows"][0].update(temp_bytes=-1), "temp_bytes is -1"),
-        (lambda document: document["rows"][0]["kernels"].update(kernel="often"), "kernels is 'often'"),
-        (lambda document: document["rows"][0]["communication"][0].update(times=0.5), "times is 0.5"),
-        (lambda document: document["rows"][0]["communication"][0].pop("kind"), "kind"),
-        (lambda document: document["rows"][0].update(communication=3), "int"),
-    ],
-)
-def test_damaged_reports_are_refused_by_name(damage, said, tmp_path):
-    path = tmp_path / "report.json"
-    document = json.loads(ALL.to_json())
-    damage(document)
-    path.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=rf"report\.json holds no target report: .*{said}"):
-        TargetReport.load(path)
-
-
-def test_a_file_of_lengths_is_no_report(tmp_path):
-    (tmp_path / "lengths.json").write_text("[3, 4]")
-    with pytest.raises(ValueError, match=r"lengths\.json holds no target report: it holds no JSON object$"):
-        TargetReport.load(tmp_path / "lengths.json")
-
-
-def test_a_saved_report_is_read_without_jax(tmp_path):
-    ALL.save(tmp_path / "report.json")
-    program = """
-import sys
-from jvarlen.targets import TargetReport
-print(TargetReport.load(sys.argv[1]))
-assert not {"jax", "matplotlib"} & set(sys.modules)
-"""
-    run = [sys.executable, "-c", program, str(tmp_path / "report.json")]
-    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == f"{ALL}\n"
