@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jvarlen.cli import main
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.task import open_training_data
+from jvarlen.runs.prepare import open_training_data
 from tests.run_fit import make_data
 
 

@@ -105,6 +105,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, in order, without an incomplete last line.
 
+    Args:
+      path: the file.
+
+    Returns:
+      One record a line.
+
     Raises:
       ValueError: any other line is not a JSON object with a step; it is named.
     """

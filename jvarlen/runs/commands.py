@@ -206,7 +206,7 @@ class PlanCommand:
         if (lengths := self.data.read_lengths()) is not None:
             return lengths, []
         from jvarlen.data.measure import known_lengths
-        from jvarlen.runs.task import open_training_data  # here: it imports JAX
+        from jvarlen.runs.prepare import open_training_data  # here: it imports JAX
 
         data = open_training_data(config)
         lengths = known_lengths(data.train, progress=self.progress)
@@ -271,7 +271,7 @@ class PlanCommand:
         """Prints the plan of the most rows that fit, and writes the requested files."""
         from jvarlen.distributed.layout import Layout  # here: they import JAX
         from jvarlen.runs.fit import target_of
-        from jvarlen.runs.task import Task
+        from jvarlen.runs.prepare import Task
         from jvarlen.runs.training_plan import optimizer_of
         from jvarlen.targets.row_choice import choose_rows
 

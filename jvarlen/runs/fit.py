@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,10 +63,17 @@ from jvarlen.runs.directory import (
     resumed_run_dir,
     write_summary,
 )
-from jvarlen.runs.evaluation import Evaluator, means_of
-from jvarlen.runs.prepare import Prepared, compile_run_for, prepare, say, show_estimates
+from jvarlen.runs.prepare import (
+    PairLengthsFn,
+    Prepared,
+    SamplesOfLengths,
+    Task,
+    compile_run_for,
+    prepare,
+    say,
+    show_estimates,
+)
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
-from jvarlen.runs.task import PairLengthsFn, SamplesOfLengths, Task
 from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
@@ -113,6 +121,7 @@ def fit(
     eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None,
     extra: Any = None,
     batch_spec: BatchSpec | None = None,
+    num_values: Mapping[str, int] | None = None,
     layout: LayoutLike = None,
     trackers: Mapping[str, Tracker] | None = None,
 ) -> FitResult:
@@ -149,6 +158,7 @@ def fit(
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
+      num_values: as for `load`; the built-in model has its vocabulary.
       layout: as for `make_train_step`; None: as the settings say. If they name one, a mesh with its axes.
       trackers: more trackers besides those of the settings, by name; closed at the end. With several processes, only
         those of process 0 are used.
@@ -182,6 +192,7 @@ def fit(
         collate=collate,
         batch_spec=batch_spec,
         length_fn=length_fn,
+        num_values=num_values or {},
         on_bad_sample=config.data.on_bad_sample,
         trainable=config.trainable or None,
     )
@@ -427,7 +438,7 @@ def _train(run: _Run) -> _Trained:
     """Takes the remaining steps; evaluates and saves before the first, at intervals, and after the last."""
     prepared, config, training = run.prepared, run.prepared.config, run.prepared.training_plan
     state, place = run.state, run.place
-    evaluator = Evaluator(prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat, run.for_evaluation)
+    evaluator = _Evaluator(prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat, run.for_evaluation)
 
     def save(metric: float | None = None) -> None:
         run.trackers.sync()  # first, so that no checkpoint is ahead of the logs
@@ -521,6 +532,89 @@ def _train(run: _Run) -> _Trained:
     return _Trained(state, place, evaluations, compilations.num_compilations)
 
 
+class _Means(NamedTuple):
+    """The loss and the scalar sums of some steps over Σ weight."""
+
+    loss: float | None  # in nats for a language model; None, like all sums, if nothing has weight
+    weight: float  # Σ weight; for a language model the tokens that are learned, those of cut samples as cut
+    sums: dict[str, float | None]
+
+
+def _means_of(total: Metrics) -> _Means:
+    """The means of sums, as `MetricSums` gives them."""
+    scalars = {name: value for name, value in sorted(total.sums.items()) if np.ndim(value) == 0}
+    weight = float(total.weight_sum)
+    if not weight:
+        return _Means(None, weight, dict.fromkeys(scalars))
+    return _Means(float(total.loss), weight, {name: float(value) / weight for name, value in scalars.items()})
+
+
+@dataclasses.dataclass
+class _Evaluator:
+    """Evaluates on every set of a run, once at a place."""
+
+    prepared: Prepared
+    eval_step: CompiledBuckets
+    trackers: Trackers
+    bad_samples: BadSamples
+    heartbeat: Heartbeat
+    for_evaluation: Callable[[TrainState], TrainState]
+    _num_skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    _latest: tuple[int, dict[str, float | None]] | None = None
+
+    def evaluate(self, state: TrainState, place: Place) -> dict[str, float | None] | None:
+        """The loss of each set: nats a token, or the user's own. None: it was interrupted.
+
+        The loss of a set in which nothing has weight is None.
+        """
+        if self._latest is not None and self._latest[0] == place.num_steps_done:
+            return self._latest[1]
+        means = self._take_steps(state)
+        if means is None:
+            return None
+        in_nats = self.prepared.task.is_language_model
+        losses = {name: mean.loss for name, mean in means.items()}
+        told = [f"evaluation after step {place.num_steps_done:,}"]
+        for name, loss in losses.items():
+            if loss is None:
+                told.append(f"{name} has no value: none of its tokens has weight in the loss")
+            else:
+                told.append(f"{name} loss {loss:.3f} nats/token" if in_nats else f"{name} loss {loss:.4g}")
+                told += [f"{of_sum} {mean:.4g}" for of_sum, mean in means[name].sums.items()]
+            figure = "nats_per_token" if in_nats else "mean_loss"  # by which readers tell a loss of the user's own
+            record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: loss}
+            if num_skipped := self._num_skipped[name]:
+                told.append(f"without {num_skipped:,} bad samples")
+                record["num_skipped"] = num_skipped
+            self.trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
+        show_line(" · ".join(told), progress=self.prepared.config.progress)
+        self._latest = place.num_steps_done, losses
+        return losses
+
+    def warm_up(self, state: TrainState) -> None:
+        """Takes a step of each set, without a result: its first evaluation then compiles nothing."""
+        self._take_steps(state, max_steps=1)
+
+    def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, _Means] | None:
+        """The means of each set over so many steps; None if it was interrupted."""
+        state = self.for_evaluation(state)
+        means: dict[str, _Means] = {}
+        num_steps = itertools.count()
+        for name, plan in self.prepared.training_plan.eval_plans.items():
+            dataset, lengths = self.prepared.data.evaluation[name], self.prepared.eval_lengths[name]
+            sums = MetricSums()
+            with contextlib.closing(self.prepared.load(plan, dataset, lengths)) as batches:
+                for batch in itertools.islice(batches, max_steps):
+                    self.bad_samples.log_evaluation(name, batches.skipped_in_batch)
+                    self.heartbeat.step()
+                    if is_interrupted_at(next(num_steps)):
+                        return None
+                    sums.add(self.eval_step(state, batch)[1])
+                self._num_skipped[name] = batches.num_skipped
+            means[name] = _means_of(sums.total)
+        return means
+
+
 def _is_due(place: Place, every: int | None) -> bool:
     return every is not None and place.num_steps_done % every == 0
 
@@ -541,7 +635,7 @@ def _with_metrics(record: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
     """The record of a step with its metrics, which are on the host."""
     sums = MetricSums()
     sums.add(metrics)
-    means = means_of(sums.total)
+    means = _means_of(sums.total)
     record["loss"] = means.loss
     if clashing := means.sums.keys() & (record.keys() | {"time_s"}):
         raise UserError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")

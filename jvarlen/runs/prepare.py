@@ -1,4 +1,4 @@
-"""What is known of a training before its first step: data, shapes, plan, and what a step holds and sends."""
+"""What `fit` trains and on what, and all that is known before the first step: data, shapes, layout and plan."""
 
 from __future__ import annotations
 
@@ -10,32 +10,67 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import Int64
 
 from jvarlen._common import terminal
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import regular_file
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.program_store import use_compilation_cache
-from jvarlen.data.split import Split
+from jvarlen.data.length_cache import content_key
+from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
+from jvarlen.data.mixtures import Mixture
+from jvarlen.data.open import NUM_BYTES, StoredDataset, open_data
+from jvarlen.data.split import HELD_OUT, Split, split_held_out
+from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.loading.collate import is_own
+from jvarlen.loading.collate import CollateFields, CollateFn, is_own
+from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.loader import Loader, load
+from jvarlen.loading.plan_source import spec_of_steps
+from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.communication import estimate_communication
-from jvarlen.parallel.layout_checks import check_bucket
+from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
+from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.memory import estimate_memory
+from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
+from jvarlen.parallel.sharded import stacked_for
+from jvarlen.parallel.tensor_params import split_params
+from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.lengths import DataSource, check_pair_lengths
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import AUTO, FitConfig, changed_contents, is_run_dir, load_config, shared_settings
-from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
+from jvarlen.planning.samples import OnBadSample
+from jvarlen.reports.compare import length_histogram
+from jvarlen.runs.config import (
+    AUTO,
+    FitConfig,
+    changed_contents,
+    evaluation_name,
+    is_run_dir,
+    load_config,
+    shared_settings,
+)
+from jvarlen.runs.model import (
+    MODEL_DIR,
+    TOKENIZER,
+    describe_model,
+    has_checkpoint,
+    has_weights,
+    initial_params,
+    model_key,
+    model_shapes,
+    optimizer_for,
+    with_model,
+)
 from jvarlen.runs.plan_config import ChosenShapes, note_on_balance, note_on_candidates, note_on_overlong
 from jvarlen.runs.shape_choice import choose_shapes
-from jvarlen.runs.task import SamplesOfLengths, Task, TrainingData, open_training_data
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
@@ -43,12 +78,312 @@ from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.links import measure_cluster
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
+from jvarlen.training.averages import EvalParams
+from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.step import StepFn
+from jvarlen.training.train_state import Metrics, TrainState
 from jvarlen.training.trainable import select_trained
 
-__all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
+PairLengthsFn = Callable[[Any], tuple[int, int]]
+
+__all__ = [
+    "PairLengthsFn",
+    "Prepared",
+    "SamplesOfLengths",
+    "Task",
+    "TrainingData",
+    "compile_run_for",
+    "open_training_data",
+    "prepare",
+    "say",
+    "show_estimates",
+]
 
 _ONE_A_ROW = 'one sample a row: packing="auto" or "best_fit" packs several, for a loss that keeps to segment_ids'
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """The model that is trained, and the batches that it is trained on: the arguments of `fit`."""
+
+    loss_fn: LossFn | LayeredModel | StepLoss | None = None  # None: the built-in language model, until `with_decoder`
+    params: Any = None
+    eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None
+    extra: Any = None
+    optimizer: optax.GradientTransformation | None = None
+    fields: FieldAxes | None = None
+    collate: CollateFn | None = None
+    batch_spec: BatchSpec | None = None
+    length_fn: LengthFn | PairLengthsFn | None = None
+    on_bad_sample: OnBadSample = "error"
+    trainable: tuple[str, ...] | None = None
+    eval_params: EvalParams | None = None
+    num_values: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of arrays of batches, as for `load`
+    is_language_model: bool = False  # whether the loss is in nats a token
+
+    def __post_init__(self):
+        if (self.loss_fn is None) != (self.params is None):
+            raise UserError("loss_fn and params go together: give both for a model of your own, or neither")
+        if self.loss_fn is None and (self.eval_loss_fn is not None or self.extra is not None):
+            raise UserError("eval_loss_fn and extra go with a loss_fn of your own")
+        if self.fields is not None and self.collate is not None:
+            raise UserError("fields= are for samples that the library collates: give them without collate=")
+
+    def with_decoder(self, decoder: DecoderConfig, params: Any, layout: Layout | None = None) -> Task:
+        """The same with the built-in model, if there is none of the user's."""
+        if self.loss_fn is not None:
+            return self
+        loss_fn = _built_in_loss(decoder, layout)
+        return dataclasses.replace(self, loss_fn=loss_fn, params=params, is_language_model=True)
+
+    def check_layout(self, layout: Layout, model: DecoderConfig) -> None:
+        """Raises ValueError if a layout is not for this model, or for the built-in one; computes nothing."""
+        loss_fn, params = self.model, self.shapes
+        if loss_fn is None:
+            loss_fn = _built_in_loss(model, layout)
+            params = model_shapes(None, model)
+            heads = {"num_heads": (model.num_heads, "attention"), "num_kv_heads": (model.kv_heads, "key_value")}
+            for name, (size, of_file) in heads.items():
+                if size % layout.tensor:
+                    raise UserError(
+                        f"tensor{layout.tensor} of the layout {layout} does not divide the model's {name} ({size}), "
+                        f"of a config.json num_{of_file}_heads"
+                    )
+        check_layout(layout, params, loss_fn)
+        loss_fn, params, *_ = stacked_for(layout, loss_fn, params, optax.identity())
+        if layout.tensor > 1:
+            split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
+            jax.eval_shape(split, params)
+
+    def measure(self, dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N *2"]:
+        """The lengths of the samples: one each, or two."""
+        length_fn: Any = self.length_fn
+        if length_fn is None:
+            named = {axes: name for name, axes in reversed([*(self.fields or {}).items()])}  # the first of each
+            of_fields = (named.get("source"), named.get("target"))
+            length_fn = of_fields if all(of_fields) else named.get("length")
+        if length_fn is None and hasattr(dataset, "lengths"):
+            return check_pair_lengths(dataset.lengths) if np.ndim(dataset.lengths) == 2 else known_lengths(dataset)
+        length_fn = length_fn or len
+        if callable(length_fn) and length_fn is not len and _gives_two(length_fn, dataset):
+            length_fn = PairLengths(length_fn)
+        return measure_lengths(dataset, length_fn, progress=progress, on_bad_sample=self.on_bad_sample)
+
+    def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N *2"], *, is_packed: bool) -> Task:
+        """The same with what collates the fields of the samples, if they have any."""
+        if self.collate is not None:
+            return self
+        sides = lengths.reshape(len(lengths), -1)
+        ids = dict.fromkeys([0, *sides.argmin(axis=0).tolist(), *sides.argmax(axis=0).tolist()])
+        ids |= dict.fromkeys([len(lengths) // 2, len(lengths) - 1])
+        known = lengths if lengths.ndim == 2 else None  # without them, two lengths cannot be told apart
+        fields = find_fields_among(dataset, ids, self.fields, sides.shape[1], is_packed=is_packed, lengths=known)
+        return self if fields is None else dataclasses.replace(self, fields=None, collate=CollateFields(fields))
+
+    @property
+    def compares_lengths(self) -> bool:
+        """Whether samples tell their length, so the loader can compare it with the plan."""
+        return isinstance(self.collate, CollateFields) or (self.collate is None and self.length_fn is None)
+
+    def batch_spec_for(self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource]) -> BatchSpec:
+        """The shapes of the batches of plans with the same buckets, each with the dataset of its name."""
+        if self.batch_spec is not None:
+            return self.batch_spec
+        if self.collate is None:
+            return plan_specs(next(iter(plans.values())))
+        if isinstance(self.collate, CollateFields):
+            return plan_specs(next(iter(plans.values())), self.collate.fields)
+        return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate, self.on_bad_sample)
+
+    def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
+        """The step to compile, which also makes the first state."""
+        assert self.loss_fn is not None  # there is one after `with_decoder`
+        options: dict[str, Any] = {"trainable": self.trainable, "eval_params": self.eval_params}
+        return make_train_step(self.loss_fn, optimizer, layout=placement, **options)
+
+    def init_state(self, step: TrainStep, seed: int) -> TrainState:
+        """The state before the first step; it has keys if a loss takes one."""
+        losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
+        takes_key = any(takes_argument(_whole_loss(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
+        return step.init(self.params, extra=self.extra, seed=seed if takes_key else None)
+
+    def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:
+        """The form of states on one device, which checkpoints hold; None if states have it already."""
+        if step.placement is None or step.placement.layout.is_data_parallel:
+            return None
+        of_step: dict[str, Any] = {"model": self.model, "trainable": self.trainable}
+        return portable_form(state, self.params, step.optimizer, layout=step.placement, **of_step)
+
+    def eval_step(self, placement: Placement | None = None) -> StepFn:
+        """The step of evaluations to compile."""
+        loss_fn, trained = self.eval_loss_fn or self.loss_fn, self.model
+        assert loss_fn is not None
+        if placement is None or placement.layout.is_data_parallel:
+            return make_eval_step(loss_fn, layout=placement)
+        layout = placement.layout
+        model = model_of(loss_fn)
+        if isinstance(model, LayeredModel) and isinstance(trained, LayeredModel) and model.stack is trained.stack:
+            return make_eval_step(loss_fn, layout=placement)
+        step = make_eval_step(loss_fn, layout=Layout().on(placement.mesh, axes={"data": "data"}))
+
+        def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            params = portable_params(state.params, self.shapes, layout=layout, model=trained)
+            return state, step(state._replace(params=params), batch)[1]
+
+        return eval_step
+
+    @property
+    def model(self) -> Any:
+        """The loss function or model by layers whose parameters are trained."""
+        return model_of(self.loss_fn)
+
+    @property
+    def shapes(self) -> Any:
+        """Those of the parameters, of which nothing is read."""
+        return jax.eval_shape(lambda params: params, self.params)
+
+
+def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | LayeredModel:
+    """The loss of the built-in model, by layers but on devices that all hold the whole state."""
+    if layout is None or (layout.is_data_parallel and layout.remat_in_force == "none"):
+        return make_loss_fn(model)
+    return layered(model)
+
+
+def _whole_loss(loss_fn: LossFn | LayeredModel | StepLoss | None) -> LossFn:
+    """The loss of the whole model, on one device; of a `StepLoss` what it takes and where it stands."""
+    model = model_of(loss_fn)
+    assert model is not None  # there is one after `with_decoder`
+    return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
+
+
+def _gives_two(length_fn: Any, dataset: DataSource) -> bool:
+    """Whether a function gives two lengths of the first sample; what it raises is told where all are measured."""
+    try:
+        return np.shape(length_fn(dataset[0])) == (2,)
+    except Exception:
+        return False
+
+
+class TrainingData(NamedTuple):
+    """The data of a training."""
+
+    train: DataSource
+    evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
+    num_values: int  # how many values a token can have
+    content_keys: dict[str, str]  # of each file, of the tokenizer and of the model, by its name
+    skipped: list[dict[str, Any]]  # records of files that are no samples, as a run lists them
+
+    def describe(self, lengths: Int64[np.ndarray, " N *2"]) -> list[str]:
+        """The lengths of the samples to train on, how many others there are, and what is none."""
+        others = ", ".join(f"{len(dataset):,} of {name}" for name, dataset in self.evaluation.items())
+        bad = [f"{each['file']}, {each['record']}: {each['reason']}" for each in self.skipped]
+        left_out = [f"{len(bad):,} records that are no samples are left out: {list_first(bad, '; ')}"] if bad else []
+        # A second length may be 0, but not both.
+        histogram = length_histogram(lengths if lengths.ndim == 1 else lengths.sum(axis=1))
+        both = ["of both lengths together:"] if lengths.ndim == 2 else []
+        evaluated = [f"evaluated on other samples: {others}"] if others else []
+        return [*both, histogram, *evaluated, *left_out]
+
+
+class SamplesOfLengths:
+    """Stand for samples to train on of which only the lengths are known, int64[N]; nothing is held out."""
+
+    def __init__(self, lengths: Int64[np.ndarray, " N"]):
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.zeros(self.lengths[i], np.int32)
+
+
+def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None = None) -> TrainingData:
+    """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
+    own, num_values = config.data, config.decoder.num_values
+    if given is not None and own.files:
+        raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")
+    if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
+        raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
+    split: Split | SamplesOfLengths
+    opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
+    if own.files:
+        splits = [_split(path, opened[path], own.held_out_fraction) for path in own.files]
+        mixed = Mixture(
+            [split.train for split in splits],
+            own.weights or None,
+            num_samples=own.mixture_samples,
+            seed=config.seed,
+            loss_weights=own.loss_weights or None,
+        )
+        split = Split(mixed, Mixture([split.held_out for split in splits]))
+    else:
+        split = given or split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
+    keys = {str(path): dataset.content_key for path, dataset in opened.items()}
+    if (tokenizer := _tokenizer_file(config)) is not None:
+        keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))
+    if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
+        keys[str(config.model)] = model_key(config.model)
+    sets: dict[str, DataSource] = {evaluation_name(path): opened[path] for path in own.eval_data}
+    return TrainingData(
+        train=split if isinstance(split, SamplesOfLengths) else split.train,
+        evaluation=sets if isinstance(split, SamplesOfLengths) else {HELD_OUT: split.held_out} | sets,
+        num_values=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
+        content_keys=keys,
+        skipped=[
+            {"step": None, "file": str(path), "record": name, "reason": reason}
+            for path, dataset in opened.items()
+            for name, reason in dataset.skipped
+        ],
+    )
+
+
+def _open(path: Path | str, config: FitConfig) -> StoredDataset:
+    """Opens a file or directory by the settings."""
+    tokenizer, model, num_values = _tokenizer_file(config), config.model, config.decoder.num_values
+    dataset = open_data(
+        path,
+        field=config.data.field,
+        template=config.data.template,
+        loss_on=config.data.loss_on,
+        tokenizer=tokenizer,
+        num_values=None if tokenizer is not None and model is None else num_values,
+        end_token=config.data.end_token,
+        block_length=config.plan.longest,
+        num_workers=config.data.num_workers,
+        progress=config.progress,
+        on_bad_sample=config.data.on_bad_sample,
+        max_bad_fraction=config.data.max_bad_fraction,
+    )
+    if dataset.num_values is None:
+        raise UserError(
+            f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
+        )
+    if model is not None and dataset.num_values > num_values:
+        raise UserError(
+            f"{path} has tokens up to {dataset.num_values - 1:,}, and those of {model} are below {num_values:,}"
+        )
+    if has_weights(model) and tokenizer is None and dataset.num_values == NUM_BYTES != num_values:
+        raise UserError(
+            f"{path} holds text, and there is no {TOKENIZER} in {model}: give tokenizer=, the one of this model"
+        )
+    return dataset
+
+
+def _tokenizer_file(config: FitConfig) -> Path | None:
+    """The tokenizer of the settings, or the copy that the resumed run has of it, if that is gone."""
+    own, resumed = config.data.tokenizer, config.directory.resumed
+    copy = None if resumed is None else resumed / MODEL_DIR / TOKENIZER
+    return copy if own is not None and copy is not None and not own.exists() and copy.exists() else own
+
+
+def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:
+    try:
+        return split_held_out(dataset, fraction)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 class Prepared(NamedTuple):
@@ -63,7 +398,6 @@ class Prepared(NamedTuple):
     eval_lengths: dict[str, Int64[np.ndarray, " H *2"]]  # of each set, by name
     compile_options: CompileOptions  # with what the settings leave open
     placement: Placement | None  # None: on one device
-    num_values: Mapping[str, int]  # of arrays of batches, by name, that the loss reads a table by
 
     def batch_spec(self, epoch: int | None = 0) -> BatchSpec:
         """The shapes of the batches of an epoch; None: of evaluations."""
@@ -87,7 +421,7 @@ class Prepared(NamedTuple):
             lengths=lengths if self.task.compares_lengths else None,
             on_bad_sample=self.config.data.on_bad_sample,
             max_bad_fraction=self.config.data.max_bad_fraction,
-            num_values=self.num_values,
+            num_values={"tokens": self.data.num_values} if self.task.is_language_model else self.task.num_values,
             **where,
         )
 
@@ -166,9 +500,7 @@ def prepare(
         packs = "" if takes_packed or is_packing_said else _ONE_A_ROW
         notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), *of_plan
         say("Plan", report, training_plan.describe(), *filter(None, notes))
-    prepared = Prepared(
-        config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement, {}
-    )
+    prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
     if config.hardware.parallel == AUTO:
         if placement is not None and num_devices > 1:
             layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
@@ -181,9 +513,7 @@ def prepare(
         if layout is not None:
             _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         raise_if_interrupted()
-        bucket = training_plan.buckets[0]
-        batch = prepared.batch_spec()(bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
-        return prepared._replace(num_values=prepared.task.num_values(batch, data.num_values))
+    return prepared
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import timeit
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ from jvarlen.planning.plan import make_plan
 from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.model import optimizer_for
 from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, shapes_for
-from jvarlen.runs.task import Task, TrainingData
+
+if TYPE_CHECKING:
+    from jvarlen.runs.prepare import Task, TrainingData
 
 __all__ = ["choose_shapes", "estimate_costs"]
 

@@ -282,7 +282,7 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
     config = dataclasses.replace(config, max_steps=1, plan=dataclasses.replace(config.plan, overlong=None))
     with pytest.raises(ValueError, match=r"samples longer than the longest bucket .*\(limit 32\)"):
         fit(config, split)
-    monkeypatch.setattr("jvarlen.runs.task.stdlib_functions", lambda progress: split.train)
+    monkeypatch.setattr("jvarlen.runs.prepare.stdlib_functions", lambda progress: split.train)
     monkeypatch.setattr(sys.modules["jvarlen.runs.prepare"], "_DEMO_STEPS", 3)
     result = fit(dataclasses.replace(config, max_steps=None, num_epochs=None))
     assert result.summary.num_steps == 3, "those of the built-in corpus, and not an epoch"
@@ -314,7 +314,7 @@ def make_signalled_step(*args, **options):
 
 if __name__ == "__main__":
     from jvarlen.cli import main
-    from jvarlen.runs.task import open_training_data
+    from jvarlen.runs.prepare import open_training_data
     from tests.run_fit import leave_pictures_empty, make_data
 
     leave_pictures_empty()
