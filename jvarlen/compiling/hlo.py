@@ -304,8 +304,8 @@ class _Scalars:
 def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
     """Of the whole array, from the shapes of the result."""
     arrays = _ARRAY.findall(shapes)
-    if is_start and kind != "all-reduce":
-        # Operands, results, and numbers that tell whether it is done.
+    if is_start and (kind != "all-reduce" or shapes.startswith("((")):
+        # Operands, results, and numbers that tell whether it is done; of all-reduces since JAX 0.12.
         arrays = [each for each in arrays if each != ("u32", "")]
         arrays = arrays[len(arrays) // 2 :]
     sizes = [_bytes_of(*each) for each in arrays]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ __all__ = ["Buffer", "allocated_bytes", "largest_buffers"]
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*):\n((?: value: .*\n?)*)", re.MULTILINE)
 _VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$", re.MULTILINE)
+_SCHEDULED = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 _LIFETIME = re.compile(r"^ +(\S+):(\d+)-(\d+)$", re.MULTILINE)
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
 _CALLED = re.compile(r"\b(?:body|calls|to_apply)=%?([\w.\-]+)")
@@ -84,6 +86,7 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
     lifetimes = {name.removesuffix("{}"): (int(begin), int(end)) for name, begin, end in found}
     if not lifetimes:
         return None
+    program = _Program(dump.program, _SCHEDULED.findall(dump.lifetimes))
     held: list[tuple[int, str, _Value, int]] = []
     arena: list[_Value] = []
     arena_bytes = 0
@@ -98,12 +101,12 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
             arena += [_Value(*value[:4], *lifetimes[value.name]) for value in values if value.name in lifetimes]
             arena_bytes += int(size)
         elif ", parameter " in what:
-            held.append((int(size), "argument", values[0], len(values) - 1))
+            given = next(value for value in values if value.name in program.arguments)
+            held.append((int(size), "argument", given, len(values) - 1))
         elif "maybe-live-out" in what:
             held.append((int(size), "output", values[-1], len(values) - 1))
     held += _held_at_the_peak(arena)
     held.sort(key=lambda each: (-each[0], each[1], each[2].name))
-    program = _Program(dump.program)
     buffers = []
     for num_bytes, kind, value, num_others in held[:most]:
         operation, source = program.operation_and_source(value.name, is_argument=kind == "argument")
@@ -149,7 +152,7 @@ def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value, i
 class _Program:
     """The instructions of a program by name, and the lines of Python that they come from."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, scheduled: list[str]):
         self._found: dict[str, tuple[Instruction, str]] = {}  # with the computation that holds it
         self._roots: dict[str, str] = {}
         self._callers: dict[str, Instruction] = {}  # of computations
@@ -160,6 +163,13 @@ class _Program:
                     self._roots[home] = each.name
                 if each.operation != "conditional":  # of which each branch gets another operand
                     self._callers |= dict.fromkeys(called_by(each.rest), each)
+        self.arguments = {
+            name for name, (each, of) in self._found.items() if each.operation == "parameter" and of == home
+        }
+        # What a start wraps is not printed; it is scheduled right before that.
+        for name, start in itertools.pairwise(scheduled):
+            if start.endswith("-start") and start in self._found:
+                self._found.setdefault(name, self._found[start])
         self._files, self._functions, self._lines, self._frames = (
             dict(re.findall(r"^(\d+) (.*)$", table[1], re.MULTILINE)) if table else {}
             for table in (

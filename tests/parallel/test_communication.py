@@ -200,6 +200,7 @@ def test_one_that_xla_marks_as_synchronous_is_not_asynchronous(is_sync):
         ("collective-permute", "((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}))", "source_target_pairs={{0,1},{1,0}}"),
         ("collective-permute", "(f32[12]{0}, f32[12]{0}, u32[]{:S(2)}, u32[])", "source_target_pairs={{0,1},{1,0}}"),
         ("all-reduce", "(f32[8]{0}, f32[4]{0})", "replica_groups={{0,1}}"),
+        ("all-reduce", "((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}))", "replica_groups={{0,1}}"),
     ],
 )
 def test_several_arrays_of_an_asynchronous_collective_are_counted_once(kind, shapes, groups):
@@ -359,7 +360,8 @@ def test_turns_are_counted_as_the_compiler_tells_them():
     text = compiled_text(talk, mesh, jnp.ones(4))
     assert "known_trip_count" in text
     assert [each.times for each in list_collectives(text)] == [15]
-    assert [each.times for each in list_collectives(text.replace("known_trip_count", "unknown"))] == [15]
+    if "wrapped_compare" not in text:  # as JAX 0.12 does on CPUs, where XLA always tells
+        assert [each.times for each in list_collectives(text.replace("known_trip_count", "unknown"))] == [15]
 
 
 def test_branches_count_as_often_as_the_stage_takes_them_that_does_so_most():

@@ -79,7 +79,7 @@ def test_programs_have_no_faults_but_known_ones(case):
     known, not_sure = (faults_of_case(case, listed) for listed in (KNOWN_FAULTS, NOT_SURE))
     assert found - not_sure == known
     measured = json.loads(MEASURED.read_text())
-    if str(case) not in measured["bytes"]:
+    if str(case) not in measured["bytes"] or jax.__version__ not in measured["versions"]["GPUs"]:
         pytest.skip("its temporaries have not been measured: python -m tests.targets.cases")
     for row in report:
         assert row.temp_bytes <= 1.1 * measured["bytes"][str(case)][str(row.bucket)], measured["versions"]
