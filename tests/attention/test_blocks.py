@@ -78,7 +78,7 @@ def test_memory_grows_with_positions_not_with_their_pairs(causal, num_layers, wr
 @pytest.mark.usefixtures("optimized")
 def test_many_blocks_lose_no_precision_in_bfloat16():
     """Gradients of keys are sums over all blocks, which must not be rounded one by one."""
-    q, k, v, weights = random_qkv(1, 1024, heads=1, kv_heads=1, size=8, dtype="float32")
+    q, k, v, weights = random_qkv(1, 512, heads=1, kv_heads=1, size=8, dtype="float32")
 
     def key_gradient(implementation, dtype):
         def loss(k):

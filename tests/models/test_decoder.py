@@ -6,16 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from jvarlen import WeightedTokens, compile_buckets, load, make_plan, make_train_step, no_recompiles, pack_samples
+from jvarlen import WeightedTokens, load, make_plan, no_recompiles, pack_samples
 from jvarlen._common.pytree import plain_names
-from jvarlen.batches import BatchShapes
-from jvarlen.loading import collate_tokens
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import layered_loss_fn
-from jvarlen.training.train_state import new_state
 from tests.hand_made import batch_of
 
 CONFIG = DecoderConfig(num_layers=2, width=16, num_heads=2)
@@ -88,39 +84,17 @@ def test_every_form_of_mask_gives_the_same_loss_and_gradient(attention, told_len
         np.testing.assert_allclose(grad, expected_grad, atol=1e-12)
 
 
-def growth_of_temporaries(attention):
-    """How many times the bytes between arguments and results of a training step twice as long a row takes."""
-    optimizer = optax.sgd(0.1)
-    config = DecoderConfig(num_layers=1, width=8, num_heads=1, attention=attention)
-    compiled = compile_buckets(
-        make_train_step(make_loss_fn(config), optimizer),
-        new_state(init_params(config, seed=0), optimizer),
-        BatchShapes([(1, 1024), (1, 2048)]),
-        progress=False,
-    )
-    temporaries = {row.bucket.length: row.temp_bytes for row in compiled.report}
-    return temporaries[2048] / temporaries[1024]
-
-
-def test_the_report_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
-    assert growth_of_temporaries("xla") > 3
-    assert growth_of_temporaries("blocks") < 2.1
-
-
-@pytest.mark.parametrize("how", ["padded", "packed", "split"])
+@pytest.mark.parametrize("how", ["padded", "split"])
 def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(how):
     rng = np.random.default_rng(0)
     samples = [WeightedTokens(rng.integers(0, 256, n), rng.choice([0.0, 0.25, 1.0], n)) for n in (1, 11, 10, 11, 10, 1)]
     lengths = list(map(len, samples))
     pieces = samples
-    if how == "packed":
-        plan, collate = make_plan(pack_samples(lengths, 24), [(2, 24)], order="length"), collate_tokens
-    elif how == "split":
-        packing = pack_samples(lengths, 10, overlong="split")
-        plan, collate = make_plan(packing, [(2, 10)], order="length"), collate_tokens
+    if how == "split":
+        plan = make_plan(pack_samples(lengths, 10, overlong="split"), [(2, 10)], order="length")
         pieces = [sample[start : start + 10] for sample in samples for start in range(0, len(sample), 10)]
     else:
-        plan, collate = make_plan(lengths, [(4, 12)], order="length"), collate_tokens
+        plan = make_plan(lengths, [(4, 12)], order="length")
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, init_params(SHALLOW, seed=0))
 
@@ -130,7 +104,7 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
             return loss / weight, jax.tree.map(lambda leaf: leaf / weight, grads)
 
         def of_rows():
-            for batch in load(plan, samples, collate=collate):
+            for batch in load(plan, samples):
                 yield jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
 
         def alone():

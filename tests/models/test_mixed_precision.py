@@ -170,7 +170,6 @@ def test_cudnn_asks_for_bfloat16():
     DecoderConfig(attention="cudnn", compute_dtype="bfloat16")
 
 
-@pytest.mark.usefixtures("optimized")
 def test_training_goes_as_in_float32():
     losses = []
     for config in (SMALL, SMALL_HALF):
