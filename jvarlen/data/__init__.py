@@ -3,7 +3,7 @@
 - `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
 - `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.
-- `measure`, `sample_ranges`: sample lengths, measured here or in worker processes, from where it ended before.
+- `measure`: sample lengths, measured here or in worker processes, from where it ended before.
 - `length_cache`: keys of file contents, and lengths cached under them.
 - `mixtures`: several datasets as one, with exact counts.
 """

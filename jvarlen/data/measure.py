@@ -1,4 +1,4 @@
-"""Measures the length, or any other integer, of every sample of a dataset.
+"""Measures the length, or any other integer, of every sample of a dataset, here or in worker processes.
 
 Long measurements write shard files and resume from them.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import json
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,17 +27,38 @@ from jvarlen._common.checks import (
     check_at_least_zero,
     check_choices,
     is_integer,
+    list_first,
     list_offenders,
 )
+from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.sample_ranges import Check, ShardFiles, Values, Work, measure_ranges
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths, check_random_access
 from jvarlen.planning.samples import OnBadSample, fields_of
 
-__all__ = ["LengthFn", "PairLengths", "known_lengths", "measure_integers", "measure_lengths"]
+__all__ = [
+    "LengthFn",
+    "MeasuredRange",
+    "PairLengths",
+    "Ranges",
+    "ShardFiles",
+    "Work",
+    "known_lengths",
+    "measure_integers",
+    "measure_lengths",
+    "measure_ranges",
+]
 
 LengthFn = Callable[[Any], int] | str | tuple[str, str]  # also the names of fields
+_Values = Int64[np.ndarray, " n *sides"]
+_Check = Callable[[_Values], _Values]
+
+_SECONDS_PER_RANGE = 0.25  # long against handing a range over, short to wait for
+_FIRST_RANGE = 4  # samples, which may take long
+_LARGEST_RANGE = 32_768
+_FIRST_INSPECTED = 4_096  # samples
+_INSPECTED_EVERY = 1_024  # of those after them
+_SHARDS_VERSION = 2
 
 
 def measure_lengths(
@@ -87,22 +112,22 @@ def measure_lengths(
     """
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     function = length_fn if callable(length_fn) else _FieldLengths(length_fn)
-    quantity = _PAIR_LENGTHS if isinstance(function, _FieldLengths | PairLengths) and function.is_pair else _LENGTHS
+    is_pair = isinstance(function, _FieldLengths | PairLengths) and function.is_pair
+    name, check = "lengths", check_pair_lengths if is_pair else check_lengths
+    value_of_bad: Any = None
     if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
-        check = functools.partial(_check_but_empty, quantity.check)
-        value_of_bad = (1, 1) if quantity.shape else 1
-        quantity = quantity._replace(name="lengths of good samples", check=check, value_of_bad=value_of_bad)
+        name, check = "lengths of good samples", functools.partial(_check_but_empty, check)
+        value_of_bad = (1, 1) if is_pair else 1
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
     return _measure(
-        dataset,
-        function,
-        quantity,
+        Work(dataset, function, name, read_values, value_of_bad),
+        check,
+        shape=(2,) if is_pair else (),
         num_workers=num_workers,
         progress=progress,
         shards=shards,
         shard_size=shard_size,
-        read_values=read_values,
     )
 
 
@@ -127,10 +152,15 @@ def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.nda
 
 
 def measure_integers(
-    dataset: DataSource, function: Callable[[Any], int], name: str, **options: Any
+    dataset: DataSource,
+    function: Callable[[Any], int],
+    name: str,
+    *,
+    read_values: Callable[[range], list[int] | None] | None = None,
+    **options: Any,
 ) -> Int64[np.ndarray, " N"]:
     """Measures any integer of every sample, zero and negative ones too; options of `_measure`."""
-    return _measure(dataset, function, _Quantity(name, _unchecked), **options)
+    return _measure(Work(dataset, function, name, read_values), lambda values: values, **options)
 
 
 def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
@@ -139,40 +169,11 @@ def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
     return lengths if lengths is not None and min(lengths) > 0 else None
 
 
-class _Quantity(NamedTuple):
-    """Integers to measure; `check` takes all values and makes the result."""
-
-    name: str
-    check: Check
-    shape: tuple[int, ...] = ()  # of the value of one sample
-    value_of_bad: Any = None  # as `Work` has it
-
-    def to_array(self, values: list[Any], samples: range) -> Values:
-        """Values of a range of samples; raises ValueError that lists what are no integers."""
-        if {*map(type, values)} == {int}:
-            with contextlib.suppress(OverflowError):  # listed below
-                return np.fromiter(values, np.int64, len(values))
-        if self.shape:
-            return np.array(values, np.int64)
-        # The Python numbers in NumPy scalars and 0-d arrays of any library.
-        numbers = [v.item() if getattr(v, "shape", None) == () and hasattr(v, "item") else v for v in values]
-        are_wrong = [not is_integer(number) or not -(2**63) <= number < 2**63 for number in numbers]
-        if any(are_wrong):
-            places = np.flatnonzero(are_wrong)
-            shown = np.array([reprlib.repr(numbers[place]) for place in places])
-            raise UserError(
-                f"{self.name} must be integers that fit int64: {list_offenders(places + samples.start, shown)}"
-            )
-        return np.array(numbers, np.int64)
-
-
-def _check_counts_tokens(sample: Any) -> None:
-    """Raises ValueError for a sample whose fields `len` counts."""
-    if fields := fields_of(sample):
-        raise UserError(
-            f"length_fn=len counts fields of a {fields}, not tokens; give measure_lengths a length_fn that counts the "
-            'tokens: the name of their field, such as "tokens", or a function, such as lambda sample: len(sample[0])'
-        )
+def _check_but_empty(check: _Check, values: _Values) -> _Values:
+    """The checked lengths, 1 for samples without a token."""
+    values = values.copy()
+    values[~values.reshape(len(values), -1).any(axis=1)] = 1
+    return check(values)
 
 
 class _FieldLengths:
@@ -217,52 +218,223 @@ class PairLengths:
         return operator.index(first), operator.index(second)
 
 
-def _unchecked(values: Values) -> Values:  # workers pickle it
-    return values
+class Work(NamedTuple):
+    """What measures ranges of samples; a worker process gets it once, pickled."""
+
+    dataset: DataSource
+    function: Callable[[Any], Any]
+    name: str  # of what is measured
+    read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
+    value_of_bad: Any = None  # of samples that cannot be measured; None: they are an error
 
 
-def _check_but_empty(check: Check, values: Values) -> Values:
-    """The checked lengths, 1 for samples without a token."""
-    is_empty = ~values.reshape(len(values), -1).any(axis=1)
-    values = values.copy()
-    values[is_empty] = 1
-    return check(values)
+class MeasuredRange(NamedTuple):
+    """The values of a range of samples, and the seconds that measuring them took."""
+
+    samples: range
+    values: _Values
+    seconds: float
 
 
-_LENGTHS = _Quantity("lengths", check_lengths)
-_PAIR_LENGTHS = _Quantity("lengths", check_pair_lengths, shape=(2,))
+class Ranges(Iterator[range]):
+    """Cuts ranges of samples into smaller ones that take about equally long, whatever one sample takes."""
+
+    def __init__(self, missing: Sequence[range]):
+        self._missing = iter(missing)
+        self._rest = range(0)
+        self._size = _FIRST_RANGE
+
+    def __next__(self) -> range:
+        while not self._rest:
+            self._rest = next(self._missing)
+        cut, self._rest = self._rest[: self._size], self._rest[self._size :]
+        return cut
+
+    def adapt(self, part: MeasuredRange) -> None:
+        """Sizes the next ranges by what one took."""
+        fitting = int(len(part.samples) * _SECONDS_PER_RANGE / max(part.seconds, 1e-9))
+        self._size = max(1, min(fitting, 2 * self._size, _LARGEST_RANGE))
+
+
+def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Generator[MeasuredRange, None, None]:
+    """Measures the missing samples in ranges of about a quarter of a second."""
+    ranges = Ranges(missing)
+    num_workers = min(num_workers, sum(map(len, missing)))
+    if num_workers:
+        yield from _measure_elsewhere(work, ranges, num_workers)
+        return
+    for samples in ranges:
+        part = _measure_range(work, samples)
+        ranges.adapt(part)
+        yield part
+
+
+def _measure_elsewhere(work: Work, ranges: Ranges, num_workers: int) -> Generator[MeasuredRange, None, None]:
+    from jvarlen._common.workers import WorkerPool
+
+    pending: dict[Future[MeasuredRange], range] = {}
+    with WorkerPool(work, num_workers) as pool:
+        try:
+            while True:
+                for samples in itertools.islice(ranges, num_workers - len(pending)):
+                    pending[pool.apply(_measure_range, samples)] = samples
+                if not pending:
+                    return
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    part = future.result()
+                    del pending[future]
+                    ranges.adapt(part)
+                    yield part
+        except BrokenExecutor as error:
+            had = list_first((f"{samples.start} to {samples.stop - 1}" for samples in pending.values()), " or ")
+            raise RuntimeError(
+                f"a worker process {pool.kill()}; it had samples {had}. Where memory ran out, take fewer workers; "
+                "otherwise see what it printed. Shards that were finished are kept"
+            ) from error
+
+
+def _measure_range(work: Work, samples: range) -> MeasuredRange:
+    start = time.perf_counter()
+    values = None if work.read_values is None else work.read_values(samples)
+    if values is None:
+        values = []
+        for sample_id in samples:
+            is_inspected = work.function is len and (sample_id < _FIRST_INSPECTED or not sample_id % _INSPECTED_EVERY)
+            try:
+                sample = work.dataset[sample_id]
+                value = work.function(sample)
+            except Exception as error:
+                if work.value_of_bad is None or isinstance(error, MemoryError):
+                    raise _error_of(sample_id, error) from error
+                value, is_inspected = work.value_of_bad, False
+            if is_inspected and (fields := fields_of(sample)):  # of all samples it would take too long
+                raise UserError(
+                    f"sample {sample_id} cannot be measured: length_fn=len counts fields of a {fields}, not tokens; "
+                    "give measure_lengths a length_fn that counts the tokens: the name of their field, such as "
+                    '"tokens", or a function, such as lambda sample: len(sample[0])'
+                )
+            values.append(value)
+    return MeasuredRange(samples, _to_array(work.name, values, samples), time.perf_counter() - start)
+
+
+def _to_array(name: str, values: list[Any], samples: range) -> _Values:
+    """Values of a range of samples; raises ValueError that lists what are no integers."""
+    if {*map(type, values)} == {tuple}:  # the sizes of two fields
+        return np.array(values, np.int64)
+    with contextlib.suppress(OverflowError):  # listed below
+        if {*map(type, values)} == {int}:
+            return np.fromiter(values, np.int64, len(values))
+    # The Python numbers in NumPy scalars and 0-d arrays of any library.
+    numbers = [v.item() if getattr(v, "shape", None) == () and hasattr(v, "item") else v for v in values]
+    are_wrong = [not is_integer(number) or not -(2**63) <= number < 2**63 for number in numbers]
+    if any(are_wrong):
+        places = np.flatnonzero(are_wrong)
+        shown = np.array([reprlib.repr(numbers[place]) for place in places])
+        raise UserError(f"{name} must be integers that fit int64: {list_offenders(places + samples.start, shown)}")
+    return np.array(numbers, np.int64)
+
+
+def _error_of(sample_id: int, error: Exception) -> Exception:
+    """A ValueError for bad input, else a RuntimeError, that tells the sample."""
+    if isinstance(error, UserError):
+        return UserError(f"sample {sample_id} cannot be measured: {error}")
+    return RuntimeError(f"sample {sample_id} could not be measured: {error!r}")
+
+
+class ShardFiles:
+    """The files of a measurement: a manifest, and a `.npy` for every complete shard, int64[n]."""
+
+    def __init__(
+        self,
+        directory: Path,
+        num_samples: int,
+        shard_size: int,
+        quantity: str,
+        function: Callable[..., Any],
+        check: _Check,
+    ):
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
+        self._directory, self._shard_size, self._check = directory, shard_size, check
+        self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
+        self._num_missing = list(map(len, self._shards))
+        self._manifest = {
+            "format_version": _SHARDS_VERSION,
+            "quantity": quantity,
+            "function": f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}",
+            "num_samples": num_samples,
+            "shard_size": shard_size,
+        }
+
+    def read(self, store: Callable[[range, _Values], object]) -> list[range]:
+        """Hands existing shards to `store`, or begins a directory; returns the samples of each missing shard."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / "manifest.json"
+        if path.exists():
+            found = read_object(path)
+            differing = [name for name, wanted in self._manifest.items() if found.get(name) != wanted]
+            if differing:
+                listed = "; ".join(f"{name} is {found.get(name)!r}, not {self._manifest[name]!r}" for name in differing)
+                raise UserError(f"{self._directory} is of another measuring: {listed}. Delete it or take another one")
+        else:
+            with write_atomically(path) as file:
+                file.write(json.dumps(self._manifest, indent=2).encode() + b"\n")
+        for index, shard in enumerate(self._shards):
+            if (path := self._path(index)).exists():
+                values = load_array(path, str(self._manifest["quantity"]))
+                if len(values) != len(shard):
+                    raise UserError(f"{path} holds {len(values)} values, not {len(shard)}: delete it")
+                store(shard, values)
+                self._num_missing[index] = 0
+        return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
+
+    def add(self, samples: range, values: _Values) -> None:
+        """Notes that all values hold these samples of a shard; writes it once it is whole and passes the check."""
+        index = samples.start // self._shard_size
+        self._num_missing[index] -= len(samples)
+        if self._num_missing[index]:
+            return
+        shard = self._shards[index]
+        try:
+            values = self._check(values[shard.start : shard.stop])
+        except ValueError:  # the check of all values lists the offenders of all shards
+            return
+        with write_atomically(self._path(index)) as file:
+            np.save(file, values, allow_pickle=False)
+
+    def _path(self, index: int) -> Path:
+        return self._directory / f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # names sort as the shards do
 
 
 def _measure(
-    dataset: DataSource,
-    function: Callable[[Any], Any],
-    quantity: _Quantity,
+    work: Work,
+    check: _Check,
     *,
     num_workers: int,
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
-    read_values: Callable[[range], list[int] | None] | None = None,
+    shape: tuple[int, ...] = (),
 ) -> Any:
+    """All values, checked; those of a sample have this shape."""
     check_at_least_zero(num_workers=num_workers)
     check_at_least_one(shard_size=shard_size)
-    check_random_access(dataset)
-    num_samples = len(dataset)
+    check_random_access(work.dataset)
+    num_samples = len(work.dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")
-    values: Values = np.zeros((num_samples, *quantity.shape), np.int64)
+    values: _Values = np.zeros((num_samples, *shape), np.int64)
 
-    def store(samples: range, part: Values) -> None:
+    def store(samples: range, part: _Values) -> None:
         values[samples.start : samples.stop] = part
 
     files, missing = None, [range(num_samples)]
     if shards is not None:
-        files = ShardFiles(Path(shards), num_samples, int(shard_size), quantity.name, function, quantity.check)
+        files = ShardFiles(Path(shards), num_samples, int(shard_size), work.name, work.function, check)
         missing = files.read(store)
-    inspect = _check_counts_tokens if function is len else None
-    work = Work(dataset, function, quantity.to_array, inspect, read_values, quantity.value_of_bad)
     num_known = num_samples - sum(map(len, missing))
-    bar = progress_bar(total=num_samples, initial=num_known, desc=quantity.name, unit="sample", progress=progress)
+    bar = progress_bar(total=num_samples, initial=num_known, desc=work.name, unit="sample", progress=progress)
     parts = measure_ranges(work, missing, num_workers)
     with contextlib.closing(parts), bar as shown:
         for part in parts:
@@ -271,4 +443,4 @@ def _measure(
                 files.add(part.samples, values)
             shown.update(len(part.samples))
             raise_if_interrupted()
-    return quantity.check(values)
+    return check(values)

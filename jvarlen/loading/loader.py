@@ -251,8 +251,9 @@ def load(
     if not is_number(max_bad_fraction) or not 0 <= max_bad_fraction <= 1:
         raise UserError(f"max_bad_fraction must be between 0 and 1, not {max_bad_fraction!r}")
     if not callable(plan) and (epoch or num_epochs not in (None, 1)):
-        given_epochs = f"epoch={epoch}" if epoch else f"num_epochs={num_epochs}"
-        raise UserError(f"{given_epochs} needs a function from the epoch to its plan; a Plan is one epoch")
+        raise UserError(
+            f"epoch={epoch}, num_epochs={num_epochs} need a function from the epoch to its plan; a Plan is one epoch"
+        )
     if not only_iterates(dataset):
         check_random_access(dataset)
     elif num_workers:
@@ -286,43 +287,22 @@ def load(
         batch_spec = spec_of_steps({first: dataset}, collate, on_bad_sample)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
-        _read_epoch,
-        dataset=dataset,
-        placement=placement,
-        num_workers=num_workers,
-        collate=collate,
-        padding_rows=padding_rows,
-        lengths=lengths,
-        on_mismatch=on_mismatch,
-        on_bad_sample=on_bad_sample,
-        max_bad_fraction=max_bad_fraction,
-        num_values=num_values or {},
-    )
+        _read_epoch, dataset=dataset, placement=placement, num_workers=num_workers, max_bad_fraction=max_bad_fraction,
+        collate=collate, padding_rows=padding_rows, lengths=lengths, on_mismatch=on_mismatch,
+        on_bad_sample=on_bad_sample, num_values=num_values or {},
+    )  # fmt: skip
     reading = read(first, epoch=epoch, start_step=start_step)
     if not callable(plan):
         return Loader(shapes, reading)
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
     later = itertools.count(epoch + 1) if num_epochs is None else iter(range(epoch + 1, num_epochs))
-    planned = _plan_ahead(plan, later, planner)
-    close = functools.partial(planner.shutdown, wait=False, cancel_futures=True)
-    following = (read(plan, epoch=number, start_step=0) for number, plan in enumerate(planned, epoch + 1))
-    return Loader(shapes, reading, following, close)
-
-
-def _plan_ahead(
-    plan_of_epoch: Callable[[int], PlannedSteps], epochs: Iterator[int], planner: ThreadPoolExecutor
-) -> Iterator[PlannedSteps]:
-    """The plans of epochs, each made while the epoch before it is used, the first from now on."""
-    submitted = (planner.submit(plan_of_epoch, epoch) for epoch in epochs)
-    planned = next(submitted, None)
-
-    def plans() -> Iterator[PlannedSteps]:
-        nonlocal planned
-        while planned is not None:
-            plan, planned = planned.result(), next(submitted, None)
-            yield plan
-
-    return plans()
+    planned = (planner.submit(plan, number) for number in later)
+    ahead = list(itertools.islice(planned, 1))  # from now on; each later plan is made while the one before it is used
+    following = (
+        read(future.result(), epoch=number, start_step=0)
+        for number, (future, _) in enumerate(itertools.pairwise(itertools.chain[Any](ahead, planned, [None])), epoch + 1)
+    )
+    return Loader(shapes, reading, following, functools.partial(planner.shutdown, wait=False, cancel_futures=True))
 
 
 def _load_stream(

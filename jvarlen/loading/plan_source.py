@@ -140,9 +140,8 @@ class PlanSource:
         if padding_rows == "repeat" and is_others:
             raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
         self._plan, self._microbatches, self._num_values = plan, microbatches, dict(num_values)
-        self._adjusts, self._skips, self._repeats = (
-            on_mismatch == "adjust", on_bad_sample == "skip", padding_rows == "repeat"
-        )  # fmt: skip
+        self._adjusts, self._skips = on_mismatch == "adjust", on_bad_sample == "skip"
+        self._repeats = padding_rows == "repeat"
         self._longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)  # on each side
         self._lengths: Int64[np.ndarray, "N sides"] | None = None
         if lengths is not None:

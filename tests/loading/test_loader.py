@@ -132,7 +132,7 @@ def test_epochs_and_steps_that_are_none_are_refused(is_function, options, messag
 def test_a_plan_is_loaded_for_the_one_epoch_that_it_is():
     plan = plan_of_epoch(0)
     assert len(list(load(plan, DATASET, num_epochs=1))) == plan.num_steps
-    with pytest.raises(UserError, match="num_epochs=2 needs a function from the epoch to its plan"):
+    with pytest.raises(UserError, match="num_epochs=2 need a function from the epoch to its plan"):
         load(plan, DATASET, num_epochs=2)
 
 

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.data.sample_ranges import MeasuredRange, Ranges, ShardFiles, Work, measure_ranges
-
-
-def to_array(values, samples):
-    """Ints alone; the range tells which others there are."""
-    if not all(isinstance(value, int) for value in values):
-        raise ValueError(f"samples {samples.start} to {samples.stop - 1} are not all ints")
-    return np.array(values, np.int64)
+from jvarlen.data.measure import MeasuredRange, Ranges, ShardFiles, Work, measure_ranges
 
 
 def identity(sample):
@@ -25,7 +18,7 @@ def identity(sample):
 
 
 def measure(dataset, num_workers, function=identity):
-    return list(measure_ranges(Work(dataset, function, to_array), [range(len(dataset))], num_workers))
+    return list(measure_ranges(Work(dataset, function, "numbers"), [range(len(dataset))], num_workers))
 
 
 @given(sizes=st.lists(st.integers(0, 2_000), max_size=6), seconds=st.lists(st.floats(0, 10), max_size=20))
@@ -57,7 +50,7 @@ def test_ranges_of_slow_samples_are_short():
 def test_missing_samples_are_measured_once_and_no_others():
     missing = [range(3, 3), range(5, 100), range(200, 201), range(300, 1_000)]
     dataset = [i * i if any(i in shard for shard in missing) else "not to be read" for i in range(1_000)]
-    parts = list(measure_ranges(Work(dataset, identity, to_array), missing, 0))
+    parts = list(measure_ranges(Work(dataset, identity, "numbers"), missing, 0))
     assert sorted(i for part in parts for i in part.samples) == [i for shard in missing for i in shard]
     assert all(part.values.tolist() == [i * i for i in part.samples] for part in parts)
     assert all(any(set(part.samples) <= set(shard) for shard in missing) for part in parts)
@@ -96,7 +89,7 @@ def test_an_error_of_a_sample_tells_which():
     assert isinstance(told.value.__cause__, TypeError)
     with pytest.raises(RuntimeError, match=r"sample 1 could not be measured: OSError\('no such block'\)"):
         measure(Failing([1, 2]), 0)
-    with pytest.raises(ValueError, match="samples 0 to 1 are not all ints"):
+    with pytest.raises(ValueError, match="numbers must be integers that fit int64: id 1: 'x'"):
         measure([1, "x"], 0)
 
 
@@ -110,7 +103,7 @@ def test_workers_need_what_pickles():
 
 
 def test_nothing_to_measure_starts_no_worker():
-    assert not list(measure_ranges(Work(Unpicklable([1]), identity, to_array), [range(0)], 2))
+    assert not list(measure_ranges(Work(Unpicklable([1]), identity, "numbers"), [range(0)], 2))
 
 
 def fail_there(sample):
@@ -240,10 +233,10 @@ class Scaled:
     [
         (len, "builtins.len"),
         (str.count, "builtins.str.count"),
-        (keep, "tests.data.test_sample_ranges.keep"),
-        (functools.partial(functools.partial(keep, 1), 2), "tests.data.test_sample_ranges.keep"),
-        (Scaled(), "tests.data.test_sample_ranges.Scaled"),
-        (Scaled().__call__, "tests.data.test_sample_ranges.Scaled.__call__"),
+        (keep, "tests.data.test_measured_ranges.keep"),
+        (functools.partial(functools.partial(keep, 1), 2), "tests.data.test_measured_ranges.keep"),
+        (Scaled(), "tests.data.test_measured_ranges.Scaled"),
+        (Scaled().__call__, "tests.data.test_measured_ranges.Scaled.__call__"),
     ],
 )
 def test_a_function_is_known_by_its_name(tmp_path, function, name):
