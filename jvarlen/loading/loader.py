@@ -298,9 +298,9 @@ def load(
     later = itertools.count(epoch + 1) if num_epochs is None else iter(range(epoch + 1, num_epochs))
     planned = (planner.submit(plan, number) for number in later)
     ahead = list(itertools.islice(planned, 1))  # from now on; each later plan is made while the one before it is used
+    pairs = itertools.pairwise(itertools.chain[Any](ahead, planned, [None]))
     following = (
-        read(future.result(), epoch=number, start_step=0)
-        for number, (future, _) in enumerate(itertools.pairwise(itertools.chain[Any](ahead, planned, [None])), epoch + 1)
+        read(future.result(), epoch=number, start_step=0) for number, (future, _) in enumerate(pairs, epoch + 1)
     )
     return Loader(shapes, reading, following, functools.partial(planner.shutdown, wait=False, cancel_futures=True))
 
