@@ -39,13 +39,7 @@ def attend_zigzag(
 
 
 def _attend_forward(
-    how: How,
-    axis_name: str,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array,
-    window: Array | None,
+    how: How, axis_name: str, query: Array, key: Array, value: Array, ids: Array, window: Array | None
 ) -> tuple[Array, Any]:
     queries, wide = halves(query), jnp.promote_types(query.dtype, jnp.float32)
     _, num_rows, chunk, num_heads, _ = queries.shape

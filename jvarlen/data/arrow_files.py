@@ -206,26 +206,24 @@ def _read_csv(path: Path, field: str) -> Any:
 
     size_of_mark(path)  # of other encodings than UTF-8 is an error
     csv.field_size_limit(2**31 - 1)
-    values, blank, line = [], 0, 1
-    # Not by pyarrow, which reads on after a quote that closes in the middle of a value, and passes over blank lines.
+    values, wrong, line = [], [], 1
+    # Not by pyarrow, which reads on after a quote that closes in the middle of a value.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=_DELIMITERS[path.suffix], strict=True)
         try:
             names = next(rows, [])
             _check_field(names, field)
             place, line = names.index(field), rows.line_num + 1
-            for row in rows:
-                if row and blank:  # none at the end hides a row
-                    raise UserError(f"line {blank:,} is blank, between rows: remove it")
+            for row in filter(None, rows):  # without blank lines
                 line = rows.line_num + 1
-                if not row:
-                    blank = blank or rows.line_num
-                elif len(row) != len(names):
-                    raise UserError(f"line {rows.line_num:,} has {len(row)} values, and there are {len(names)} columns")
-                else:
+                if len(row) == len(names):
                     values.append(row[place])
+                else:
+                    wrong.append(f"line {rows.line_num:,} has {len(row)} values")
         except csv.Error as error:
             raise UserError(f"line {line:,}: a quote is missing, or one in the text is not doubled ({error})") from None
+    if wrong:
+        raise UserError(f"{list_first(wrong)}, and there are {len(names)} columns")
     return pa.chunked_array([pa.array(values, pa.large_string())])
 
 

@@ -163,14 +163,8 @@ def parse_record(line: bytes) -> dict[str, Any]:
             record = _loads(line)
         except ValueError:  # json takes more, and tells what is wrong
             record = json.loads(line.decode())
-    except json.JSONDecodeError as error:
-        raise UserError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except UnicodeDecodeError:
-        raise UserError("not UTF-8") from None
-    except RecursionError:
-        raise UserError("nested too deeply") from None
-    except ValueError:
-        raise UserError("a number of too many digits") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise UserError("no JSON object")
     return record

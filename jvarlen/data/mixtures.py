@@ -26,9 +26,7 @@ _FIRST_MIXTURE_KEY = 2**61
 
 
 def mixture_counts(
-    num_samples: Sequence[int],
-    weights: Sequence[float],
-    total: int | None = None,
+    num_samples: Sequence[int], weights: Sequence[float], total: int | None = None
 ) -> Int64[np.ndarray, " D"]:
     """How many samples of each dataset are in an epoch of a mixture, by the largest remainder method.
 

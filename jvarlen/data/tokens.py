@@ -1,4 +1,4 @@
-"""Datasets: of tokens in memory, of files, with loss weights, and some samples of others."""
+"""Datasets: of tokens in memory, of files, and some samples of others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Int, Int64, Integer
 
-from jvarlen._common.checks import UserError, list_first, list_offenders
-from jvarlen.planning.lengths import DataSource, check_random_access
-from jvarlen.planning.samples import Dataset, WeightedTokens, reweighted, samples_at_once, to_tokens
+from jvarlen._common.checks import UserError, list_offenders
+from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import Dataset, samples_at_once
 
-__all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "WeightedSamples", "as_data_source"]
+__all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset"]
 
 
 class TokenDataset(Dataset):
@@ -149,82 +148,3 @@ class FileDataset(Dataset):
         if self._path.stat().st_size != self._num_bytes:
             raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
         self._opened = self._open()
-
-
-class _Converted(Dataset):
-    """The samples of a dataset, each converted when it is read, with its length."""
-
-    def __init__(self, dataset: DataSource):
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    @property
-    def lengths(self) -> Int64[np.ndarray, " N"]:
-        """Tokens of every sample; raises AttributeError if the dataset does not know them."""
-        return self._dataset.lengths  # type: ignore[attr-defined]
-
-
-class WeightedSamples(_Converted):
-    """A dataset whose samples count differently in the loss, without copying: a data source of `WeightedTokens`.
-
-    Args:
-      dataset: random access to the samples; each is tokens, as for `to_tokens`, or `WeightedTokens`.
-      sample_weights: numbers[N], finite and at least 0. The loss weights of a sample's tokens, 1 where it has none, are
-        multiplied by that of the sample.
-
-    Example:
-      >>> weighted = WeightedSamples([[5, 6], [7]], [0.5, 2.0])
-      >>> weighted[0]
-      WeightedTokens(tokens=[5, 6], weights=[0.5, 0.5])
-    """
-
-    def __init__(self, dataset: DataSource, sample_weights: npt.ArrayLike):
-        weights: np.ndarray = np.asarray(sample_weights, np.float64)
-        if weights.shape != (len(dataset),):
-            raise UserError(f"{len(dataset)} samples need as many weights, not {weights.shape}")
-        is_wrong = ~((weights >= 0) & (weights < np.inf))
-        if is_wrong.any():
-            wrong = zip(np.flatnonzero(is_wrong).tolist(), weights[is_wrong].tolist(), strict=True)
-            listed = list_first(f"id {i}: {weight}" for i, weight in wrong)
-            raise UserError(f"sample weights must be finite and at least 0: {listed}")
-        super().__init__(dataset)
-        self._weights = weights
-
-    def _read(self, index: int) -> WeightedTokens:
-        return reweighted(self._dataset[index], float(self._weights[index]))
-
-
-class _Tokens(_Converted):
-    """The samples of any dataset as arrays of tokens."""
-
-    def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Several samples, which the dataset reads at once if it can."""
-        samples = samples_at_once(self._dataset, indices)
-        return [sample if isinstance(sample, WeightedTokens) else to_tokens(sample) for sample in samples]
-
-
-def as_data_source(dataset: DataSource) -> DataSource:
-    """Any random-access dataset as a data source whose samples are 1-D integer arrays, or `WeightedTokens`.
-
-    `load` takes a dataset of arrays, lists or tensors directly; here, strings and bytes become arrays as well.
-
-    Args:
-      dataset: has `len()` and integer indexing. An attribute `lengths` must count the tokens of `to_tokens`.
-
-    Returns:
-      A data source that converts a sample with `to_tokens` when it is read.
-
-    Raises:
-      ValueError: it has no random access, such as a stream; use `stream_batches` for these.
-
-    Example:
-      >>> as_data_source(["ab", [300, 301]])[1]
-      array([300, 301])
-    """
-    check_random_access(dataset)
-    return _Tokens(dataset)

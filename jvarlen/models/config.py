@@ -88,15 +88,11 @@ class DecoderConfig:
             raise UserError(f"head_size ({self.head_size}) must be even: rotary positions need pairs")
         if self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})")
-        if self.begins_samples and self.vocab_size < 2:
-            raise UserError("vocab_size must be at least 2: the last token begins samples")
         object.__setattr__(self, "windows", tuple(self.windows) if any(self.windows) else ())
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
             raise UserError(
                 f"windows must be {self.num_layers} numbers of at least 0, one a layer, not {list_first(self.windows)}"
             )
-        if self.attention == "cudnn" and self.compute_dtype is None:
-            raise UserError("attention: cudnn takes no float32; set compute_dtype to bfloat16")
 
     @property
     def size_of_head(self) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.mixtures import Mixture, mixture_counts
-from jvarlen.data.tokens import Subset, TokenDataset, WeightedSamples
+from jvarlen.data.tokens import Subset, TokenDataset
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.plan import make_plan
 from jvarlen.planning.samples import WeightedTokens
@@ -223,16 +223,3 @@ def test_loss_weights_multiply_those_of_the_samples():
     assert [mixture[i].weights.tolist() for i in range(2, 6)] == [[0.5, 0.5], [0.5], [0, 3], [1.5]]
     assert mixture[2].tokens.tobytes() == b"ab"
     assert Mixture([plain, plain], loss_weights=[1, 0.5]).lengths.tolist() == [2, 1, 2, 1]
-
-
-def test_every_sample_can_have_a_weight_of_its_own():
-    plain = TokenDataset.from_bytes([b"ab", b"c", b"def"])
-    weighted = WeightedSamples(plain, [0.25, 0, 2])
-    assert [sample.weights.tolist() for sample in weighted] == [[0.25, 0.25], [0], [2, 2, 2]]
-    assert weighted.lengths.tolist() == [2, 1, 3]
-    mixture = Mixture([weighted, plain], [1, 1], num_samples=6, loss_weights=[2, 1])
-    assert mixture[0].weights.tolist() == [0.5, 0.5]
-    with pytest.raises(ValueError, match="3 samples need as many weights"):
-        WeightedSamples(plain, [1, 2])
-    with pytest.raises(ValueError, match=r"id 1: -1\.0, id 2: nan"):
-        WeightedSamples(plain, [1, -1, np.nan])

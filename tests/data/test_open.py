@@ -100,11 +100,11 @@ def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, as
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"", r"not JSON \(Expecting value at column 1\)"),
+        (b"", r"not JSON \(Expecting value: line 1 column 1"),
         (b'{"text": "a"', "not JSON"),
         (b'{"text": "a"} {}', "not JSON"),
-        (b'{"text": "\xff"}', "not UTF-8"),
-        ('{"text": "a"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"text": "\xff"}', "not JSON"),
+        ('{"text": "a"}'.encode("utf-16"), "not JSON"),
         (b'"text"', "no JSON object"),
         (b"{}", "no such field, but none"),
         (b'{"body": "a", "id": 1}', "no such field, but 'body', 'id'"),
@@ -112,8 +112,8 @@ def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, as
         (b'{"text": ["a"]}', r"no string, but \['a'\]"),
         (b'{"text": ""}', "empty"),
         (rb'{"text": "\ud800"}', "half a surrogate pair"),
-        (b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
-        (b'{"text": ' + b"1" * 5000 + b"}", "a number of too many digits"),
+        (b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not JSON"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "not JSON"),
     ],
 )
 def test_what_is_no_text_in_a_json_line_is_refused_by_number_and_reason(tmp_path, line, reason):

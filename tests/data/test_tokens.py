@@ -11,7 +11,7 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import read_functions, stdlib_functions
-from jvarlen.data.tokens import Subset, TokenDataset, as_data_source
+from jvarlen.data.tokens import Subset, TokenDataset
 from jvarlen.planning.samples import to_tokens
 
 
@@ -154,18 +154,8 @@ def grain_random_access(samples):
     return Source()
 
 
-MAKERS = [list, torch_dataset, grain_source, grain_random_access, lambda samples: list(map(bytes, samples))]
-IDS = ["list", "torch", "grain", "grain_random_access", "bytes"]
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=IDS)
-def test_any_random_access_dataset_is_a_data_source(make):
-    source = as_data_source(make(SAMPLES))
-    assert [source[i].tolist() for i in range(len(source))] == SAMPLES
-    assert all(isinstance(source[i], np.ndarray) for i in range(len(source)))
-    for index in (-1, 6):
-        with pytest.raises(IndexError, match="of 6"):
-            source[index]
+MAKERS = [list, torch_dataset, grain_source, grain_random_access]
+IDS = ["list", "torch", "grain", "grain_random_access"]
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=IDS)
@@ -176,7 +166,7 @@ def test_any_random_access_dataset_is_measured_split_and_loaded(make):
     split = split_held_out(dataset, 0.5)
     assert len(split.train) + len(split.held_out) == len(SAMPLES)
     plan = jvarlen.make_plan(lengths, [(2, 2), (2, 4)], order="length")
-    steps = list(jvarlen.load(plan, as_data_source(dataset)))
+    steps = list(jvarlen.load(plan, dataset))
     read = {
         tuple(tokens[:length])
         for step in steps
@@ -214,13 +204,3 @@ def test_texts_and_their_bytes_are_the_same_tokens():
 def test_what_is_no_sequence_of_tokens_is_refused(sample):
     with pytest.raises(ValueError, match=r"sample must be text, bytes or 1-D integers|no tokens, but list"):
         to_tokens(sample)
-
-
-def test_what_has_no_random_access_is_refused():
-    with pytest.raises(ValueError, match=r"which generator has not; .* are for stream_batches"):
-        as_data_source(sample for sample in SAMPLES)
-
-
-def test_lengths_that_a_dataset_knows_stay_known():
-    assert known_lengths(as_data_source(Unreadable())).tolist() == [3, 1, 2]
-    assert not hasattr(as_data_source(SAMPLES), "lengths")

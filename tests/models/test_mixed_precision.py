@@ -164,12 +164,6 @@ def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
         np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_cudnn_asks_for_bfloat16():
-    with pytest.raises(ValueError, match="attention: cudnn takes no float32"):
-        DecoderConfig(attention="cudnn")
-    DecoderConfig(attention="cudnn", compute_dtype="bfloat16")
-
-
 def test_training_goes_as_in_float32():
     losses = []
     for config in (SMALL, SMALL_HALF):
