@@ -101,13 +101,10 @@ class StoredDataset(Dataset):
         if is_error:
             more = f" and {num_bad - len(told):,} more" if num_bad > len(told) else ""
             listed = "; ".join(f"{name}: {reason}" for name, reason in told) + more
-            if on_bad_sample == "skip":
-                limit = f"max_bad_fraction={max_bad_fraction:g}"
-                raise UserError(
-                    f"{self._path}: {num_bad:,} bad samples of {num_records:,} are more than {limit}: {listed}"
-                )
-            refused = UserError(f"{self._path}: every sample must have {wanted}; mend or remove {listed}")
-            refused.add_note('on_bad_sample="skip" leaves them out')
+            share = f"{num_bad:,} of {num_records:,}"
+            refused = UserError(f"{self._path}: every sample must have {wanted}; mend or remove {share}: {listed}")
+            limit = f", up to max_bad_fraction={max_bad_fraction:g}"
+            refused.add_note(f'on_bad_sample="skip" leaves them out{limit * (on_bad_sample == "skip")}')
             raise refused
         self.skipped, self._kept = tuple(told), np.flatnonzero(~is_bad)
         self.lengths = self.lengths[self._kept]

@@ -194,10 +194,11 @@ class ChatTemplate:
         variables: dict[str, str] | None = None,
         name: str = "the chat template",
     ):
-        self._arguments, self._name = (source, sorted(special_tokens), variables or {}), name
-        self.key = json.dumps(self._arguments, sort_keys=True)
+        self._source, self._special_tokens, self._variables = source, sorted(special_tokens), variables or {}
+        self._name = name
+        self.key = json.dumps([source, self._special_tokens, self._variables], sort_keys=True)
         try:
-            self._template = _environment().from_string(source)
+            _compiled(source)
         except Exception as error:  # also of Python's compiler, to which the template goes
             place = f", line {error.lineno}," if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise UserError(f"{name}{place} is no Jinja template: {_reason(error)}") from None
@@ -256,23 +257,17 @@ class ChatTemplate:
         return MarkedText(self._fill(messages, add_generation_prompt=True), None, True)
 
     def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        variables = {**self._arguments[2], "add_generation_prompt": add_generation_prompt}
+        variables = {**self._variables, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=messages, **variables)
+            return _compiled(self._source).render(messages=messages, **variables)
         except Exception as error:  # the template may do anything
             raise UserError(f"{self._name} rejects it: {_reason(error)}") from None
 
     def _end_of(self, text: str, end: int) -> int:
         """The end of the special token that follows, or `end`."""
         start = end + len(text[end:]) - len(text[end:].lstrip())
-        fitting = [token for token in self._arguments[1] if token and text.startswith(token, start)]
+        fitting = [token for token in self._special_tokens if token and text.startswith(token, start)]
         return start + max(map(len, fitting)) if fitting else end
-
-    def __getstate__(self) -> Any:
-        return *self._arguments, self._name
-
-    def __setstate__(self, state: Any) -> None:
-        ChatTemplate.__init__(self, *state)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -292,8 +287,8 @@ def _reason(error: Exception) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.sandbox.SandboxedEnvironment:
-    """What chat templates of Hugging Face may use."""
+def _compiled(source: str) -> jinja2.Template:
+    """The template, with what those of Hugging Face may use."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -306,4 +301,4 @@ def _environment() -> jinja2.sandbox.SandboxedEnvironment:
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
-    return environment
+    return environment.from_string(source)

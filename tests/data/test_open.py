@@ -151,11 +151,11 @@ def test_lines_that_are_no_samples_are_left_out_and_listed(tmp_path, tokenized, 
 def test_more_bad_lines_than_the_stated_share_are_an_error(tmp_path):
     path = write(tmp_path / "t.jsonl", b"\n".join(LINES))
     options = {"progress": False, "on_bad_sample": "skip"}
-    with pytest.raises(ValueError, match=r"4 bad samples of 7 are more than max_bad_fraction=0\.5: line 2: not JSON"):
+    with pytest.raises(ValueError, match=r"mend or remove 4 of 7: line 2: not JSON(?s:.*) up to max_bad_fraction=0\.5"):
         open_data(path, max_bad_fraction=0.5, **options)
     with pytest.raises(ValueError, match="on_bad_sample"):
         open_data(path, progress=False, on_bad_sample="warn")
-    with pytest.raises(ValueError, match="2 bad samples of 2"):
+    with pytest.raises(ValueError, match="2 of 2"):
         open_data(write(tmp_path / "none.txt", b"\n\n"), max_bad_fraction=1.0, **options)
     text = open_data(write(tmp_path / "t.txt", b"a\n\nb"), max_bad_fraction=0.5, **options)
     assert (samples_of(text), text.skipped) == ([b"a", b"b"], (("line 2", "empty"),))

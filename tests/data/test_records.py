@@ -349,6 +349,8 @@ def test_a_row_that_lacks_a_field_is_one_line_on_the_command_line_and_nothing_is
     command = ["train", "--data", str(path), "--field", "question", "answer", "--loss-on", "answer", "--no-progress"]
     assert main([*command, "--runs-dir", str(tmp_path / "runs")]) == 2
     message = capsys.readouterr().err
-    assert f"{path}: every sample must have text in 'question', 'answer'; mend or remove line 4" in message
+    number = len(RECORDS) + 1
+    wanted = f"every sample must have text in 'question', 'answer'; mend or remove 1 of {number}: line {number}"
+    assert f"{path}: {wanted}" in message
     assert message.count("\n") == 1
     assert not (tmp_path / "runs").exists()
