@@ -55,8 +55,6 @@ def try_all(rank):
 
 def main():
     mode, num_processes, rank, port = sys.argv[1], *map(int, sys.argv[2:])
-    if mode == "incomplete":
-        initialize_processes(f"127.0.0.1:{port}", num_processes + 1, rank, initialization_timeout=1)
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     agree("mode", mode)
     if mode == "all":

@@ -280,8 +280,8 @@ def make_train_step(
     - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
       next values last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers
       by the sum of the changes of microbatches that have weight. A typed key in `extra`, such as that of `nnx.Rngs`,
-      stays as it is, and microbatch i gets `fold_in(fold_in(it, state.step), i)` in its place; counts of its uses, the
-      `RngCount` of NNX, advance by those of one microbatch. Old-style keys, arrays of uint32, are refused.
+      stays as it is, and microbatch i gets `fold_in(fold_in(it, state.step), i)` in its place. Old-style keys, arrays
+      of uint32, are refused.
     - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
 
     The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated.

@@ -3,22 +3,18 @@
 - `layouts`: does a model train to the same numbers on any layout?
 - `packing`: is a loss the same for packed rows as for padded ones?
 - `partition`: is a loss the same for any split of a step?
-- `plans`: does every sample come once; are two plans the same?
-- `recompiles`: does a function compile nothing once it has seen its shapes?
+- `plans`: does every sample come once?
 """
 
 from jvarlen.testing.layouts import assert_layout_invariant
 from jvarlen.testing.packing import assert_packing_invariant
 from jvarlen.testing.partition import Partition, assert_partition_invariant
-from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
-from jvarlen.testing.recompiles import assert_no_recompiles
+from jvarlen.testing.plans import assert_exactly_once
 
 __all__ = [
     "Partition",
     "assert_exactly_once",
     "assert_layout_invariant",
-    "assert_no_recompiles",
     "assert_packing_invariant",
     "assert_partition_invariant",
-    "assert_same_batches",
 ]

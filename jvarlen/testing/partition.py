@@ -17,7 +17,6 @@ from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.random_state import kinds_of
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
@@ -164,14 +163,9 @@ def make_step_values(
         values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
         grads = leaves_by_name(sums.grads)
         values |= {f"gradient{name}": divide_once(grad, sums.weight_sum) for name, grad in grads.items()}
-        # Counts of the uses of a key are no result: a step of padding rows has uses, too.
-        leaves = zip(jax.tree.leaves(state.extra), kinds_of(state.extra), strict=True)
-        kinds = [kind for leaf, kind in leaves if jnp.issubdtype(leaf.dtype, jnp.number)]
-        for i, (change, kind) in enumerate(zip(sums.extra, kinds, strict=bool(sums.extra))):
-            if jnp.issubdtype(change.dtype, jnp.floating):
-                values[f"change of extra[{i}]"] = divide_once(change, sums.weight_sum)
-            elif kind != "count":
-                values[f"change of extra[{i}]"] = change.astype(float)
+        for i, change in enumerate(sums.extra):
+            is_float = jnp.issubdtype(change.dtype, jnp.floating)
+            values[f"change of extra[{i}]"] = divide_once(change, sums.weight_sum) if is_float else change.astype(float)
         return values
 
     def values_of(batch: Any) -> dict[str, np.ndarray]:

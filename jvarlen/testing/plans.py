@@ -1,17 +1,14 @@
-"""Checks of plans, loaders and their batches. Letters: M microbatches, B rows of each, N samples, S steps."""
+"""Checks that every sample comes once. Letters: N samples."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from jvarlen._common.checks import UserError, list_first, list_offenders, offenders_where
-from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.checks import list_offenders, offenders_where
 
-__all__ = ["assert_exactly_once", "assert_same_batches"]
+__all__ = ["assert_exactly_once"]
 
 
 def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
@@ -36,7 +33,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
     """
     if (starts := getattr(plan, "piece_starts", None)) is not None:  # then a sample is its first piece
         ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
-    elif _is_plan(plan):
+    elif hasattr(plan, "rows") and hasattr(plan, "step_bucket"):
         ids = _flat_ids([plan.rows(step) for step in range(plan.num_steps)])
     else:
         ids = np.asarray(plan.sample_ids) if hasattr(plan, "sample_ids") else _flat_ids(list(plan))
@@ -48,56 +45,11 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
         raise AssertionError("; ".join(problems))
 
 
-def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
-    """Asserts that two plans, or two loaders, give the same batches in the same order.
-
-    Args:
-      plan_a: a plan: made, loaded from a file, or of `torch_ref`. Or a finite iterable of batches: pytrees of JAX or
-        NumPy arrays or PyTorch tensors on the host. Their leaves are compared by name, in shape and value, but not in
-        dtype or container, because frameworks differ in these.
-      plan_b: likewise.
-
-    Raises:
-      AssertionError: the message names the first step that differs, and its bucket, places and ids, leaves and values.
-      ValueError: one is a plan and the other is not.
-
-    Example:
-      >>> from jvarlen import make_plan
-      >>> plan = make_plan([3, 1, 2], [(2, 3)], order="length")
-      >>> assert_same_batches(plan, make_plan([3, 1, 2], [(2, 3)], order=[1, 2, 0]))
-      >>> assert_same_batches(plan, make_plan([3, 1, 2], [(2, 3)], order=[1, 0, 2]))
-      Traceback (most recent call last):
-      AssertionError: step 0 differs: rows[0, 1] is 2 and 0; num_tokens is 3 and 4
-    """
-    are_plans = _is_plan(plan_a)
-    if are_plans != _is_plan(plan_b):
-        raise UserError("a plan is compared with a plan, and batches with batches")
-    num_same = 0
-    for leaves_a, leaves_b in itertools.zip_longest(_leaves_by_step(plan_a), _leaves_by_step(plan_b)):
-        if leaves_a is None or leaves_b is None:
-            ended = "first" if leaves_a is None else "second"
-            raise AssertionError(f"the {ended} ends after {num_same} steps, which are the same in both")
-        names = leaves_a | leaves_b
-        differences = [_difference(name, leaves_a.get(name), leaves_b.get(name)) for name in names]
-        if any(differences):
-            raise AssertionError(f"step {num_same} differs: {list_first(filter(None, differences), '; ')}")
-        num_same += 1
-    if are_plans and plan_a.digest != plan_b.digest:
-        raise AssertionError(
-            f"all {num_same} steps are the same, but the digests differ, as buckets that no step uses do: "
-            f"{list_first(map(tuple, plan_a.buckets), ', ')}, and {list_first(map(tuple, plan_b.buckets), ', ')}"
-        )
-
-
 def _flat_ids(ids: Any) -> np.ndarray:
     """The ids in an array, or in lists of different sizes."""
     if isinstance(ids, list):
         return np.concatenate([np.zeros(0, np.int64), *map(_flat_ids, ids)])
     return np.asarray(ids).ravel()
-
-
-def _is_plan(plan: Any) -> bool:
-    return hasattr(plan, "rows") and hasattr(plan, "step_bucket")
 
 
 def _problems_of_ids(ids: np.ndarray, num_samples: int, num_dropped: int) -> list[str]:
@@ -116,25 +68,3 @@ def _problems_of_ids(ids: np.ndarray, num_samples: int, num_dropped: int) -> lis
         f"ids that are none of 0 to {num_samples - 1}": np.unique(ids[~is_sample], return_counts=True),
     }
     return problems + [f"{what}: {list_offenders(*found)}" for what, found in groups.items() if len(found[0])]
-
-
-def _leaves_by_step(plan: Any) -> Iterator[dict[str, Any]]:
-    """For each step, the values that must be the same, by name."""
-    if not _is_plan(plan):
-        yield from map(leaves_by_name, plan)
-        return
-    for step, bucket in enumerate(plan.step_bucket):
-        shape = "×".join(map(str, plan.buckets[bucket]))
-        yield {"bucket": shape, "rows": plan.rows(step), "num_tokens": plan.num_tokens[step]}
-
-
-def _difference(name: str, one: Any, other: Any) -> str | None:
-    """How two leaves differ; None if they do not."""
-    if one is None or other is None:
-        return f"{name} is only in the {'first' if other is None else 'second'}"
-    one, other = np.asarray(one), np.asarray(other)
-    if one.shape != other.shape:
-        return f"{name} has shape {one.shape} and {other.shape}"
-    differs = (one != other) & ~((one != one) & (other != other))  # NaN is the same as NaN
-    texts = [f"{at or ''} is {one[tuple(at)]} and {other[tuple(at)]}" for at in np.argwhere(differs).tolist()]
-    return name + list_first(texts, ", ") if texts else None

@@ -17,7 +17,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
-from jvarlen.training.random_state import MicrobatchKeys, keys_of_microbatches, kinds_of
+from jvarlen.training.random_state import MicrobatchKeys, has_keys, keys_of_microbatches
 from jvarlen.training.train_state import TrainState, divide_once
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
@@ -123,10 +123,9 @@ def sum_microbatch(
     trained_of: TrainedOf | None = select_trained,
 ) -> StepSums:
     """The sums of one call of the loss; the key is one of those of `split_step`."""
-    is_first = None
     if isinstance(key, MicrobatchKeys):
-        state, key, is_first = state._replace(extra=key.put_in(state.extra)), key.key, key.is_first
-    elif state.extra is not None and "key" in kinds_of(state.extra):
+        state, key = state._replace(extra=key.put_in(state.extra)), key.key
+    elif has_keys(state.extra):
         raise UserError("this step has no keys for the random state in extra: take it out, and let the loss take key")
     loss = bind_loss(loss_fn, state)
     grads = None
@@ -143,7 +142,7 @@ def sum_microbatch(
     grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
     sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)
     if outputs.extra is not None:
-        sums = sums._replace(extra=changes_of_extra(state.extra, outputs.extra, sums.weight_sum, is_first))
+        sums = sums._replace(extra=changes_of_extra(state.extra, outputs.extra, sums.weight_sum))
     return sums._replace(grads=grads)
 
 
@@ -208,11 +207,10 @@ def _bits(leaf: jax.Array) -> int:
     return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
 
 
-def changes_of_extra(old: Any, new: Any, weight_sum: jax.Array, is_first: Any = None) -> tuple[jax.Array, ...]:
+def changes_of_extra(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
     """The change by a microbatch of each numeric leaf of `extra`; 0 without weight, never NaN."""
-    # Counts of the uses of a key advance by those of the first microbatch: each has counted them with its own key.
     changes = []
-    for before, after, kind in zip(jax.tree.leaves(old), jax.tree.leaves(new), kinds_of(old), strict=True):
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         if jnp.issubdtype(before.dtype, jnp.floating):
             change = weight_sum * (after.astype(weight_sum.dtype) - before.astype(weight_sum.dtype))
         elif jnp.issubdtype(before.dtype, jnp.integer):
@@ -220,6 +218,5 @@ def changes_of_extra(old: Any, new: Any, weight_sum: jax.Array, is_first: Any = 
             change = change if change.dtype.itemsize >= 4 else change.astype(jnp.int32)  # that collectives always have
         else:
             continue
-        counts = weight_sum != 0 if kind != "count" or is_first is None else is_first
-        changes.append(jnp.where(counts, change, jnp.zeros_like(change)))
+        changes.append(jnp.where(weight_sum != 0, change, jnp.zeros_like(change)))
     return tuple(changes)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
-from jvarlen.training.random_state import kinds_of
+from jvarlen.training.random_state import has_keys
 from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = [
@@ -173,7 +173,7 @@ def new_state(
 ) -> TrainState:
     """The state before the first step, where its parameters are. `TrainStep.init` places it."""
     opt_state = optimizer.init(trained_of(params))
-    if seed is None and "key" not in kinds_of(extra):
+    if seed is None and not has_keys(extra):
         return TrainState(params, opt_state, extra)
     key = None if seed is None else key_of_seed(seed)
     return TrainState(params, opt_state, extra, key, jnp.zeros((), np.int32))

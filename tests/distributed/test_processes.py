@@ -82,14 +82,6 @@ def test_no_process_waits_long_for_one_that_left(left_ones, mode):
         assert "lost the other processes at 'load'; no word from process 1" in survivor.output
 
 
-@pytest.mark.multiprocess
-def test_a_process_does_not_wait_forever_for_one_that_never_comes():
-    with processes.started(PROGRAM, 1, "incomplete") as started:
-        (ended,) = started.wait(WITHIN_S)
-    assert ended.code == -signal.SIGABRT
-    assert "DEADLINE_EXCEEDED" in ended.output
-
-
 @pytest.mark.parametrize(
     ("address", "num_processes", "process_id", "said"),
     [

@@ -28,9 +28,10 @@ from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading import collate_tokens
 from jvarlen.loading.forward import reader_of_plan
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.testing import assert_exactly_once, assert_same_batches
+from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
 from tests.meshes import data_mesh
+from tests.same_batches import assert_same_batches
 
 DATASET = random_dataset(60, 20)
 LENGTHS = np.diff(DATASET.offsets)

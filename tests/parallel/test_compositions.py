@@ -16,7 +16,7 @@ from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
 from tests.hand_made import batch_of, packed_batch_of
 
-NUM_COMPOSITIONS = int(os.environ.get("COMPOSITIONS", "6"))
+NUM_COMPOSITIONS = int(os.environ.get("COMPOSITIONS", "3"))
 LONG = 10**6  # longer than any row
 NUM_STEPS = int(os.environ.get("COMPOSITION_STEPS", "3"))
 
@@ -158,20 +158,6 @@ def packed_decoder():
 @pytest.mark.usefixtures("in_blocks")
 def test_attention_in_blocks_trains_in_layouts_as_on_one_device():
     assert_layout_invariant(*packed_decoder(), ["data1.stage2.context2.tensor2.sequence_parallel"], num_steps=1)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_blocks")
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        ["data2.zero1", "data2.zero3.remat_full"],
-        ["data1.context4", "data2.context2.tensor2.zero3"],
-        ["data1.stage2.1f1b", "data2.stage2.zero_bubble.remat_none"],
-    ],
-)
-def test_attention_in_blocks_trains_in_any_layout_as_on_one_device(layouts):
-    assert_layout_invariant(*packed_decoder(), layouts, num_steps=1)
 
 
 def test_compositions_vary():

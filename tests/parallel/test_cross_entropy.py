@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_all_logits():
         assert_equal(found_and_grads, grads)
 
 
-@pytest.mark.parametrize(("argnums", "num_products"), [((0,), 2), ((1,), 2), ((0, 1), 3)])
+@pytest.mark.parametrize(("argnums", "num_products"), [((0,), 2), ((1,), 2)])
 def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products):
     with jax.enable_x64(True):
         arrays = arrays_of()
@@ -72,14 +72,13 @@ def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products
         assert_equal(grad(*arrays), jax.value_and_grad(of_all_logits, argnums=argnums)(*arrays))
 
 
-@pytest.mark.parametrize("order", [("remat x", "kernel", "x"), ("x and kernel", "kernel", "remat x and kernel")])
-def test_gradients_do_not_depend_on_those_taken_before(order):
+def test_gradients_do_not_depend_on_those_taken_before():
     """Of the same shapes, for which JAX keeps what it has traced."""
     rng = np.random.default_rng(0)
     given = tuple(jnp.asarray(rng.normal(size=(V, V)), jnp.float32) for _ in range(2))
     others = jnp.arange(V), jnp.ones(V)
     jax.clear_caches()
-    for asked in order:
+    for asked in ("remat x", "kernel", "x"):
         argnums = tuple(i for i, name in enumerate(("x", "kernel")) if name in asked.split())
         loss, expected = (
             functools.partial(lambda f, x, kernel: f(x, kernel, *others), f) for f in (chunked, of_all_logits)

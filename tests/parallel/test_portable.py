@@ -52,7 +52,7 @@ OPTIMIZERS = {
     ),
 }
 ALL_AXES = "data2.stage2.tensor2.zero1"
-CASES = [("data3.zero1", "adamw"), ("data4.zero3", "adamw"), (ALL_AXES, list(OPTIMIZERS)[1])]
+CASES = [("data3.zero1", "adamw"), (ALL_AXES, list(OPTIMIZERS)[1])]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
 
     with open_checkpoints(tmp_path / "0") as checkpoints:
         checkpoints.save(whole, PLACE)
-    for number, text in enumerate((ALL_AXES, "data4.zero3", "data1.stage2")):
+    for number, text in enumerate((ALL_AXES, "data4.zero3")):
         state, form = form_on(text)
         assert jax.tree.structure(form.shapes) == jax.tree.structure(whole)
         with open_checkpoints(tmp_path / str(number), form=form) as checkpoints:

@@ -20,7 +20,6 @@ from tests.conftest import random_dataset
 from tests.meshes import layout_mesh
 
 UNIT = 2.0**-8  # by how much of itself bfloat16 rounds a number at most
-LEVELS = ["data4", "data4.zero1", "data4.zero3", "data2.stage2.zero1"]
 
 # Arrays whose first dimension 4 divides, or the second, or none, and an array that is too small for shards.
 MODEL = LayeredModel(
@@ -58,9 +57,9 @@ def of_microbatches():
 @pytest.mark.parametrize(
     ("text", "model", "buckets"),
     [
-        *((text, MODEL, None) for text in LEVELS),
-        ("data4.zero2", layered_loss_fn(MODEL), None),
-        *((text, layered_loss_fn(MODEL), BucketBytes(4096, 1024)) for text in LEVELS[:2]),
+        ("data4.zero3", MODEL, None),
+        ("data2.stage2.zero1", MODEL, None),
+        ("data4.zero1", layered_loss_fn(MODEL), BucketBytes(4096, 1024)),
     ],
 )
 def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, buckets, of_microbatches):
@@ -89,7 +88,7 @@ def test_what_is_sent_in_bfloat16_is_added_in_float32():
     np.testing.assert_array_equal(reduced, np.full((8, 3), 263, np.float32))
 
 
-@pytest.mark.parametrize("text", LEVELS)
+@pytest.mark.parametrize("text", ["data4", "data2.stage2.zero1"])
 def test_half_of_the_bytes_are_sent(text):
     sent = []
     for word in ("reduce_bfloat16", "reduce_float32"):

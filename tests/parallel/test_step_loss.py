@@ -91,7 +91,7 @@ def contrast_of_all(params):
 CONTRASTIVE = StepLoss(towers, contrast)
 
 
-@pytest.mark.parametrize("layout", [None, "data2.zero1", "data8.zero2"])
+@pytest.mark.parametrize("layout", [None, "data8.zero2"])
 def test_a_contrastive_loss_is_that_of_all_samples_of_the_step(layout):
     (expected, told), gradient = jax.value_and_grad(contrast_of_all, has_aux=True)(TOWERS)
     step = make_train_step(CONTRASTIVE, optax.sgd(1), layout=layout)
@@ -238,11 +238,7 @@ def expected_by_layers():
 @pytest.mark.parametrize(
     "layout",
     [
-        None, "data2.zero3", "data2.tensor2.sequence_parallel.zero1", "data2.context2.zero2", "stage2.data2.remat_full",
-        *map(slow, [
-            "data4", "context2.context_from100", "stage2.data2.interleaved.virtual2", "stage4.zero_bubble",
-            "stage2.context2", "stage2.tensor2.data2.zero1", "context2.tensor2",
-        ]),
+        None, "data2.zero3", "data2.tensor2.sequence_parallel.zero1", "stage2.context2", "stage2.data2.remat_full",
     ],
 )  # fmt: skip
 def test_sums_of_layers_and_of_the_loss_are_those_of_the_step_on_any_layout(layout):

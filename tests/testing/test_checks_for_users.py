@@ -8,19 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jvarlen
-from jvarlen import Bucket, CompileOptions, batch_by_tokens, compile_buckets, load, make_plan, pack_samples, testing
-from jvarlen.batches import BatchShapes, token_batch_spec
-from jvarlen.experimental.large_plans import plan_distributed
+from jvarlen import batch_by_tokens, make_plan, pack_samples, testing
 from jvarlen.testing import (
     Partition,
     assert_exactly_once,
-    assert_no_recompiles,
     assert_partition_invariant,
-    assert_same_batches,
 )
-from tests.conftest import random_dataset
-from tests.meshes import data_mesh
 
 torch_ref = pytest.importorskip("torch_ref")
 
@@ -210,14 +203,6 @@ BUCKETS = [(3, 10), (2, 20), (2, 30)]
 PLAN = make_plan(LENGTHS, BUCKETS, microbatches_per_step=2, order="shuffle")
 
 
-def changed(**arrays):
-    """The plan with entries of its arrays replaced: name=(index, value)."""
-    fields = {name: getattr(PLAN, name).copy() for name in arrays}
-    for name, (index, value) in arrays.items():
-        fields[name][index] = value
-    return dataclasses.replace(PLAN, **fields)
-
-
 @pytest.mark.parametrize(
     "plan",
     [
@@ -262,157 +247,3 @@ def test_as_many_samples_may_be_missing_as_the_plan_dropped():
 def test_samples_at_fault_are_listed(ids, num_samples, message):
     with pytest.raises(AssertionError, match=message):
         assert_exactly_once(ids, num_samples)
-
-
-@pytest.mark.parametrize("order", ["shuffle", "length"])
-def test_plans_of_both_packages_and_from_files_are_the_same(tmp_path, order):
-    options = {"microbatches_per_step": 2, "order": order}
-    plan = make_plan(LENGTHS, BUCKETS, **options)
-    plan.save(tmp_path / "plan.npz")
-    assert_same_batches(plan, torch_ref.make_plan(LENGTHS, BUCKETS, **options))
-    assert_same_batches(torch_ref.Plan.load(tmp_path / "plan.npz"), plan)
-    assert_same_batches(plan, plan_distributed(LENGTHS, BUCKETS, data_mesh(2), **options))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (changed(sample_ids=([0, 1], PLAN.sample_ids[[1, 0]])), r"^step 0 differs: rows\[0, 0\] is \d+ and \d+, \[1"),
-        (changed(num_tokens=(5, 1)), r"^step 5 differs: num_tokens is \d+ and 1$"),
-        (
-            dataclasses.replace(PLAN, buckets=(*PLAN.buckets[:2], Bucket(3, 30))),
-            r"^step \d+ differs: bucket is 2×30 and 3×30; rows has shape \(2, 2\) and \(2, 3\)$",
-        ),
-        (
-            make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4),
-            r"step 0 differs: .*rows has shape \(2, \d\) and \(4, ",
-        ),
-        (
-            make_plan(LENGTHS, [*BUCKETS, (1, 40)], microbatches_per_step=2, order="shuffle"),
-            r"are the same, but the digests differ.*\(2, 30\), and .*\(1, 40\)$",
-        ),
-        (
-            dataclasses.replace(
-                PLAN, step_bucket=PLAN.step_bucket[:-1], step_offsets=PLAN.step_offsets[:-1],
-                num_tokens=PLAN.num_tokens[:-1],
-            ),
-            f"the second ends after {PLAN.num_steps - 1} steps, which are the same in both",
-        ),
-    ],
-)  # fmt: skip
-def test_the_first_step_that_differs_is_named(other, message):
-    with pytest.raises(AssertionError, match=message):
-        assert_same_batches(PLAN, other)
-
-
-def test_batches_are_compared_leaf_by_leaf_across_frameworks():
-    dataset = random_dataset(30, 20)
-    plan, twin = (
-        package.make_plan(np.diff(dataset.offsets), [(3, 10), (2, 20)], order="length", microbatches_per_step=2)
-        for package in (jvarlen, torch_ref)
-    )
-    batches = list(load(plan, dataset))
-    assert_same_batches(batches, torch_ref.load(twin, dataset))
-    tokens = np.array(batches[2].tokens)
-    tokens[1, 0, 0] += 1
-    wrong = [*batches[:2], batches[2]._replace(tokens=tokens), *batches[3:]]
-    with pytest.raises(AssertionError, match=r"^step 2 differs: \.tokens\[1, 0, 0\] is \d+ and \d+$"):
-        assert_same_batches(batches, wrong)
-    with pytest.raises(AssertionError, match=r"\.tokens has shape \(2, 3, 10\) and \(2, 3, 9\)"):
-        assert_same_batches(batches, [batch._replace(tokens=batch.tokens[..., :-1]) for batch in batches])
-    with pytest.raises(AssertionError, match=r"\.weights is only in the first"):
-        assert_same_batches(batches, [batch._replace(weights=None) for batch in batches])
-    with pytest.raises(AssertionError, match="the first ends after 2 steps"):
-        assert_same_batches(batches[:2], iter(batches))
-    with pytest.raises(ValueError, match="a plan is compared with a plan"):
-        assert_same_batches(plan, batches)
-
-
-def test_numbers_that_are_none_are_the_same():
-    batch = {"x": np.array([1.0, np.nan])}
-    assert_same_batches([batch], [{"x": jnp.array([1.0, jnp.nan])}])
-    with pytest.raises(AssertionError, match=r"\['x'\]\[1\] is nan and 2"):
-        assert_same_batches([batch], [{"x": np.array([1.0, 2.0])}])
-
-
-SHAPES = [jax.ShapeDtypeStruct((n,), np.float32) for n in (3, 5)]
-
-
-def minus_two(x):
-    return x - 2
-
-
-def test_a_jitted_function_compiles_each_shape_once():
-    assert_no_recompiles(jax.jit(lambda x: x - 1), SHAPES)
-    with pytest.raises(AssertionError, match=r"first call with arguments 1 \(\[0\] float32\[5\]\): minus_two"):
-        assert_no_recompiles(jax.jit(minus_two), SHAPES, warm_up=False)
-
-
-def test_a_function_that_is_jitted_anew_each_time_is_found():
-    def jitted_anew(x):
-        return jax.jit(lambda y: minus_two(y))(x)
-
-    with pytest.raises(AssertionError) as raised:
-        assert_no_recompiles(jitted_anew, SHAPES)
-    assert "the second call with arguments 0 ([0] float32[3]): <lambda>" in str(raised.value)
-    assert "first call" not in str(raised.value)
-
-
-def test_a_step_that_donates_its_state_can_be_called_again():
-    state = {"n": jnp.zeros(3), "key": jax.random.key(0)}
-    step = jax.jit(lambda state, x: ({"n": state["n"] + x.sum(), "key": state["key"]}, None), donate_argnums=0)
-    assert_no_recompiles(step, [(state, shape) for shape in SHAPES])
-    assert not state["n"].is_deleted()
-
-
-def test_an_argument_that_changes_its_type_is_found():
-    calls = []
-
-    def drifting(x):
-        calls.append(x)
-        return step(x, 1.0 if len(calls) < 3 else jnp.float32(1))
-
-    step = jax.jit(lambda x, y: x * y)
-    with pytest.raises(AssertionError, match=r"the second call with arguments 0 .*<lambda>"):
-        assert_no_recompiles(drifting, SHAPES)
-
-
-def test_a_whole_loop_is_a_function_without_arguments():
-    double = jax.jit(lambda x: x * 2)
-
-    def epoch():
-        return [double(np.ones(n)) for n in (3, 4)]
-
-    assert_no_recompiles(epoch, [()])
-    with pytest.raises(ValueError, match="shapes are empty"):
-        assert_no_recompiles(epoch, [])
-
-
-def count_step(state, batch):
-    return state + jnp.sum(batch.weights), jnp.sum(batch.tokens)
-
-
-@pytest.mark.parametrize("num_devices", [None, 2])
-def test_compiled_buckets_may_not_compile_at_all(num_devices, monkeypatch):
-    mesh = None if num_devices is None else data_mesh(num_devices)
-    compiled = compile_buckets(
-        count_step,
-        jnp.float32(0),
-        BatchShapes([(2, 4), (1, 8)], microbatches_per_step=2, layout=mesh),
-        progress=False,
-        options=CompileOptions(cache_dir=None),
-    )
-    calls = [(jnp.float32(0), spec) for spec in compiled.specs.values()]
-    assert_no_recompiles(compiled, calls)
-    assert compiled.report.times_used == 4
-    inner = type(compiled).__call__
-    compile_for = jax.jit(lambda batch: batch.weights + 17)
-    monkeypatch.setattr(type(compiled), "__call__", lambda self, *args: (compile_for(args[1]), inner(self, *args))[1])
-    with pytest.raises(AssertionError, match=r"first call with arguments 1 \(\[1\]\.tokens int32\[2,\d,\d\], .*lambda"):
-        assert_no_recompiles(compiled, calls)
-
-
-def test_a_batch_that_nothing_was_compiled_for_is_refused():
-    compiled = compile_buckets(count_step, jnp.float32(0), BatchShapes([(2, 4)]), progress=False)
-    with pytest.raises(ValueError, match=r"\.tokens is int32\[1,2,5\], planned was"):
-        assert_no_recompiles(compiled, [(jnp.float32(0), token_batch_spec(Bucket(2, 5), 1))])

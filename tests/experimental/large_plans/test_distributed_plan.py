@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from jvarlen import Order, make_buckets, make_plan
 from jvarlen.experimental.large_plans import count_lengths, plan_distributed
-from jvarlen.testing import assert_exactly_once, assert_same_batches
+from jvarlen.testing import assert_exactly_once
 from tests.meshes import data_mesh
+from tests.same_batches import assert_same_batches
 
 
 def assert_same(plan, whole, num_samples):

@@ -97,18 +97,10 @@ def unsplit_sums(num_microbatches):
         return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
 
 
-@pytest.mark.parametrize(
-    ("text", "slices"),
-    [
-        ("data1.stage2", {LENGTH: (5, 1, 6)}),
-        ("data2.stage2", lambda length: np.array([length - 2, 2])),
-    ],
-)
-def test_sums_and_gradients_are_those_of_the_unsplit_model(text, slices):
-    """Of two microbatches, which four stages outnumber."""
+def test_sums_and_gradients_are_those_of_the_unsplit_model():
     with jax.enable_x64(True):
         state = new_state(noisy_params(), optax.identity(), seed=3)
-        found = jax.jit(sums_on(text, slices))(state, noisy_batch(2))
+        found = jax.jit(sums_on("data2.stage2", {LENGTH: (5, 1, 6)}))(state, noisy_batch(2))
         assert_equal_trees(found, unsplit_sums(2), 1e-12)
         assert np.abs(np.asarray(found.grads.layers["qkv"])).max(axis=(1, 2)).min() > 1e-3
 
