@@ -79,7 +79,7 @@ def report_moments(report):
         return compiled
 
     def reporting_save(self, state, place, *args, **options):
-        if saved or self.is_empty:  # else it is the one that was restored
+        if saved or not self.steps:  # else it is the one that was restored
             report("checkpoint", place.num_steps_done)
         saved.add(place.num_steps_done)
         return save(self, state, place, *args, **options)

@@ -291,7 +291,6 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort TABLE", "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
         pytest.param("sort LONG", "at most 64 bits, not float128[3]", marks=no_long_doubles),
         ("sort LENGTHS --devices 0", "devices (0)"),
-        ("sort LENGTHS --devices 65537", "at most 65,536: devices (65537)"),
         (
             "sort LENGTHS --coordinator localhost --process-id 0",
             "coordinator ('localhost') must be a host and a port",

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from jvarlen._common.checks import UserError, check_counts, check_setting, list_first
+from jvarlen._common.checks import UserError, check_counts, list_first
 from jvarlen.distributed.layout import Layout
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceConfig", "keep_memory_of_steps", "launch"]
 
-_MOST_DEVICES = 2**16  # of a process
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 _MOST_KEPT_BYTES = 2**31 - 1  # at the end of the heap; an int
 _HEAP_BYTES = 2**26  # of a thread; glibc gives back an empty one unless so much is kept free
@@ -39,10 +38,6 @@ class DeviceConfig:
 
     def __post_init__(self):
         check_counts(self, 1, "devices", "num_processes")
-        # JAX would make as many of a CPU.
-        check_setting(
-            self, ("devices",), lambda given: given is None or given <= _MOST_DEVICES, f"at most {_MOST_DEVICES:,}"
-        )
         check_counts(self, 0, "process_id")
 
     @property

@@ -118,10 +118,6 @@ def placement_of(layout: LayoutLike) -> Placement | None:
             )
         axis = DATA_AXIS if DATA_AXIS in layout.axis_names else layout.axis_names[0]
         return Layout().on(layout, axes={DATA_AXIS: axis})
-    if not isinstance(layout, Layout | str):
-        raise UserError(
-            f"layout must be a Layout, its text, a Placement, a Mesh or None, not a {type(layout).__name__}"
-        )
     return (Layout.parse(layout) if isinstance(layout, str) else layout).on()
 
 
@@ -138,8 +134,6 @@ def place(
     """A layout on devices or on a mesh, as `Layout.on` tells."""
     if isinstance(where, Mesh):
         return _place_on_mesh(layout, where, axes)
-    if axes is not None:
-        raise UserError(f"axes ({axes}) name those of a mesh, and the layout is to be placed on devices")
     devices = jax.devices() if where is None else list(where)
     if where is None and layout.data != -1:
         needed = layout.num_devices
@@ -228,14 +222,7 @@ def split_cpu(num_devices: int, *, again: bool = True) -> None:
 
 
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:
-    """The devices of a mesh, those of other processes included.
-
-    Args:
-      mesh: the mesh; None for the default device.
-
-    Returns:
-      The devices, in the order of the mesh.
-    """
+    """The devices of a mesh in its order, those of other processes included; of None the default device."""
     if mesh is not None:
         return mesh.devices.flatten().tolist()
     default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None

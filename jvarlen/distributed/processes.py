@@ -25,7 +25,7 @@ from jax._src import distributed  # private: `jax.distributed` gives no client o
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 from jvarlen._common.terminal import say
 
@@ -85,10 +85,8 @@ def initialize_processes(
 
     Raises:
       RuntimeError: JAX has used its devices already, or was initialized before.
-      ValueError: an argument is None and JAX does not find it in the environment; no host and port, or no index of a
-        process.
+      ValueError: an argument is None and JAX does not find it in the environment.
     """
-    _check_meeting(coordinator_address, num_processes, process_id)
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -108,19 +106,6 @@ def initialize_processes(
         # JAX has replaced the handler below Python, which takes it for the one in force.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     atexit.register(_leave_after_error, heartbeat_timeout_seconds)
-
-
-def _check_meeting(address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Raises ValueError for what JAX ends the process at, by an abort."""
-    check_at_least_one(**if_given(num_processes=num_processes))
-    check_at_least_zero(**if_given(process_id=process_id))
-    if num_processes is not None and process_id is not None and process_id >= num_processes:
-        raise UserError(f"process_id ({process_id}) must be below num_processes ({num_processes})")
-    if address is None:
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) < 2**16):
-        raise UserError(f"coordinator ({address!r}) must be a host and a port from 1 to 65535, as host0:29400")
 
 
 def agree(name: str, value: str | bytes | int) -> None:

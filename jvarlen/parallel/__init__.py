@@ -8,7 +8,6 @@
   `layer_loop`: a model by layers on one device. `layered_sums`: its sums of a step without stages.
 - `step_loss`: losses of the sums and of all samples of a step.
 - `predict`: results of a function for every sample of a dataset, by one such step in all of its shapes.
-- `host_params`: parameters on the host, of which slices are placed.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,
     LayeredParams,
+    OwnLeaf,
     OwnLeavesState,
     StepLoss,
     is_own_leaf,
@@ -52,7 +53,7 @@ from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, sele
 
 __all__ = [
     "average_on_layout", "crop", "init_sharded", "make_sharded_step", "model_on_axes", "optimizer_on", "other_specs_of",
-    "pad_to", "padded_shape", "split_specs", "stacked_for", "stacks_layers", "state_specs",
+    "pad_to", "padded_shape", "place_slices", "split_specs", "stacked_for", "stacks_layers", "state_specs",
     "sums_on_layout", "unpadded",
 ]  # fmt: skip
 
@@ -99,14 +100,55 @@ def init_sharded(
             opt_state=jax.tree.map(with_sharding, shardings.opt_state, shapes.opt_state),
         )
     if is_on_host:
-        from jvarlen.parallel.host_params import place_slices
-
         own = shapes.opt_state.own if isinstance(shapes.opt_state, OwnLeavesState) else None
         params = place_slices(whole, own, params, shardings.params)
     else:
         params = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf.copy(), sharding), params, shardings.params)
     opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
     return TrainState(params, opt_state, *replicate(own_copy(others()[2:]), mesh))
+
+
+def place_slices(params: Any, own: Any, on_layout: Any, shardings: Any) -> Any:
+    """Whole parameters, as a layout has them: stacked as `own` says (None: not at all), and padded to its shapes."""
+    # `on_layout` and `shardings`: shapes and shardings of the layout. A slice is read once, and copied.
+    places = [OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]
+    if own is not None:
+        places = jax.tree.leaves(own, is_leaf=is_own_leaf)
+    arrays: dict[int, dict[int | None, Any]] = {}
+    for leaf, at in zip(jax.tree.leaves(params), places, strict=True):
+        arrays.setdefault(at.place, {})[at.layer] = leaf
+
+    def place(of_layers: dict[int | None, Any], shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+        read: dict[tuple[Any, ...], np.ndarray] = {}
+
+        def slice_at(index: Any) -> np.ndarray:
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in read:
+                read[key] = _read(of_layers, index, shape.shape)
+            return read[key]
+
+        return jax.make_array_from_callback(shape.shape, sharding, slice_at)
+
+    structure = jax.tree.structure(on_layout)
+    shapes, lie = jax.tree.leaves(on_layout), jax.tree.leaves(shardings)
+    return jax.tree.unflatten(structure, map(place, [arrays[i] for i in range(len(arrays))], shapes, lie))
+
+
+def _read(of_layers: dict[int | None, Any], index: tuple[slice, ...], shape: Sequence[int]) -> np.ndarray:
+    """A slice of an array of the layout, made of that of one array, or of each layer; zeros after its end."""
+
+    def part_of(array: Any, index: tuple[slice, ...]) -> np.ndarray:
+        # NumPy arrays stay what they are: `np.asarray` reads what a class of its own would.
+        return (array if isinstance(array, np.ndarray) else np.asarray(array))[index]
+
+    if None in of_layers:
+        found = np.array(part_of(of_layers[None], index), order="C")
+    else:
+        found = np.stack([part_of(of_layers[i], index[1:]) for i in range(len(of_layers))[index[0]]])
+    sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+    if found.shape == (*sizes,):
+        return found
+    return np.pad(found, [(0, size - there) for size, there in zip(sizes, found.shape, strict=True)])
 
 
 def _run_init(init: Callable[[Any], Any], shardings: Any, params: Any) -> Any:

@@ -357,9 +357,8 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
             for_evaluation=step.for_evaluation,
         )
     )
-    if not checkpoints.is_empty:
-        restore = checkpoints.restore_best if config.directory.resume_from == "best" else checkpoints.restore_latest
-        state, place = restore(with_known_rates(state, step.optimizer))
+    if checkpoints.steps:
+        state, place = checkpoints.restore(with_known_rates(state, step.optimizer), config.directory.resume_from)
         place = training.resumed_place(place)
     if broken := _nonfinite_arrays(state):
         what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"

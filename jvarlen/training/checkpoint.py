@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import dacite
 import jax
@@ -78,7 +78,6 @@ class Place:
     held_out_before: float | None = None
 
 
-@runtime_checkable
 class StateForm(Protocol):
     """The form of states in checkpoints, where it is not that of the steps."""
 
@@ -87,35 +86,16 @@ class StateForm(Protocol):
         """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
 
     def like(self, state: Any) -> Any:
-        """What `save` gives, without computing it.
-
-        Args:
-          state: of the steps.
-
-        Returns:
-          The form of checkpoints, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes.
-        """
+        """What `save` gives, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes."""
 
     def save(self, state: Any) -> Any:
-        """A state in the form of checkpoints. It compiles nothing.
+        """A state of the steps in the form of checkpoints; it compiles nothing, and may pad with zeros.
 
-        Args:
-          state: of the steps. With `for_evaluation`, also one whose `opt_state` is None: the parameters alone.
-
-        Returns:
-          The form of checkpoints. Ends of dimensions may be padded with zeros.
+        With `for_evaluation`, also a state whose `opt_state` is None: the parameters alone.
         """
 
     def restore(self, saved: Any, state: Any) -> Any:
-        """The inverse of `save`.
-
-        Args:
-          saved: with the shapes and shardings of `like(state)`.
-          state: of the steps; its arrays are not read.
-
-        Returns:
-          A state with the shapes and shardings of `state`.
-        """
+        """The inverse of `save`, of arrays like those of `like(state)`, in the shapes and shardings of `state`."""
 
 
 class Checkpoints:
@@ -187,11 +167,6 @@ class Checkpoints:
         self._saving = step, self._thread.submit(self._commit, part, step, metric)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been saved yet."""
-        return not self.steps
-
-    @property
     def steps(self) -> list[int]:
         """Steps done at each existing checkpoint, ascending; waits for the one that is being written."""
         self.wait()
@@ -212,37 +187,47 @@ class Checkpoints:
         self.wait()
         self._remove([later for later in self._metrics if later > step])
 
-    def restore_latest(self, state: Any) -> tuple[Any, Place]:
-        """The newest state and place; the whole checkpoint is compared with its hashes before anything is loaded.
+    def restore(self, state: Any, which: Literal["latest", "best"] = "latest") -> tuple[Any, Place]:
+        """A state and its place; the whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
           state: a state of the same structure, shapes and dtypes, sharded as the result shall be; or its shapes. The
             rates of `scale_by_planned_rate` come from it.
+          which: the newest checkpoint, or `best_step`.
 
         Returns:
           The state and its place.
 
         Raises:
-          FileNotFoundError: there is no checkpoint.
+          FileNotFoundError: there is no checkpoint, or none with a metric.
           ValueError: the checkpoint is damaged or belongs to another run; the message names the files and the remedy.
             Or it holds another state; every leaf that differs is listed.
         """
-        if not self.steps:
-            raise FileNotFoundError(f"{self._directory} holds no checkpoint to resume from")
-        return self._restore(self.steps[-1], state)
-
-    def restore_best(self, state: Any) -> tuple[Any, Place]:
-        """State and place of `best_step`; otherwise as `restore_latest`.
-
-        Args:
-          state: as in `restore_latest`.
-
-        Returns:
-          The state and its place.
-        """
-        if self.best_step is None:
-            raise FileNotFoundError(f"{self._directory} holds no checkpoint with a metric")
-        return self._restore(self.best_step, state)
+        self.wait()
+        step = _chosen(self._directory, self._metrics, which)
+        agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
+        try:
+            place, saved = _check(self._directory, step, self._metrics)
+            given = self._describe(state)
+            if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
+                leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
+                raise UserError(f"it is of another model or optimizer: {leaves}")
+            like = state if self._form is None else self._form.like(state)
+            saved_like = without_rates(like)
+            abstract = jax.tree.map(_shape_of, _written(saved_like))
+            restore_args = jax.tree.map(
+                # Orbax adds the zeros that are missing, and cuts those that are too many.
+                lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
+                ocp.checkpoint_utils.construct_restore_args(abstract),
+            )
+            path = self._directory / str(step) / "state"
+            has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
+            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
+            restored = self._checkpointer.restore(path, args=args)
+            restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
+            return restored if self._form is None else self._form.restore(restored, state), place
+        except _UNREADABLE as error:
+            raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
 
     def wait(self) -> None:
         """Waits until everything saved is on disk; raises OSError if it could not be written."""
@@ -298,31 +283,6 @@ class Checkpoints:
         shapes = without_rates(state if self._form is None else self._form.shapes)
         return {name: describe(leaf) for name, leaf in leaves_by_name(shapes).items()}
 
-    def _restore(self, step: int, state: Any) -> tuple[Any, Place]:
-        agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
-        try:
-            place, saved = _check(self._directory, step, self._metrics)
-            given = self._describe(state)
-            if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
-                leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
-                raise UserError(f"it is of another model or optimizer: {leaves}")
-            like = state if self._form is None else self._form.like(state)
-            saved_like = without_rates(like)
-            abstract = jax.tree.map(_shape_of, _written(saved_like))
-            restore_args = jax.tree.map(
-                # Orbax adds the zeros that are missing, and cuts those that are too many.
-                lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
-                ocp.checkpoint_utils.construct_restore_args(abstract),
-            )
-            path = self._directory / str(step) / "state"
-            has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
-            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
-            restored = self._checkpointer.restore(path, args=args)
-            restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
-            return restored if self._form is None else self._form.restore(restored, state), place
-        except _UNREADABLE as error:
-            raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
-
 
 def open_checkpoints(
     directory: Path,
@@ -375,10 +335,7 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
       ValueError: the checkpoint is damaged; the message names the files.
     """
     metrics = _read_metrics(directory)
-    steps = _best(metrics)[:1] if which == "best" else sorted(metrics)[-1:]
-    if not steps:
-        raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")
-    (step,) = steps
+    step = _chosen(directory, metrics, which)
     try:
         place, _ = _check(directory, step, metrics)
         path = (directory / str(step) / "state").resolve()
@@ -409,6 +366,13 @@ def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
         leaves = jax.tree.leaves_with_path(params)
         return {_dotted(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
     return {}
+
+
+def _chosen(directory: Path, metrics: Mapping[int, float | None], which: str) -> int:
+    """The steps of the newest or best checkpoint; raises FileNotFoundError without one."""
+    if steps := _best(metrics)[:1] if which == "best" else sorted(metrics)[-1:]:
+        return steps[0]
+    raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
@@ -497,14 +461,7 @@ def _check_manifest(directory: Path) -> None:
         listed = {_MANIFEST: ""}
     found = _hash_files(directory)
     problems = [
-        f"{name}: "
-        + (
-            "missing"
-            if name not in found
-            else f"not listed in {_MANIFEST}"
-            if name not in listed
-            else "other bytes than were written, its SHA-256 differs"
-        )
+        f"{name}: {'other bytes than were written, its SHA-256 differs' if name in found else 'missing'}"
         for name in sorted(listed.keys() | found.keys())
         if listed.get(name) != found.get(name)
     ]

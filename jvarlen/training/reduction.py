@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import (
@@ -177,19 +176,15 @@ def check_reduced(traced: ClosedJaxpr, shapes: StepSums, loss_name: str, axis_na
     """Raises ValueError if a traced loss reduces some of its sums itself, so that the step would reduce them again."""
     for axis in axes_in(axis_name):
         reduced = jax.tree.unflatten(jax.tree.structure(shapes), _which_are_reduced(traced, axis))
-        _check_reduced(reduced, loss_name, axis)
-
-
-def _check_reduced(reduced: StepSums, loss_name: str, axis_name: str) -> None:
-    by_name: dict[str, Any] = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
-    if all(by_name.values()) and not reduced.sums:
-        return  # both count every shard as often, and only their ratio matters
-    by_name |= {f"sums{name}": is_reduced for name, is_reduced in leaves_by_name(reduced.sums).items()}
-    if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
-        raise UserError(
-            f"{loss_name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum "
-            "them over the shards again: return the sums of the shard's own rows, without psum or pmean"
-        )
+        if reduced.loss_sum and reduced.weight_sum and not reduced.sums:
+            continue  # both count every shard as often, and only their ratio matters
+        by_name = {"loss_sum": reduced.loss_sum, "weight_sum": reduced.weight_sum}
+        by_name |= {f"sums{name}": is_reduced for name, is_reduced in leaves_by_name(reduced.sums).items()}
+        if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
+            raise UserError(
+                f"{loss_name} reduces {' and '.join(at_fault)} over mesh axis {axis!r} itself, and the step would sum "
+                "them over the shards again: return the sums of the shard's own rows, without psum or pmean"
+            )
 
 
 def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
@@ -200,7 +195,7 @@ def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
         kind_of = dict(zip(jaxpr.invars, kinds, strict=True))
 
         def kind(atom: Any) -> int:
-            return same if hasattr(atom, "val") else kind_of.get(atom, same)
+            return same if isinstance(atom, Literal) else kind_of.get(atom, same)
 
         for eqn in jaxpr.eqns:
             kind_of.update(zip(eqn.outvars, made_by(eqn, [kind(atom) for atom in eqn.invars]), strict=True))
@@ -212,21 +207,10 @@ def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
             return [reduced] * len(eqn.outvars)
         if eqn.primitive.name == "axis_index":
             return [differs]
-        if eqn.primitive.name == "scan":
-            num_fixed, num_carry = scan_parts(eqn)
-            fixed, carry, xs = given[:num_fixed], given[num_fixed:][:num_carry], given[num_fixed + num_carry :]
-            while True:
-                made = walk(eqn.params["jaxpr"].jaxpr, fixed + carry + xs)
-                if all(old >= new for old, new in zip(carry, made[:num_carry], strict=True)):
-                    return carry + made[num_carry:]
-                carry = list(map(max, carry, made[:num_carry]))
-        if eqn.primitive.name == "cond":
-            branches = [walk(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
-            return [max(given[0], *kinds) for kinds in zip(*branches, strict=True)]
-        called = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr | Jaxpr)]
-        if called and eqn.primitive.name != "while":
-            inner: Any = getattr(called[0], "jaxpr", called[0])
-            if (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars)):
+        for value in () if eqn.primitive.name == "while" else eqn.params.values():  # of a scan, its first turn
+            inner = getattr(value, "jaxpr", value)
+            sizes = len(given), len(eqn.outvars)
+            if isinstance(inner, Jaxpr) and (len(inner.invars), len(inner.outvars)) == sizes:
                 return walk(inner, given)
         return [max(given, default=same)] * len(eqn.outvars)
 

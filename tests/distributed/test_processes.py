@@ -6,10 +6,9 @@ import re
 import signal
 from pathlib import Path
 
-import jax
 import pytest
 
-from jvarlen.distributed.processes import agree, gather_texts, initialize_processes, together
+from jvarlen.distributed.processes import agree, gather_texts, together
 from tests import processes
 
 PROGRAM = Path(__file__).parents[1] / "run_processes.py"
@@ -80,23 +79,3 @@ def test_no_process_waits_long_for_one_that_left(left_ones, mode):
     else:
         assert left.code == -signal.SIGTERM, left.output
         assert "lost the other processes at 'load'; no word from process 1" in survivor.output
-
-
-@pytest.mark.parametrize(
-    ("address", "num_processes", "process_id", "said"),
-    [
-        ("localhost", 2, 0, "coordinator .'localhost'. must be a host and a port from 1 to 65535"),
-        (":29400", 2, 0, "must be a host and a port"),
-        ("localhost:0", 2, 0, "must be a host and a port"),
-        ("localhost:65536", 2, 0, "must be a host and a port"),
-        ("localhost:-1", 2, 0, "must be a host and a port"),
-        ("localhost:http", 2, 0, "must be a host and a port"),
-        ("localhost:29400", 2, 2, r"process_id \(2\) must be below num_processes \(2\)"),
-        ("localhost:29400", 2, -1, r"process_id \(-1\)"),
-        ("localhost:29400", 0, 0, r"num_processes \(0\)"),
-    ],
-)
-def test_where_processes_cannot_meet_is_told_before_jax_aborts(address, num_processes, process_id, said, monkeypatch):
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("JAX was asked"))
-    with pytest.raises(ValueError, match=said):
-        initialize_processes(address, num_processes, process_id, initialization_timeout=0.1)

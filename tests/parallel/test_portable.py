@@ -78,7 +78,7 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
     state = jvarlen.make_train_step(MODEL, optimizer, layout=layout).init(whole.params)
     form = portable_form(state, whole.params, optimizer, layout=layout, model=MODEL)
     with open_checkpoints(folder, form=form) as checkpoints:
-        restored, _ = checkpoints.restore_latest(zeros_like(state))
+        restored, _ = checkpoints.restore(zeros_like(state))
     for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert (found.shape, found.sharding) == (expected.shape, expected.sharding)
     # Parameters, and what lies like them, are as `init` places them.
@@ -100,7 +100,7 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
     with open_checkpoints(tmp_path, form=form) as checkpoints:
         checkpoints.save(restored, PLACE)
     with open_checkpoints(tmp_path) as checkpoints:
-        again, _ = checkpoints.restore_latest(zeros_like(whole))
+        again, _ = checkpoints.restore(zeros_like(whole))
     assert_equal(again, whole)
     about, expected = (json.loads((path / "1" / "about.json").read_text())["leaves"] for path in (tmp_path, folder))
     assert about == expected
@@ -130,12 +130,12 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
         state, form = form_on(text)
         assert jax.tree.structure(form.shapes) == jax.tree.structure(whole)
         with open_checkpoints(tmp_path / str(number), form=form) as checkpoints:
-            restored, _ = checkpoints.restore_latest(zeros_like(state))
+            restored, _ = checkpoints.restore(zeros_like(state))
         assert_equal(restored.params, state.params)
         with open_checkpoints(tmp_path / str(number + 1), form=form) as checkpoints:
             checkpoints.save(restored, PLACE)
     with open_checkpoints(tmp_path / str(number + 1)) as checkpoints:
-        again, _ = checkpoints.restore_latest(zeros_like(whole))
+        again, _ = checkpoints.restore(zeros_like(whole))
     assert_equal(again, whole)
 
 

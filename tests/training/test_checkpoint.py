@@ -40,7 +40,7 @@ def test_the_latest_state_and_place_come_back(tmp_path):
             checkpoints.save(STATE._replace(params={"w": jnp.arange(3.0) + step, "b": jnp.float32(step)}), place(step))
             checkpoints.save(STATE, place(step))  # saved already
     with open_checkpoints(tmp_path) as checkpoints:
-        state, restored_place = checkpoints.restore_latest(STATE)
+        state, restored_place = checkpoints.restore(STATE)
     assert restored_place == place(9)
     np.testing.assert_array_equal(state.params["w"], np.arange(3.0) + 9)
     assert int(state.opt_state[0]) == 7
@@ -52,7 +52,7 @@ def test_a_state_of_numpy_arrays_is_saved_and_restored(tmp_path):
     with open_checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, place(3))
         blank = STATE._replace(params={"w": np.zeros(3, np.float32), "b": np.float32(0)})
-        restored, _ = checkpoints.restore_latest(blank)
+        restored, _ = checkpoints.restore(blank)
     np.testing.assert_array_equal(restored.params["w"], state.params["w"])
     assert restored.params["b"] == 2
 
@@ -74,9 +74,9 @@ def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, lay
         checkpoints.save(state._replace(opt_state=(*state.opt_state[:-1], planned)), place(2))
     state, form = state_at(2**15, 0.25)
     with open_checkpoints(tmp_path, form=form) as checkpoints:
-        restored = checkpoints.restore_latest(state)[0].opt_state[-1]
+        restored = checkpoints.restore(state)[0].opt_state[-1]
         with pytest.raises(ValueError, match="does not hold the planned rates"):
-            checkpoints.restore_latest(jax.eval_shape(lambda state: state, state))
+            checkpoints.restore(jax.eval_shape(lambda state: state, state))
     assert (int(restored.count), restored.rates.shape, float(restored.rates[2])) == (2, (2**15,), 0.25)
 
 
@@ -87,7 +87,7 @@ def test_the_state_of_another_optimizer_is_refused_in_a_line(tmp_path):
     with open_checkpoints(tmp_path) as checkpoints:
         checkpoints.save(TrainState(jnp.ones(2), (optax.EmptyState(), before.init(None))), place(0))
         with pytest.raises(ValueError, match=r"of another model or optimizer: .*count") as error:
-            checkpoints.restore_latest(TrainState(jnp.ones(2), now.init(None)))
+            checkpoints.restore(TrainState(jnp.ones(2), now.init(None)))
     assert "\n" not in str(error.value)
 
 
@@ -129,7 +129,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, keep_last, keep_best):
                 assert checkpoints.steps == steps_on_disk(tmp_path) == expected
                 if best:
                     assert checkpoints.best_step == best[0]
-                    assert float(checkpoints.restore_best({"w": jnp.float32(0)})[0]["w"]) == best[0]
+                    assert float(checkpoints.restore({"w": jnp.float32(0)}, "best")[0]["w"]) == best[0]
 
 
 def test_none_is_best_where_none_has_a_metric(tmp_path):
@@ -137,7 +137,7 @@ def test_none_is_best_where_none_has_a_metric(tmp_path):
         checkpoints.save(STATE, place(0))
         assert checkpoints.best_step is None
         with pytest.raises(FileNotFoundError, match="no checkpoint with a metric"):
-            checkpoints.restore_best(STATE)
+            checkpoints.restore(STATE, "best")
 
 
 @pytest.mark.parametrize("kept", [{"keep_last": 0}, {"keep_best": -1}])
@@ -172,13 +172,13 @@ def test_writing_does_not_hold_up_training(tmp_path, monkeypatch):
         assert steps_on_disk(tmp_path) == []
         go_on.set()
         assert checkpoints.steps == steps_on_disk(tmp_path) == [0]
-        np.testing.assert_array_equal(checkpoints.restore_latest(state)[0]["w"], np.arange(100_000.0))
+        np.testing.assert_array_equal(checkpoints.restore(state)[0]["w"], np.arange(100_000.0))
     assert threads[0] is not threading.main_thread()
 
 
 def test_no_checkpoint_is_an_error(tmp_path):
     with open_checkpoints(tmp_path) as checkpoints, pytest.raises(FileNotFoundError, match="no checkpoint"):
-        checkpoints.restore_latest(STATE)
+        checkpoints.restore(STATE)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_leaves(tmp_path, params
         open_checkpoints(tmp_path) as checkpoints,
         pytest.raises(ValueError, match=rf"checkpoint 3 in \S+ cannot be resumed: it is of another model.*{said}"),
     ):
-        checkpoints.restore_latest(STATE._replace(params=params))
+        checkpoints.restore(STATE._replace(params=params))
 
 
 def refused(directory, said, step=3):
     """The one line of the refusal, which begins with which checkpoint and what is wrong with it."""
     begins = f"^checkpoint {step} in {directory} cannot be resumed: {said}"
     with open_checkpoints(directory) as checkpoints, pytest.raises(ValueError, match=begins) as refusal:
-        checkpoints.restore_latest(STATE)
+        checkpoints.restore(STATE)
     return str(refusal.value)
 
 
@@ -229,7 +229,7 @@ def test_a_change_of_any_file_is_refused_by_its_name(saved):
         refused(saved, f"{saved / '3'} is not whole: .*{name}: missing")
         path.write_bytes(whole)
     with open_checkpoints(saved) as checkpoints:
-        assert checkpoints.restore_latest(STATE)[1] == place(3)
+        assert checkpoints.restore(STATE)[1] == place(3)
 
 
 def test_checkpoints_under_another_name_are_refused(saved):
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_cannot_be_removed_hinders_no_other(saved, monkeypatch
             checkpoints.wait()
         checkpoints.save(STATE, place(8))
         assert checkpoints.steps == [8]
-        assert checkpoints.restore_latest(STATE)[1].num_steps_done == 8
+        assert checkpoints.restore(STATE)[1].num_steps_done == 8
     assert sorted(os.listdir(saved)) == ["8"]
 
 
@@ -257,7 +257,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_when_that_is_removed(saved)
     refused(saved, "")
     shutil.rmtree(saved / "3")
     with open_checkpoints(saved) as checkpoints:
-        assert checkpoints.restore_latest(STATE)[1] == place(2)
+        assert checkpoints.restore(STATE)[1] == place(2)
 
 
 def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, tmp_path, monkeypatch):
@@ -289,7 +289,7 @@ def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, t
             assert not any(path.name.startswith(".") for path in copy.iterdir())
             newest = 4 if name == "removal" or 4 in steps_on_disk(copy) else 3
             assert checkpoints.steps == steps_on_disk(copy) == ([2, 3] if newest == 3 else [3, 4])
-            assert checkpoints.restore_latest(STATE)[1] == place(newest)
+            assert checkpoints.restore(STATE)[1] == place(newest)
         assert was_unfinished or name == "state"
 
 
@@ -331,7 +331,7 @@ def test_a_full_disk_ends_a_run_whose_checkpoints_before_it_are_intact(tmp_path)
         with pytest.raises(OSError, match=said):
             save_all(directory, LARGE, STATE, first=2)
         with open_checkpoints(directory) as checkpoints:
-            state, restored_place = checkpoints.restore_latest(STATE)
+            state, restored_place = checkpoints.restore(STATE)
         assert restored_place == place(1)
         np.testing.assert_array_equal(state.params["w"], STATE.params["w"])
 
@@ -357,7 +357,7 @@ def test_saving_what_all_devices_hold_compiles_nothing_and_comes_back_on_others(
     for others in (replicate(state, data_mesh(2)), jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)):
         given = jax.tree.map(lambda leaf: leaf * 0, others)
         with open_checkpoints(tmp_path) as checkpoints:
-            restored, _ = checkpoints.restore_latest(given)
+            restored, _ = checkpoints.restore(given)
         for name, leaf in restored.items():
             np.testing.assert_array_equal(leaf, state[name])
             assert leaf.sharding == given[name].sharding
@@ -378,6 +378,6 @@ def test_a_state_comes_back_bit_for_bit_on_more_devices_and_on_fewer(tmp_path, i
             checkpoints.save(on(before), place(1))
         with open_checkpoints(tmp_path / str(number)) as checkpoints:
             given = on(after)
-            restored, _ = checkpoints.restore_latest(given)
+            restored, _ = checkpoints.restore(given)
         assert np.asarray(restored["w"]).tobytes() == values.tobytes()
         assert restored["w"].sharding == given["w"].sharding

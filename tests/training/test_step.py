@@ -420,13 +420,6 @@ def loss_alone_in_scan(params, batch):
     return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), batch._replace(num_sequences=None))[0]
 
 
-def loss_alone_in_a_branch(params, batch):
-    loss_sum = jax.lax.cond(
-        params["b"] > 0, lambda: loss_alone(params, batch)[0], lambda: 2 * loss_alone(params, batch)[0]
-    )
-    return loss_sum, jnp.sum(batch.weights)
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "named"),
     [
@@ -436,7 +429,6 @@ def loss_alone_in_a_branch(params, batch):
         (loss_alone_in_jit, "loss_alone_in_jit reduces loss_sum over"),
         (loss_alone_in_checkpoint, "loss_alone_in_checkpoint reduces loss_sum over"),
         (loss_alone_in_scan, "loss_alone_in_scan reduces loss_sum over"),
-        (loss_alone_in_a_branch, "loss_alone_in_a_branch reduces loss_sum over"),
     ],
 )
 @pytest.mark.parametrize("is_training", [True, False])
