@@ -113,16 +113,9 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout that a text names.
+        """The layout that a text names: words joined by dots, in any order, with defaults for what has no word.
 
-        Args:
-          text: words joined by dots, in any order.
-
-        Returns:
-          The layout, with defaults for what has no word. `Layout.parse(str(layout)) == layout`.
-
-        Raises:
-          ValueError: unknown words, several words for one thing, or a layout that is not valid.
+        `Layout.parse(str(layout)) == layout`. Raises ValueError for unknown words, or several for one thing.
         """
         given: dict[str, list[str]] = {}
         values: dict[str, Any] = {}
@@ -153,17 +146,7 @@ class Layout:
         return ".".join(_WORD_OF.get((name, value), f"{name}{value}") for name, value in changed) or "data"
 
     def for_devices(self, num_devices: int) -> Layout:
-        """This layout with the number of data shards that so many devices make.
-
-        Args:
-          num_devices: how many.
-
-        Returns:
-          The layout.
-
-        Raises:
-          ValueError: it takes another number of devices.
-        """
+        """This layout with the number of data shards that so many devices make; ValueError if it takes another number."""
         if self.data != -1:
             if num_devices != self.num_devices:
                 raise UserError(f"the layout {self} takes {self.num_devices} devices, not the {num_devices} given ones")
@@ -183,9 +166,6 @@ class Layout:
             is open. Or a mesh of one's own.
           axes: of a mesh of one's own, its names for axes of the layout, such as `{"data": "dp"}`; the others are left
             to the compiler. None: axes have the names that the layout gives them; a single axis is for data.
-
-        Returns:
-          `Placement`, whose layout tells the number of data shards.
 
         Raises:
           ValueError: another number of devices; a mesh whose axes have other sizes than the layout, or lacks one.

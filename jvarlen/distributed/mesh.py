@@ -73,16 +73,10 @@ class Placement:
         return Mesh(self.mesh.devices, axis_names, axis_types=self.mesh.axis_types)
 
     def batch_shardings(self, batch: Any) -> Any:
-        """The shardings of a step's arrays: microbatches over the data axis, scalars replicated.
+        """`NamedSharding` of a step's arrays or shapes: microbatches, the leading axis, over the data axis; scalars
+        replicated.
 
-        Args:
-          batch: a pytree of arrays or shapes; all but scalars have the microbatches, M, as leading axis.
-
-        Returns:
-          A pytree of `NamedSharding`.
-
-        Raises:
-          ValueError: data shards do not divide M.
+        Raises ValueError if data shards do not divide M.
         """
 
         def sharding(leaf: Any) -> NamedSharding:
@@ -207,11 +201,8 @@ def split_cpu(num_devices: int, *, again: bool = True) -> None:
     """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
 
     There, some 30 programs with a collective that wait for their turn deadlock XLA's threads (JAX 0.10). The steps of
-    `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then.
-
-    Args:
-      num_devices: at least 1. `Layout.on` raises if there are fewer devices than it needs.
-      again: whether also where settings of JAX or XLA split it already.
+    `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then. `again`: whether
+    also where settings of JAX or XLA split it already.
     """
     if not again and (
         getattr(jax.config, "jax_num_cpu_devices", -1) >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")

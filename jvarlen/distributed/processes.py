@@ -118,9 +118,6 @@ def agree(name: str, value: str | bytes | int) -> None:
     Raises:
       ValueError: on every process, if values differ; each value is listed with its processes.
       ProcessesError: processes are in calls of different names, or one has died.
-
-    Example:
-      >>> agree("plan digest", "5d41402abc4b")
     """
     values = gather_texts(name, repr(value))
     if len(set(values)) > 1:
@@ -140,10 +137,6 @@ def together(name: str) -> Iterator[None]:
     Raises:
       ProcessesError: the block failed on other processes, which are listed with their errors; or processes are in calls
         of different names, or one has died. A process whose own block failed raises its own exception.
-
-    Example:
-      >>> with together("read the lengths"):
-      ...     lengths = [3, 1, 2]
     """
     try:
         yield

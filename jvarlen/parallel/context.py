@@ -35,14 +35,11 @@ def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N 
     """Which positions of a row each shard holds: chunks i and 2N − 1 − i of 2N.
 
     Args:
-      seq_length: T, a multiple of 2N.
+      seq_length: T, a multiple of 2N; ValueError otherwise.
       num_shards: N.
 
     Returns:
       int32[N, T / N], ascending in each shard.
-
-    Raises:
-      ValueError: a length that is not a multiple of 2N.
 
     Example:
       >>> context_positions(8, 2).tolist()
@@ -62,17 +59,7 @@ def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N 
 
 
 def shard_positions(seq_length: int) -> Int32[Array, " S"]:
-    """The positions of this device, inside `shard_map`: `positions` of `Axes`.
-
-    Args:
-      seq_length: T, of whole rows.
-
-    Returns:
-      int32[T / N] for N devices along "context", a row of `context_positions`.
-
-    Raises:
-      ValueError: a length that is not a multiple of 2N, or an axis that is not bound.
-    """
+    """The positions of this device, inside `shard_map` over "context": int32[T / N], a row of `context_positions`."""
     return jnp.asarray(context_positions(seq_length, axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
 
 

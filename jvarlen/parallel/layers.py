@@ -1,7 +1,4 @@
-"""A model by layers: pure functions of one microbatch, and parameters stacked over the layers. A loss of a whole step.
-
-Pipelines, ZeRO-3, tensor and sequence parallelism split it. Letters: L layers.
-"""
+"""A model by layers: pure functions of one microbatch, and parameters stacked over the layers. Letters: L layers."""
 
 from __future__ import annotations
 
@@ -139,11 +136,9 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
     Returns:
       `loss_fn(params, microbatch, key=None) -> (loss_sum, weight_sum)` for `make_train_step`; `params` are
       `LayeredParams`, or what `model.stack` takes. If the state has a key, layer l gets `fold_in(key, l)` of the
-      microbatch's key as `axes.key`, `embed` the one of L, and `loss` the one of L + 1.
-
-    Raises:
-      ValueError: when it is called, for parameters that are not `LayeredParams` with one leading axis, or a layer whose
-        output differs from its input in shape or dtype.
+      microbatch's key as `axes.key`, `embed` the one of L, and `loss` the one of L + 1. It raises ValueError for
+      parameters that are not `LayeredParams` with one leading axis, or a layer whose output differs from its input in
+      shape or dtype.
 
     Example:
       >>> model = LayeredModel(
@@ -255,15 +250,11 @@ class OwnLeaf:
 
 
 class OwnLeavesState(NamedTuple):
-    """The state of an optimizer that sees the model's own parameters, which the layout stacks.
+    """The state of an optimizer that sees the model's own parameters, which the layout stacks."""
 
-    Attributes:
-      own: a tree like the model's own parameters, of `OwnLeaf`.
-      inner_state: of the optimizer. Where it has an array for each layer, they are stacked in the place of the first
-        one, and the other places are empty.
-    """
-
-    own: Any
+    own: Any  # a tree like the model's own parameters, of `OwnLeaf`
+    # Where the optimizer has an array for each layer, they are stacked in the place of the first one, and the other
+    # places are empty.
     inner_state: Any
 
 

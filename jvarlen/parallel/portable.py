@@ -42,13 +42,9 @@ def portable_form(
     """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
 
     Args:
-      state: the result of `TrainStep.init`.
+      state: the result of `TrainStep.init`; the optimizer, layout, model and `trainable` are those of its step.
       params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
         `TrainStep.init` got.
-      optimizer: that of the state.
-      layout: that of the state, as for `make_train_step`.
-      model: that of the state. It may have `stack`, for parameters that were stacked before `TrainStep.init`.
-      trainable: that of the state.
 
     Returns:
       A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.

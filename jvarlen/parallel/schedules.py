@@ -61,9 +61,6 @@ class Schedule:
           mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
             program moves all stages in ticks, each as long as its slowest action.
 
-        Returns:
-          The timeline.
-
         Raises:
           ValueError: costs of other kinds, or of a wrong shape; an unknown mode.
 
@@ -108,18 +105,7 @@ class Schedule:
         return np.stack([np.broadcast_to(np.asarray(costs[kind], np.float64), shape) for kind in self.kinds])
 
     def tables(self) -> Tables:
-        """Actions, transfers and buffer slots of every tick and stage, for a program that moves all stages in ticks.
-
-        Returns:
-          `Tables`.
-
-        Example:
-          >>> tables = make_schedule("gpipe", 2, 2).tables()
-          >>> tables.kind.T.tolist()  # a row for each stage
-          [[0, 0, -1, -1, 1, 1], [-1, 0, 0, 1, 1, -1]]
-          >>> tables.num_inputs, tables.num_activations, tables.num_gradients
-          (1, 2, 1)
-        """
+        """Actions, transfers and buffer slots of every tick and stage, for a program that moves all stages in ticks."""
         ticks, received_from = self.ticks, _received_from(self.actions)
         stage = np.broadcast_to(np.arange(self.num_stages)[:, None], ticks.shape)
         kind, microbatch, chunk = np.moveaxis(self.actions, -1, 0)
@@ -170,8 +156,8 @@ class Timeline:
       ends: float64[S, A], when it ends.
       makespan: the time of the whole step.
       bubble: the share of S · makespan in which stages are idle.
-      peak_activations: int64[S], the most forward results that each stage holds, of one chunk of a microbatch each. A
-        result is held until the last action that needs it has ended: W in a schedule that has it, otherwise B.
+      peak_activations: int64[S], the most forward results, of one chunk of a microbatch each, that each stage holds
+        until the last action that needs them has ended.
     """
 
     schedule: Schedule
@@ -188,43 +174,24 @@ class Tables:
     """What every stage does in every tick. Where there is nothing to do or no slot, a table has −1.
 
     At the end of a tick, a stage sends the output of a forward pass to the next stage, or the input gradient of a
-    backward pass to the stage before; the first and the last stage are neighbours too.
-
-    Every stage has four buffers, with as many slots as the stage with the most needs. `inputs` holds a stage's input
-    from its arrival to the forward pass. `activations` holds what a forward pass keeps, up to the last action that
-    needs it: W, or B in schedules without W. `outputs` holds the output of the model's last part from the forward pass
-    to the backward pass, which takes its gradient from the loss. `gradients` holds other gradients of outputs from
-    their arrival to the backward pass. The first part of the model takes its input from the microbatch.
-
-    Attributes:
-      kind: int32[T, S]: 0 forward pass, 1 backward pass, 2 weight gradients.
-      microbatch: int32[T, S].
-      chunk: int32[T, S].
-      activation_slot: int32[T, S]: written by a forward pass, read by the other kinds.
-      input_slot: int32[T, S]: read by a forward pass.
-      output_slot: int32[T, S]: written by a forward pass of the last part, read by its backward pass.
-      gradient_slot: int32[T, S]: read by a backward pass.
-      arriving_input_slot: int32[T, S]: where the stage stores what arrives from the one before.
-      arriving_gradient_slot: int32[T, S]: where it stores what arrives from the next one.
-      num_inputs: slots of `inputs`.
-      num_activations: slots of `activations`.
-      num_outputs: slots of `outputs`.
-      num_gradients: slots of `gradients`.
+    backward pass to the stage before; the first and the last stage are neighbours too. Every stage has four buffers,
+    with as many slots as the stage with the most needs. The first part of the model takes its input from the
+    microbatch.
     """
 
-    kind: Int32[np.ndarray, "T S"]
+    kind: Int32[np.ndarray, "T S"]  # 0 forward pass, 1 backward pass, 2 weight gradients
     microbatch: Int32[np.ndarray, "T S"]
     chunk: Int32[np.ndarray, "T S"]
-    activation_slot: Int32[np.ndarray, "T S"]
-    input_slot: Int32[np.ndarray, "T S"]
-    output_slot: Int32[np.ndarray, "T S"]
-    gradient_slot: Int32[np.ndarray, "T S"]
-    arriving_input_slot: Int32[np.ndarray, "T S"]
-    arriving_gradient_slot: Int32[np.ndarray, "T S"]
-    num_inputs: int
-    num_activations: int
-    num_outputs: int
-    num_gradients: int
+    activation_slot: Int32[np.ndarray, "T S"]  # written by a forward pass, read by the other kinds
+    input_slot: Int32[np.ndarray, "T S"]  # read by a forward pass
+    output_slot: Int32[np.ndarray, "T S"]  # written by a forward pass of the last part, read by its backward pass
+    gradient_slot: Int32[np.ndarray, "T S"]  # read by a backward pass
+    arriving_input_slot: Int32[np.ndarray, "T S"]  # where the stage stores what arrives from the one before
+    arriving_gradient_slot: Int32[np.ndarray, "T S"]  # and from the next one
+    num_inputs: int  # slots from a stage's input's arrival to the forward pass
+    num_activations: int  # of what a forward pass keeps, up to the last action that needs it: W, or else B
+    num_outputs: int  # of the model's last part, to the backward pass, which takes its gradient from the loss
+    num_gradients: int  # of other outputs, from their arrival to the backward pass
 
 
 def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -249,22 +216,16 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
       num_microbatches: M, those of one data shard, at least 1; of `"interleaved"` a multiple of S.
       num_chunks: V; 1 for all but `"interleaved"`.
 
-    Returns:
-      `Schedule`.
-
     Raises:
       ValueError: an unknown word; a number below 1; chunks without `"interleaved"`, or M no multiple of S with it.
 
     Example:
       >>> make_schedule("gpipe", 4, 8).simulate({"F": 1, "B": 2}).makespan
       33.0
-      >>> make_schedule("interleaved", 4, 8, 2).simulate({"F": 1, "B": 2}, "mpmd").peak_activations.tolist()
-      [11, 9, 7, 5]
 
     References:
-      Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". Narayanan et
-      al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training". Lepikhin et al. 2020, "GShard", for one
-      program of all stages. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+      Huang et al. 2019, "GPipe". Narayanan et al. 2019, "PipeDream". Lepikhin et al. 2020, "GShard", for one program of
+      all stages. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
       Megatron-LM". Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.3.
     """
     check_schedule(name, num_stages, num_microbatches, num_chunks)

@@ -1,7 +1,8 @@
 """Tensor parallelism: matrix products split over a mesh axis, and sequence parallelism between them.
 
-The functions of a model by layers call these inside `shard_map(check_vma=False)`; with `axes.tensor` None they are
-plain products and look-ups. Letters: N devices of the axis, T positions, D inputs, F outputs, V values of a token.
+The functions of a model by layers call these inside `shard_map(check_vma=False)`, with the `axes` that they get; where
+`axes.tensor` is None they are plain products and look-ups. Letters: N devices of the axis, T positions, D inputs, F
+outputs, V values of a token. "Whole" is equal on all devices.
 """
 
 # What a device holds is *whole*, equal on all devices of the axis, or a *part*: some features, some rows of a
@@ -46,7 +47,6 @@ def column_linear(
       x: float[…, D], whole; under sequence parallelism float[…, T / N, D], this device's positions.
       kernel: float[D, F / N], a part along `P(None, "tensor")`.
       bias: float[F / N], a part along `P("tensor")`.
-      axes: what is bound.
 
     Returns:
       float[…, F / N], this device's features of all positions.
@@ -68,7 +68,6 @@ def row_linear(
       x: float[…, D / N], this device's features of all positions.
       kernel: float[D / N, F], a part along `P("tensor")`.
       bias: float[F], whole, added once.
-      axes: what is bound.
 
     Returns:
       float[…, F], whole, by one all-reduce; under sequence parallelism float[…, T / N, F], by one reduce-scatter.
@@ -83,16 +82,9 @@ def row_linear(
 def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
     """What split products take: Megatron's f, which does nothing forward and is an all-reduce backward.
 
-    Under sequence parallelism it is an all-gather forward and a reduce-scatter backward. A whole parameter that each
-    device uses for its own features, such as the scale of a norm of each head, enters as well, unless
-    `axes.sequence_parallel`.
-
-    Args:
-      x: float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
-      axes: what is bound.
-
-    Returns:
-      float[…], whole; under sequence parallelism float[…, T, D].
+    Under sequence parallelism it is an all-gather forward, from float[…, T / N, D] to float[…, T, D], and a
+    reduce-scatter backward. A whole parameter that each device uses for its own features, such as the scale of a norm
+    of each head, enters as well, unless `axes.sequence_parallel`.
     """
     if axes.tensor is None:
         return x
@@ -104,17 +96,8 @@ def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
 def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
     """The sum of a split product: Megatron's g, which is an all-reduce forward and does nothing backward.
 
-    Under sequence parallelism it is a reduce-scatter forward and an all-gather backward.
-
-    Args:
-      x: float[…], this device's term of the sum; under sequence parallelism float[…, T, D].
-      axes: what is bound.
-
-    Returns:
-      float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
-
-    Raises:
-      ValueError: sequence parallelism of positions that N does not divide.
+    Under sequence parallelism it is a reduce-scatter forward, from float[…, T, D] to float[…, T / N, D], and an
+    all-gather backward; N must divide T.
     """
     if axes.tensor is None:
         return x
@@ -132,13 +115,9 @@ def vocabulary_embedding(
     Args:
       table: float[⌈V / N⌉, D], a part along `TensorSpec(P("tensor"), num_values=V)`.
       tokens: int[…, T], below V, whole.
-      axes: what is bound.
 
     Returns:
       float[…, T, D], whole, by one all-reduce; under sequence parallelism float[…, T / N, D], by one reduce-scatter.
-
-    Raises:
-      ValueError: sequence parallelism of positions that N does not divide.
     """
     if axes.tensor is None:
         return table[tokens]
@@ -158,7 +137,6 @@ def vocabulary_cross_entropy(
         Those past V get no probability and no gradient.
       targets: int[…], below V, whole. One that is not a token makes its loss NaN.
       vocab_size: V.
-      axes: what is bound.
 
     Returns:
       float[…] in nats, whole also under sequence parallelism, float32 at least. It takes two all-reduces.
@@ -187,10 +165,7 @@ def _cross_entropies(logits: Array, targets: Array, vocab_size: int, axis_name: 
 def losses_and_gradient(
     logits: Array, targets: Array, vocab_size: int, axis_name: str | None
 ) -> tuple[Array, Callable[[Array], Array]]:
-    """The cross-entropies of `vocabulary_cross_entropy`, NaN where a target is no token, and their gradient.
-
-    `gradient(weights)` is that of the weighted sum of the losses; it is a pytree.
-    """
+    """The losses of `vocabulary_cross_entropy`; and `gradient(weights)`, a pytree, of their weighted sum."""
     num_here = logits.shape[-1]
     num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
     if num_here != -(-vocab_size // num_devices):
@@ -230,18 +205,9 @@ def vary_alike(*arrays: Array) -> list[Array]:
 
 
 def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> Shaped[Array, "*out"]:
-    """This device's part of a whole array, such as a mask that `axes.key` gives for all features.
+    """This device's part of a whole array along `dim`, such as a mask that `axes.key` gives for all features.
 
-    Args:
-      x: whole.
-      dim: of the features, which N divides.
-      axes: what is bound.
-
-    Returns:
-      The part; without a tensor axis, the array.
-
-    Raises:
-      ValueError: N does not divide them.
+    Raises ValueError if N does not divide them. Without a tensor axis it is the array.
     """
     if axes.tensor is None:
         return x
@@ -251,48 +217,20 @@ def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> S
 
 
 def take_positions(x: Shaped[Array, "*shape"], dim: int = -2, *, axes: Axes) -> Shaped[Array, "*out"]:
-    """This device's positions of a whole array, such as a mask that `axes.key` gives for all positions.
+    """Under sequence parallelism this device's positions of a whole array along `dim`, otherwise the array.
 
-    Args:
-      x: whole.
-      dim: of the positions, which N divides.
-      axes: what is bound.
-
-    Returns:
-      The part under sequence parallelism, else the array.
-
-    Raises:
-      ValueError: N does not divide them.
+    Raises ValueError if N does not divide them.
     """
     return _take(x, dim, "positions", axes) if axes.tensor is not None and axes.sequence_parallel else x
 
 
 def sum_over_positions(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*shape"]:
-    """The sum for all positions from that for this device's positions: for losses without a vocabulary.
-
-    Args:
-      x: float[…], a sum over the positions that `take_positions` gives.
-      axes: what is bound.
-
-    Returns:
-      float[…], whole: summed over the devices under sequence parallelism, else as it is.
-    """
+    """The sum for all positions from that for the positions of `take_positions`: for losses without a vocabulary."""
     return sum_forward(x, axes.tensor) if axes.tensor is not None and axes.sequence_parallel else x
 
 
 def check_tensor_divides(axes: Axes, **sizes: int) -> int:
-    """Checks that what a model splits can be split.
-
-    Args:
-      axes: what is bound.
-      **sizes: by name, such as `num_heads=8`.
-
-    Returns:
-      N; 1 without a tensor axis.
-
-    Raises:
-      ValueError: N does not divide some of them.
-    """
+    """N, or 1 without a tensor axis; raises ValueError if N does not divide sizes, such as `num_heads=8`."""
     num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
     if wrong := [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]:
         raise UserError(f"the {num_devices} devices of the axis {axes.tensor!r} do not divide {' and '.join(wrong)}")

@@ -1,7 +1,4 @@
-"""The parameters of a model under tensor parallelism: how they lie along the axis, and their parts.
-
-Letters: N devices of the axis, V values of a token.
-"""
+"""The parameters of a model under tensor parallelism: how they lie along the axis, and their parts."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ class TensorSpec:
     Attributes:
       spec: as for an array without the layer axis, such as `P(None, "tensor")`. Queries, keys and values in one kernel
         need an axis of their own, `[D, 3, F]` along `P(None, None, "tensor")`, so that a device has its part of each.
-      num_values: of a vocabulary, its size, which zeros extend to a multiple of N; None if N must divide it.
-      num_heads: heads of attention along that dimension, such as 2 of keys and values; N must divide them, so that none
-        is cut. None if there are none.
+      num_values: of a vocabulary, its size, which zeros extend to a multiple of the devices; None if they must divide
+        it.
+      num_heads: heads of attention along that dimension, such as 2 of keys and values, of which none may be cut.
     """
 
     spec: PartitionSpec
@@ -42,17 +39,13 @@ class TensorSpec:
 
 
 def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
-    """A model whose functions take their parts of parameters, inside `shard_map` over the tensor axis.
+    """A model for `layered_loss_fn` whose functions take their parts of parameters, inside `shard_map` over the axis.
+
+    Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
 
     Args:
-      model: with `specs`.
+      model: with `specs`; ValueError without.
       axes: has `tensor`, and whether the model is sequence-parallel.
-
-    Returns:
-      A model for `layered_loss_fn`. Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
-
-    Raises:
-      ValueError: the model has no `specs`.
     """
     if model.specs is None:
         raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
@@ -71,13 +64,10 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 
 
 def partition_specs(specs: LayeredParams) -> LayeredParams:
-    """How the result of `split_params` lies on a mesh.
+    """How the result of `split_params` lies on a mesh: a `PartitionSpec` for every leaf, with the layer axis.
 
     Args:
       specs: those of a model: a `PartitionSpec` or a `TensorSpec` for every leaf, without the layer axis.
-
-    Returns:
-      A `PartitionSpec` for every leaf, with the layer axis.
     """
 
     def of_layer(spec: Any) -> PartitionSpec:
@@ -88,7 +78,7 @@ def partition_specs(specs: LayeredParams) -> LayeredParams:
 
 
 def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
-    """Parameters of which N equal parts along `partition_specs` are those of the devices.
+    """Whole parameters of which N equal parts along `partition_specs` are those of the devices.
 
     Vocabularies are extended by zeros.
 
@@ -96,9 +86,6 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
       params: whole arrays.
       specs: those of the model.
       num_devices: N.
-
-    Returns:
-      `LayeredParams` of whole arrays.
 
     Raises:
       ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
@@ -121,15 +108,7 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 
 
 def merge_params(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
-    """The inverse of `split_params`, also for gradients.
-
-    Args:
-      params: whole arrays, the result of `split_params`.
-      specs: those of the model.
-
-    Returns:
-      `LayeredParams` of whole arrays.
-    """
+    """The inverse of `split_params`, also for gradients; of whole arrays."""
 
     def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
         if spec.num_values is None or spec.num_values == leaf.shape[dim]:

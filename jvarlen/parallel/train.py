@@ -138,15 +138,9 @@ class TrainStep:
     def for_evaluation(self, state: TrainState) -> TrainState:
         """The state with the parameters to evaluate in place of those that are trained, where they lie.
 
-        Args:
-          state: of `init` or of a step. It stays as it is: a device holds the trained parameters twice.
-
-        Returns:
-          A state for evaluation steps, and for `gather_params`; training goes on with the other one. The same state,
-          where the optimizer keeps no average: without `eval_params` and `optax.contrib.schedule_free`.
-
-        Raises:
-          ValueError: `eval_params` returns other arrays than the trained parameters; they are listed.
+        It is for evaluation steps and `gather_params`; training goes on with the other one, which stays as it is. The
+        same state, where the optimizer keeps no average: without `eval_params` and `optax.contrib.schedule_free`.
+        Raises ValueError that lists what `eval_params` returns, if that is not like the trained parameters.
         """
         if self.eval_params is None and not keeps_schedule_free(state.opt_state):
             return state
@@ -171,12 +165,7 @@ class TrainStep:
     def reduce_error(self, state: TrainState, batch: Any) -> float:
         """How far the gradients of a step are from those of the layout with `reduce_dtype="float32"`.
 
-        Args:
-          state: of `init` or of a step. It stays as it is.
-          batch: as for a call.
-
-        Returns:
-          The norm of the difference, divided by that of the gradients sent in float32.
+        It is the norm of the difference, divided by that of the gradients sent in float32. The state stays as it is.
         """
         if self.placement is None:
             return 0.0
@@ -193,12 +182,9 @@ class TrainStep:
     def gather_params(self, state: TrainState) -> Any:
         """The whole parameters of a state, as `init` got them, on any layout.
 
-        Args:
-          state: of `init` or of a step; `for_evaluation(state)` for the average that an optimizer keeps.
-
-        Returns:
-          A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
-          holds one whole array at a time.
+        Pass `for_evaluation(state)` for the average that an optimizer keeps. The result is a pytree of NumPy arrays,
+        which later steps do not change. All processes must call it; each gets all. A device holds one whole array at a
+        time.
         """
 
         def gathered(leaf: jax.Array) -> np.ndarray:
@@ -214,13 +200,9 @@ class TrainStep:
         return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
 
     def state_shardings(self, params: Any) -> TrainState:
-        """How the state of some parameters lies on the devices.
+        """How the state of some parameters, as for `init`, lies on the devices.
 
-        Args:
-          params: as for `init`.
-
-        Returns:
-          `TrainState` of `jax.sharding.Sharding`, without `extra`, `key` and `step`, which are whole everywhere.
+        A `TrainState` of `jax.sharding.Sharding`, without `extra`, `key` and `step`, which are whole everywhere.
         """
         check_arrays(params)
         shapes = jax.tree.map(lambda leaf: with_sharding(_sharding_on(leaf), leaf), params)
@@ -357,8 +339,7 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
     them, whatever the schedule; at ZeRO-3 parameters are gathered layer by layer.
 
     Args:
-      model: as for `make_train_step`.
-      layout: as for `make_train_step`.
+      model: as for `make_train_step`, like `layout`.
 
     Returns:
       `EvalStep`, a plain function `step(state, batch) -> (state, Metrics)`. The state is that of a train step on the

@@ -50,8 +50,7 @@ def assert_packing_invariant(
     """Asserts that samples packed into rows give the same sums and gradients as the same samples padded.
 
     Padded, each sample has a row. Packed, they fill two rows in the given order, or one if they are fewer than four,
-    with padding at the end. Σ loss, Σ weight, further sums, the gradient and the change of `extra` must agree;
-    in float64, a mistake stands out from rounding.
+    with padding at the end. Σ loss, Σ weight, further sums, the gradient and the change of `extra` must agree.
 
     Use a few short samples of different lengths and tokens, and parameters that are not all 0, so that every part of
     the model has an effect. What no sample shows is not seen: of a window of 8 positions, samples of 20 tokens show it.
@@ -65,10 +64,7 @@ def assert_packing_invariant(
         dataclasses, whose batches are dicts.
       fields: of such, as for `load`.
       extra: for a loss that takes it; floats are cast to `dtype`.
-      dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
-      rtol: the largest difference allowed, relative to the sums, and for any entry of the gradient relative to the
-        largest. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside, as
-        `jax.nn.dot_product_attention` does, needs about 1e-5.
+      dtype: as for `assert_partition_invariant`, like `rtol`.
 
     Raises:
       AssertionError: packed rows differ; the message names values, errors and the likely mistakes.
@@ -76,7 +72,6 @@ def assert_packing_invariant(
         other random numbers for rows of another shape.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from jvarlen.batches import next_token_targets
       >>> def right(table, microbatch):
       ...     inputs, targets, weights = next_token_targets(microbatch)

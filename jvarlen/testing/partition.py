@@ -73,13 +73,11 @@ def assert_partition_invariant(
     The rows of the batch are computed as one microbatch, as every number of microbatches that divides M, and one by
     one, each on every number of shards that divides it. Then with a padding row in every microbatch; with as many
     padding microbatches as real ones, also so that one of two shards holds only these; and with nothing but padding
-    rows, which must give 0. Everything is computed in float64, where a mistake stands out from rounding. For a loss
-    that takes `key` or `extra` the microbatches stay as they are, and only shards and padding microbatches vary; the
-    next `extra` must agree as well.
+    rows, which must give 0. For a loss that takes `key` or `extra` the microbatches stay as they are, and only shards
+    and padding microbatches vary; the next `extra` must agree as well.
 
     Use rows of different lengths or weights, and parameters that are not all 0. The check does not see mistakes that
-    are the same in every split, such as padding inside a row that has weight or is attended to. Shards need devices:
-    `jvarlen.distributed.split_cpu` splits the CPU into several.
+    are the same in every split, such as padding inside a row that has weight or is attended to.
 
     Args:
       loss_fn: as for `make_train_step`.

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import dacite
 import jax
@@ -78,6 +78,7 @@ class Place:
     held_out_before: float | None = None
 
 
+@runtime_checkable
 class StateForm(Protocol):
     """The form of states in checkpoints, where it is not that of the steps."""
 
@@ -147,8 +148,7 @@ class Checkpoints:
           metric: how good the state is, lower is better. With None or NaN it is not among the best.
 
         Raises:
-          OSError: the previous checkpoint could not be written, as to a full disk; those before it are intact. That the
-            last one could not is told at the end of `open_checkpoints`.
+          OSError: the previous checkpoint could not be written, as to a full disk; those before it are intact.
         """
         self.wait()
         step = place.num_steps_done
@@ -179,11 +179,7 @@ class Checkpoints:
         return next(iter(_best(self._metrics)), None)
 
     def discard_after(self, step: int) -> None:
-        """Removes newer checkpoints, since the steps that follow are taken again.
-
-        Args:
-          step: the newest to keep.
-        """
+        """Removes checkpoints newer than a step, since the steps that follow are taken again."""
         self.wait()
         self._remove([later for later in self._metrics if later > step])
 
@@ -306,9 +302,6 @@ def open_checkpoints(
       for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
         evaluate besides those that are trained, and `read_params` reads them.
 
-    Returns:
-      `Checkpoints`, a context manager.
-
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
       OSError: the directory or last checkpoint cannot be written; if the block raised, its error has a note of that.
@@ -352,13 +345,9 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
 
 
 def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of the parameters of the newest checkpoint, without reading it.
+    """`jax.ShapeDtypeStruct` of the parameters of the newest checkpoint, by the names of `read_params`.
 
-    Args:
-      directory: the checkpoints of a run.
-
-    Returns:
-      `jax.ShapeDtypeStruct` by dotted names, as `read_params` has them; empty for a damaged checkpoint, or without one.
+    Nothing is compared or loaded; empty for a damaged checkpoint, or without one.
     """
     step = max(_read_metrics(directory), default=0)
     with contextlib.suppress(*_UNREADABLE), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -17,12 +17,7 @@ __all__ = ["Float32MasterState", "with_float32_master"]
 
 
 class Float32MasterState(NamedTuple):
-    """The state of `with_float32_master`.
-
-    Attributes:
-      master: like the parameters: float32 where these are floats of fewer bits, and `optax.MaskedNode()` elsewhere.
-      inner_state: of the optimizer.
-    """
+    """Of `with_float32_master`: copies, `optax.MaskedNode()` where parameters have 32 bits; the optimizer's state."""
 
     master: Any
     inner_state: Any

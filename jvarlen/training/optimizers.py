@@ -68,12 +68,7 @@ def scale_by_planned_rate(
     program. `open_checkpoints` saves the count of steps and not the rates: a resumed training has those of its plan.
 
     Args:
-      plan: as in `lr_sequence`; pass the plans, or the batch sizes, of all epochs that training shall cover.
-      base_schedule: as in `lr_sequence`.
-      base_batch_size: as in `lr_sequence`.
-      rule: as in `lr_scale`.
-      unit: as in `lr_sequence`.
-      counted_in: as in `lr_sequence`.
+      plan: as in `lr_sequence`, like all other arguments; pass the plans, or the batch sizes, of all epochs.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `PlannedRateState`. After S updates the rate is NaN. Updates keep
@@ -90,9 +85,6 @@ def scale_by_planned_rate(
       >>> updates, state = optimizer.update(jnp.ones(()), state)
       >>> bool(updates == -np.float32(2e-3))
       True
-
-    References:
-      As for `lr_scale`.
     """
     return scale_by_rates(
         lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
@@ -201,13 +193,6 @@ def scale_by_batch_size(
       >>> updates, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())), batch_size=jnp.float32(6))
       >>> float(updates)
       -3.0
-
-      Groups of parameters, each with a base rate and a rule of its own, or left unscaled:
-
-      >>> matrices = optax.chain(optax.adamw(1e-3), scale_by_batch_size(256, rule="sqrt"))
-      >>> embeddings = optax.chain(optax.sgd(0.1), scale_by_batch_size(32_768, unit="tokens"))
-      >>> groups = {"matrices": matrices, "embeddings": embeddings, "norms": optax.adam(1e-4)}
-      >>> optimizer = optax.partition(groups, {"embed": "embeddings", "w": "matrices", "scale": "norms"})
 
     References:
       As for `lr_scale`.

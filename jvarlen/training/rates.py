@@ -102,10 +102,9 @@ def lr_sequence(
       float64[S].
 
     Raises:
-      ValueError: an unknown unit or rule; an array of rates that does not have S entries, or that comes with another
-        count than steps; batch sizes that are no integers, or that are to be counted in another unit than theirs; a
-        base batch size that is not positive; tokens of a plan whose `pair_size` is not their sum, which steps on
-        devices count; arguments that `lr_scale` rejects.
+      ValueError: an array of rates that does not have S entries, or that comes with another count than steps; batch
+        sizes that are no integers, or that are to be counted in another unit than theirs; tokens of a plan whose
+        `pair_size` is not their sum, which steps on devices count; arguments that `lr_scale` rejects.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -114,8 +113,6 @@ def lr_sequence(
       [0.005, 0.002]
       >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
       [1.0, 11.0, 15.0, 25.0]
-      >>> lr_sequence([10, 4], 1e-3, 2).tolist()
-      [0.005, 0.002]
 
     References:
       Over samples: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size".

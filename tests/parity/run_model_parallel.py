@@ -21,7 +21,7 @@ from torch_ref.parallel import gather_params, make_pipeline_step, make_tensor_st
 # An odd vocabulary: its parts are not of one size.
 SIZES = {"width": 16, "num_heads": 4, "num_kv_heads": 2, "head_size": 6, "vocab_size": 129}
 MAX_NORM = 1.0
-TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 5
+TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 7
 
 
 class Way(NamedTuple):
@@ -63,9 +63,9 @@ class Way(NamedTuple):
 WAYS = {
     "tensor2": Way(tensor=2, packed=True, buckets=TWO_BUCKETS),
     "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True),
-    "stage2.virtual2.interleaved": Way(stage=2, virtual=2, schedule="interleaved", packed=True, buckets=TWO_BUCKETS),
+    "stage2.virtual2.interleaved": Way(stage=2, virtual=2, schedule="interleaved", packed=True),
     "data2.tensor2": Way(data=2, tensor=2),
-    "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b"),
+    "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b", buckets=TWO_BUCKETS),
 }
 
 

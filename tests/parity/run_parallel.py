@@ -42,7 +42,7 @@ class Task(NamedTuple):
     ways: dict[str, int]
     packed: bool = False
     width: int = 32
-    num_steps: int = 4
+    num_steps: int = 6
     buckets: tuple[tuple[int, int], ...] = ((3, 20), (2, 32))
 
     @property
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 TASKS = {
     "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero2": 2, "zero3": 3}, buckets=((2, 32),)),
     "packed": Task(2, 2, {"ddp": 3, "zero3": 3}, packed=True),
-    "compiled": Task(2, 2, {"compiled": 0}, width=144, buckets=((2, 32),)),
+    "compiled": Task(2, 2, {"compiled": 0}, width=144, num_steps=4, buckets=((2, 32),)),
 }
 
 

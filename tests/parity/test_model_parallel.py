@@ -59,7 +59,7 @@ def test_jax_and_torch_train_the_same(trained, name):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["data2.stage2.1f1b", "stage2.virtual2.interleaved"])
+@pytest.mark.parametrize("name", ["tensor2.sequence_parallel", "stage2.virtual2.interleaved"])
 def test_some_microbatches_have_no_weight(trained, name):
     """What the test above rests on, with padded and with packed rows."""
     weights = results_of(trained, name)[0]["microbatch_weights"]
