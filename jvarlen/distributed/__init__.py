@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from jvarlen.distributed.processes import agree, initialize_processes, together
 
 __all__ = [
-    "agree",
-    "assign_grad_buckets",
-    "initialize_processes",
-    "split_cpu",
-    "together",
-]
+    "agree", "assign_grad_buckets", "initialize_processes", "split_cpu", "together",
+]  # fmt: skip
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
 

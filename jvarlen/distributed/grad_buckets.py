@@ -20,13 +20,9 @@ from jvarlen.distributed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes
 from jvarlen.distributed.layout import ReduceDtype
 
 __all__ = [
-    "assign_grad_buckets",
-    "bucket_bytes_here",
-    "order_of_grads",
-    "reduce_in_buckets",
-    "reduce_scatter",
+    "assign_grad_buckets", "bucket_bytes_here", "order_of_grads", "reduce_in_buckets", "reduce_scatter",
     "with_grad_buckets",
-]
+]  # fmt: skip
 
 _bucket_bytes: ContextVar[BucketBytes | None] = ContextVar("bucket_bytes", default=None)
 

@@ -146,7 +146,7 @@ class Layout:
         return ".".join(_WORD_OF.get((name, value), f"{name}{value}") for name, value in changed) or "data"
 
     def for_devices(self, num_devices: int) -> Layout:
-        """This layout with the number of data shards that so many devices make; ValueError if it takes another number."""
+        """This layout with the data shards that so many devices make; ValueError if it takes another number."""
         if self.data != -1:
             if num_devices != self.num_devices:
                 raise UserError(f"the layout {self} takes {self.num_devices} devices, not the {num_devices} given ones")

@@ -22,26 +22,10 @@ if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
 
 __all__ = [
-    "DATA_AXIS",
-    "NO_MESH",
-    "STAGE_AXIS",
-    "LayoutLike",
-    "Placement",
-    "auto_axes",
-    "axes_in",
-    "check_shards_divide",
-    "devices_of",
-    "is_compile_only",
-    "num_shards_of",
-    "own_shards",
-    "place",
-    "placement_of",
-    "replicate",
-    "shards_on",
-    "split_cpu",
-    "split_hint",
-    "with_auto_axes",
-]
+    "DATA_AXIS", "NO_MESH", "STAGE_AXIS", "LayoutLike", "Placement", "auto_axes", "axes_in", "check_shards_divide",
+    "devices_of", "is_compile_only", "num_shards_of", "own_shards", "place", "placement_of", "replicate", "shards_on",
+    "split_cpu", "split_hint", "with_auto_axes",
+]  # fmt: skip
 
 DATA_AXIS, STAGE_AXIS = "data", "stage"
 NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
@@ -73,10 +57,9 @@ class Placement:
         return Mesh(self.mesh.devices, axis_names, axis_types=self.mesh.axis_types)
 
     def batch_shardings(self, batch: Any) -> Any:
-        """`NamedSharding` of a step's arrays or shapes: microbatches, the leading axis, over the data axis; scalars
-        replicated.
+        """The `NamedSharding` of a step's arrays or shapes: microbatches over the data axis, scalars replicated.
 
-        Raises ValueError if data shards do not divide M.
+        Raises ValueError if data shards do not divide M, the leading axis.
         """
 
         def sharding(leaf: Any) -> NamedSharding:

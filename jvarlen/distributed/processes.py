@@ -30,21 +30,10 @@ from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 from jvarlen._common.terminal import say
 
 __all__ = [
-    "Heartbeat",
-    "ProcessesError",
-    "agree",
-    "end_without_others",
-    "ending_stalled_processes",
-    "gather_arrays",
-    "gather_texts",
-    "initialize_processes",
-    "is_any_interrupted",
-    "is_interrupted_at",
-    "is_main_process",
-    "key_value_store",
-    "naming_lost_processes",
-    "together",
-]
+    "Heartbeat", "ProcessesError", "agree", "end_without_others", "ending_stalled_processes", "gather_arrays",
+    "gather_texts", "initialize_processes", "is_any_interrupted", "is_interrupted_at", "is_main_process",
+    "key_value_store", "naming_lost_processes", "together",
+]  # fmt: skip
 
 # What a process says in an exchange: one size, so that all exchanges match and compile once.
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])

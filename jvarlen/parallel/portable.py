@@ -42,9 +42,13 @@ def portable_form(
     """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
 
     Args:
-      state: the result of `TrainStep.init`; the optimizer, layout, model and `trainable` are those of its step.
+      state: the result of `TrainStep.init`.
       params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
         `TrainStep.init` got.
+      optimizer: that of the state.
+      layout: that of the state.
+      model: that of the state.
+      trainable: that of the state.
 
     Returns:
       A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.

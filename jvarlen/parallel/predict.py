@@ -82,7 +82,7 @@ def predict(
       params: pytree of arrays. What does not lie on the layout's mesh is replicated over it. What does keeps its
         sharding: shards, as of ZeRO-3 and of stages, are gathered in every step, and other axes are left to the
           compiler.
-      dataset: as for `load`, like `fields`, `collate`, `padding_rows` and `num_workers`.
+      dataset: as for `load`.
       max_tokens: budget of a microbatch in tokens, padding included.
       axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
         positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
@@ -93,6 +93,10 @@ def predict(
       packing: as for `make_plan`.
       overlong: as for `make_plan`. A sample that is dropped has the result None, a truncated one that of its beginning,
         and a split one those of its chunks together, if they are of positions.
+      fields: as for `load`.
+      collate: as for `load`.
+      padding_rows: as for `load`.
+      num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
       budget: further fields of a `Budget` as keywords, but `microbatches_per_step`: each of these devices has one.

@@ -47,6 +47,7 @@ def column_linear(
       x: float[…, D], whole; under sequence parallelism float[…, T / N, D], this device's positions.
       kernel: float[D, F / N], a part along `P(None, "tensor")`.
       bias: float[F / N], a part along `P("tensor")`.
+      axes: what is bound.
 
     Returns:
       float[…, F / N], this device's features of all positions.
@@ -68,6 +69,7 @@ def row_linear(
       x: float[…, D / N], this device's features of all positions.
       kernel: float[D / N, F], a part along `P("tensor")`.
       bias: float[F], whole, added once.
+      axes: what is bound.
 
     Returns:
       float[…, F], whole, by one all-reduce; under sequence parallelism float[…, T / N, F], by one reduce-scatter.
@@ -115,6 +117,7 @@ def vocabulary_embedding(
     Args:
       table: float[⌈V / N⌉, D], a part along `TensorSpec(P("tensor"), num_values=V)`.
       tokens: int[…, T], below V, whole.
+      axes: what is bound.
 
     Returns:
       float[…, T, D], whole, by one all-reduce; under sequence parallelism float[…, T / N, D], by one reduce-scatter.
@@ -137,6 +140,7 @@ def vocabulary_cross_entropy(
         Those past V get no probability and no gradient.
       targets: int[…], below V, whole. One that is not a token makes its loss NaN.
       vocab_size: V.
+      axes: what is bound.
 
     Returns:
       float[…] in nats, whole also under sequence parallelism, float32 at least. It takes two all-reduces.

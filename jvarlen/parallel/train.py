@@ -339,7 +339,8 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
     them, whatever the schedule; at ZeRO-3 parameters are gathered layer by layer.
 
     Args:
-      model: as for `make_train_step`, like `layout`.
+      model: as for `make_train_step`.
+      layout: as for `make_train_step`.
 
     Returns:
       `EvalStep`, a plain function `step(state, batch) -> (state, Metrics)`. The state is that of a train step on the

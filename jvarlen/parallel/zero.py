@@ -18,14 +18,9 @@ from jvarlen.parallel.layers import LayeredParams
 from jvarlen.training.trainable import merge_trained
 
 __all__ = [
-    "MIN_SHARDED",
-    "along_data",
-    "gather_by_layers",
-    "gather_shards",
-    "reduce_to_shard",
-    "shard_specs",
+    "MIN_SHARDED", "along_data", "gather_by_layers", "gather_shards", "reduce_to_shard", "shard_specs",
     "specs_of_layer",
-]
+]  # fmt: skip
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
 

@@ -12,9 +12,6 @@ from jvarlen.testing.partition import Partition, assert_partition_invariant
 from jvarlen.testing.plans import assert_exactly_once
 
 __all__ = [
-    "Partition",
-    "assert_exactly_once",
-    "assert_layout_invariant",
-    "assert_packing_invariant",
+    "Partition", "assert_exactly_once", "assert_layout_invariant", "assert_packing_invariant",
     "assert_partition_invariant",
-]
+]  # fmt: skip

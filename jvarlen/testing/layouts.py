@@ -41,16 +41,18 @@ def assert_layout_invariant(
     `jvarlen.distributed.split_cpu` splits the CPU into several.
 
     Args:
-      model: as for `make_train_step`, like `trainable` and `options`.
+      model: as for `make_train_step`.
       params: as for `TrainStep.init`; floats are cast to `dtype`.
       batch: pytree of arrays that begin with axis M, or are scalars, such as a `Batch`; floats are cast to `dtype`.
       layouts: `Layout`s or their texts. Data shards must divide M, and data · context too if rows are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient.
+      trainable: as for `make_train_step`.
       num_steps: steps on each layout.
       seed: for a model that takes keys.
       dtype: what to compute in; `"float32"` for a model that takes nothing else.
       rtol: the largest difference allowed, relative to the loss, the norm, and the largest entry of each parameter.
         None: 1e-12, or 1e-5 in float32.
+      **options: of `make_train_step`, such as `norms`.
 
     Returns:
       The layouts, which all agree.

@@ -64,7 +64,8 @@ def assert_packing_invariant(
         dataclasses, whose batches are dicts.
       fields: of such, as for `load`.
       extra: for a loss that takes it; floats are cast to `dtype`.
-      dtype: as for `assert_partition_invariant`, like `rtol`.
+      dtype: as for `assert_partition_invariant`.
+      rtol: as for `assert_partition_invariant`.
 
     Raises:
       AssertionError: packed rows differ; the message names values, errors and the likely mistakes.

@@ -29,14 +29,9 @@ from jvarlen.training.rates import (
 )
 
 __all__ = [
-    "PlannedRateState",
-    "scale_by_batch_size",
-    "scale_by_planned_rate",
-    "scale_by_rates",
-    "with_known_rates",
-    "with_rates_of",
-    "without_rates",
-]
+    "PlannedRateState", "scale_by_batch_size", "scale_by_planned_rate", "scale_by_rates", "with_known_rates",
+    "with_rates_of", "without_rates",
+]  # fmt: skip
 
 
 class PlannedRateState(NamedTuple):
@@ -67,8 +62,7 @@ def scale_by_planned_rate(
     in the optimizer state, so that other rates, and up to 16,384 steps another number of steps, take the same compiled
     program. `open_checkpoints` saves the count of steps and not the rates: a resumed training has those of its plan.
 
-    Args:
-      plan: as in `lr_sequence`, like all other arguments; pass the plans, or the batch sizes, of all epochs.
+    The arguments are those of `lr_sequence`: pass the plans, or the batch sizes, of all epochs.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `PlannedRateState`. After S updates the rate is NaN. Updates keep

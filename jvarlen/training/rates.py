@@ -18,18 +18,9 @@ from jvarlen._common.checks import UserError, check_choices, is_number, list_off
 from jvarlen.planning.steps import StepPlan
 
 __all__ = [
-    "BaseSchedule",
-    "BatchSizeUnit",
-    "Rule",
-    "ScheduleUnit",
-    "apply_rule",
-    "base_rates",
-    "before_each",
-    "lr_scale",
-    "lr_sequence",
-    "step_sizes",
-    "table_size",
-]
+    "BaseSchedule", "BatchSizeUnit", "Rule", "ScheduleUnit", "apply_rule", "base_rates", "before_each", "lr_scale",
+    "lr_sequence", "step_sizes", "table_size",
+]  # fmt: skip
 
 _LEAST_TABLE = 2**14  # entries: trainings of fewer steps share what is compiled
 

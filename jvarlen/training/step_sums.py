@@ -22,20 +22,9 @@ from jvarlen.training.train_state import TrainState, divide_once
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
-    "StepSums",
-    "accumulate",
-    "changes_of_extra",
-    "field_of",
-    "first_of",
-    "microbatches_of",
-    "next_extra",
-    "split_step",
-    "step_key",
-    "sum_microbatch",
-    "sum_step",
-    "sums_of_one",
-    "sums_of_outputs",
-]
+    "StepSums", "accumulate", "changes_of_extra", "field_of", "first_of", "microbatches_of", "next_extra", "split_step",
+    "step_key", "sum_microbatch", "sum_step", "sums_of_one", "sums_of_outputs",
+]  # fmt: skip
 
 
 class StepSums(NamedTuple):

@@ -19,19 +19,9 @@ from jvarlen.training.random_state import has_keys
 from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = [
-    "MasterWeightsOptimizer",
-    "MetricSums",
-    "Metrics",
-    "TrainState",
-    "check_state",
-    "divide_once",
-    "has_host_arrays",
-    "has_shapes",
-    "key_of_seed",
-    "new_state",
-    "own_copy",
-    "with_sharding",
-]
+    "MasterWeightsOptimizer", "MetricSums", "Metrics", "TrainState", "check_state", "divide_once", "has_host_arrays",
+    "has_shapes", "key_of_seed", "new_state", "own_copy", "with_sharding",
+]  # fmt: skip
 
 
 class TrainState(NamedTuple):
